@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -14,7 +15,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.support.examples import PROFILE, load_profile
 from tests.support.hangs import Watchdog, fail_instead_of_waiting
-from tests.support.waiting import patience
+from tests.support.waiting import patience, run
 
 load_profile()
 fail_instead_of_waiting()
@@ -60,6 +61,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     the others, and is ended by the process that started it."""
     if not hasattr(config, "workerinput"):
         faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """An ``async def`` test runs on uvloop, as the product does, until its deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(autouse=True)

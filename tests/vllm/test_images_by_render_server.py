@@ -76,26 +76,23 @@ def turns() -> list[tuple[str, dict[str, Any], str]]:
     ]
 
 
-def test_images_are_asked_for_once_and_read_as_vllm_reads_them(url: str, folder: Path) -> None:
-    async def scenario() -> None:
-        calls = EngineCalls({}, ssl.create_default_context(), health_timeout_s=5.0)
-        settings = PromptSettings(renderers=(url,), engine_timeout_s=60.0)
-        models = {"m": ModelPrompts(tokenizer_dir=str(folder))}
-        async with calls.open():
-            reader = PromptReader(models, settings, calls.post)
-            for path, body, source in turns():
-                prompt = await reader.read(request(body, path))
-                assert isinstance(prompt, Prompt), prompt
-                items = [(item.identifier, item.offset, item.length) for item in prompt.extras.multimodal]
-                expected = await asyncio.to_thread(told, url, path, body)
-                assert (list(prompt.token_ids), items, prompt.source) == (*expected, source)
-                asking = PromptReader(models, settings, calls.post)
-                asked = await asking.read(request(body, path))
-                assert isinstance(asked, Prompt)
-                assert asked.source == "renderer"
-                assert prompt.hashes(SCHEME) == asked.hashes(SCHEME)
-                asking.close()
-            assert len({length for _, _, length in items}) == len(items)  # shapes differ in their tokens
-            reader.close()
-
-    asyncio.run(scenario())
+async def test_images_are_asked_for_once_and_read_as_vllm_reads_them(url: str, folder: Path) -> None:
+    calls = EngineCalls({}, ssl.create_default_context(), health_timeout_s=5.0)
+    settings = PromptSettings(renderers=(url,), engine_timeout_s=60.0)
+    models = {"m": ModelPrompts(tokenizer_dir=str(folder))}
+    async with calls.open():
+        reader = PromptReader(models, settings, calls.post)
+        for path, body, source in turns():
+            prompt = await reader.read(request(body, path))
+            assert isinstance(prompt, Prompt), prompt
+            items = [(item.identifier, item.offset, item.length) for item in prompt.extras.multimodal]
+            expected = await asyncio.to_thread(told, url, path, body)
+            assert (list(prompt.token_ids), items, prompt.source) == (*expected, source)
+            asking = PromptReader(models, settings, calls.post)
+            asked = await asking.read(request(body, path))
+            assert isinstance(asked, Prompt)
+            assert asked.source == "renderer"
+            assert prompt.hashes(SCHEME) == asked.hashes(SCHEME)
+            asking.close()
+        assert len({length for _, _, length in items}) == len(items)  # shapes differ in their tokens
+        reader.close()

@@ -110,7 +110,7 @@ def interrupted(engine: VllmEngine, token_ids: list[int]) -> None:
         complete(engine, token_ids, max_tokens=1500)
 
 
-def test_after_kill_9_it_is_credited_with_what_it_has(engine: VllmEngine) -> None:
+async def test_after_kill_9_it_is_credited_with_what_it_has(engine: VllmEngine) -> None:
     rng = random.Random(9)
 
     def fresh() -> list[int]:
@@ -118,40 +118,37 @@ def test_after_kill_9_it_is_credited_with_what_it_has(engine: VllmEngine) -> Non
 
     before = [fresh() for _ in range(6)]
 
-    async def scenario() -> None:
-        fleet = Fleet()
-        async with following(engine, fleet) as feed:
-            for token_ids in before:
-                await asyncio.to_thread(complete, engine, token_ids)
-            predicted, reported = await predicted_and_reported(feed, engine, fleet, before[-1])
-            assert predicted == reported > 0
+    fleet = Fleet()
+    async with following(engine, fleet) as feed:
+        for token_ids in before:
+            await asyncio.to_thread(complete, engine, token_ids)
+        predicted, reported = await predicted_and_reported(feed, engine, fleet, before[-1])
+        assert predicted == reported > 0
 
-            heard = feed.stats.batches
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(3):
-                    tasks.create_task(asyncio.to_thread(interrupted, engine, fresh()))
-                await until(lambda: feed.stats.batches > heard + 3)
-                await asyncio.to_thread(engine.kill)
-            await until(lambda: feed.state is not FeedState.READY)
-            await asyncio.to_thread(engine.start)
-            await asyncio.to_thread(engine.wait_until_healthy)
+        heard = feed.stats.batches
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(3):
+                tasks.create_task(asyncio.to_thread(interrupted, engine, fresh()))
+            await until(lambda: feed.stats.batches > heard + 3)
+            await asyncio.to_thread(engine.kill)
+        await until(lambda: feed.state is not FeedState.READY)
+        await asyncio.to_thread(engine.start)
+        await asyncio.to_thread(engine.wait_until_healthy)
 
-            await until(lambda: feed.stats.restarts == 1)
+        await until(lambda: feed.stats.restarts == 1)
+        await caught_up(feed, engine)
+        assert credited(fleet, GROUPS, list(fleet.blocks)) == {}
+        assert fleet.index.stats().residencies == 0
+        asked = [*before[:3], *before[:3], fresh(), before[1]]
+        after = [await predicted_and_reported(feed, engine, fleet, token_ids) for token_ids in asked]
+        assert [predicted for predicted, _ in after] == [reported for _, reported in after]
+        assert [reported > 0 for _, reported in after] == [False] * 3 + [True] * 3 + [False, True]
+
+        late = Fleet()
+        async with following(engine, late) as second:
             await caught_up(feed, engine)
-            assert credited(fleet, GROUPS, list(fleet.blocks)) == {}
-            assert fleet.index.stats().residencies == 0
-            asked = [*before[:3], *before[:3], fresh(), before[1]]
-            after = [await predicted_and_reported(feed, engine, fleet, token_ids) for token_ids in asked]
-            assert [predicted for predicted, _ in after] == [reported for _, reported in after]
-            assert [reported > 0 for _, reported in after] == [False] * 3 + [True] * 3 + [False, True]
-
-            late = Fleet()
-            async with following(engine, late) as second:
-                await caught_up(feed, engine)
-                await caught_up(second, engine)
-                blocks = list(fleet.blocks)
-                assert credited(fleet, GROUPS, blocks) == credited(late, GROUPS, blocks) != {}
-                assert fleet.index.stats().residencies == late.index.stats().residencies
-            assert (feed.stats.restarts, feed.stats.sink_errors) == (1, 0)
-
-    asyncio.run(scenario())
+            await caught_up(second, engine)
+            blocks = list(fleet.blocks)
+            assert credited(fleet, GROUPS, blocks) == credited(late, GROUPS, blocks) != {}
+            assert fleet.index.stats().residencies == late.index.stats().residencies
+        assert (feed.stats.restarts, feed.stats.sink_errors) == (1, 0)

@@ -11,14 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    DecodedBatch,
-    Event,
-    encode_tokens,
-)
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
@@ -191,97 +184,85 @@ async def replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> l
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_frames_are_byte_identical(vllm_process: Publisher, rank: int) -> None:
-    async def scenario() -> None:
-        ports = {"endpoint": free_port(), "replay_endpoint": free_port()}
-        vllm_process.open(
-            topic="kv@x",
-            data_parallel_rank=rank,
-            buffer_steps=10,
-            **{name: f"tcp://*:{port - rank}" for name, port in ports.items()},
-        )
-        ours = ZmqPublisher(ANY, replay_endpoint=ANY, topic="kv@x", data_parallel_rank=rank, buffer_steps=10)
-        ours.start()
+async def test_frames_are_byte_identical(vllm_process: Publisher, rank: int) -> None:
+    ports = {"endpoint": free_port(), "replay_endpoint": free_port()}
+    vllm_process.open(
+        topic="kv@x",
+        data_parallel_rank=rank,
+        buffer_steps=10,
+        **{name: f"tcp://*:{port - rank}" for name, port in ports.items()},
+    )
+    ours = ZmqPublisher(ANY, replay_endpoint=ANY, topic="kv@x", data_parallel_rank=rank, buffer_steps=10)
+    ours.start()
 
-        def publish_ours() -> None:
-            number = ours.next_seq
-            ours.publish([our_event(spec) for spec in KINDS[number % len(KINDS)]], ts=float(number))
+    def publish_ours() -> None:
+        number = ours.next_seq
+        ours.publish([our_event(spec) for spec in KINDS[number % len(KINDS)]], ts=float(number))
 
-        with zmq.asyncio.Context() as context:
-            theirs = f"tcp://127.0.0.1:{ports['endpoint']}"
-            their_frames = await live_frames(context, theirs, vllm_process.publish, 3 * len(KINDS))
-            while ours.next_seq + 2 < min(int.from_bytes(seq, "big") for seq in their_frames):
-                publish_ours()
-            our_frames = await live_frames(context, ours.endpoint, publish_ours, 3 * len(KINDS))
-            while ours.next_seq < vllm_process.published:
-                publish_ours()
-            vllm_process.publish(ours.next_seq - vllm_process.published)
-            both = our_frames.keys() & their_frames.keys()
-            assert len(both) >= len(KINDS)
-            assert [our_frames[seq] for seq in both] == [their_frames[seq] for seq in both]
+    with zmq.asyncio.Context() as context:
+        theirs = f"tcp://127.0.0.1:{ports['endpoint']}"
+        their_frames = await live_frames(context, theirs, vllm_process.publish, 3 * len(KINDS))
+        while ours.next_seq + 2 < min(int.from_bytes(seq, "big") for seq in their_frames):
+            publish_ours()
+        our_frames = await live_frames(context, ours.endpoint, publish_ours, 3 * len(KINDS))
+        while ours.next_seq < vllm_process.published:
+            publish_ours()
+        vllm_process.publish(ours.next_seq - vllm_process.published)
+        both = our_frames.keys() & their_frames.keys()
+        assert len(both) >= len(KINDS)
+        assert [our_frames[seq] for seq in both] == [their_frames[seq] for seq in both]
 
-            assert ours.replay_endpoint is not None
-            replay = f"tcp://127.0.0.1:{ports['replay_endpoint']}"
-            for start in (0, ours.next_seq - 3, ours.next_seq + 5):
-                answer = await replayed(context, ours.replay_endpoint, start)
-                assert answer == await replayed(context, replay, start)
-        ours.close()
-        vllm_process.close()
-
-    asyncio.run(scenario())
+        assert ours.replay_endpoint is not None
+        replay = f"tcp://127.0.0.1:{ports['replay_endpoint']}"
+        for start in (0, ours.next_seq - 3, ours.next_seq + 5):
+            answer = await replayed(context, ours.replay_endpoint, start)
+            assert answer == await replayed(context, replay, start)
+    ours.close()
+    vllm_process.close()
 
 
-def test_live_from_the_start(vllm_process: Publisher) -> None:
-    async def scenario() -> None:
-        sink = Sink()
-        vllm_process.open(topic="kv")
-        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
-            await until(lambda: feed.state is FeedState.READY)
-            vllm_process.publish(500)
-            vllm_process.publish(1)
-            await until(lambda: len(sink.batches) == 501)
-            assert sink.stamps == stamps(0, 501)
-            assert feed.state is FeedState.READY
-            for number, batch in enumerate(sink.batches[: len(KINDS)]):
-                assert batch.events == [our_event(spec) for spec in KINDS[number]]
-                assert (batch.data_parallel_rank, batch.rejected) == (0, [])
-        vllm_process.close()
-
-    asyncio.run(scenario())
+async def test_live_from_the_start(vllm_process: Publisher) -> None:
+    sink = Sink()
+    vllm_process.open(topic="kv")
+    async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+        await until(lambda: feed.state is FeedState.READY)
+        vllm_process.publish(500)
+        vllm_process.publish(1)
+        await until(lambda: len(sink.batches) == 501)
+        assert sink.stamps == stamps(0, 501)
+        assert feed.state is FeedState.READY
+        for number, batch in enumerate(sink.batches[: len(KINDS)]):
+            assert batch.events == [our_event(spec) for spec in KINDS[number]]
+            assert (batch.data_parallel_rank, batch.rejected) == (0, [])
+    vllm_process.close()
 
 
-def test_late_start_with_a_full_replay_buffer(vllm_process: Publisher) -> None:
+async def test_late_start_with_a_full_replay_buffer(vllm_process: Publisher) -> None:
     """10,000 batches: more than vLLM's replay socket takes at once, so its answer may have holes."""
 
-    async def scenario() -> None:
-        sink = Sink()
-        vllm_process.open(topic="kv")
-        vllm_process.publish(10_000)
-        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
-            await until(lambda: feed.state is FeedState.READY and len(sink.batches) == 10_000)
-            assert sink.stamps == stamps(0, 10_000)
-            assert feed.stats.lost_batches == 0
-        vllm_process.close()
-
-    asyncio.run(scenario())
+    sink = Sink()
+    vllm_process.open(topic="kv")
+    vllm_process.publish(10_000)
+    async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+        await until(lambda: feed.state is FeedState.READY and len(sink.batches) == 10_000)
+        assert sink.stamps == stamps(0, 10_000)
+        assert feed.stats.lost_batches == 0
+    vllm_process.close()
 
 
-def test_late_start_after_the_buffer_rolled(vllm_process: Publisher) -> None:
-    async def scenario() -> None:
-        sink = Sink()
-        vllm_process.open(topic="kv", buffer_steps=4)
-        vllm_process.publish(12)  # the last four hold no cache clear
-        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
-            await until(lambda: len(sink.batches) == 4)
-            await until(lambda: feed.state is FeedState.DEGRADED)
-            assert sink.stamps == stamps(8, 12)
-            assert (feed.stats.reason, feed.stats.missing_batches) == ("history_rolled", 8)
-        vllm_process.close()
-
-    asyncio.run(scenario())
+async def test_late_start_after_the_buffer_rolled(vllm_process: Publisher) -> None:
+    sink = Sink()
+    vllm_process.open(topic="kv", buffer_steps=4)
+    vllm_process.publish(12)  # the last four hold no cache clear
+    async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+        await until(lambda: len(sink.batches) == 4)
+        await until(lambda: feed.state is FeedState.DEGRADED)
+        assert sink.stamps == stamps(8, 12)
+        assert (feed.stats.reason, feed.stats.missing_batches) == ("history_rolled", 8)
+    vllm_process.close()
 
 
-def test_a_gap_is_repaired_from_vllms_replay(vllm_process: Publisher) -> None:
+async def test_a_gap_is_repaired_from_vllms_replay(vllm_process: Publisher) -> None:
     """A relay between the two leaves out some live messages."""
 
     async def relay(source: zmq.asyncio.Socket, target: zmq.asyncio.Socket) -> None:
@@ -290,45 +271,39 @@ def test_a_gap_is_repaired_from_vllms_replay(vllm_process: Publisher) -> None:
             if int.from_bytes(message[1], "big") % 10 not in {4, 5, 6}:
                 await target.send_multipart(message)
 
-    async def scenario() -> None:
-        sink = Sink()
-        vllm_process.open(topic="kv")
-        with zmq.asyncio.Context() as context:
-            source, target = context.socket(zmq.SUB), context.socket(zmq.PUB)
-            source.subscribe(b"")
-            source.connect(vllm_process.endpoint)
-            port = target.bind_to_random_port("tcp://127.0.0.1")
-            relaying = asyncio.ensure_future(relay(source, target))
-            async with following(f"tcp://127.0.0.1:{port}", vllm_process.replay_endpoint, sink) as feed:
-                async with asyncio.timeout(WAIT_S):
-                    while feed.stats.gaps < 3 or vllm_process.published % 10 != 9:
-                        vllm_process.publish()
-                        await asyncio.sleep(0.01)
-                await until(lambda: len(sink.batches) == vllm_process.published)
-                assert sink.stamps == stamps(0, vllm_process.published)
-                assert (feed.state, feed.stats.lost_batches) == (FeedState.READY, 0)
-            relaying.cancel()
-            source.close(linger=0)
-            target.close(linger=0)
-        vllm_process.close()
-
-    asyncio.run(scenario())
+    sink = Sink()
+    vllm_process.open(topic="kv")
+    with zmq.asyncio.Context() as context:
+        source, target = context.socket(zmq.SUB), context.socket(zmq.PUB)
+        source.subscribe(b"")
+        source.connect(vllm_process.endpoint)
+        port = target.bind_to_random_port("tcp://127.0.0.1")
+        relaying = asyncio.ensure_future(relay(source, target))
+        async with following(f"tcp://127.0.0.1:{port}", vllm_process.replay_endpoint, sink) as feed:
+            async with asyncio.timeout(WAIT_S):
+                while feed.stats.gaps < 3 or vllm_process.published % 10 != 9:
+                    vllm_process.publish()
+                    await asyncio.sleep(0.01)
+            await until(lambda: len(sink.batches) == vllm_process.published)
+            assert sink.stamps == stamps(0, vllm_process.published)
+            assert (feed.state, feed.stats.lost_batches) == (FeedState.READY, 0)
+        relaying.cancel()
+        source.close(linger=0)
+        target.close(linger=0)
+    vllm_process.close()
 
 
-def test_a_restart_in_place(vllm_process: Publisher) -> None:
-    async def scenario() -> None:
-        sink = Sink()
-        vllm_process.open(topic="kv")
-        vllm_process.publish(10)
-        async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
-            await until(lambda: feed.state is FeedState.READY and len(sink.batches) == 10)
-            vllm_process.restart()
-            vllm_process.publish(3)
-            await until(lambda: feed.stats.restarts == 1 and len(sink.batches) == 3)
-            vllm_process.publish(2)
-            await until(lambda: len(sink.batches) == 5)
-            assert sink.stamps == stamps(0, 5)
-            assert feed.state is FeedState.READY
-        vllm_process.close()
-
-    asyncio.run(scenario())
+async def test_a_restart_in_place(vllm_process: Publisher) -> None:
+    sink = Sink()
+    vllm_process.open(topic="kv")
+    vllm_process.publish(10)
+    async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+        await until(lambda: feed.state is FeedState.READY and len(sink.batches) == 10)
+        vllm_process.restart()
+        vllm_process.publish(3)
+        await until(lambda: feed.stats.restarts == 1 and len(sink.batches) == 3)
+        vllm_process.publish(2)
+        await until(lambda: len(sink.batches) == 5)
+        assert sink.stamps == stamps(0, 5)
+        assert feed.state is FeedState.READY
+    vllm_process.close()

@@ -71,49 +71,37 @@ def test_refusals_have_vllms_shape(name: str, outcomes: dict[str, tuple[int, Any
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("POST", "/health", 405), ("GET", CHAT, 405)]
 )
-def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int) -> None:
-    async def check() -> None:
-        async with engine() as running:
-            got_status, body = await request(running, method, path)
-            assert got_status == status
-            assert list(body) == ["detail"]
-
-    asyncio.run(check())
+async def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int) -> None:
+    async with engine() as running:
+        got_status, body = await request(running, method, path)
+        assert got_status == status
+        assert list(body) == ["detail"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"messages": NaN}'])
-def test_broken_json_is_refused(body: bytes) -> None:
-    async def check() -> None:
-        async with engine() as running:
-            headers = {"content-type": "application/json"}
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(running.base_url + CHAT, data=body, headers=headers) as answer,
-            ):
-                assert answer.status == 400
-                assert (await answer.json())["error"]["code"] == 400
-
-    asyncio.run(check())
-
-
-def test_a_body_that_is_not_json_by_its_type_is_refused() -> None:
-    async def check() -> None:
+async def test_broken_json_is_refused(body: bytes) -> None:
+    async with engine() as running:
+        headers = {"content-type": "application/json"}
         async with (
-            engine() as running,
             aiohttp.ClientSession() as session,
-            session.post(running.base_url + CHAT, data=json.dumps({"messages": USER})) as answer,
+            session.post(running.base_url + CHAT, data=body, headers=headers) as answer,
         ):
             assert answer.status == 400
-            assert "application/json" in (await answer.json())["error"]["message"]
-
-    asyncio.run(check())
+            assert (await answer.json())["error"]["code"] == 400
 
 
-def test_the_openai_client_sees_message_and_parameter() -> None:
-    async def check() -> None:
-        async with engine() as running, client(running) as api:
-            with pytest.raises(openai.NotFoundError, match="The model `x` does not exist") as caught:
-                await api.chat.completions.create(model="x", messages=[{"role": "user", "content": "Hi"}])
-            assert caught.value.param == "model"
+async def test_a_body_that_is_not_json_by_its_type_is_refused() -> None:
+    async with (
+        engine() as running,
+        aiohttp.ClientSession() as session,
+        session.post(running.base_url + CHAT, data=json.dumps({"messages": USER})) as answer,
+    ):
+        assert answer.status == 400
+        assert "application/json" in (await answer.json())["error"]["message"]
 
-    asyncio.run(check())
+
+async def test_the_openai_client_sees_message_and_parameter() -> None:
+    async with engine() as running, client(running) as api:
+        with pytest.raises(openai.NotFoundError, match="The model `x` does not exist") as caught:
+            await api.chat.completions.create(model="x", messages=[{"role": "user", "content": "Hi"}])
+        assert caught.value.param == "model"

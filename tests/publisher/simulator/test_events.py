@@ -80,104 +80,86 @@ async def load(running: SimulatedEngine) -> None:
 
 @pytest.mark.parametrize("int_hashes", [True, False])
 @pytest.mark.parametrize("groups", ["gemma3-like", "gptoss-like", "full", "mamba-hybrid"])
-def test_replayed_events_count_up_to_what_the_pool_holds(groups: str, int_hashes: bool) -> None:
-    async def check() -> None:
-        async with engine(groups=groups, num_blocks=420, int_hashes=int_hashes) as running:
-            await load(running)
-            batches = await replayed(running)
-            assert [seq for seq, _ in batches] == list(range(len(batches)))
-            counts = counted(batches, len(running.groups))
-            held = [running.pool.resident(group.group_idx) for group in running.groups]
-            assert counts == held
-            assert all(held)
-            hashes = {type(block_hash) for group in held for block_hash in group}
-            assert hashes == ({int} if int_hashes else {bytes})
-
-    asyncio.run(check())
+async def test_replayed_events_count_up_to_what_the_pool_holds(groups: str, int_hashes: bool) -> None:
+    async with engine(groups=groups, num_blocks=420, int_hashes=int_hashes) as running:
+        await load(running)
+        batches = await replayed(running)
+        assert [seq for seq, _ in batches] == list(range(len(batches)))
+        counts = counted(batches, len(running.groups))
+        held = [running.pool.resident(group.group_idx) for group in running.groups]
+        assert counts == held
+        assert all(held)
+        hashes = {type(block_hash) for group in held for block_hash in group}
+        assert hashes == ({int} if int_hashes else {bytes})
 
 
-def test_a_small_pool_says_what_it_evicts() -> None:
-    async def check() -> None:
-        async with engine(groups="full", num_blocks=40) as running:
-            await load(running)
-            events = [e for _, payload in await replayed(running) for e in decode_batch(payload).events]
-            assert any(isinstance(event, BlockRemoved) for event in events)
-
-    asyncio.run(check())
+async def test_a_small_pool_says_what_it_evicts() -> None:
+    async with engine(groups="full", num_blocks=40) as running:
+        await load(running)
+        events = [e for _, payload in await replayed(running) for e in decode_batch(payload).events]
+        assert any(isinstance(event, BlockRemoved) for event in events)
 
 
-def test_live_batches_carry_the_rank_and_arrive_in_order() -> None:
-    async def check() -> None:
-        async with engine(dp_rank=3) as running:
-            context = zmq.asyncio.Context()
-            socket = context.socket(zmq.XSUB)
-            socket.linger = 0
-            try:
-                socket.connect(running.events_endpoint)
-                await socket.send(b"\x01")
-                payloads: list[bytes] = []
-                async with asyncio.timeout(DEADLINE_S):
-                    while not payloads:  # the subscription takes effect some time after it was sent
-                        await load(running)
-                        while await socket.poll(20):
-                            topic, _, payload = await socket.recv_multipart()
-                            assert topic == b""
-                            payloads.append(payload)
-            finally:
-                socket.close()
-                context.term()
-            assert {decode_batch(payload).data_parallel_rank for payload in payloads} == {3}
-            _, sources = await request(running, "GET", "/kv_event_sources")
-            assert list(sources) == ["3"]
-            assert sources["3"]["endpoint"] == running.events_endpoint
-            assert sources["3"]["replay_endpoint"] == running.replay_endpoint
-
-    asyncio.run(check())
+async def test_live_batches_carry_the_rank_and_arrive_in_order() -> None:
+    async with engine(dp_rank=3) as running:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.XSUB)
+        socket.linger = 0
+        try:
+            socket.connect(running.events_endpoint)
+            await socket.send(b"\x01")
+            payloads: list[bytes] = []
+            async with asyncio.timeout(DEADLINE_S):
+                while not payloads:  # the subscription takes effect some time after it was sent
+                    await load(running)
+                    while await socket.poll(20):
+                        topic, _, payload = await socket.recv_multipart()
+                        assert topic == b""
+                        payloads.append(payload)
+        finally:
+            socket.close()
+            context.term()
+        assert {decode_batch(payload).data_parallel_rank for payload in payloads} == {3}
+        _, sources = await request(running, "GET", "/kv_event_sources")
+        assert list(sources) == ["3"]
+        assert sources["3"]["endpoint"] == running.events_endpoint
+        assert sources["3"]["replay_endpoint"] == running.replay_endpoint
 
 
-def test_a_reset_is_told_with_the_next_steps_batch() -> None:
-    async def check() -> None:
-        async with engine() as running:
-            await load(running)
-            before = len(await replayed(running))
-            assert await request(running, "POST", "/reset_prefix_cache") == (200, {"success": True})
-            assert len(await replayed(running)) == before
-            await load(running)
-            first_after = decode_batch((await replayed(running))[before][1])
-            assert isinstance(first_after.events[0], AllBlocksCleared)
-
-    asyncio.run(check())
+async def test_a_reset_is_told_with_the_next_steps_batch() -> None:
+    async with engine() as running:
+        await load(running)
+        before = len(await replayed(running))
+        assert await request(running, "POST", "/reset_prefix_cache") == (200, {"success": True})
+        assert len(await replayed(running)) == before
+        await load(running)
+        first_after = decode_batch((await replayed(running))[before][1])
+        assert isinstance(first_after.events[0], AllBlocksCleared)
 
 
-def test_an_engine_can_keep_its_events_to_itself() -> None:
-    async def check() -> None:
-        async with engine(publish_events=False) as running:
-            await load(running)
-            assert running.events_endpoint is None
-            assert running.replay_endpoint is None
-            assert await request(running, "GET", "/kv_event_sources") == (200, {})
-
-    asyncio.run(check())
+async def test_an_engine_can_keep_its_events_to_itself() -> None:
+    async with engine(publish_events=False) as running:
+        await load(running)
+        assert running.events_endpoint is None
+        assert running.replay_endpoint is None
+        assert await request(running, "GET", "/kv_event_sources") == (200, {})
 
 
 @pytest.mark.parametrize("int_hashes", [True, False])
-def test_a_late_router_recovers_by_snapshot(int_hashes: bool) -> None:
-    async def scenario() -> None:
-        async with engine(groups="gemma3-like", num_blocks=420, int_hashes=int_hashes) as running:
-            await load(running)
-            assert running.events_endpoint is not None
-            fleet = FleetResidency(ModelFacts())
-            feed = Feed("e", running.events_endpoint, running.replay_endpoint, "", fleet)
-            task = asyncio.create_task(feed.run())
-            try:
-                await until(lambda: feed.state is FeedState.READY)
-                assert (feed.stats.snapshots, feed.stats.replays) == (1, 0)
-                for group in range(len(running.groups)):
-                    held = {to_block_hash(wire) for wire in running.pool.resident(group)}
-                    assert held
-                    assert fleet.index.copies("e", Plane("GPU", group)) == len(held)
-            finally:
-                feed.close()
-                await task
-
-    asyncio.run(scenario())
+async def test_a_late_router_recovers_by_snapshot(int_hashes: bool) -> None:
+    async with engine(groups="gemma3-like", num_blocks=420, int_hashes=int_hashes) as running:
+        await load(running)
+        assert running.events_endpoint is not None
+        fleet = FleetResidency(ModelFacts())
+        feed = Feed("e", running.events_endpoint, running.replay_endpoint, "", fleet)
+        task = asyncio.create_task(feed.run())
+        try:
+            await until(lambda: feed.state is FeedState.READY)
+            assert (feed.stats.snapshots, feed.stats.replays) == (1, 0)
+            for group in range(len(running.groups)):
+                held = {to_block_hash(wire) for wire in running.pool.resident(group)}
+                assert held
+                assert fleet.index.copies("e", Plane("GPU", group)) == len(held)
+        finally:
+            feed.close()
+            await task

@@ -11,7 +11,7 @@ from typing import Any
 from publisher.simulator.kv_protocols import MooncakeLink
 from publisher.simulator.server import SimulatedEngine
 from tests.publisher.simulator.support import all_blocks_free, engine, request
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 Pair = tuple[SimulatedEngine, SimulatedEngine]
 
@@ -55,66 +55,56 @@ def waiting(d: SimulatedEngine) -> int:
     return d.scheduler.gauges().num_waiting
 
 
-def test_a_decode_engine_may_ask_before_the_prompt_is_computed() -> None:
-    async def check() -> None:
-        async with engine() as alone, pair() as (p, d):
-            body = {"prompt": prompt(1), "max_tokens": 4, "ignore_eos": True}
-            _, expected = await request(alone, "POST", "/v1/completions", body)
-            early = asyncio.create_task(fetches(p, d, 1))
-            await until(lambda: waiting(d) == 1, "it waits for the blocks")
-            await computes(p, 1)
-            status, got = await early
-            assert (status, got["choices"]) == (200, expected["choices"])
-            await until(lambda: all_blocks_free(p) and all_blocks_free(d), "nothing is kept")
-
-    run(check())
+async def test_a_decode_engine_may_ask_before_the_prompt_is_computed() -> None:
+    async with engine() as alone, pair() as (p, d):
+        body = {"prompt": prompt(1), "max_tokens": 4, "ignore_eos": True}
+        _, expected = await request(alone, "POST", "/v1/completions", body)
+        early = asyncio.create_task(fetches(p, d, 1))
+        await until(lambda: waiting(d) == 1, "it waits for the blocks")
+        await computes(p, 1)
+        status, got = await early
+        assert (status, got["choices"]) == (200, expected["choices"])
+        await until(lambda: all_blocks_free(p) and all_blocks_free(d), "nothing is kept")
 
 
-def test_who_waits_in_vain_keeps_its_blocks_when_its_client_has_left_until_the_prompt_is_computed() -> None:
-    async def check() -> None:
-        async with pair() as (p, d):
-            early = asyncio.create_task(fetches(p, d, 1))
-            await until(lambda: waiting(d) == 1, "it waits for the blocks")
-            early.cancel()
-            await until(lambda: waiting(d) == 0, "the engine knows that its client has left")
-            assert not all_blocks_free(d)
-            await computes(p, 1)
-            await until(lambda: all_blocks_free(p) and all_blocks_free(d), "the load has ended")
-            await asyncio.gather(early, return_exceptions=True)
-
-    run(check())
-
-
-def test_or_until_its_time_is_over() -> None:
-    async def check() -> None:
-        async with pair(kv_lease_s=0.3) as (p, d):
-            early = asyncio.create_task(fetches(p, d, 1))
-            await until(lambda: waiting(d) == 1, "it waits for the blocks")
-            early.cancel()
-            await until(lambda: waiting(d) == 0, "the engine knows that its client has left")
-            await until(lambda: all_blocks_free(d), "it has given up")
-            await asyncio.gather(early, return_exceptions=True)
-
-    run(check())
+async def test_who_waits_in_vain_keeps_its_blocks_when_its_client_has_left_until_the_prompt_is_computed() -> (
+    None
+):
+    async with pair() as (p, d):
+        early = asyncio.create_task(fetches(p, d, 1))
+        await until(lambda: waiting(d) == 1, "it waits for the blocks")
+        early.cancel()
+        await until(lambda: waiting(d) == 0, "the engine knows that its client has left")
+        assert not all_blocks_free(d)
+        await computes(p, 1)
+        await until(lambda: all_blocks_free(p) and all_blocks_free(d), "the load has ended")
+        await asyncio.gather(early, return_exceptions=True)
 
 
-def test_who_waits_in_vain_stands_in_the_way_of_others() -> None:
+async def test_or_until_its_time_is_over() -> None:
+    async with pair(kv_lease_s=0.3) as (p, d):
+        early = asyncio.create_task(fetches(p, d, 1))
+        await until(lambda: waiting(d) == 1, "it waits for the blocks")
+        early.cancel()
+        await until(lambda: waiting(d) == 0, "the engine knows that its client has left")
+        await until(lambda: all_blocks_free(d), "it has given up")
+        await asyncio.gather(early, return_exceptions=True)
+
+
+async def test_who_waits_in_vain_stands_in_the_way_of_others() -> None:
     """A prompt that is there is not fetched while every sender waits for one that is not."""
 
-    async def check() -> None:
-        async with pair() as (p, d):
-            early = [asyncio.create_task(fetches(p, d, number)) for number in range(MooncakeLink.senders)]
-            await until(lambda: waiting(d) == len(early), "all senders are taken")
-            assert isinstance(p.link, MooncakeLink)
-            link = p.link
-            await until(lambda: link.busy, "and know it")
-            await computes(p, 100)
-            last = asyncio.create_task(fetches(p, d, 100))
-            await until(lambda: waiting(d) == len(early) + 1, "it waits too")
-            await computes(p, 0)
-            assert (await last)[0] == 200, "one sender was free again"
-            assert [one.done() for one in early[1:]] == [False] * (len(early) - 1)
-            await asyncio.gather(*(computes(p, number) for number in range(1, len(early))))
-            assert {status for status, _ in await asyncio.gather(*early)} == {200}
-
-    run(check())
+    async with pair() as (p, d):
+        early = [asyncio.create_task(fetches(p, d, number)) for number in range(MooncakeLink.senders)]
+        await until(lambda: waiting(d) == len(early), "all senders are taken")
+        assert isinstance(p.link, MooncakeLink)
+        link = p.link
+        await until(lambda: link.busy, "and know it")
+        await computes(p, 100)
+        last = asyncio.create_task(fetches(p, d, 100))
+        await until(lambda: waiting(d) == len(early) + 1, "it waits too")
+        await computes(p, 0)
+        assert (await last)[0] == 200, "one sender was free again"
+        assert [one.done() for one in early[1:]] == [False] * (len(early) - 1)
+        await asyncio.gather(*(computes(p, number) for number in range(1, len(early))))
+        assert {status for status, _ in await asyncio.gather(*early)} == {200}

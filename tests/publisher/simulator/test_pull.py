@@ -21,7 +21,7 @@ from publisher.simulator.settings import PRESETS
 from tests.publisher.simulator.support import all_blocks_free, engine, request
 from tests.support.examples import examples
 from tests.support.ports import free_port
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 PULLS: dict[str, Any] = {"kv_connector": "offloading", "host_blocks": 4000, "handshake_timeout_s": 0.01}
 PROMPT = [5 + number % 240 for number in range(900)]
@@ -68,134 +68,110 @@ async def two(
 
 
 @pytest.mark.parametrize("groups", PRESETS)
-def test_a_prefix_comes_and_the_answer_is_that_of_computing(groups: str) -> None:
-    async def main() -> None:
-        async with two(groups=groups) as pair:
-            text, cached = await pair.ask(pair.target, source=pair.named())
-            assert cached == WHOLE
-            assert text == (await pair.ask(pair.source))[0]
-            assert pair.target.scheduler.stats.external_prefix_cache_hits == WHOLE
-            assert await pair.ask(pair.target) == (text, WHOLE), "and is cached here from then on"
-
-    run(main())
+async def test_a_prefix_comes_and_the_answer_is_that_of_computing(groups: str) -> None:
+    async with two(groups=groups) as pair:
+        text, cached = await pair.ask(pair.target, source=pair.named())
+        assert cached == WHOLE
+        assert text == (await pair.ask(pair.source))[0]
+        assert pair.target.scheduler.stats.external_prefix_cache_hits == WHOLE
+        assert await pair.ask(pair.target) == (text, WHOLE), "and is cached here from then on"
 
 
-def test_only_what_is_missing_is_fetched_and_the_rest_is_computed() -> None:
-    async def main() -> None:
-        async with two() as pair:
-            sent: list[int] = []
-            link: Any = pair.source.link
-            answer = link._answer
+async def test_only_what_is_missing_is_fetched_and_the_rest_is_computed() -> None:
+    async with two() as pair:
+        sent: list[int] = []
+        link: Any = pair.source.link
+        answer = link._answer
 
-            async def watched(message: Any) -> Any:
-                if isinstance(message, Fetch):
-                    sent.append(message.num_blocks)
-                return await answer(message)
+        async def watched(message: Any) -> Any:
+            if isinstance(message, Fetch):
+                sent.append(message.num_blocks)
+            return await answer(message)
 
-            link._answer = watched
-            await pair.ask(pair.target, PROMPT[:400])
-            _, cached = await pair.ask(pair.target, [*PROMPT, *range(5, 105)], source=pair.named())
-            assert cached == WHOLE
-            full = sum(group.sliding_window is None for group in pair.target.groups)
-            blocks = (WHOLE - 400) // 16
-            windows = (len(pair.target.groups) - full) * 512 // 16
-            (fetched,) = sent
-            assert blocks * full <= fetched < WHOLE // 16 * full + windows
-
-    run(main())
+        link._answer = watched
+        await pair.ask(pair.target, PROMPT[:400])
+        _, cached = await pair.ask(pair.target, [*PROMPT, *range(5, 105)], source=pair.named())
+        assert cached == WHOLE
+        full = sum(group.sliding_window is None for group in pair.target.groups)
+        blocks = (WHOLE - 400) // 16
+        windows = (len(pair.target.groups) - full) * 512 // 16
+        (fetched,) = sent
+        assert blocks * full <= fetched < WHOLE // 16 * full + windows
 
 
-def test_parameters_that_are_incomplete_have_no_effect() -> None:
-    async def main() -> None:
-        async with two() as pair:
-            for missing in ("kv_request_id", "remote_host", "remote_port"):
-                prompt = [*range(5, 15), *PROMPT]
-                _, cached = await pair.ask(pair.target, prompt, source=pair.named(**{missing: None}))
-                assert cached == (0 if missing == "kv_request_id" else WHOLE)
-
-    run(main())
+async def test_parameters_that_are_incomplete_have_no_effect() -> None:
+    async with two() as pair:
+        for missing in ("kv_request_id", "remote_host", "remote_port"):
+            prompt = [*range(5, 15), *PROMPT]
+            _, cached = await pair.ask(pair.target, prompt, source=pair.named(**{missing: None}))
+            assert cached == (0 if missing == "kv_request_id" else WHOLE)
 
 
 @pytest.mark.parametrize("gone", ["closed port", "other model", "other groups"])
-def test_a_source_that_is_gone_or_other_costs_the_handshake_and_no_answer(gone: str) -> None:
+async def test_a_source_that_is_gone_or_other_costs_the_handshake_and_no_answer(gone: str) -> None:
     others: dict[str, dict[str, Any]] = {"other model": {"model": "m2"}, "other groups": {"block_size": 32}}
     other = others.get(gone, {})
 
-    async def main() -> None:
-        async with two(source=other) as pair:
-            alone = (await pair.ask(pair.target, PROMPT[:450]))[0]
-            source = pair.named(**({"remote_port": free_port()} if gone == "closed port" else {}))
-            text, cached = await pair.ask(pair.target, source=source)
-            assert cached <= 448
-            assert alone
-            assert text == (await pair.ask(pair.target))[0]
-
-    run(main())
+    async with two(source=other) as pair:
+        alone = (await pair.ask(pair.target, PROMPT[:450]))[0]
+        source = pair.named(**({"remote_port": free_port()} if gone == "closed port" else {}))
+        text, cached = await pair.ask(pair.target, source=source)
+        assert cached <= 448
+        assert alone
+        assert text == (await pair.ask(pair.target))[0]
 
 
-def test_a_source_that_dies_before_the_blocks_are_sent_costs_no_answer() -> None:
-    async def main() -> None:
-        async with two(transfer_s_per_block=0.05) as pair:
-            link: Any = pair.source.link
-            asking = asyncio.create_task(pair.ask(pair.target, source=pair.named()))
-            await until(link._sending.locked, "blocks are being sent")
-            for task in asyncio.all_tasks():
-                if task.get_coro().__qualname__ == "TransferLink._serve":  # type: ignore[union-attr]
-                    task.cancel()
-            text, cached = await asking
-            assert cached == 0
-            assert text == (await pair.ask(pair.source))[0]
-
-    run(main())
+async def test_a_source_that_dies_before_the_blocks_are_sent_costs_no_answer() -> None:
+    async with two(transfer_s_per_block=0.05) as pair:
+        link: Any = pair.source.link
+        asking = asyncio.create_task(pair.ask(pair.target, source=pair.named()))
+        await until(link._sending.locked, "blocks are being sent")
+        for task in asyncio.all_tasks():
+            if task.get_coro().__qualname__ == "TransferLink._serve":  # type: ignore[union-attr]
+                task.cancel()
+        text, cached = await asking
+        assert cached == 0
+        assert text == (await pair.ask(pair.source))[0]
 
 
-def test_other_requests_go_on_while_a_source_does_not_answer() -> None:
-    async def main() -> None:
-        async with two(target={"handshake_timeout_s": 3600.0}) as pair:
-            source = pair.named(remote_port=free_port())
-            waiting = asyncio.create_task(pair.ask(pair.target, source=source))
-            await until(lambda: pair.target.scheduler.gauges().num_waiting == 1, "it waits")
-            await pair.ask(pair.target, PROMPT[100:])
-            assert not waiting.done()
-            pair.target.stepper.abort_all()
-            await asyncio.gather(waiting, return_exceptions=True)
-            link: Any = pair.target.link
-            request = next(iter(pair.target.scheduler._aborted_loads))
-            link._probed(request, frozenset())
-
-    run(main())
+async def test_other_requests_go_on_while_a_source_does_not_answer() -> None:
+    async with two(target={"handshake_timeout_s": 3600.0}) as pair:
+        source = pair.named(remote_port=free_port())
+        waiting = asyncio.create_task(pair.ask(pair.target, source=source))
+        await until(lambda: pair.target.scheduler.gauges().num_waiting == 1, "it waits")
+        await pair.ask(pair.target, PROMPT[100:])
+        assert not waiting.done()
+        pair.target.stepper.abort_all()
+        await asyncio.gather(waiting, return_exceptions=True)
+        link: Any = pair.target.link
+        request = next(iter(pair.target.scheduler._aborted_loads))
+        link._probed(request, frozenset())
 
 
-def test_a_source_sends_to_one_engine_after_the_other() -> None:
-    async def main() -> None:
-        async with two(transfer_s_per_block=1e-3) as pair, engine(**PULLS) as third:
-            link: Any = pair.source.link
-            both = [
-                asyncio.create_task(pair.ask(of, source=pair.named(kv_request_id=f"r{number}")))
-                for number, of in enumerate((pair.target, third))
-            ]
-            await until(lambda: link._sending._waiters, "the second waits for the link")
-            assert [cached for _, cached in await asyncio.gather(*both)] == [WHOLE, WHOLE]
-
-    run(main())
+async def test_a_source_sends_to_one_engine_after_the_other() -> None:
+    async with two(transfer_s_per_block=1e-3) as pair, engine(**PULLS) as third:
+        link: Any = pair.source.link
+        both = [
+            asyncio.create_task(pair.ask(of, source=pair.named(kv_request_id=f"r{number}")))
+            for number, of in enumerate((pair.target, third))
+        ]
+        await until(lambda: link._sending._waiters, "the second waits for the link")
+        assert [cached for _, cached in await asyncio.gather(*both)] == [WHOLE, WHOLE]
 
 
-def test_a_preempted_request_does_not_wait_for_blocks_that_it_has_fetched() -> None:
+async def test_a_preempted_request_does_not_wait_for_blocks_that_it_has_fetched() -> None:
     prompts = [PROMPT[60 * number : 60 * number + 500] for number in range(4)]
 
-    async def main() -> None:
-        async with two(target={"num_blocks": 140, "max_model_len": 1200}, groups="full") as pair:
-            for prompt in prompts:
-                await pair.ask(pair.source, prompt)
-            asked = [
-                pair.ask(pair.target, prompt, source=pair.named(kv_request_id=f"r{n}"), max_tokens=600)
-                for n, prompt in enumerate(prompts)
-            ]
-            answers = await asyncio.gather(*asked)
-            assert pair.target.scheduler.stats.num_preemptions > 0
-            assert all(cached > 0 for _, cached in answers)
-
-    run(main())
+    async with two(target={"num_blocks": 140, "max_model_len": 1200}, groups="full") as pair:
+        for prompt in prompts:
+            await pair.ask(pair.source, prompt)
+        asked = [
+            pair.ask(pair.target, prompt, source=pair.named(kv_request_id=f"r{n}"), max_tokens=600)
+            for n, prompt in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*asked)
+        assert pair.target.scheduler.stats.num_preemptions > 0
+        assert all(cached > 0 for _, cached in answers)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from router.observe.history import EVERY
-from tests.support.waiting import run
 from tests.support.whole_router import MODEL, configure, routing, running
 
 DOCUMENT = "/kvatlas/openapi.json"
@@ -49,27 +48,24 @@ def faults(document: Any, schema: Any, value: Any, at: str) -> list[str]:
     return found
 
 
-def test_every_answer_is_what_the_document_says() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            for _ in range(2 * EVERY):  # so many that the sampled prefixes have some too
-                status, _ = await rig.ask("POST", "/v1/chat/completions", CHAT, {"x-session-id": "s"})
-                assert status == 200
-            status, document = await rig.ask("GET", DOCUMENT)
-            assert (status, document["info"]["title"]) == (200, "kvatlas")
-            paths = set(document["paths"])
-            assert {"/health", "/ready", "/v1/models", "/kvatlas/engines", "/kvatlas/receipts"} <= paths
-            for path in sorted(paths - {"/metrics", "/kvatlas/usage", "/kvatlas/explain"}):
-                status, answer = await rig.ask("GET", path.replace("{model}", MODEL))
-                assert status == 200, path
-                answers = document["paths"][path]["get"]["responses"]
-                schema = answers["200"]["content"]["application/json"]["schema"]
-                assert not faults(document, schema, answer, path)
-                assert answer or path in MAY_BE_EMPTY, path
-            refused = document["paths"]["/v1/models"]["get"]["responses"]["default"]
-            status, answer = await rig.ask("GET", "/v1/models/unknown")
-            assert status == 404
-            schema = refused["content"]["application/json"]["schema"]
-            assert not faults(document, schema, answer, "error")
-
-    run(main())
+async def test_every_answer_is_what_the_document_says() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        for _ in range(2 * EVERY):  # so many that the sampled prefixes have some too
+            status, _ = await rig.ask("POST", "/v1/chat/completions", CHAT, {"x-session-id": "s"})
+            assert status == 200
+        status, document = await rig.ask("GET", DOCUMENT)
+        assert (status, document["info"]["title"]) == (200, "kvatlas")
+        paths = set(document["paths"])
+        assert {"/health", "/ready", "/v1/models", "/kvatlas/engines", "/kvatlas/receipts"} <= paths
+        for path in sorted(paths - {"/metrics", "/kvatlas/usage", "/kvatlas/explain"}):
+            status, answer = await rig.ask("GET", path.replace("{model}", MODEL))
+            assert status == 200, path
+            answers = document["paths"][path]["get"]["responses"]
+            schema = answers["200"]["content"]["application/json"]["schema"]
+            assert not faults(document, schema, answer, path)
+            assert answer or path in MAY_BE_EMPTY, path
+        refused = document["paths"]["/v1/models"]["get"]["responses"]["default"]
+        status, answer = await rig.ask("GET", "/v1/models/unknown")
+        assert status == 404
+        schema = refused["content"]["application/json"]["schema"]
+        assert not faults(document, schema, answer, "error")

@@ -48,45 +48,39 @@ async def at(rig: Rig, url: str | None, method: str, path: str, token: str | Non
         return answer.status, await answer.json() if is_json else await answer.text()
 
 
-def test_the_public_port_tells_nothing_of_others_and_says_where_it_is_told(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            await rig.chat("a secret question")
-            for method, path in PATHS:
-                for spelled in (path, path.replace("kv", "%6bv").replace("met", "m%65t")):
-                    status, body = await at(rig, rig.url, method, spelled)
-                    assert (status, body["error"]["code"]) == (404, "ops_port")
-                    assert f"port {number(rig.ops_url)} of 127.0.0.1" in body["error"]["message"]
-                ops = (await at(rig, rig.ops_url, method, path))[0]
-                assert ops == (404 if path.endswith("usage") else 200)  # none is written here
-            for path in ("//metrics", "/x/../metrics", "/kvatlas", "/KVATLAS/engines", "/metrics/"):
-                assert (await at(rig, rig.url, "GET", path))[0] == 404
-            for path in ("/health", "/ready", "/version", "/v1/models"):
-                assert (await at(rig, rig.url, "GET", path))[0] == 200
-                assert (await at(rig, rig.ops_url, "GET", path))[0] == 200
-            status, body = await at(rig, rig.ops_url, "POST", "/v1/chat/completions")
-            assert (status, body["error"]["code"]) == (404, "path_not_found")
-
-    run(main())
+async def test_the_public_port_tells_nothing_of_others_and_says_where_it_is_told(tmp_path: Path) -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        await rig.chat("a secret question")
+        for method, path in PATHS:
+            for spelled in (path, path.replace("kv", "%6bv").replace("met", "m%65t")):
+                status, body = await at(rig, rig.url, method, spelled)
+                assert (status, body["error"]["code"]) == (404, "ops_port")
+                assert f"port {number(rig.ops_url)} of 127.0.0.1" in body["error"]["message"]
+            ops = (await at(rig, rig.ops_url, method, path))[0]
+            assert ops == (404 if path.endswith("usage") else 200)  # none is written here
+        for path in ("//metrics", "/x/../metrics", "/kvatlas", "/KVATLAS/engines", "/metrics/"):
+            assert (await at(rig, rig.url, "GET", path))[0] == 404
+        for path in ("/health", "/ready", "/version", "/v1/models"):
+            assert (await at(rig, rig.url, "GET", path))[0] == 200
+            assert (await at(rig, rig.ops_url, "GET", path))[0] == 200
+        status, body = await at(rig, rig.ops_url, "POST", "/v1/chat/completions")
+        assert (status, body["error"]["code"]) == (404, "path_not_found")
 
 
 @pytest.mark.parametrize("setting", ["off", "public"])
-def test_without_a_port_of_its_own(setting: Any) -> None:
-    async def main() -> None:
-        server = ServerConfig(port=0, ops_port=setting)
-        async with running({}) as engines, routing(configure(*engines, server=server)) as rig:
-            assert rig.router.ops.base_url is None
-            for method, path in PATHS[:4] + PATHS[5:]:
-                status, body = await at(rig, rig.url, method, path)
-                assert status == (200 if setting == "public" else 404)
-                if setting == "off":
-                    assert "which is off (server.ops_port)" in body["error"]["message"]
-
-    run(main())
+async def test_without_a_port_of_its_own(setting: Any) -> None:
+    server = ServerConfig(port=0, ops_port=setting)
+    async with running({}) as engines, routing(configure(*engines, server=server)) as rig:
+        assert rig.router.ops.base_url is None
+        for method, path in PATHS[:4] + PATHS[5:]:
+            status, body = await at(rig, rig.url, method, path)
+            assert status == (200 if setting == "public" else 404)
+            if setting == "off":
+                assert "which is off (server.ops_port)" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("key", ["server.ops_token_file", "admin.token_file"])
-def test_from_other_machines_it_wants_a_token(
+async def test_from_other_machines_it_wants_a_token(
     tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokens"
@@ -95,62 +89,53 @@ def test_from_other_machines_it_wants_a_token(
     server = ServerConfig(port=0, ops_host="0.0.0.0", ops_token_file=str(path) if own else None)
     admin = AdminSettings(enabled=not own, token_file=None if own else str(path), requests_per_minute=60)
 
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines, server=server, admin=admin)) as rig:
-            for method, where in PATHS[:2]:
-                status, body = await at(rig, rig.ops_url, method, where)
-                assert (status, body["error"]["code"]) == (401, "ops_unauthorized")
-                assert key in body["error"]["message"]
-            statuses = [401]
-            while statuses[-1] == 401:
-                statuses.append((await at(rig, rig.ops_url, "GET", "/metrics", "wrong-0123456789abcdef"))[0])
-            assert statuses[-1] == 429
-            for _ in range(8):  # a scrape is never too often
-                assert (await at(rig, rig.ops_url, "GET", "/metrics", TOKEN))[0] == 200
-            assert (await at(rig, rig.ops_url, "GET", "/health"))[0] == 200
-            assert (await at(rig, rig.url, "GET", "/metrics", TOKEN))[0] == 404
-            async with HttpClient() as client:
-                http = Http(client, 10.0)
-                assert key in (await take_snapshot(http, rig.ops_url)).problem
-                monkeypatch.setenv("KVATLAS_OPS_TOKEN", TOKEN)
-                assert (await take_snapshot(http, rig.ops_url)).problem == ""
-                assert (await query_router(http, rig.ops_url)).engines
-            assert (await asyncio.to_thread(see, rig.ops_url)).engines == 1
-
-    run(main())
+    async with running({}) as engines, routing(configure(*engines, server=server, admin=admin)) as rig:
+        for method, where in PATHS[:2]:
+            status, body = await at(rig, rig.ops_url, method, where)
+            assert (status, body["error"]["code"]) == (401, "ops_unauthorized")
+            assert key in body["error"]["message"]
+        statuses = [401]
+        while statuses[-1] == 401:
+            statuses.append((await at(rig, rig.ops_url, "GET", "/metrics", "wrong-0123456789abcdef"))[0])
+        assert statuses[-1] == 429
+        for _ in range(8):  # a scrape is never too often
+            assert (await at(rig, rig.ops_url, "GET", "/metrics", TOKEN))[0] == 200
+        assert (await at(rig, rig.ops_url, "GET", "/health"))[0] == 200
+        assert (await at(rig, rig.url, "GET", "/metrics", TOKEN))[0] == 404
+        async with HttpClient() as client:
+            http = Http(client, 10.0)
+            assert key in (await take_snapshot(http, rig.ops_url)).problem
+            monkeypatch.setenv("KVATLAS_OPS_TOKEN", TOKEN)
+            assert (await take_snapshot(http, rig.ops_url)).problem == ""
+            assert (await query_router(http, rig.ops_url)).engines
+        assert (await asyncio.to_thread(see, rig.ops_url)).engines == 1
 
 
-def test_open_means_open() -> None:
-    async def main() -> None:
-        server = ServerConfig(port=0, ops_host="0.0.0.0", ops_open=True)
-        async with running({}) as engines, routing(configure(*engines, server=server)) as rig:
-            assert (await at(rig, rig.ops_url, "GET", "/kvatlas/engines"))[0] == 200
-
-    run(main())
+async def test_open_means_open() -> None:
+    server = ServerConfig(port=0, ops_host="0.0.0.0", ops_open=True)
+    async with running({}) as engines, routing(configure(*engines, server=server)) as rig:
+        assert (await at(rig, rig.ops_url, "GET", "/kvatlas/engines"))[0] == 200
 
 
-def test_a_tool_given_the_public_port_is_told_which_one(
+async def test_a_tool_given_the_public_port_is_told_which_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            told = f"port {number(rig.ops_url)} of 127.0.0.1 (server.ops_port)"
-            async with HttpClient() as client:
-                http = Http(client, 10.0)
-                assert told in (await take_snapshot(http, rig.url)).problem
-                assert told in (await query_router(http, rig.url)).engines_answer.description
-            with pytest.raises(ConfigError) as refused:
-                await asyncio.to_thread(see, rig.url)
-            assert told in str(refused.value)
-            with pytest.raises(OSError, match="ops port"):
-                await asyncio.to_thread(fetch_usage, rig.url, tmp_path / "log")
-            file = tmp_path / "body.json"
-            file.write_bytes(b'{"model": "kvatlas-demo", "prompt": "hello"}')
-            options = ExplainOptions(file, router=rig.url)
-            assert await asyncio.to_thread(run_explain, options, as_json=False) == 1
-            assert told in capsys.readouterr().err
-
-    run(main())
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        told = f"port {number(rig.ops_url)} of 127.0.0.1 (server.ops_port)"
+        async with HttpClient() as client:
+            http = Http(client, 10.0)
+            assert told in (await take_snapshot(http, rig.url)).problem
+            assert told in (await query_router(http, rig.url)).engines_answer.description
+        with pytest.raises(ConfigError) as refused:
+            await asyncio.to_thread(see, rig.url)
+        assert told in str(refused.value)
+        with pytest.raises(OSError, match="ops port"):
+            await asyncio.to_thread(fetch_usage, rig.url, tmp_path / "log")
+        file = tmp_path / "body.json"
+        file.write_bytes(b'{"model": "kvatlas-demo", "prompt": "hello"}')
+        options = ExplainOptions(file, router=rig.url)
+        assert await asyncio.to_thread(run_explain, options, as_json=False) == 1
+        assert told in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_said_and_nothing_starts() -> None:
@@ -229,35 +214,29 @@ def test_a_token_file_of_no_use_is_said_at_the_start(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_without_a_token_the_port_answers_by_names_of_its_own_only(host: str, status: int) -> None:
+async def test_without_a_token_the_port_answers_by_names_of_its_own_only(host: str, status: int) -> None:
     """Else a page that a browser shows could have its own name lead here (DNS rebinding)."""
 
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines, server=NAMED)) as rig:
-            line = f"Host: {host}\r\n" if host else ""
-            for path in ("/metrics", "/kvatlas/engines", "/health"):
-                reader, writer = await asyncio.open_connection("127.0.0.1", number(rig.ops_url))
-                writer.write(f"GET {path} HTTP/1.0\r\n{line}\r\n".encode())
-                assert int((await reader.read()).split()[1]) == status
-                writer.close()
-
-    run(main())
+    async with running({}) as engines, routing(configure(*engines, server=NAMED)) as rig:
+        line = f"Host: {host}\r\n" if host else ""
+        for path in ("/metrics", "/kvatlas/engines", "/health"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", number(rig.ops_url))
+            writer.write(f"GET {path} HTTP/1.0\r\n{line}\r\n".encode())
+            assert int((await reader.read()).split()[1]) == status
+            writer.close()
 
 
 NAMED = ServerConfig(port=0, ops_names=("Ops.A",))
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "", "multipart/form-data; boundary=a"])
-def test_explain_takes_json_only(kind: str) -> None:
+async def test_explain_takes_json_only(kind: str) -> None:
     """A page of another origin may send anything else without asking (CORS)."""
 
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            url, body = f"{rig.ops_url}/kvatlas/explain", b'{"model":"kvatlas-demo","prompt":"a"}'
-            async with rig.session.post(url, data=body, headers={"content-type": kind}) as answer:
-                assert answer.status == 415
-            headers = {"content-type": "application/json; charset=utf-8"}
-            async with rig.session.post(url, data=body, headers=headers) as answer:
-                assert answer.status == 200
-
-    run(main())
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        url, body = f"{rig.ops_url}/kvatlas/explain", b'{"model":"kvatlas-demo","prompt":"a"}'
+        async with rig.session.post(url, data=body, headers={"content-type": kind}) as answer:
+            assert answer.status == 415
+        headers = {"content-type": "application/json; charset=utf-8"}
+        async with rig.session.post(url, data=body, headers=headers) as answer:
+            assert answer.status == 200

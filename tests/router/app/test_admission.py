@@ -22,7 +22,7 @@ from router.server_process import apply
 from tests.router.app.test_prefill_decode import D, P, apart, completion
 from tests.router.app.test_queue import waits
 from tests.support.pairs import busy as decoding
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 TARGET = QueueSettings(wait_target_s=3.0)
@@ -49,78 +49,69 @@ def queued(*engines: Engine, wait_s: float = WAIT_S) -> Iterator[None]:
         engine.load.fail(ticket, time.monotonic())
 
 
-def test_a_wait_beyond_the_target_is_429_for_both_clients_and_leaves_nothing(anthropic: ModuleType) -> None:
-    async def main() -> None:
-        async with running({}, {}) as engines, routing(configure(*engines, queue=TARGET)) as rig:
-            one, two = rig.router.fleet
-            with queued(one):
-                assert (await rig.chat(TEXT)).headers["x-kvatlas-engine"] == two.engine_id
-            with queued(one, two), capture_logs() as lines:
-                admitted = rig.router.accounts.load_stats.admitted
-                prompts = rig.router.accounts.inflight.stats.prompts
-                with pytest.raises(openai.RateLimitError) as refused:
-                    await rig.chat(TEXT)
-                assert refused.value.code == "predicted_wait"
-                assert 90 <= int(refused.value.response.headers["retry-after"]) <= WAIT_S - 2
-                async with anthropic.AsyncAnthropic(
-                    base_url=rig.url, api_key="none", max_retries=0
-                ) as client:
-                    with pytest.raises(anthropic.RateLimitError) as other:
-                        await client.messages.create(**ASKED, max_tokens=3)
-                assert other.value.body["error"]["type"] == "rate_limit_error"
-                assert 90 <= int(other.value.response.headers["retry-after"]) <= WAIT_S - 2
-                _, told = await rig.ask("POST", "/kvatlas/explain", ASKED)
-                assert told["refused"]["target_s"] == 3.0
-                assert told["refused"]["wait_s"] == pytest.approx(WAIT_S, abs=10)
-                assert rig.router.accounts.load_stats.admitted == admitted
-                assert rig.router.accounts.inflight.stats.prompts == prompts
-                (line,) = [each for each in lines if "predicted wait" in each["event"]]
-                assert (line["priority"], line["target_s"]) == ("normal", 3.0)
-                _, page = await rig.ask("GET", "/metrics")
-                assert 'kvatlas_admission_refused_total{priority="normal"} 2.0' in page
-            assert (await rig.chat(TEXT)).http_response.status_code == 200
+async def test_a_wait_beyond_the_target_is_429_for_both_clients_and_leaves_nothing(
+    anthropic: ModuleType,
+) -> None:
+    async with running({}, {}) as engines, routing(configure(*engines, queue=TARGET)) as rig:
+        one, two = rig.router.fleet
+        with queued(one):
+            assert (await rig.chat(TEXT)).headers["x-kvatlas-engine"] == two.engine_id
+        with queued(one, two), capture_logs() as lines:
+            admitted = rig.router.accounts.load_stats.admitted
+            prompts = rig.router.accounts.inflight.stats.prompts
+            with pytest.raises(openai.RateLimitError) as refused:
+                await rig.chat(TEXT)
+            assert refused.value.code == "predicted_wait"
+            assert 90 <= int(refused.value.response.headers["retry-after"]) <= WAIT_S - 2
+            async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
+                with pytest.raises(anthropic.RateLimitError) as other:
+                    await client.messages.create(**ASKED, max_tokens=3)
+            assert other.value.body["error"]["type"] == "rate_limit_error"
+            assert 90 <= int(other.value.response.headers["retry-after"]) <= WAIT_S - 2
             _, told = await rig.ask("POST", "/kvatlas/explain", ASKED)
-            assert told["refused"] is None
-            await until(lambda: rig.idle, "requests over")
-            rig.check_books()
-
-    run(main())
-
-
-def test_a_long_prompt_is_not_refused_for_its_own_work() -> None:
-    async def main() -> None:
-        queue = QueueSettings(wait_target_s=0.001)
-        async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
-            answer = await rig.chat(TEXT * 200)
-            assert answer.http_response.status_code == 200
-            await until(lambda: rig.idle, "the receipt is written")
-            assert rig.router.accounts.receipts.latest[-1].prefill_s > 0.001
-
-    run(main())
+            assert told["refused"]["target_s"] == 3.0
+            assert told["refused"]["wait_s"] == pytest.approx(WAIT_S, abs=10)
+            assert rig.router.accounts.load_stats.admitted == admitted
+            assert rig.router.accounts.inflight.stats.prompts == prompts
+            (line,) = [each for each in lines if "predicted wait" in each["event"]]
+            assert (line["priority"], line["target_s"]) == ("normal", 3.0)
+            _, page = await rig.ask("GET", "/metrics")
+            assert 'kvatlas_admission_refused_total{priority="normal"} 2.0' in page
+        assert (await rig.chat(TEXT)).http_response.status_code == 200
+        _, told = await rig.ask("POST", "/kvatlas/explain", ASKED)
+        assert told["refused"] is None
+        await until(lambda: rig.idle, "requests over")
+        rig.check_books()
 
 
-def test_classes_have_their_own_targets_and_a_reload_takes_them_back() -> None:
-    async def main() -> None:
-        queue = QueueSettings(wait_target_low_s=1.0)
-        async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
-            with queued(*rig.router.fleet):
-                for fields in ({"extra_headers": LOW}, {"extra_body": {"priority": 5}}):
-                    with pytest.raises(openai.RateLimitError):
-                        await rig.chat("hi", **fields)
-                for fields in ({}, {"extra_headers": HIGH}):
-                    assert (await rig.chat("hi", **fields)).http_response.status_code == 200
-                _, told = await rig.ask("POST", "/kvatlas/explain", {**ASKED, "priority": 1})
-                assert told["refused"]["target_s"] == 1.0
-                assert rig.router.accounts.admission_stats.refused == {"low": 2}
-                await apply(rig.router, msgspec.structs.replace(rig.router.config, queue=QueueSettings()))
-                assert (await rig.chat("hi", extra_headers=LOW)).http_response.status_code == 200
-            await until(lambda: rig.idle, "requests over")
-            rig.check_books()
-
-    run(main())
+async def test_a_long_prompt_is_not_refused_for_its_own_work() -> None:
+    queue = QueueSettings(wait_target_s=0.001)
+    async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
+        answer = await rig.chat(TEXT * 200)
+        assert answer.http_response.status_code == 200
+        await until(lambda: rig.idle, "the receipt is written")
+        assert rig.router.accounts.receipts.latest[-1].prefill_s > 0.001
 
 
-def test_a_tenants_own_target_counts_and_a_refusal_costs_it_nothing(tmp_path: Path) -> None:
+async def test_classes_have_their_own_targets_and_a_reload_takes_them_back() -> None:
+    queue = QueueSettings(wait_target_low_s=1.0)
+    async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
+        with queued(*rig.router.fleet):
+            for fields in ({"extra_headers": LOW}, {"extra_body": {"priority": 5}}):
+                with pytest.raises(openai.RateLimitError):
+                    await rig.chat("hi", **fields)
+            for fields in ({}, {"extra_headers": HIGH}):
+                assert (await rig.chat("hi", **fields)).http_response.status_code == 200
+            _, told = await rig.ask("POST", "/kvatlas/explain", {**ASKED, "priority": 1})
+            assert told["refused"]["target_s"] == 1.0
+            assert rig.router.accounts.admission_stats.refused == {"low": 2}
+            await apply(rig.router, msgspec.structs.replace(rig.router.config, queue=QueueSettings()))
+            assert (await rig.chat("hi", extra_headers=LOW)).http_response.status_code == 200
+        await until(lambda: rig.idle, "requests over")
+        rig.check_books()
+
+
+async def test_a_tenants_own_target_counts_and_a_refusal_costs_it_nothing(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     rules = {
         "same": "requests_per_minute = 5\nuncached_tokens_per_minute = 100000\nconcurrent_requests = 1",
@@ -135,81 +126,72 @@ def test_a_tenants_own_target_counts_and_a_refusal_costs_it_nothing(tmp_path: Pa
         )
     )
 
-    async def main() -> None:
-        keys = KeySettings(file=str(path))
-        async with running({}) as engines, routing(configure(*engines, queue=TARGET, keys=keys)) as rig:
+    keys = KeySettings(file=str(path))
+    async with running({}) as engines, routing(configure(*engines, queue=TARGET, keys=keys)) as rig:
 
-            async def status(tenant: str) -> int:
-                headers = {"authorization": f"Bearer key-of-{tenant}"}
-                url = f"{rig.url}/v1/chat/completions"
-                async with rig.session.post(url, json=ASKED, headers=headers) as answer:
-                    assert answer.status == 200 or b"predicted_wait" in await answer.read()
-                    return answer.status
+        async def status(tenant: str) -> int:
+            headers = {"authorization": f"Bearer key-of-{tenant}"}
+            url = f"{rig.url}/v1/chat/completions"
+            async with rig.session.post(url, json=ASKED, headers=headers) as answer:
+                assert answer.status == 200 or b"predicted_wait" in await answer.read()
+                return answer.status
 
-            with queued(*rig.router.fleet):
-                assert [await status("same") for _ in range(8)] == [429] * 8
-                assert await status("patient") == 200
-                assert await status("bulk") == 429
-                await apply(rig.router, msgspec.structs.replace(rig.router.config, queue=QueueSettings()))
-                assert await status("bulk") == 429, "its own target, although there is none for all"
-            assert rig.router.gate is not None
-            stats = rig.router.gate.tenants()["same"]
-            assert (stats.active, stats.uncached_tokens, stats.refused) == (0, 0, {})
-            assert [await status("same") for _ in range(5)] == [200] * 5
-            await until(lambda: rig.idle, "requests over")
-            rig.check_books()
-
-    run(main())
+        with queued(*rig.router.fleet):
+            assert [await status("same") for _ in range(8)] == [429] * 8
+            assert await status("patient") == 200
+            assert await status("bulk") == 429
+            await apply(rig.router, msgspec.structs.replace(rig.router.config, queue=QueueSettings()))
+            assert await status("bulk") == 429, "its own target, although there is none for all"
+        assert rig.router.gate is not None
+        stats = rig.router.gate.tenants()["same"]
+        assert (stats.active, stats.uncached_tokens, stats.refused) == (0, 0, {})
+        assert [await status("same") for _ in range(5)] == [200] * 5
+        await until(lambda: rig.idle, "requests over")
+        rig.check_books()
 
 
-def test_the_work_that_waits_in_the_router_counts_for_its_class_and_those_below() -> None:
+async def test_the_work_that_waits_in_the_router_counts_for_its_class_and_those_below() -> None:
     """Requests that may wait here are refused on arrival or not at all; a refused one takes no place."""
 
-    async def main() -> None:
-        queue = QueueSettings(saturation_s=0.5, wait_s_max=600.0, wait_target_s=1050.0)
-        async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
-            room = rig.router.accounts.room
-            assert room is not None
-            (engine,) = rig.router.fleet
-            for _ in range(100):
-                engine.rates.observe(PrefillSample(tokens=1000, service_s=100.0, running=0), time.monotonic())
-            with queued(engine, wait_s=1000.0):
-                first = asyncio.ensure_future(rig.chat(TEXT * 60, max_tokens=1))
-                await waits(room, 1)
-                with pytest.raises(openai.RateLimitError) as refused:
-                    await rig.chat("one more")
-                assert refused.value.code == "predicted_wait"
-                _, told = await rig.ask("POST", "/kvatlas/explain", ASKED)
-                assert told["waits"] is False
-                assert told["refused"]["wait_s"] > 1050.0
-                assert room.stats.waiting == 1
-                high = asyncio.ensure_future(rig.chat("first", max_tokens=1, extra_headers=HIGH))
-                await waits(room, 2)
-            room.changed()
-            for answer in await asyncio.gather(high, first):
-                assert answer.http_response.status_code == 200
-            assert room.stats.refused == {}
-            await until(lambda: rig.idle and not len(room), "no request waits")
-            rig.check_books()
-
-    run(main())
+    queue = QueueSettings(saturation_s=0.5, wait_s_max=600.0, wait_target_s=1050.0)
+    async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
+        room = rig.router.accounts.room
+        assert room is not None
+        (engine,) = rig.router.fleet
+        for _ in range(100):
+            engine.rates.observe(PrefillSample(tokens=1000, service_s=100.0, running=0), time.monotonic())
+        with queued(engine, wait_s=1000.0):
+            first = asyncio.ensure_future(rig.chat(TEXT * 60, max_tokens=1))
+            await waits(room, 1)
+            with pytest.raises(openai.RateLimitError) as refused:
+                await rig.chat("one more")
+            assert refused.value.code == "predicted_wait"
+            _, told = await rig.ask("POST", "/kvatlas/explain", ASKED)
+            assert told["waits"] is False
+            assert told["refused"]["wait_s"] > 1050.0
+            assert room.stats.waiting == 1
+            high = asyncio.ensure_future(rig.chat("first", max_tokens=1, extra_headers=HIGH))
+            await waits(room, 2)
+        room.changed()
+        for answer in await asyncio.gather(high, first):
+            assert answer.http_response.status_code == 200
+        assert room.stats.refused == {}
+        await until(lambda: rig.idle and not len(room), "no request waits")
+        rig.check_books()
 
 
-def test_a_split_request_waits_where_its_prompt_is_computed() -> None:
-    async def main() -> None:
-        async with apart(P, D, queue=TARGET) as (rig, _):
-            (p,) = [one for one in rig.router.fleet if one.engine.prefills]
-            with decoding(rig):
-                status, _ = await rig.ask("POST", "/v1/completions", completion(1))
-                assert (status, rig.router.proxy.pd_stats.split) == (200, 1)
-            with held(rig), queued(p, wait_s=20.0):
-                admitted = rig.router.accounts.load_stats.admitted
-                status, body = await rig.ask("POST", "/v1/completions", completion(2))
-                assert (status, body["error"]["code"]) == (429, "predicted_wait")
-                assert rig.router.accounts.load_stats.admitted == admitted
-                assert rig.router.proxy.pd_stats.split == 1
-
-    run(main())
+async def test_a_split_request_waits_where_its_prompt_is_computed() -> None:
+    async with apart(P, D, queue=TARGET) as (rig, _):
+        (p,) = [one for one in rig.router.fleet if one.engine.prefills]
+        with decoding(rig):
+            status, _ = await rig.ask("POST", "/v1/completions", completion(1))
+            assert (status, rig.router.proxy.pd_stats.split) == (200, 1)
+        with held(rig), queued(p, wait_s=20.0):
+            admitted = rig.router.accounts.load_stats.admitted
+            status, body = await rig.ask("POST", "/v1/completions", completion(2))
+            assert (status, body["error"]["code"]) == (429, "predicted_wait")
+            assert rig.router.accounts.load_stats.admitted == admitted
+            assert rig.router.proxy.pd_stats.split == 1
 
 
 @contextmanager

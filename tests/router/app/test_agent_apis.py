@@ -7,7 +7,6 @@ from types import ModuleType
 import openai
 import pytest
 
-from tests.support.waiting import run
 from tests.support.whole_router import MODEL, QUICK, TEXT, configure, routing, running
 
 TURNS = [
@@ -23,68 +22,59 @@ TURNS = [
 ]
 
 
-def test_prompts_of_messages_are_known_and_their_next_turns_hit(anthropic: ModuleType) -> None:
-    async def main() -> None:
-        async with running(QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
-            async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
-                for turns, stream in ((TURNS[:1], False), (TURNS, True), (TURNS, False)):
-                    answer = await client.messages.create(
-                        model=MODEL,
-                        max_tokens=4,
-                        system="Be kind.",
-                        messages=turns,
-                        stream=stream,  # type: ignore[call-overload]
-                    )
-                    if stream:
-                        assert [event.type async for event in answer][-1] == "message_stop"
-                    else:
-                        assert answer.content[0].text
-                    await rig.caught_up(*engines)
-            _, receipts = await rig.ask("GET", "/kvatlas/receipts")
-            told = [r for r in receipts if r["api"] == "messages"]
-            assert [r["read"] for r in told] == ["local"] * 3
-            assert [r["reported_prompt_tokens"] for r in told] == [r["prompt_tokens"] for r in told]
-            assert [r["actual_tokens"] for r in told] == [r["predicted_tokens"] for r in told]
-            assert max(r["predicted_tokens"] for r in told) > 0
-
-    run(main())
-
-
-def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
-    async def main() -> None:
-        async with running(QUICK, QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
-            for number in range(6):
-                stream = number % 2 == 1
-                made = await rig.api.responses.create(
-                    model=MODEL, input=f"{number} {TEXT}", max_output_tokens=4, stream=stream
+async def test_prompts_of_messages_are_known_and_their_next_turns_hit(anthropic: ModuleType) -> None:
+    async with running(QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
+        async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
+            for turns, stream in ((TURNS[:1], False), (TURNS, True), (TURNS, False)):
+                answer = await client.messages.create(
+                    model=MODEL,
+                    max_tokens=4,
+                    system="Be kind.",
+                    messages=turns,
+                    stream=stream,  # type: ignore[call-overload]
                 )
                 if stream:
-                    made = [event async for event in made][-1].response
-                found = await rig.api.responses.retrieve(made.id)
-                assert found.output_text == made.output_text
-                more = await rig.api.responses.create(
-                    model=MODEL, input="go on", previous_response_id=made.id, max_output_tokens=4
-                )
-                assert more.previous_response_id == made.id
-            with pytest.raises(openai.NotFoundError):
-                await rig.api.responses.retrieve("resp_unknown")
-            with pytest.raises(openai.NotFoundError):
-                await rig.api.responses.create(model=MODEL, input="x", previous_response_id="resp_unknown")
-
-    run(main())
+                    assert [event.type async for event in answer][-1] == "message_stop"
+                else:
+                    assert answer.content[0].text
+                await rig.caught_up(*engines)
+        _, receipts = await rig.ask("GET", "/kvatlas/receipts")
+        told = [r for r in receipts if r["api"] == "messages"]
+        assert [r["read"] for r in told] == ["local"] * 3
+        assert [r["reported_prompt_tokens"] for r in told] == [r["prompt_tokens"] for r in told]
+        assert [r["actual_tokens"] for r in told] == [r["predicted_tokens"] for r in told]
+        assert max(r["predicted_tokens"] for r in told) > 0
 
 
-def test_an_unknown_model_is_told_in_anthropics_shape(anthropic: ModuleType) -> None:
-    async def main() -> None:
-        async with (
-            running(QUICK) as engines,
-            routing(configure(*engines)) as rig,
-            anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client,
-        ):
-            with pytest.raises(anthropic.NotFoundError) as caught:
-                await client.messages.create(
-                    model="other", max_tokens=4, messages=[{"role": "user", "content": "x"}]
-                )
-            assert caught.value.body["error"]["code"] == "model_not_found"  # type: ignore[index,call-overload]
+async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
+    async with running(QUICK, QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
+        for number in range(6):
+            stream = number % 2 == 1
+            made = await rig.api.responses.create(
+                model=MODEL, input=f"{number} {TEXT}", max_output_tokens=4, stream=stream
+            )
+            if stream:
+                made = [event async for event in made][-1].response
+            found = await rig.api.responses.retrieve(made.id)
+            assert found.output_text == made.output_text
+            more = await rig.api.responses.create(
+                model=MODEL, input="go on", previous_response_id=made.id, max_output_tokens=4
+            )
+            assert more.previous_response_id == made.id
+        with pytest.raises(openai.NotFoundError):
+            await rig.api.responses.retrieve("resp_unknown")
+        with pytest.raises(openai.NotFoundError):
+            await rig.api.responses.create(model=MODEL, input="x", previous_response_id="resp_unknown")
 
-    run(main())
+
+async def test_an_unknown_model_is_told_in_anthropics_shape(anthropic: ModuleType) -> None:
+    async with (
+        running(QUICK) as engines,
+        routing(configure(*engines)) as rig,
+        anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client,
+    ):
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.messages.create(
+                model="other", max_tokens=4, messages=[{"role": "user", "content": "x"}]
+            )
+        assert caught.value.body["error"]["code"] == "model_not_found"  # type: ignore[index,call-overload]

@@ -16,7 +16,7 @@ from router.openai.request import InboundRequest, Usage
 from router.placement.placement import Placement
 from router.prompts.settings import ANY_MODEL
 from tests.support.event_writer import Writer
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import LOCAL, MODEL, Rig, configure, routing, running
 
 CHUNK = 64
@@ -48,24 +48,21 @@ async def told(rig: Rig) -> Any:
 
 
 @pytest.mark.long
-def test_receipts_take_back_what_was_assumed_and_the_right_scheme_comes(
+async def test_receipts_take_back_what_was_assumed_and_the_right_scheme_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hash_scheme, "SEEDS_MAX", 100)
 
-    async def main() -> None:
-        publisher = ZmqPublisher("tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
-        publisher.start()
-        try:
-            async with running({"publish_events": False}) as (engine,):
-                given = EngineAddress(engine.base_url, None, publisher.endpoint, publisher.replay_endpoint)
-                model = msgspec.structs.replace(LOCAL, attention_chunk_size=CHUNK)
-                async with routing(configure(given, models={ANY_MODEL: model})) as rig:
-                    await check(rig, publisher)
-        finally:
-            publisher.close()
-
-    run(main())
+    publisher = ZmqPublisher("tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
+    publisher.start()
+    try:
+        async with running({"publish_events": False}) as (engine,):
+            given = EngineAddress(engine.base_url, None, publisher.endpoint, publisher.replay_endpoint)
+            model = msgspec.structs.replace(LOCAL, attention_chunk_size=CHUNK)
+            async with routing(configure(given, models={ANY_MODEL: model})) as rig:
+                await check(rig, publisher)
+    finally:
+        publisher.close()
 
 
 async def check(rig: Rig, publisher: ZmqPublisher) -> None:

@@ -74,27 +74,21 @@ def test_requests_go_on_while_every_poll_times_out(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.count("no engine of the model answers polls in time") >= 1
 
 
-def test_an_engine_that_is_up_goes_before_silent_ones() -> None:
-    async def main() -> None:
-        busy, idle = Busy(), Busy()
-        async with Engine(busy) as one, Engine(idle) as two, routing(_config(one, two)) as rig:
-            busy.hangs = True
-            silent = rig.router.fleet.get(one.url)
-            assert silent is not None
-            await until(lambda: silent.silent, "its polls time out")
-            assert {await _served(rig) for _ in range(10)} == {two.url}
-            assert rig.router.accounts.load_stats.admitted_silent == 0
-
-    run(main())
+async def test_an_engine_that_is_up_goes_before_silent_ones() -> None:
+    busy, idle = Busy(), Busy()
+    async with Engine(busy) as one, Engine(idle) as two, routing(_config(one, two)) as rig:
+        busy.hangs = True
+        silent = rig.router.fleet.get(one.url)
+        assert silent is not None
+        await until(lambda: silent.silent, "its polls time out")
+        assert {await _served(rig) for _ in range(10)} == {two.url}
+        assert rig.router.accounts.load_stats.admitted_silent == 0
 
 
-def test_an_engine_that_refuses_connections_is_down_for_good() -> None:
-    async def main() -> None:
-        async with Engine(Busy()) as one, routing(_config(one)) as rig:
-            await one.stop()
-            await until(lambda: not rig.router.fleet.ready("m"), "it is down")
-            with pytest.raises(openai.InternalServerError, match="No engine can take this request"):
-                await _served(rig)
-            assert not rig.router.readiness().ready
-
-    run(main())
+async def test_an_engine_that_refuses_connections_is_down_for_good() -> None:
+    async with Engine(Busy()) as one, routing(_config(one)) as rig:
+        await one.stop()
+        await until(lambda: not rig.router.fleet.ready("m"), "it is down")
+        with pytest.raises(openai.InternalServerError, match="No engine can take this request"):
+            await _served(rig)
+        assert not rig.router.readiness().ready

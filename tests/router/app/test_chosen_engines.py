@@ -6,41 +6,34 @@ import openai
 import pytest
 
 from router.proxy.settings import ProxySettings
-from tests.support.waiting import run
 from tests.support.whole_router import MODEL, configure, routing, running
 
 
-def test_an_alias_is_answered_by_the_model_behind_it_and_listed() -> None:
-    async def main() -> None:
-        async with (
-            running({}) as engines,
-            routing(configure(*engines, aliases={"gpt-4o": MODEL, "gone": {"nobody-has-it": 1.0}})) as rig,
-        ):
-            answer = await rig.chat("hi", model="gpt-4o")
+async def test_an_alias_is_answered_by_the_model_behind_it_and_listed() -> None:
+    async with (
+        running({}) as engines,
+        routing(configure(*engines, aliases={"gpt-4o": MODEL, "gone": {"nobody-has-it": 1.0}})) as rig,
+    ):
+        answer = await rig.chat("hi", model="gpt-4o")
+        assert answer.http_response.status_code == 200
+        assert answer.headers["x-kvatlas-engine"] == engines[0].base_url
+        listed = {card.id: card for card in (await rig.api.models.list()).data}
+        assert set(listed) == {MODEL, "gpt-4o"}
+        assert listed["gpt-4o"].root == MODEL  # type: ignore[attr-defined]
+        with pytest.raises(openai.NotFoundError):
+            await rig.chat("hi", model="gone")
+
+
+async def test_a_client_may_choose_the_engine_where_that_is_allowed() -> None:
+    async with running({}, {}) as engines:
+        allowed = configure(*engines, proxy=ProxySettings(pin_header=True))
+        async with routing(allowed) as rig:
+            for engine in engines * 2:
+                chosen = {"x-kvatlas-engine": engine.base_url}
+                answer = await rig.chat("the same prompt", extra_headers=chosen)
+                assert answer.headers["x-kvatlas-engine"] == engine.base_url
+            with pytest.raises(openai.InternalServerError, match="'nobody', which was asked for"):
+                await rig.chat("hi", extra_headers={"x-kvatlas-engine": "nobody"})
+        async with routing(configure(*engines)) as rig:
+            answer = await rig.chat("hi", extra_headers={"x-kvatlas-engine": "nobody"})
             assert answer.http_response.status_code == 200
-            assert answer.headers["x-kvatlas-engine"] == engines[0].base_url
-            listed = {card.id: card for card in (await rig.api.models.list()).data}
-            assert set(listed) == {MODEL, "gpt-4o"}
-            assert listed["gpt-4o"].root == MODEL  # type: ignore[attr-defined]
-            with pytest.raises(openai.NotFoundError):
-                await rig.chat("hi", model="gone")
-
-    run(main())
-
-
-def test_a_client_may_choose_the_engine_where_that_is_allowed() -> None:
-    async def main() -> None:
-        async with running({}, {}) as engines:
-            allowed = configure(*engines, proxy=ProxySettings(pin_header=True))
-            async with routing(allowed) as rig:
-                for engine in engines * 2:
-                    chosen = {"x-kvatlas-engine": engine.base_url}
-                    answer = await rig.chat("the same prompt", extra_headers=chosen)
-                    assert answer.headers["x-kvatlas-engine"] == engine.base_url
-                with pytest.raises(openai.InternalServerError, match="'nobody', which was asked for"):
-                    await rig.chat("hi", extra_headers={"x-kvatlas-engine": "nobody"})
-            async with routing(configure(*engines)) as rig:
-                answer = await rig.chat("hi", extra_headers={"x-kvatlas-engine": "nobody"})
-                assert answer.http_response.status_code == 200
-
-    run(main())

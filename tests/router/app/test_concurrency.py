@@ -39,234 +39,194 @@ async def stream(rig: Rig, text: str, **fields: Any) -> int:
     return int(chunks[-1].usage.completion_tokens)
 
 
-def test_sixty_four_streams_at_once() -> None:
-    async def main() -> None:
-        async with running(STEADY, STEADY, STEADY) as engines, routing(configure(*engines)) as rig:
-            rng = random.Random(5)
-            texts = [f"{rng.choice('abcde')} {TEXT * rng.randint(5, 25)} {n}" for n in range(REQUESTS)]
-            places = asyncio.Semaphore(64)
+async def test_sixty_four_streams_at_once() -> None:
+    async with running(STEADY, STEADY, STEADY) as engines, routing(configure(*engines)) as rig:
+        rng = random.Random(5)
+        texts = [f"{rng.choice('abcde')} {TEXT * rng.randint(5, 25)} {n}" for n in range(REQUESTS)]
+        places = asyncio.Semaphore(64)
 
-            async def one(text: str) -> int:
-                async with places:
-                    return await stream(rig, text)
+        async def one(text: str) -> int:
+            async with places:
+                return await stream(rig, text)
 
-            told = await asyncio.gather(*[one(text) for text in texts])
-            assert told == [8] * REQUESTS
-            await until(lambda: rig.idle, "all answered")
-            counted = {o: rig.outcomes(o) for o in ("exact", "over", "under", "unreported", "unpredicted")}
-            assert sum(counted.values()) == REQUESTS
-            assert counted["unreported"] == 0
-            assert counted["unpredicted"] < 64  # at most the first ones, before anything is known
-            assert rig.router.proxy.stats.errors == {}
-            assert rig.router.proxy.stats.engine_failures == {}
-            used = [engine.scheduler.stats.finished["length"] for engine in engines]
-            assert sum(used) == REQUESTS
-            assert min(used) > 10  # nobody was left out
-            rig.check_books()
-            grace_s = InflightSettings().grace_s
-            inflight = rig.router.accounts.inflight
-            inflight.common([], rig.router.accounts.now() + grace_s + 1)
-            assert (inflight.stats.prompts, inflight.stats.blocks) == (0, 0)
-
-    run(main())
+        told = await asyncio.gather(*[one(text) for text in texts])
+        assert told == [8] * REQUESTS
+        await until(lambda: rig.idle, "all answered")
+        counted = {o: rig.outcomes(o) for o in ("exact", "over", "under", "unreported", "unpredicted")}
+        assert sum(counted.values()) == REQUESTS
+        assert counted["unreported"] == 0
+        assert counted["unpredicted"] < 64  # at most the first ones, before anything is known
+        assert rig.router.proxy.stats.errors == {}
+        assert rig.router.proxy.stats.engine_failures == {}
+        used = [engine.scheduler.stats.finished["length"] for engine in engines]
+        assert sum(used) == REQUESTS
+        assert min(used) > 10  # nobody was left out
+        rig.check_books()
+        grace_s = InflightSettings().grace_s
+        inflight = rig.router.accounts.inflight
+        inflight.common([], rig.router.accounts.now() + grace_s + 1)
+        assert (inflight.stats.prompts, inflight.stats.blocks) == (0, 0)
 
 
 @pytest.mark.parametrize("moment", ["before-first-token", "mid-stream", "whole-answer"])
-def test_clients_that_leave_leave_nothing_open(moment: str) -> None:
-    async def main() -> None:
-        slow = {"prefill_s_per_token": 1e-3 if moment == "before-first-token" else 1e-6}
-        slow["decode_s_per_token"] = 0.02
-        async with running(slow) as engines, routing(configure(*engines)) as rig:
-            (engine,) = engines
+async def test_clients_that_leave_leave_nothing_open(moment: str) -> None:
+    slow = {"prefill_s_per_token": 1e-3 if moment == "before-first-token" else 1e-6}
+    slow["decode_s_per_token"] = 0.02
+    async with running(slow) as engines, routing(configure(*engines)) as rig:
+        (engine,) = engines
 
-            async def leave(n: int) -> None:
-                text = f"{n} {TEXT * 10}"
-                if moment == "mid-stream":
-                    raw = await rig.chat(text, stream=True, max_tokens=500)
+        async def leave(n: int) -> None:
+            text = f"{n} {TEXT * 10}"
+            if moment == "mid-stream":
+                raw = await rig.chat(text, stream=True, max_tokens=500)
+                async for _ in raw.parse():
+                    break
+                await raw.parse().close()
+            else:
+                await rig.chat(text, stream=moment == "before-first-token", max_tokens=500)
+
+        tasks = [asyncio.create_task(leave(n)) for n in range(8)]
+        await until(lambda: rig.router.accounts.load_stats.admitted == 8, "all sent")
+        if moment != "mid-stream":
+            await until(lambda: engine.scheduler.has_work, "the engine works")
+            for task in tasks:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: rig.idle and not engine.scheduler.has_work, "the engine is let go")
+        assert engine.scheduler.stats.finished["abort"] == 8
+        rig.check_books()
+        assert (await rig.chat("still there")).parse().choices
+
+
+async def test_an_engine_that_dies_under_streams_leaves_nothing_open() -> None:
+    slow = {"decode_s_per_token": 0.02}
+    async with running(slow) as (stays,):
+        dies = SimulatedEngine(EngineSettings(**{**QUICK, **slow}))
+        await dies.start()
+        async with routing(configure(stays, dies)) as rig:
+            seen: list[str] = []
+
+            async def one(n: int) -> None:
+                try:
+                    raw = await rig.chat(f"{n} {TEXT * 5}", stream=True, max_tokens=40)
+                    seen.append(raw.headers["x-kvatlas-engine"])
                     async for _ in raw.parse():
-                        break
-                    await raw.parse().close()
-                else:
-                    await rig.chat(text, stream=moment == "before-first-token", max_tokens=500)
+                        pass
+                except openai.APIError as error:
+                    seen.append(f"error {error.code}")
 
-            tasks = [asyncio.create_task(leave(n)) for n in range(8)]
-            await until(lambda: rig.router.accounts.load_stats.admitted == 8, "all sent")
-            if moment != "mid-stream":
-                await until(lambda: engine.scheduler.has_work, "the engine works")
-                for task in tasks:
-                    task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await until(lambda: rig.idle and not engine.scheduler.has_work, "the engine is let go")
-            assert engine.scheduler.stats.finished["abort"] == 8
+            tasks = [asyncio.create_task(one(n)) for n in range(16)]
+            await until(lambda: len(seen) == 16, "all streaming")
+            assert {stays.base_url, dies.base_url} == set(seen)
+            assert dies._server is not None
+            for connection in list(dies._server.server_state.connections):
+                connection.transport.abort()  # as when the process is killed
+            await asyncio.gather(*tasks)
+            await dies.stop()
+            broken = [word for word in seen if word.startswith("error")]
+            assert set(broken) == {"error engine_stream_broken"}
+            assert len(broken) == seen[:16].count(dies.base_url)
+            stats = rig.router.accounts.load_stats
+            assert stats.failed == len(broken)
             rig.check_books()
-            assert (await rig.chat("still there")).parse().choices
-
-    run(main())
 
 
-def test_an_engine_that_dies_under_streams_leaves_nothing_open() -> None:
-    async def main() -> None:
-        slow = {"decode_s_per_token": 0.02}
-        async with running(slow) as (stays,):
-            dies = SimulatedEngine(EngineSettings(**{**QUICK, **slow}))
-            await dies.start()
-            async with routing(configure(stays, dies)) as rig:
-                seen: list[str] = []
-
-                async def one(n: int) -> None:
-                    try:
-                        raw = await rig.chat(f"{n} {TEXT * 5}", stream=True, max_tokens=40)
-                        seen.append(raw.headers["x-kvatlas-engine"])
-                        async for _ in raw.parse():
-                            pass
-                    except openai.APIError as error:
-                        seen.append(f"error {error.code}")
-
-                tasks = [asyncio.create_task(one(n)) for n in range(16)]
-                await until(lambda: len(seen) == 16, "all streaming")
-                assert {stays.base_url, dies.base_url} == set(seen)
-                assert dies._server is not None
-                for connection in list(dies._server.server_state.connections):
-                    connection.transport.abort()  # as when the process is killed
-                await asyncio.gather(*tasks)
-                await dies.stop()
-                broken = [word for word in seen if word.startswith("error")]
-                assert set(broken) == {"error engine_stream_broken"}
-                assert len(broken) == seen[:16].count(dies.base_url)
-                stats = rig.router.accounts.load_stats
-                assert stats.failed == len(broken)
-                rig.check_books()
-
-    run(main())
+async def test_errors_of_the_engine_leave_nothing_open_and_count_as_no_prediction() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        for body in ({"messages": []}, {"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}):
+            status, told = await rig.ask("POST", "/v1/chat/completions", {"model": MODEL, **body})
+            assert status == 400
+            assert told["error"]["message"]
+        assert not any(engine.receipts.outcomes for engine in rig.router.fleet)
+        rig.check_books()
+        inflight = rig.router.accounts.inflight.stats
+        assert (inflight.prompts, inflight.blocks) == (0, 0)  # nothing was computed, nothing is shared
 
 
-def test_errors_of_the_engine_leave_nothing_open_and_count_as_no_prediction() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            for body in (
-                {"messages": []},
-                {"messages": [{"role": "user", "content": "x"}], "max_tokens": -1},
-            ):
-                status, told = await rig.ask("POST", "/v1/chat/completions", {"model": MODEL, **body})
-                assert status == 400
-                assert told["error"]["message"]
-            assert not any(engine.receipts.outcomes for engine in rig.router.fleet)
-            rig.check_books()
-            inflight = rig.router.accounts.inflight.stats
-            assert (inflight.prompts, inflight.blocks) == (0, 0)  # nothing was computed, nothing is shared
-
-    run(main())
+async def test_malformed_bodies_are_refused_and_nothing_else_changes() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        bodies: list[bytes] = [b"", b"{", b"null", b"\xff", b'{"model": 1e400, "messages": "x"}', b"[" * 9999]
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            for body in bodies:
+                status, told = await rig.ask("POST", path, body)
+                assert status == 400, body
+                assert told["error"]["message"], body
+        assert engines[0].scheduler.stats.prompt_tokens == 0
+        assert rig.router.proxy.stats.errors["invalid_json"] >= 8
+        rig.check_books()
+        assert (await rig.chat("still there")).parse().choices
 
 
-def test_malformed_bodies_are_refused_and_nothing_else_changes() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            bodies: list[bytes] = [
-                b"",
-                b"{",
-                b"null",
-                b"\xff",
-                b'{"model": 1e400, "messages": "x"}',
-                b"[" * 9999,
-            ]
-            for path in ("/v1/chat/completions", "/v1/completions"):
-                for body in bodies:
-                    status, told = await rig.ask("POST", path, body)
-                    assert status == 400, body
-                    assert told["error"]["message"], body
-            assert engines[0].scheduler.stats.prompt_tokens == 0
-            assert rig.router.proxy.stats.errors["invalid_json"] >= 8
-            rig.check_books()
-            assert (await rig.chat("still there")).parse().choices
-
-    run(main())
-
-
-def test_a_placement_closes_once_whatever_is_called() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
-            request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL, stream=True)
-            planner, accounts = rig.router.planner, rig.router.accounts
-            stats = accounts.load_stats
-            for calls in (("finished", "failed"), ("failed", "finished"), ("finished", "finished")):
-                before = (stats.finished, stats.failed)
-                placed = await planner.place(request, exclude=frozenset())
-                assert isinstance(placed, Placement)
-                placed.first_byte(200)
-                placed.first_byte(200)
-                for call in calls:
-                    placed.broke("reset") if call == "failed" else placed.finished(None)
-                placed.first_byte(200)
-                after = (stats.finished, stats.failed)
-                assert sum(after) - sum(before) == 1
-                assert (
-                    after[0 if calls[0] == "finished" else 1]
-                    == before[0 if calls[0] == "finished" else 1] + 1
-                )
-            assert rig.outcomes("unreported") + rig.outcomes("unpredicted") == 3
-            assert accounts.inflight.check_integrity() == []
-            assert all(engine.load.check_integrity() == [] for engine in rig.router.fleet)
-
-    run(main())
-
-
-def test_a_first_token_later_than_expected_is_told_to_the_next_decision() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
-            request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL, stream=True)
-            planner, accounts, on_time = rig.router.planner, rig.router.accounts, rig.router.accounts.now
-            assert (await planner.explain(request)).candidates[0].late_s == 0
+async def test_a_placement_closes_once_whatever_is_called() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
+        request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL, stream=True)
+        planner, accounts = rig.router.planner, rig.router.accounts
+        stats = accounts.load_stats
+        for calls in (("finished", "failed"), ("failed", "finished"), ("finished", "finished")):
+            before = (stats.finished, stats.failed)
             placed = await planner.place(request, exclude=frozenset())
             assert isinstance(placed, Placement)
-            accounts.now = lambda: on_time() + 100
-            placed.now = accounts.now
             placed.first_byte(200)
-            assert (await planner.explain(request)).candidates[0].late_s == pytest.approx(10, rel=0.1)
-            placed.finished(None)
+            placed.first_byte(200)
+            for call in calls:
+                placed.broke("reset") if call == "failed" else placed.finished(None)
+            placed.first_byte(200)
+            after = (stats.finished, stats.failed)
+            assert sum(after) - sum(before) == 1
+            assert after[0 if calls[0] == "finished" else 1] == before[0 if calls[0] == "finished" else 1] + 1
+        assert rig.outcomes("unreported") + rig.outcomes("unpredicted") == 3
+        assert accounts.inflight.check_integrity() == []
+        assert all(engine.load.check_integrity() == [] for engine in rig.router.fleet)
 
-    run(main())
+
+async def test_a_first_token_later_than_expected_is_told_to_the_next_decision() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
+        request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL, stream=True)
+        planner, accounts, on_time = rig.router.planner, rig.router.accounts, rig.router.accounts.now
+        assert (await planner.explain(request)).candidates[0].late_s == 0
+        placed = await planner.place(request, exclude=frozenset())
+        assert isinstance(placed, Placement)
+        accounts.now = lambda: on_time() + 100
+        placed.now = accounts.now
+        placed.first_byte(200)
+        assert (await planner.explain(request)).candidates[0].late_s == pytest.approx(10, rel=0.1)
+        placed.finished(None)
 
 
-def test_stopping_leaves_no_task_and_no_connection() -> None:
-    async def main() -> None:
-        before = asyncio.all_tasks()
-        async with running({}, {"publish_events": False}) as engines:
-            with_engines = asyncio.all_tasks()
-            async with routing(configure(*engines)) as rig:
-                await asyncio.gather(*[rig.chat(f"{n} {TEXT}") for n in range(8)])
-                router: Router = rig.router
-            await until(lambda: not (_named(asyncio.all_tasks()) - _named(with_engines)), "tasks ended")
-            assert router.calls._in_clients_names is None
-            assert router.lifecycle.feeds.stats == {}
-        await until(lambda: asyncio.all_tasks() <= before, "everything ended")
-        gc.collect()  # unclosed sockets and sessions would warn here, and warnings are errors
-
-    run(main())
+async def test_stopping_leaves_no_task_and_no_connection() -> None:
+    before = asyncio.all_tasks()
+    async with running({}, {"publish_events": False}) as engines:
+        with_engines = asyncio.all_tasks()
+        async with routing(configure(*engines)) as rig:
+            await asyncio.gather(*[rig.chat(f"{n} {TEXT}") for n in range(8)])
+            router: Router = rig.router
+        await until(lambda: not (_named(asyncio.all_tasks()) - _named(with_engines)), "tasks ended")
+        assert router.calls._in_clients_names is None
+        assert router.lifecycle.feeds.stats == {}
+    await until(lambda: asyncio.all_tasks() <= before, "everything ended")
+    gc.collect()  # unclosed sockets and sessions would warn here, and warnings are errors
 
 
 def _named(tasks: set[asyncio.Task[Any]]) -> set[str]:
     return {task.get_name() for task in tasks if task.get_name().startswith(("feed ", "poll "))}
 
 
-def test_stopping_does_not_wait_for_engines_that_hang() -> None:
-    async def main() -> None:
-        async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await stopped.wait()
-            writer.close()
+async def test_stopping_does_not_wait_for_engines_that_hang() -> None:
+    async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await stopped.wait()
+        writer.close()
 
-        stopped = asyncio.Event()
-        server = await asyncio.start_server(hang, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server:
-            async with routing(configure(EngineAddress(f"http://127.0.0.1:{port}")), wait=False) as rig:
-                assert (await rig.ask("GET", "/ready"))[0] == 503
-            stopped.set()
-            server.close()
-
-    run(main())
+    stopped = asyncio.Event()
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        async with routing(configure(EngineAddress(f"http://127.0.0.1:{port}")), wait=False) as rig:
+            assert (await rig.ask("GET", "/ready"))[0] == 503
+        stopped.set()
+        server.close()
 
 
 def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,16 +255,13 @@ def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.Monkey
     run(main())
 
 
-def test_accounts_that_contradict_themselves_are_found_every_few_decisions() -> None:
-    async def main() -> None:
-        checking = ServerConfig(port=0, check_every=2)
-        async with running({}) as (engine,), routing(configure(engine, server=checking)) as rig:
-            accounts = rig.router.accounts
-            accounts.inflight.stats.blocks += 7
-            await rig.chat(TEXT)
-            assert accounts.integrity_problems == 0
-            await rig.chat(TEXT)
-            assert accounts.integrity_problems == 1
-            accounts.integrity_problems = 0
-
-    run(main())
+async def test_accounts_that_contradict_themselves_are_found_every_few_decisions() -> None:
+    checking = ServerConfig(port=0, check_every=2)
+    async with running({}) as (engine,), routing(configure(engine, server=checking)) as rig:
+        accounts = rig.router.accounts
+        accounts.inflight.stats.blocks += 7
+        await rig.chat(TEXT)
+        assert accounts.integrity_problems == 0
+        await rig.chat(TEXT)
+        assert accounts.integrity_problems == 1
+        accounts.integrity_problems = 0

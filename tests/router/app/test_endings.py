@@ -21,7 +21,7 @@ from router.http.settings import ListenSettings
 from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_exchange import POST, PROCESS, REQUEST
 from tests.support.proxy_rig import reset
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, number, routing, running
 
 HEAD = b"".join(
@@ -133,16 +133,13 @@ async def ends(rig: Rig, port: int, opened: bytes, counts: tuple[int, int], way:
     writer.close()
 
 
-def test_every_end_of_a_gateways_stream_or_connection_ends_its_requests() -> None:
-    async def main() -> None:
-        async with crowded() as rig:
-            assert rig.router.picker is not None
-            port = rig.router.picker.addresses["listen"][1]
-            for name, way in HTTP2.items():
-                await ends(rig, port, OPENED, (1, 2), way, name)
-            assert rig.router.picker._context.capacity.body_bytes == 0
-
-    run(main())
+async def test_every_end_of_a_gateways_stream_or_connection_ends_its_requests() -> None:
+    async with crowded() as rig:
+        assert rig.router.picker is not None
+        port = rig.router.picker.addresses["listen"][1]
+        for name, way in HTTP2.items():
+            await ends(rig, port, OPENED, (1, 2), way, name)
+        assert rig.router.picker._context.capacity.body_bytes == 0
 
 
 BODY = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}).encode()
@@ -160,45 +157,39 @@ IN_A_BODY: dict[str, Way] = {
 }
 
 
-def test_every_end_of_a_clients_connection_ends_its_requests() -> None:
-    async def main() -> None:
-        async with crowded(body_timeout_s=0.2) as rig:
-            port, capacity = number(rig.url), rig.server.config.capacity  # type: ignore[attr-defined]
-            before = capacity.body_bytes  # of the one that the engine has
-            for name, way in HTTP1.items():
-                await ends(rig, port, WHOLE, (1, 1), way, name)
-                await ends(rig, port, WHOLE + HALF, (1, 1), way, f"{name}, with a body behind")
-            for name, way in IN_A_BODY.items():
-                await ends(rig, port, HALF, (0, 1), way, f"{name}, in a body")
-            assert capacity.body_bytes == before
-
-    run(main())
+async def test_every_end_of_a_clients_connection_ends_its_requests() -> None:
+    async with crowded(body_timeout_s=0.2) as rig:
+        port, capacity = number(rig.url), rig.server.config.capacity  # type: ignore[attr-defined]
+        before = capacity.body_bytes  # of the one that the engine has
+        for name, way in HTTP1.items():
+            await ends(rig, port, WHOLE, (1, 1), way, name)
+            await ends(rig, port, WHOLE + HALF, (1, 1), way, f"{name}, with a body behind")
+        for name, way in IN_A_BODY.items():
+            await ends(rig, port, HALF, (0, 1), way, f"{name}, in a body")
+        assert capacity.body_bytes == before
 
 
-def test_the_end_of_the_router_ends_all_requests() -> None:
-    async def main() -> None:
-        config = {
-            "epp": EppSettings(listen="127.0.0.1:0", tls=False, drain_s_max=0.1),
-            "listen": ListenSettings(drain_s_max=0.1),
-        }
-        queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
-        async with running(ONE) as engines:
-            async with routing(configure(*engines, queue=queue, **config)) as rig:
-                assert rig.router.picker is not None
-                holds = asyncio.ensure_future(rig.chat("hold on", max_tokens=100))
-                await until(lambda: active(rig) == 0, "the engine has a request")
-                opened = [(number(rig.url), WHOLE), (number(rig.url), HALF)]
-                writers = []
-                for port, data in [*opened, (rig.router.picker.addresses["listen"][1], OPENED)]:
-                    _, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.write(data)
-                    writers.append(writer)
-                await until(lambda: (waiting(rig), active(rig)) == (2, 4), "all requests have come")
-            assert rig.idle
-            assert waiting(rig) == 0
-            rig.check_books()
-            await asyncio.gather(holds, return_exceptions=True)
-            for writer in writers:
-                writer.close()
-
-    run(main())
+async def test_the_end_of_the_router_ends_all_requests() -> None:
+    config = {
+        "epp": EppSettings(listen="127.0.0.1:0", tls=False, drain_s_max=0.1),
+        "listen": ListenSettings(drain_s_max=0.1),
+    }
+    queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+    async with running(ONE) as engines:
+        async with routing(configure(*engines, queue=queue, **config)) as rig:
+            assert rig.router.picker is not None
+            holds = asyncio.ensure_future(rig.chat("hold on", max_tokens=100))
+            await until(lambda: active(rig) == 0, "the engine has a request")
+            opened = [(number(rig.url), WHOLE), (number(rig.url), HALF)]
+            writers = []
+            for port, data in [*opened, (rig.router.picker.addresses["listen"][1], OPENED)]:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(data)
+                writers.append(writer)
+            await until(lambda: (waiting(rig), active(rig)) == (2, 4), "all requests have come")
+        assert rig.idle
+        assert waiting(rig) == 0
+        rig.check_books()
+        await asyncio.gather(holds, return_exceptions=True)
+        for writer in writers:
+            writer.close()

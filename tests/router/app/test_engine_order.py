@@ -18,7 +18,6 @@ from router.placement.engine import BAND_MS
 from tests.router.app.test_keys import RULES
 from tests.support.proxy_rig import Engine, answer, ask, request, says
 from tests.support.proxy_rig import routing as proxying
-from tests.support.waiting import run
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 ORDERED = PolicySettings(engine_priority=2.0)
@@ -46,22 +45,21 @@ async def ordered(**changes: Any) -> AsyncIterator[tuple[Rig, list[int]]]:
         yield rig, watched(engines[0])
 
 
-def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("router.placement.engine.time.time", lambda: 1_800_000_000.0)
 
-    async def main() -> None:
-        async with ordered() as (rig, seen):
-            await rig.chat("a short question")
-            await rig.chat("a long question " * 2000)
-            await rig.chat("another short question")
-            assert 0 < seen[0] < BAND_MS
-            (engine,) = rig.router.fleet
-            tokens = rig.router.accounts.receipts.latest[1].prompt_tokens or 0
-            rate = engine.rates.prefill_s_per_token(0.0)
-            assert seen[1] - seen[0] == pytest.approx(2000 * rate * tokens, rel=0.01)
-            assert seen[2] - seen[0] < 10, "it passes the long one, which came before"
-
-    run(main())
+    async with ordered() as (rig, seen):
+        await rig.chat("a short question")
+        await rig.chat("a long question " * 2000)
+        await rig.chat("another short question")
+        assert 0 < seen[0] < BAND_MS
+        (engine,) = rig.router.fleet
+        tokens = rig.router.accounts.receipts.latest[1].prompt_tokens or 0
+        rate = engine.rates.prefill_s_per_token(0.0)
+        assert seen[1] - seen[0] == pytest.approx(2000 * rate * tokens, rel=0.01)
+        assert seen[2] - seen[0] < 10, "it passes the long one, which came before"
 
 
 @pytest.mark.parametrize(
@@ -75,56 +73,47 @@ def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority(monkeypatch: py
         ({"extra_body": {"priority": 3}, "extra_headers": {"x-vllm-priority": "0"}}, 0),
     ],
 )
-def test_the_class_that_a_request_asks_for_goes_before_its_place(fields: Any, band: int) -> None:
-    async def main() -> None:
-        async with ordered() as (rig, seen):
-            await rig.chat("hi", **fields)
-            assert seen[0] // BAND_MS == band
-
-    run(main())
+async def test_the_class_that_a_request_asks_for_goes_before_its_place(fields: Any, band: int) -> None:
+    async with ordered() as (rig, seen):
+        await rig.chat("hi", **fields)
+        assert seen[0] // BAND_MS == band
 
 
-def test_a_tenant_is_never_above_its_class(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "keys.toml"
-        path.write_text(RULES)
-        async with ordered(keys=KeySettings(file=str(path))) as (rig, seen):
-            for tenant, band in (("free", 0), ("low", 1), ("high", -1)):
-                for asked in ({}, {"x-vllm-priority": "-99"}, {"x-kvatlas-priority": "high"}):
-                    headers = {"authorization": f"Bearer key-of-{tenant}", **asked}
-                    await rig.chat("hi", extra_headers=headers)
-                    assert seen.pop() // BAND_MS == band
-
-    run(main())
+async def test_a_tenant_is_never_above_its_class(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(RULES)
+    async with ordered(keys=KeySettings(file=str(path))) as (rig, seen):
+        for tenant, band in (("free", 0), ("low", 1), ("high", -1)):
+            for asked in ({}, {"x-vllm-priority": "-99"}, {"x-kvatlas-priority": "high"}):
+                headers = {"authorization": f"Bearer key-of-{tenant}", **asked}
+                await rig.chat("hi", extra_headers=headers)
+                assert seen.pop() // BAND_MS == band
 
 
 @pytest.mark.parametrize("keys", [False, True])
-def test_without_the_setting_a_clients_own_priority_is_passed_on_as_its_class_allows(
+async def test_without_the_setting_a_clients_own_priority_is_passed_on_as_its_class_allows(
     tmp_path: Path, keys: bool
 ) -> None:
-    async def main() -> None:
-        path = tmp_path / "keys.toml"
-        path.write_text(RULES)
-        changes = {"keys": KeySettings(file=str(path))} if keys else {}
-        async with ordered(policy=PolicySettings(), **changes) as (rig, seen):
-            for tenant, given, capped in (
-                ("free", "-5", 0),
-                ("free", "5", 5),
-                ("free", "of use", 0),
-                ("low", "-5", 1),
-                ("high", "-5", -5),
-            ):
-                headers = {"x-vllm-priority": given}
-                if keys:
-                    headers["authorization"] = f"Bearer key-of-{tenant}"
-                await rig.chat("hi", extra_headers=headers)
-                own = int(given) if given != "of use" else 0
-                assert seen.pop() == (capped if keys else own)
-
-    run(main())
+    path = tmp_path / "keys.toml"
+    path.write_text(RULES)
+    changes = {"keys": KeySettings(file=str(path))} if keys else {}
+    async with ordered(policy=PolicySettings(), **changes) as (rig, seen):
+        for tenant, given, capped in (
+            ("free", "-5", 0),
+            ("free", "5", 5),
+            ("free", "of use", 0),
+            ("low", "-5", 1),
+            ("high", "-5", -5),
+        ):
+            headers = {"x-vllm-priority": given}
+            if keys:
+                headers["authorization"] = f"Bearer key-of-{tenant}"
+            await rig.chat("hi", extra_headers=headers)
+            own = int(given) if given != "of use" else 0
+            assert seen.pop() == (capped if keys else own)
 
 
-def test_an_engine_that_refuses_priorities_is_asked_without_and_remembered(
+async def test_an_engine_that_refuses_priorities_is_asked_without_and_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[int] = []
@@ -137,54 +126,45 @@ def test_an_engine_that_refuses_priorities_is_asked_without_and_remembered(
         if request.priority:
             raise invalid(f"Got priority {request.priority} but Priority scheduling is not enabled.")
 
-    async def main() -> None:
-        monkeypatch.setattr(Call, "apply_headers", refusing)
-        async with ordered() as (rig, seen):
-            for _ in range(3):
-                assert (await rig.chat("hi")).http_response.status_code == 200
-            assert [bool(priority) for priority in calls] == [True, False, False, False]
-            assert seen == [0, 0, 0]
-            assert rig.router.proxy.stats.priorities_refused == 1
-            (engine,) = rig.router.fleet
-            engine.abandon(lambda model: False)  # as when it goes down
-            await rig.chat("hi")
-            assert rig.router.proxy.stats.priorities_refused == 2
-            rig.check_books()
-
-    run(main())
+    monkeypatch.setattr(Call, "apply_headers", refusing)
+    async with ordered() as (rig, seen):
+        for _ in range(3):
+            assert (await rig.chat("hi")).http_response.status_code == 200
+        assert [bool(priority) for priority in calls] == [True, False, False, False]
+        assert seen == [0, 0, 0]
+        assert rig.router.proxy.stats.priorities_refused == 1
+        (engine,) = rig.router.fleet
+        engine.abandon(lambda model: False)  # as when it goes down
+        await rig.chat("hi")
+        assert rig.router.proxy.stats.priorities_refused == 2
+        rig.check_books()
 
 
-def test_a_request_refused_for_another_reason_says_nothing_of_priorities() -> None:
-    async def main() -> None:
-        async with ordered() as (rig, seen):
-            status, _ = await rig.ask(
-                "POST",
-                "/v1/chat/completions",
-                {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 1000},
-            )
-            assert status == 400
-            assert rig.router.proxy.stats.priorities_refused == 0
-            await rig.chat("hi")
-            assert seen[0] > 0
-
-    run(main())
+async def test_a_request_refused_for_another_reason_says_nothing_of_priorities() -> None:
+    async with ordered() as (rig, seen):
+        status, _ = await rig.ask(
+            "POST",
+            "/v1/chat/completions",
+            {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 1000},
+        )
+        assert status == 400
+        assert rig.router.proxy.stats.priorities_refused == 0
+        await rig.chat("hi")
+        assert seen[0] > 0
 
 
-def test_the_body_is_not_touched() -> None:
-    async def main() -> None:
-        async def script(engine: Engine, call: Any, writer: Any) -> None:
-            refuses = "x-vllm-priority" in call.head
-            writer.write(answer(400 if refuses else 200, b"no" if refuses else b"yes"))
+async def test_the_body_is_not_touched() -> None:
+    async def script(engine: Engine, call: Any, writer: Any) -> None:
+        refuses = "x-vllm-priority" in call.head
+        writer.write(answer(400 if refuses else 200, b"no" if refuses else b"yes"))
 
-        async with Engine(script) as engine, proxying(engine.url) as rig:
-            rig.planner.engine_headers = ((b"x-vllm-priority", b"5"),)
-            body = b'{ "model":"m" ,"priority": 0,"prompt":"\\u0061"}'
-            got = await ask(rig, request(body, target="/v1/completions"))
-            assert (got.status, got.body) == (200, b"yes")
-            assert [call.body for call in engine.calls] == [body, body]
+    async with Engine(script) as engine, proxying(engine.url) as rig:
+        rig.planner.engine_headers = ((b"x-vllm-priority", b"5"),)
+        body = b'{ "model":"m" ,"priority": 0,"prompt":"\\u0061"}'
+        got = await ask(rig, request(body, target="/v1/completions"))
+        assert (got.status, got.body) == (200, b"yes")
+        assert [call.body for call in engine.calls] == [body, body]
 
-        async with Engine(says(400, b"no")) as engine, proxying(engine.url) as rig:
-            assert (await ask(rig)).body == b"no"
-            assert len(engine.calls) == 1, "no priority was given"
-
-    run(main())
+    async with Engine(says(400, b"no")) as engine, proxying(engine.url) as rig:
+        assert (await ask(rig)).body == b"no"
+        assert len(engine.calls) == 1, "no priority was given"

@@ -165,23 +165,20 @@ def test_decode_context_parallelism_is_predicted_from_the_first_request(ranks: i
     run(compare("mamba-hybrid", {"decode_context_parallel_size": ranks, "num_blocks": 130}, 60))
 
 
-def test_prompts_with_developer_messages_are_the_engines_own() -> None:
+async def test_prompts_with_developer_messages_are_the_engines_own() -> None:
     """A mismatch here would be an error of the first ``kvatlas doctor --router``."""
 
-    async def main() -> None:
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            for chat in (
-                [("developer", TEXT), ("user", "Hello")],
-                [("system", TEXT), ("user", "Hello"), ("developer", "Be brief."), ("user", TEXT)],
-            ):
-                messages = [{"role": role, "content": text} for role, text in chat]
-                await rig.chat("", messages=messages)
-                await rig.caught_up(engine)
-                await rig.chat("", messages=[*messages, {"role": "user", "content": TEXT}])
-                await rig.caught_up(engine)
-            assert rig.outcomes("exact") == 4
-            page = (await rig.ask("GET", "/metrics"))[1]
-            lines = [line for line in page.splitlines() if line.startswith("kvatlas_prompt_mismatches_total")]
-            assert [line for line in lines if not line.endswith(" 0.0")] == []
-
-    run(main())
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        for chat in (
+            [("developer", TEXT), ("user", "Hello")],
+            [("system", TEXT), ("user", "Hello"), ("developer", "Be brief."), ("user", TEXT)],
+        ):
+            messages = [{"role": role, "content": text} for role, text in chat]
+            await rig.chat("", messages=messages)
+            await rig.caught_up(engine)
+            await rig.chat("", messages=[*messages, {"role": "user", "content": TEXT}])
+            await rig.caught_up(engine)
+        assert rig.outcomes("exact") == 4
+        page = (await rig.ask("GET", "/metrics"))[1]
+        lines = [line for line in page.splitlines() if line.startswith("kvatlas_prompt_mismatches_total")]
+        assert [line for line in lines if not line.endswith(" 0.0")] == []

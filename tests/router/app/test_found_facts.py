@@ -10,7 +10,7 @@ import pytest
 from publisher.events import GroupSpec
 from publisher.simulator.server import SimulatedEngine
 from tests.support.front import fronting
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 DRAFTED = {"groups": (GroupSpec(0, "full_attention", 16, is_eagle=True),)}
@@ -41,48 +41,39 @@ async def found(rig: Rig) -> dict[str, Any]:
     return fact
 
 
-def test_a_drafter_in_the_metrics_is_reckoned_with_from_the_first_request() -> None:
-    async def main() -> None:
-        async with running(DRAFTED) as (engine,), routing(configure(engine)) as rig:
-            (status,) = rig.router.fleet
-            await until(lambda: status.stated is not None, "metrics")
-            assert await found(rig) == fact("all", "metrics", "assumed")
-            assert set(await twice(rig, engine, 9)) == {"exact"}
-            assert await found(rig) == fact("all", "metrics", "confirmed")
-
-    run(main())
+async def test_a_drafter_in_the_metrics_is_reckoned_with_from_the_first_request() -> None:
+    async with running(DRAFTED) as (engine,), routing(configure(engine)) as rig:
+        (status,) = rig.router.fleet
+        await until(lambda: status.stated is not None, "metrics")
+        assert await found(rig) == fact("all", "metrics", "assumed")
+        assert set(await twice(rig, engine, 9)) == {"exact"}
+        assert await found(rig) == fact("all", "metrics", "confirmed")
 
 
 @pytest.mark.parametrize(("settings", "wrong", "value"), [(DRAFTED, "over", "all"), (PLAIN, "under", [])])
-def test_receipts_overrule_metrics(settings: dict[str, Any], wrong: str, value: object) -> None:
+async def test_receipts_overrule_metrics(settings: dict[str, Any], wrong: str, value: object) -> None:
     """The page hides the drafter, or tells of one that holds no KV (n-gram)."""
 
-    async def main() -> None:
-        async with running(settings) as (engine,), fronting(engine) as front:
-            drafts = b'vllm:spec_decode_num_drafts_total{engine="0"} 1.0\n' if wrong == "under" else b""
-            labels = b'vllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
-            gauges = b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n"
-            front.overrides["/metrics"] = lambda: (200, labels + gauges + drafts)
-            async with routing(configure(front)) as rig:  # type: ignore[arg-type]  # it has a base_url
-                (status,) = rig.router.fleet
-                await until(lambda: status.stated is not None, "metrics")
-                outcomes = await twice(rig, engine, 8)
-                assert outcomes == [wrong] * 4 + ["exact"] * 4
-                assert await found(rig) == fact(value, "receipts", "likely")
-
-    run(main())
+    async with running(settings) as (engine,), fronting(engine) as front:
+        drafts = b'vllm:spec_decode_num_drafts_total{engine="0"} 1.0\n' if wrong == "under" else b""
+        labels = b'vllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
+        gauges = b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n"
+        front.overrides["/metrics"] = lambda: (200, labels + gauges + drafts)
+        async with routing(configure(front)) as rig:  # type: ignore[arg-type]  # it has a base_url
+            (status,) = rig.router.fleet
+            await until(lambda: status.stated is not None, "metrics")
+            outcomes = await twice(rig, engine, 8)
+            assert outcomes == [wrong] * 4 + ["exact"] * 4
+            assert await found(rig) == fact(value, "receipts", "likely")
 
 
-def test_server_info_says_it_at_once() -> None:
-    async def main() -> None:
-        async with running(PLAIN) as (engine,), fronting(engine) as front:
-            config = {"cache_config": {"block_size": 16}, "speculative_config": {"method": "ngram"}}
-            front.overrides["/server_info"] = lambda: (200, {"vllm_config": config})
-            async with routing(configure(front)) as rig:  # type: ignore[arg-type]  # it has a base_url
-                assert set(await twice(rig, engine, 3)) == {"exact"}
-                assert await found(rig) == fact([], "server_info", "certain")
-
-    run(main())
+async def test_server_info_says_it_at_once() -> None:
+    async with running(PLAIN) as (engine,), fronting(engine) as front:
+        config = {"cache_config": {"block_size": 16}, "speculative_config": {"method": "ngram"}}
+        front.overrides["/server_info"] = lambda: (200, {"vllm_config": config})
+        async with routing(configure(front)) as rig:  # type: ignore[arg-type]  # it has a base_url
+            assert set(await twice(rig, engine, 3)) == {"exact"}
+            assert await found(rig) == fact([], "server_info", "certain")
 
 
 def fact(value: object, source: str, certainty: str) -> dict[str, object]:

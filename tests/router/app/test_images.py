@@ -15,7 +15,7 @@ from router.openai.request import CHAT, MESSAGES
 from router.prompts.settings import ANY_MODEL, PromptSettings
 from tests.support.prompts.images import TEMPLATE, Engine, shows
 from tests.support.prompts.readers import model_dir, say
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, configure, routing, running
 
 
@@ -49,7 +49,7 @@ class RenderServer:
             await runner.cleanup()
 
 
-def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(
+async def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.prompts.remote.HEALTH_CHECK_S", 0.05)
@@ -63,36 +63,33 @@ def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(
     def calls() -> list[int]:
         return sorted(server.engine.calls for server in servers)
 
-    async def main() -> None:
-        async with running({}) as engines, servers[0].running(), servers[1].running():
-            prompts = PromptSettings(renderers=tuple(s.url for s in servers))
-            config = configure(*engines, models={ANY_MODEL: model}, prompts=prompts)
-            async with routing(config) as rig:
+    async with running({}) as engines, servers[0].running(), servers[1].running():
+        prompts = PromptSettings(renderers=tuple(s.url for s in servers))
+        config = configure(*engines, models={ANY_MODEL: model}, prompts=prompts)
+        async with routing(config) as rig:
 
-                async def read(messages: list[Any], path: str = CHAT) -> dict[str, Any]:
-                    body = {"model": MODEL, "messages": messages, "max_tokens": 3}
-                    status, told = await rig.ask("POST", f"/kvatlas/explain?path={path}", body)
-                    assert status == 200, told
-                    found: dict[str, Any] = told["prompt"]
-                    return found
+            async def read(messages: list[Any], path: str = CHAT) -> dict[str, Any]:
+                body = {"model": MODEL, "messages": messages, "max_tokens": 3}
+                status, told = await rig.ask("POST", f"/kvatlas/explain?path={path}", body)
+                assert status == 200, told
+                found: dict[str, Any] = told["prompt"]
+                return found
 
-                assert (await read(asked))["read"] == "renderer"
-                assert calls() == [0, 1]
-                known = await read(later)
-                expected = servers[0].engine.render({"messages": later}, is_messages=False)
-                assert (known["read"], known["tokens"]) == ("local", len(expected["token_ids"]))
-                assert (await read(by_agent, MESSAGES))["read"] == "local"
-                assert calls() == [0, 1]
-                assert (await read([shows("Another", "BBBB")]))["read"] == "renderer"
-                assert calls() == [1, 1]
-                servers[0].well = False
-                await until(lambda: not rig.router.reader.renderers.up[servers[0].url], "it is left alone")
-                for data in ("CCCC", "DDDD"):
-                    assert (await read([shows("More", data)]))["by"] == servers[1].url
-                # A request of a client takes the same way; this engine then says that it reads text only.
-                status, _ = await rig.ask("POST", CHAT, {"model": MODEL, "messages": later})
-                assert status == 400
-                assert rig.router.reader.stats.reads["chat", "local"] == 2
-                assert rig.router.reader.stats.engine_calls == 0
-
-    run(main())
+            assert (await read(asked))["read"] == "renderer"
+            assert calls() == [0, 1]
+            known = await read(later)
+            expected = servers[0].engine.render({"messages": later}, is_messages=False)
+            assert (known["read"], known["tokens"]) == ("local", len(expected["token_ids"]))
+            assert (await read(by_agent, MESSAGES))["read"] == "local"
+            assert calls() == [0, 1]
+            assert (await read([shows("Another", "BBBB")]))["read"] == "renderer"
+            assert calls() == [1, 1]
+            servers[0].well = False
+            await until(lambda: not rig.router.reader.renderers.up[servers[0].url], "it is left alone")
+            for data in ("CCCC", "DDDD"):
+                assert (await read([shows("More", data)]))["by"] == servers[1].url
+            # A request of a client takes the same way; this engine then says that it reads text only.
+            status, _ = await rig.ask("POST", CHAT, {"model": MODEL, "messages": later})
+            assert status == 400
+            assert rig.router.reader.stats.reads["chat", "local"] == 2
+            assert rig.router.reader.stats.engine_calls == 0

@@ -70,83 +70,69 @@ async def models(rig: Rig, tenant: str) -> list[str]:
         return [card.id for card in (await api.models.list()).data]
 
 
-def test_each_refusal_as_the_openai_client_sees_it(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig:
-            with pytest.raises(openai.AuthenticationError) as unknown:
-                await chat(rig, "nobody")
-            assert unknown.value.code == "invalid_api_key"
-            assert "key-of-nobody" not in str(unknown.value)
-            with pytest.raises(openai.PermissionDeniedError) as forbidden:
-                await chat(rig, "other")
-            assert forbidden.value.code == "model_not_allowed"
-            first = await chat(rig, "small")
-            assert first.headers["x-ratelimit-limit-requests"] == "1"
-            assert first.headers["x-ratelimit-remaining-requests"] == "0"
-            with pytest.raises(openai.RateLimitError) as limited:
-                await chat(rig, "small")
-            assert limited.value.code == "rate_limit_exceeded"
-            assert int(limited.value.response.headers["retry-after"]) > 30
-            assert (await chat(rig, "free")).http_response.status_code == 200, "others are not concerned"
-
-    run(main())
+async def test_each_refusal_as_the_openai_client_sees_it(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as rig:
+        with pytest.raises(openai.AuthenticationError) as unknown:
+            await chat(rig, "nobody")
+        assert unknown.value.code == "invalid_api_key"
+        assert "key-of-nobody" not in str(unknown.value)
+        with pytest.raises(openai.PermissionDeniedError) as forbidden:
+            await chat(rig, "other")
+        assert forbidden.value.code == "model_not_allowed"
+        first = await chat(rig, "small")
+        assert first.headers["x-ratelimit-limit-requests"] == "1"
+        assert first.headers["x-ratelimit-remaining-requests"] == "0"
+        with pytest.raises(openai.RateLimitError) as limited:
+            await chat(rig, "small")
+        assert limited.value.code == "rate_limit_exceeded"
+        assert int(limited.value.response.headers["retry-after"]) > 30
+        assert (await chat(rig, "free")).http_response.status_code == 200, "others are not concerned"
 
 
-def test_uncached_tokens_are_what_counts(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig:
-            await chat(rig, "free", TEXT * 20)
-            await until(lambda: rig.idle, "request over")
-            await chat(rig, "long", TEXT * 20)  # in the cache but for its last block
-            await until(lambda: rig.idle, "request over")
-            long = rig.router.gate.tenants()["long"]  # type: ignore[union-attr]
-            assert long.cached_tokens > 200
-            assert 0 < long.uncached_tokens < 50
-            await chat(rig, "long", "Another one altogether. " + TEXT * 20)
-            with pytest.raises(openai.RateLimitError) as limited:
-                await chat(rig, "long")
-            assert "uncached_tokens_per_minute = 50" in str(limited.value)
-            _, page = await rig.ask("GET", "/metrics")
-            assert (
-                'kvatlas_tenant_refused_total{reason="uncached_tokens_per_minute",tenant="long"} 1.0' in page
-            )
-            assert 'kvatlas_tenant_active{tenant="long"} 0.0' in page
-
-    run(main())
+async def test_uncached_tokens_are_what_counts(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as rig:
+        await chat(rig, "free", TEXT * 20)
+        await until(lambda: rig.idle, "request over")
+        await chat(rig, "long", TEXT * 20)  # in the cache but for its last block
+        await until(lambda: rig.idle, "request over")
+        long = rig.router.gate.tenants()["long"]  # type: ignore[union-attr]
+        assert long.cached_tokens > 200
+        assert 0 < long.uncached_tokens < 50
+        await chat(rig, "long", "Another one altogether. " + TEXT * 20)
+        with pytest.raises(openai.RateLimitError) as limited:
+            await chat(rig, "long")
+        assert "uncached_tokens_per_minute = 50" in str(limited.value)
+        _, page = await rig.ask("GET", "/metrics")
+        assert 'kvatlas_tenant_refused_total{reason="uncached_tokens_per_minute",tenant="long"} 1.0' in page
+        assert 'kvatlas_tenant_active{tenant="long"} 0.0' in page
 
 
-def test_models_are_listed_for_those_who_may_use_them(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig:
-            assert await models(rig, "free") == [MODEL]
-            assert await models(rig, "other") == []
-            with pytest.raises(openai.AuthenticationError):
-                await models(rig, "nobody")
-            async with client(rig, "other") as api:
-                with pytest.raises(openai.NotFoundError):
-                    await api.models.retrieve(MODEL)
-            assert (await rig.ask("GET", "/health"))[0] == 200
-
-    run(main())
+async def test_models_are_listed_for_those_who_may_use_them(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as rig:
+        assert await models(rig, "free") == [MODEL]
+        assert await models(rig, "other") == []
+        with pytest.raises(openai.AuthenticationError):
+            await models(rig, "nobody")
+        async with client(rig, "other") as api:
+            with pytest.raises(openai.NotFoundError):
+                await api.models.retrieve(MODEL)
+        assert (await rig.ask("GET", "/health"))[0] == 200
 
 
-def test_the_anthropic_client_and_its_error_shape(tmp_path: Path, anthropic: ModuleType) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig:
-            messages: Any = [{"role": "user", "content": "hi"}]
+async def test_the_anthropic_client_and_its_error_shape(tmp_path: Path, anthropic: ModuleType) -> None:
+    async with guarded(tmp_path) as rig:
+        messages: Any = [{"role": "user", "content": "hi"}]
 
-            async def asked(tenant: str) -> Any:
-                async with anthropic.AsyncAnthropic(
-                    base_url=rig.url, api_key=f"key-of-{tenant}", max_retries=0
-                ) as api:
-                    return await api.messages.create(model=MODEL, max_tokens=3, messages=messages)
+        async def asked(tenant: str) -> Any:
+            async with anthropic.AsyncAnthropic(
+                base_url=rig.url, api_key=f"key-of-{tenant}", max_retries=0
+            ) as api:
+                return await api.messages.create(model=MODEL, max_tokens=3, messages=messages)
 
-            assert (await asked("free")).content
-            with pytest.raises(anthropic.AuthenticationError) as unknown:
-                await asked("nobody")
-            assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-
-    run(main())
+        assert (await asked("free")).content
+        with pytest.raises(anthropic.AuthenticationError) as unknown:
+            await asked("nobody")
+        assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
 def test_engines_get_the_routers_key_and_not_the_clients(tmp_path: Path) -> None:
@@ -211,67 +197,54 @@ PRIORITIES = [
 
 @pytest.mark.parametrize("size", [0, 5 << 20], ids=["small", "above 4 MiB"])
 @pytest.mark.parametrize(("tenant", "sent", "passed"), PRIORITIES)
-def test_no_priority_is_above_the_tenants_class(
+async def test_no_priority_is_above_the_tenants_class(
     tmp_path: Path, tenant: str, sent: str, passed: str, size: int
 ) -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(200, b"{}")) as engine,
-            proxying(engine.url, wrap=gated(tmp_path / "keys.toml")) as rig,
+    async with (
+        Engine(says(200, b"{}")) as engine,
+        proxying(engine.url, wrap=gated(tmp_path / "keys.toml")) as rig,
+    ):
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+            if size and path != "/v1/completions":
+                continue
+            text = '{"model":"m",%s,"messages":["' + "x" * size + '"]}'
+            key = f"authorization: Bearer key-of-{tenant}"
+            got = await ask(rig, request((text % sent).encode(), key, target=path))
+            assert got.status == 200
+            assert engine.calls.pop().body == (text % passed).encode()
+
+
+async def test_engines_that_schedule_by_priority_are_told_a_tenants_class(tmp_path: Path) -> None:
+    wrap = gated(tmp_path / "keys.toml", engine_priorities=True)
+    async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=wrap) as rig:
+        for tenant, body, passed in (
+            ("low", b'{"model":"m"}', b'{"priority":1,"model":"m"}'),
+            ("low", b" {} ", b' {"priority":1} '),
+            ("low", b'{"model":"m","priority":-1}', b'{"model":"m","priority":1}'),
+            ("free", b'{"model":"m"}', b'{"model":"m"}'),
+            ("high", b'{"model":"m"}', b'{"priority":-1,"model":"m"}'),
+            ("high", b'{"model":"m","priority":2}', b'{"model":"m","priority":2}'),
         ):
-            for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
-                if size and path != "/v1/completions":
-                    continue
-                text = '{"model":"m",%s,"messages":["' + "x" * size + '"]}'
-                key = f"authorization: Bearer key-of-{tenant}"
-                got = await ask(rig, request((text % sent).encode(), key, target=path))
-                assert got.status == 200
-                assert engine.calls.pop().body == (text % passed).encode()
-
-    run(main())
+            key = f"authorization: Bearer key-of-{tenant}"
+            assert (await ask(rig, request(body, key, target="/v1/completions"))).status == 200
+            assert engine.calls.pop().body == passed
 
 
-def test_engines_that_schedule_by_priority_are_told_a_tenants_class(tmp_path: Path) -> None:
-    async def main() -> None:
-        wrap = gated(tmp_path / "keys.toml", engine_priorities=True)
-        async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=wrap) as rig:
-            for tenant, body, passed in (
-                ("low", b'{"model":"m"}', b'{"priority":1,"model":"m"}'),
-                ("low", b" {} ", b' {"priority":1} '),
-                ("low", b'{"model":"m","priority":-1}', b'{"model":"m","priority":1}'),
-                ("free", b'{"model":"m"}', b'{"model":"m"}'),
-                ("high", b'{"model":"m"}', b'{"priority":-1,"model":"m"}'),
-                ("high", b'{"model":"m","priority":2}', b'{"model":"m","priority":2}'),
-            ):
-                key = f"authorization: Bearer key-of-{tenant}"
-                assert (await ask(rig, request(body, key, target="/v1/completions"))).status == 200
-                assert engine.calls.pop().body == passed
-
-    run(main())
-
-
-def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig:
-            messages: Any = [{"role": "user", "content": "a long answer"}]
-            async with client(rig, "one") as api:
-                stream = await api.chat.completions.create(
-                    model=MODEL,
-                    messages=messages,
-                    max_tokens=2000,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                await anext(stream)
-                with pytest.raises(openai.RateLimitError):
-                    await chat(rig, "one")
-                await stream.close()
-            gate = rig.router.gate
-            assert gate is not None
-            await until(lambda: gate.tenants()["one"].active == 0, "the place is free")
-            assert (await chat(rig, "one")).http_response.status_code == 200
-
-    run(main())
+async def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as rig:
+        messages: Any = [{"role": "user", "content": "a long answer"}]
+        async with client(rig, "one") as api:
+            stream = await api.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+            )
+            await anext(stream)
+            with pytest.raises(openai.RateLimitError):
+                await chat(rig, "one")
+            await stream.close()
+        gate = rig.router.gate
+        assert gate is not None
+        await until(lambda: gate.tenants()["one"].active == 0, "the place is free")
+        assert (await chat(rig, "one")).http_response.status_code == 200
 
 
 WORDS = "a word " * 3000
@@ -296,32 +269,29 @@ CHARGED = [
 
 
 @pytest.mark.parametrize(("path", "body", "answer", "charged"), CHARGED)
-def test_every_api_is_charged_by_what_the_engine_reports_else_by_size(
+async def test_every_api_is_charged_by_what_the_engine_reports_else_by_size(
     tmp_path: Path, path: str, body: Any, answer: Any, charged: int
 ) -> None:
     path_of_keys = tmp_path / "keys.toml"
     path_of_keys.write_text(RULES)
 
-    async def main() -> None:
-        async with Engine(says(200, json.dumps(answer).encode(), "content-type: application/json")) as engine:
-            config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path_of_keys)))
-            engine.script = serving("m", engine.script)
-            async with routing(config) as rig:
-                if body is None:
-                    form = aiohttp.FormData()
-                    form.add_field("model", "m")
-                    form.add_field("file", b"x" * 100_000, filename="a.wav")
-                    sent: Any = {"data": form}
-                else:
-                    sent = {"json": body}
-                headers = {"authorization": "Bearer key-of-free"}
-                async with rig.session.post(rig.url + path, headers=headers, **sent) as got:
-                    assert got.status == 200
-                await until(lambda: rig.idle, "request over")
-                found = rig.router.gate.tenants()["free"].uncached_tokens  # type: ignore[union-attr]
-                assert abs(found - charged) <= 20
-
-    run(main())
+    async with Engine(says(200, json.dumps(answer).encode(), "content-type: application/json")) as engine:
+        config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path_of_keys)))
+        engine.script = serving("m", engine.script)
+        async with routing(config) as rig:
+            if body is None:
+                form = aiohttp.FormData()
+                form.add_field("model", "m")
+                form.add_field("file", b"x" * 100_000, filename="a.wav")
+                sent: Any = {"data": form}
+            else:
+                sent = {"json": body}
+            headers = {"authorization": "Bearer key-of-free"}
+            async with rig.session.post(rig.url + path, headers=headers, **sent) as got:
+                assert got.status == 200
+            await until(lambda: rig.idle, "request over")
+            found = rig.router.gate.tenants()["free"].uncached_tokens  # type: ignore[union-attr]
+            assert abs(found - charged) <= 20
 
 
 def serving(model: str, script: Any) -> Any:
@@ -336,38 +306,30 @@ def serving(model: str, script: Any) -> Any:
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
-def test_what_engines_refuse_costs_no_tokens(tmp_path: Path, status: int) -> None:
+async def test_what_engines_refuse_costs_no_tokens(tmp_path: Path, status: int) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(RULES)
 
-    async def main() -> None:
-        async with Engine(says(status, b"{}")) as engine:
-            engine.script = serving("m", engine.script)
-            config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path)))
-            async with routing(config) as rig:
-                headers = {"authorization": "Bearer key-of-long"}
-                for _ in range(3):
-                    body = {"model": "m", "prompt": WORDS}
-                    async with rig.session.post(
-                        f"{rig.url}/v1/completions", headers=headers, json=body
-                    ) as got:
-                        assert got.status >= 400
-                        assert "limit" not in await got.text()
-                await until(lambda: rig.idle, "requests over")
-                assert rig.router.gate.tenants()["long"].uncached_tokens == 0  # type: ignore[union-attr]
-
-    run(main())
+    async with Engine(says(status, b"{}")) as engine:
+        engine.script = serving("m", engine.script)
+        config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path)))
+        async with routing(config) as rig:
+            headers = {"authorization": "Bearer key-of-long"}
+            for _ in range(3):
+                body = {"model": "m", "prompt": WORDS}
+                async with rig.session.post(f"{rig.url}/v1/completions", headers=headers, json=body) as got:
+                    assert got.status >= 400
+                    assert "limit" not in await got.text()
+            await until(lambda: rig.idle, "requests over")
+            assert rig.router.gate.tenants()["long"].uncached_tokens == 0  # type: ignore[union-attr]
 
 
-def test_requests_for_which_no_engine_is_there_cost_nothing(
+async def test_requests_for_which_no_engine_is_there_cost_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig:
-            monkeypatch.setattr(type(rig.router.fleet), "ready", lambda fleet, model: [])
-            for _ in range(3):
-                with pytest.raises(openai.InternalServerError) as refused:
-                    await chat(rig, "small")
-                assert refused.value.code == "no_ready_engine"
-
-    run(main())
+    async with guarded(tmp_path) as rig:
+        monkeypatch.setattr(type(rig.router.fleet), "ready", lambda fleet, model: [])
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError) as refused:
+                await chat(rig, "small")
+            assert refused.value.code == "no_ready_engine"

@@ -14,7 +14,6 @@ import zmq.asyncio
 from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.placement.inflight import InflightSettings
-from tests.support.waiting import run
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 PROMPT = TEXT * 12
@@ -75,37 +74,34 @@ async def emptied(engine: SimulatedEngine) -> None:
 
 
 @pytest.mark.parametrize("groups", ["full", "gptoss-like", "mamba-hybrid"])
-def test_a_sibling_finds_the_blocks_of_an_answer_whose_events_are_late(groups: str) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            engines = await stack.enter_async_context(running({"groups": groups}, {"groups": groups}))
-            relays = [await stack.enter_async_context(relaying(engine)) for engine in engines]
-            addresses = [
-                EngineAddress(engine.base_url, events=relay.endpoint, replay=engine.replay_endpoint)
-                for engine, relay in zip(engines, relays, strict=True)
-            ]
-            async with routing(configure(*addresses)) as rig:
-                for number in range(4):  # both engines' hashes and groups become known
-                    await asked(rig, f"{number} {TEXT * 3}")
-                await rig.caught_up(*engines)
-                rig.router.accounts.inflight.settings = InflightSettings(grace_s=3600.0)
+async def test_a_sibling_finds_the_blocks_of_an_answer_whose_events_are_late(groups: str) -> None:
+    async with AsyncExitStack() as stack:
+        engines = await stack.enter_async_context(running({"groups": groups}, {"groups": groups}))
+        relays = [await stack.enter_async_context(relaying(engine)) for engine in engines]
+        addresses = [
+            EngineAddress(engine.base_url, events=relay.endpoint, replay=engine.replay_endpoint)
+            for engine, relay in zip(engines, relays, strict=True)
+        ]
+        async with routing(configure(*addresses)) as rig:
+            for number in range(4):  # both engines' hashes and groups become known
+                await asked(rig, f"{number} {TEXT * 3}")
+            await rig.caught_up(*engines)
+            rig.router.accounts.inflight.settings = InflightSettings(grace_s=3600.0)
 
-                for relay in relays:
-                    relay.open.clear()
-                engine, predicted, reported = await asked(rig, PROMPT)
-                assert predicted == reported
-                sibling, predicted, reported = await asked(rig, PROMPT)
-                assert (sibling, predicted) == (engine, reported)
-                assert reported > 100
+            for relay in relays:
+                relay.open.clear()
+            engine, predicted, reported = await asked(rig, PROMPT)
+            assert predicted == reported
+            sibling, predicted, reported = await asked(rig, PROMPT)
+            assert (sibling, predicted) == (engine, reported)
+            assert reported > 100
 
-                for relay in relays:
-                    relay.open.set()
-                await rig.caught_up(*engines)
-                for one in engines:
-                    await emptied(one)
-                await rig.caught_up(*engines)
-                _, predicted, reported = await asked(rig, PROMPT)
-                assert predicted == reported < 100, "the events came, and say that it is gone"
-                rig.check_books()
-
-    run(main())
+            for relay in relays:
+                relay.open.set()
+            await rig.caught_up(*engines)
+            for one in engines:
+                await emptied(one)
+            await rig.caught_up(*engines)
+            _, predicted, reported = await asked(rig, PROMPT)
+            assert predicted == reported < 100, "the events came, and say that it is gone"
+            rig.check_books()

@@ -26,7 +26,7 @@ from tests.router.app.test_prefill_decode import (
     told_alone,
     words,
 )
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
 P: dict[str, Any] = {"role": "prefill", "kv_connector": "mooncake", "bootstrap_port": 0}
@@ -57,189 +57,153 @@ def kept(engine: SimulatedEngine) -> int:
 
 @pytest.mark.parametrize("connector", ["auto", "mooncake"])
 @pytest.mark.parametrize("path", BODIES)
-def test_the_answer_is_that_of_one_engine(path: str, connector: Any) -> None:
-    async def main() -> None:
-        alone = await told_alone(path, BODIES[path])
-        async with apart(pd=msgspec.structs.replace(SPLITS, connector=connector)) as (rig, p, (d,)):
-            with busy(rig):
-                status, answer = await rig.ask("POST", path, BODIES[path])
-            assert status == 200, answer
-            assert plain(words(answer)) == plain(words(alone))
-            stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.handoffs, stats.aggregated) == (1, 1, {})
-            found = [(one["leg"], one["engine_id"]) for one in await receipts(rig)]
-            assert found == [("prefill", p.base_url), ("decode", d.base_url)]
-            await until(lambda: kept(p) == 0, "what was read is let go")
-
-    run(main())
+async def test_the_answer_is_that_of_one_engine(path: str, connector: Any) -> None:
+    alone = await told_alone(path, BODIES[path])
+    async with apart(pd=msgspec.structs.replace(SPLITS, connector=connector)) as (rig, p, (d,)):
+        with busy(rig):
+            status, answer = await rig.ask("POST", path, BODIES[path])
+        assert status == 200, answer
+        assert plain(words(answer)) == plain(words(alone))
+        stats = rig.router.proxy.pd_stats
+        assert (stats.split, stats.handoffs, stats.aggregated) == (1, 1, {})
+        found = [(one["leg"], one["engine_id"]) for one in await receipts(rig)]
+        assert found == [("prefill", p.base_url), ("decode", d.base_url)]
+        await until(lambda: kept(p) == 0, "what was read is let go")
 
 
 @pytest.mark.parametrize("connector", ["auto", "mooncake"])
-def test_both_may_be_asked_at_once(connector: Any) -> None:
+async def test_both_may_be_asked_at_once(connector: Any) -> None:
     """With `auto` from the second request on: the first answer shows which connector it is."""
 
-    async def main() -> None:
-        alone = [await told_alone(PATH, completion(number)) for number in range(3)]
-        pd = msgspec.structs.replace(SPLITS, connector=connector, mooncake_early_max=8)
-        async with apart(pd=pd) as (rig, p, (d,)):
-            for number in range(3):
-                with busy(rig):
-                    status, answer = await rig.ask("POST", PATH, completion(number))
-                assert status == 200, answer
-                assert words(answer) == words(alone[number])
-            stats = rig.router.proxy.pd_stats
-            assert (stats.handoffs, stats.early_decodes) == (3, 3 - (connector == "auto"))
-            assert sorted(one["leg"] for one in await receipts(rig)) == ["decode"] * 3 + ["prefill"] * 3
-            await until(lambda: kept(p) == 0, "what was read is let go")
-            await rig.caught_up(p, d)
-
-    run(main())
+    alone = [await told_alone(PATH, completion(number)) for number in range(3)]
+    pd = msgspec.structs.replace(SPLITS, connector=connector, mooncake_early_max=8)
+    async with apart(pd=pd) as (rig, p, (d,)):
+        for number in range(3):
+            with busy(rig):
+                status, answer = await rig.ask("POST", PATH, completion(number))
+            assert status == 200, answer
+            assert words(answer) == words(alone[number])
+        stats = rig.router.proxy.pd_stats
+        assert (stats.handoffs, stats.early_decodes) == (3, 3 - (connector == "auto"))
+        assert sorted(one["leg"] for one in await receipts(rig)) == ["decode"] * 3 + ["prefill"] * 3
+        await until(lambda: kept(p) == 0, "what was read is let go")
+        await rig.caught_up(p, d)
 
 
 @pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
-def test_a_prefill_engine_that_dies_while_others_wait_for_it_costs_no_answer(point: str) -> None:
-    async def main() -> None:
-        alone = await told_alone(PATH, completion(1))
-        pd = msgspec.structs.replace(SPLITS, connector="mooncake", mooncake_early_max=8)
-        proxy = ProxySettings(first_byte_timeout_s=1.0)
-        async with apart({**P, "dies_at": point}, D, D, proxy=proxy, pd=pd) as (rig, _, _):
-            with busy(rig):
-                status, answer = await rig.ask("POST", PATH, completion(1))
-            assert status == 200, answer
-            assert words(answer) == words(alone)
-
-    run(main())
+async def test_a_prefill_engine_that_dies_while_others_wait_for_it_costs_no_answer(point: str) -> None:
+    alone = await told_alone(PATH, completion(1))
+    pd = msgspec.structs.replace(SPLITS, connector="mooncake", mooncake_early_max=8)
+    proxy = ProxySettings(first_byte_timeout_s=1.0)
+    async with apart({**P, "dies_at": point}, D, D, proxy=proxy, pd=pd) as (rig, _, _):
+        with busy(rig):
+            status, answer = await rig.ask("POST", PATH, completion(1))
+        assert status == 200, answer
+        assert words(answer) == words(alone)
 
 
-def test_predictions_are_exact_where_they_were_made() -> None:
-    async def main() -> None:
-        async with apart() as (rig, p, (d,)):
-            with busy(rig):
-                await rig.ask("POST", PATH, completion(1))
-                await rig.caught_up(p, d)
-                await rig.ask("POST", PATH, {**completion(1), "prompt": prompt(1) + prompt(5, 500)})
+async def test_predictions_are_exact_where_they_were_made() -> None:
+    async with apart() as (rig, p, (d,)):
+        with busy(rig):
+            await rig.ask("POST", PATH, completion(1))
             await rig.caught_up(p, d)
-            prefills = [one for one in await receipts(rig) if one["leg"] == "prefill"]
-            assert [one["outcome"] for one in prefills] == ["exact", "exact"]
-            assert prefills[1]["predicted_tokens"] > 600
+            await rig.ask("POST", PATH, {**completion(1), "prompt": prompt(1) + prompt(5, 500)})
+        await rig.caught_up(p, d)
+        prefills = [one for one in await receipts(rig) if one["leg"] == "prefill"]
+        assert [one["outcome"] for one in prefills] == ["exact", "exact"]
+        assert prefills[1]["predicted_tokens"] > 600
 
-    run(main())
 
-
-def test_a_prompt_whose_first_token_ends_it_is_computed_whole_and_nobody_waits(
+async def test_a_prompt_whose_first_token_ends_it_is_computed_whole_and_nobody_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine has let go of its blocks: a decode engine that asked for them would wait for minutes."""
 
-    async def main() -> None:
-        async with apart() as (rig, _, _):
-            stats = rig.router.proxy.pd_stats
-            with monkeypatch.context() as patch:
-                patch.setattr(Continuation, "token", lambda self, index, *, ignore_eos: self._source.eos_id)
-                with busy(rig):
-                    status, _ = await rig.ask("POST", PATH, completion(1, ignore_eos=False))
-            assert (status, stats.prefill_failures, stats.handoffs) == (200, {"stopped": 1}, 0)
-            with busy(rig):  # and the engine is asked again
-                await rig.ask("POST", PATH, completion(2))
-            assert stats.handoffs == 1
-
-    run(main())
+    async with apart() as (rig, _, _):
+        stats = rig.router.proxy.pd_stats
+        with monkeypatch.context() as patch:
+            patch.setattr(Continuation, "token", lambda self, index, *, ignore_eos: self._source.eos_id)
+            with busy(rig):
+                status, _ = await rig.ask("POST", PATH, completion(1, ignore_eos=False))
+        assert (status, stats.prefill_failures, stats.handoffs) == (200, {"stopped": 1}, 0)
+        with busy(rig):  # and the engine is asked again
+            await rig.ask("POST", PATH, completion(2))
+        assert stats.handoffs == 1
 
 
 @pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
-def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
+async def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
     """After its answer nobody tells the decode engine that it is gone: the router's own time-out does."""
 
-    async def main() -> None:
-        alone = await told_alone(PATH, completion(1))
-        proxy = ProxySettings(first_byte_timeout_s=1.0)
-        async with apart({**P, "dies_at": point}, D, D, proxy=proxy) as (rig, _, _):
-            with busy(rig):
+    alone = await told_alone(PATH, completion(1))
+    proxy = ProxySettings(first_byte_timeout_s=1.0)
+    async with apart({**P, "dies_at": point}, D, D, proxy=proxy) as (rig, _, _):
+        with busy(rig):
+            status, answer = await rig.ask("POST", PATH, completion(1))
+        assert status == 200, answer
+        assert words(answer) == words(alone)
+
+
+async def test_a_decode_engine_that_dies_is_replaced() -> None:
+    alone = await told_alone(PATH, completion(1))
+    async with apart(P, {**D, "dies_at": "before_answer"}, D) as (rig, _, _):
+        with busy(rig):
+            for _ in range(2):  # one of them meets it
                 status, answer = await rig.ask("POST", PATH, completion(1))
-            assert status == 200, answer
-            assert words(answer) == words(alone)
-
-    run(main())
+                assert status == 200, answer
+                assert words(answer) == words(alone)
 
 
-def test_a_decode_engine_that_dies_is_replaced() -> None:
-    async def main() -> None:
-        alone = await told_alone(PATH, completion(1))
-        async with apart(P, {**D, "dies_at": "before_answer"}, D) as (rig, _, _):
+async def test_blocks_whose_time_is_nearly_over_are_not_asked_for() -> None:
+    pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
+    async with apart(pd=pd) as (rig, _, _):
+        with busy(rig):
+            status, _ = await rig.ask("POST", PATH, completion(1))
+        stats = rig.router.proxy.pd_stats
+        assert (status, stats.leases_late, stats.handoffs) == (200, 2, 0)
+
+
+async def test_an_engine_without_bootstrap_server_is_left_alone_for_a_while() -> None:
+    async with apart() as (rig, p, _):
+        assert isinstance(p.link, MooncakeLink)
+        p.link.close()
+        for number in (1, 2):
             with busy(rig):
-                for _ in range(2):  # one of them meets it
-                    status, answer = await rig.ask("POST", PATH, completion(1))
-                    assert status == 200, answer
-                    assert words(answer) == words(alone)
-
-    run(main())
+                status, _ = await rig.ask("POST", PATH, completion(number))
+                assert status == 200
+        stats = rig.router.proxy.pd_stats
+        assert (stats.prefill_failures, stats.split) == ({"no_connector": 1}, 1)
 
 
-def test_blocks_whose_time_is_nearly_over_are_not_asked_for() -> None:
-    async def main() -> None:
-        pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
-        async with apart(pd=pd) as (rig, _, _):
-            with busy(rig):
-                status, _ = await rig.ask("POST", PATH, completion(1))
-            stats = rig.router.proxy.pd_stats
-            assert (status, stats.leases_late, stats.handoffs) == (200, 2, 0)
-
-    run(main())
+async def test_a_prefill_engine_that_has_mooncake_hands_nothing_over_to_nixl() -> None:
+    async with apart(pd=msgspec.structs.replace(SPLITS, connector="nixl")) as (rig, _, _):
+        with busy(rig):
+            status, _ = await rig.ask("POST", PATH, completion(1))
+        assert status == 200
+        assert rig.router.proxy.pd_stats.prefill_failures == {"no_connector": 1}
 
 
-def test_an_engine_without_bootstrap_server_is_left_alone_for_a_while() -> None:
-    async def main() -> None:
-        async with apart() as (rig, p, _):
-            assert isinstance(p.link, MooncakeLink)
-            p.link.close()
-            for number in (1, 2):
-                with busy(rig):
-                    status, _ = await rig.ask("POST", PATH, completion(number))
-                    assert status == 200
-            stats = rig.router.proxy.pd_stats
-            assert (stats.prefill_failures, stats.split) == ({"no_connector": 1}, 1)
-
-    run(main())
+async def test_a_client_that_leaves_keeps_nothing_anywhere() -> None:
+    slow = {**D, "transfer_s_per_block": 0.01}
+    async with apart(P, slow) as (rig, p, (d,)):
+        with busy(rig):
+            asked = asyncio.ensure_future(rig.ask("POST", PATH, completion(1)))
+            await until(lambda: d.scheduler.gauges().num_waiting == 1, "the blocks are being read")
+            asked.cancel()
+            await until(lambda: rig.idle, "the client is known to be gone")
+        await until(lambda: kept(p) == 0, "its blocks are let go")
 
 
-def test_a_prefill_engine_that_has_mooncake_hands_nothing_over_to_nixl() -> None:
-    async def main() -> None:
-        async with apart(pd=msgspec.structs.replace(SPLITS, connector="nixl")) as (rig, _, _):
-            with busy(rig):
-                status, _ = await rig.ask("POST", PATH, completion(1))
-            assert status == 200
-            assert rig.router.proxy.pd_stats.prefill_failures == {"no_connector": 1}
-
-    run(main())
-
-
-def test_a_client_that_leaves_keeps_nothing_anywhere() -> None:
-    async def main() -> None:
-        slow = {**D, "transfer_s_per_block": 0.01}
-        async with apart(P, slow) as (rig, p, (d,)):
-            with busy(rig):
-                asked = asyncio.ensure_future(rig.ask("POST", PATH, completion(1)))
-                await until(lambda: d.scheduler.gauges().num_waiting == 1, "the blocks are being read")
-                asked.cancel()
-                await until(lambda: rig.idle, "the client is known to be gone")
-            await until(lambda: kept(p) == 0, "its blocks are let go")
-
-    run(main())
-
-
-def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
-    async def main() -> None:
-        numbers = list(range(40))
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
-            alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
-        async with apart(P, D, D) as (rig, p, _):
-            asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
-            with busy(rig):
-                answers = await asyncio.gather(*asked)
-            assert [words(answer) for _, answer in answers] == alone
-            assert WRONG_MARK not in str(answers)
-            assert rig.router.proxy.pd_stats.handoffs > 0
-            await until(lambda: kept(p) == 0, "what was read is let go")
-
-    run(main())
+async def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
+    numbers = list(range(40))
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
+        alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
+    async with apart(P, D, D) as (rig, p, _):
+        asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
+        with busy(rig):
+            answers = await asyncio.gather(*asked)
+        assert [words(answer) for _, answer in answers] == alone
+        assert WRONG_MARK not in str(answers)
+        assert rig.router.proxy.pd_stats.handoffs > 0
+        await until(lambda: kept(p) == 0, "what was read is let go")

@@ -13,7 +13,7 @@ from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.settings import FleetSettings
 from router.prompts.settings import ANY_MODEL
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, Call, Engine, answer, chunk, event
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing
 
 FLEET = FleetSettings(
@@ -68,148 +68,130 @@ def _more_than(seen: int, scripts: list[Stoppable]) -> bool:
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "stream"])
 @pytest.mark.parametrize("how", ["polled", "removed", "breaker"])
-def test_when_the_engine_goes_down_another_one_answers(how: str, more: dict[str, bool]) -> None:
-    async def main() -> None:
-        scripts = [Stoppable(), Stoppable()]
-        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-            for script in scripts:
-                script.slow = True
-            tasks = await _spread(rig, scripts, **more)
-            lost, fleet = rig.router.fleet.get(one.url), rig.router.fleet
-            assert lost is not None
-            scripts[1].slow = False
-            two.go.set()
-            await until(lambda: len(lost.waiting) == sum(not task.done() for task in tasks))
-            waited = len(lost.waiting)
-            assert waited > 0
-            if how == "polled":
-                lost.up = False
-                rig.router.lifecycle.engine_down(lost)
-            elif how == "removed":
-                assert rig.router.poller is not None
-                rig.router.poller.assign(DesiredFleet((EngineAddress(two.url),)))
-                assert [engine.engine_id for engine in fleet] == [two.url]
-            else:
-                for _ in range(3):
-                    lost.breaker.record(False, rig.router.clock())
-            for task in tasks:
-                assert (await task)[0] == 200
-            stats = rig.router.proxy.stats
-            assert (stats.requests_moved, stats.retries) == (waited, waited)
-            assert stats.engines_broken == stats.requests_quarantined == 0  # no request is blamed
-            assert not lost.waiting
-            rig.check_books()
-
-    run(main())
-
-
-def test_an_engine_that_hangs_is_found_by_the_requests_that_wait_and_not_by_slow_ones() -> None:
-    async def main() -> None:
-        scripts = [Stoppable(), Stoppable()]
-        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-            lost = rig.router.fleet.get(one.url)
-            assert lost is not None
-            for script in scripts:
-                script.slow = True
-            tasks = await _spread(rig, scripts, stream=True)
-            polls = sum(call.head.first[1] == "/v1/models" for call in one.calls)
-            await until(
-                lambda: sum(call.head.first[1] == "/v1/models" for call in one.calls) > polls + 2,
-                "requests that wait longer than expected have it polled",
-            )
-            assert lost.up  # a long prefill: polls are answered
-            assert rig.router.proxy.stats.requests_moved == 0
-            scripts[1].slow = False
-            two.go.set()
-            scripts[0].stopped = True
-            for task in tasks:
-                assert (await task)[0] == 200
-            assert not lost.up
-            assert lost.silent
-            assert rig.router.proxy.stats.requests_moved >= 1
-
-    run(main())
-
-
-def test_a_probe_of_an_engine_that_was_left_out_is_given_its_time() -> None:
-    async def main() -> None:
-        scripts = [Stoppable(), Stoppable()]
-        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-            left_out, clock = rig.router.fleet.get(one.url), rig.router.clock
-            assert left_out is not None
-            for _ in range(3):
-                left_out.breaker.record(False, clock())
-            await until(lambda: left_out.breaker.allows(clock()), "half open")
-            scripts[0].slow = True
-            tasks = await _spread(rig, scripts)
-            await until(lambda: len(left_out.waiting) == 1, "the probe waits for its first byte")
-            left_out.abandon(lambda model: True, lost=True)
-            assert len(left_out.waiting) == 1
-            one.go.set()
-            for task in tasks:
-                assert (await task)[0] == 200
-            assert left_out.breaker.closed
-            assert rig.router.proxy.stats.requests_moved == 0
-
-    run(main())
-
-
-def test_a_request_that_has_been_moved_from_every_engine_comes_back_to_one_that_is_up() -> None:
-    async def main() -> None:
-        scripts = [Stoppable(), Stoppable()]
-        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-            for script in scripts:
-                script.slow = True
-            task = asyncio.create_task(rig.ask("POST", "/v1/completions", BODY))
-            await until(lambda: any(engine.waiting for engine in rig.router.fleet), "it is at an engine")
-            first = next(engine for engine in rig.router.fleet if engine.waiting)
-            second = next(engine for engine in rig.router.fleet if engine is not first)
-            rig.router.lifecycle.engine_down(first)
-            await until(lambda: bool(second.waiting), "it is at the other one")
-            for script in scripts:
-                script.slow = False
-            rig.router.lifecycle.engine_down(second)
-            status, _ = await task
-            assert status == 200
-            assert rig.router.proxy.stats.requests_moved == 2
-            rig.check_books()
-
-    run(main())
-
-
-def test_where_no_other_engine_is_up_the_request_waits_on() -> None:
-    async def main() -> None:
-        script = Stoppable()
-        async with Engine(script) as one, routing(_config(one)) as rig:
-            (engine,) = rig.router.fleet
+async def test_when_the_engine_goes_down_another_one_answers(how: str, more: dict[str, bool]) -> None:
+    scripts = [Stoppable(), Stoppable()]
+    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+        for script in scripts:
             script.slow = True
-            (task,) = await _spread(rig, [script])
-            engine.up, engine.silent = False, True
-            rig.router.lifecycle.engine_down(engine)
-            assert len(engine.waiting) == 1
-            one.go.set()
-            assert (await task)[0] == 200
-            assert rig.router.proxy.stats.requests_moved == 0
-
-    run(main())
-
-
-def test_a_client_that_leaves_at_that_moment_is_a_client_that_left() -> None:
-    async def main() -> None:
-        scripts = [Stoppable(), Stoppable()]
-        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-            lost = rig.router.fleet.get(one.url)
-            assert lost is not None
-            for script in scripts:
-                script.slow = True
-            tasks = await _spread(rig, scripts)
-            for task in tasks:
-                task.cancel()
-            await until(lambda: rig.router.proxy.stats.clients_gone == len(tasks), "seen to have left")
+        tasks = await _spread(rig, scripts, **more)
+        lost, fleet = rig.router.fleet.get(one.url), rig.router.fleet
+        assert lost is not None
+        scripts[1].slow = False
+        two.go.set()
+        await until(lambda: len(lost.waiting) == sum(not task.done() for task in tasks))
+        waited = len(lost.waiting)
+        assert waited > 0
+        if how == "polled":
             lost.up = False
             rig.router.lifecycle.engine_down(lost)
-            await until(lambda: rig.idle)
-            assert rig.router.proxy.stats.requests_moved == 0
-            rig.check_books()
+        elif how == "removed":
+            assert rig.router.poller is not None
+            rig.router.poller.assign(DesiredFleet((EngineAddress(two.url),)))
+            assert [engine.engine_id for engine in fleet] == [two.url]
+        else:
+            for _ in range(3):
+                lost.breaker.record(False, rig.router.clock())
+        for task in tasks:
+            assert (await task)[0] == 200
+        stats = rig.router.proxy.stats
+        assert (stats.requests_moved, stats.retries) == (waited, waited)
+        assert stats.engines_broken == stats.requests_quarantined == 0  # no request is blamed
+        assert not lost.waiting
+        rig.check_books()
 
-    run(main())
+
+async def test_an_engine_that_hangs_is_found_by_the_requests_that_wait_and_not_by_slow_ones() -> None:
+    scripts = [Stoppable(), Stoppable()]
+    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+        lost = rig.router.fleet.get(one.url)
+        assert lost is not None
+        for script in scripts:
+            script.slow = True
+        tasks = await _spread(rig, scripts, stream=True)
+        polls = sum(call.head.first[1] == "/v1/models" for call in one.calls)
+        await until(
+            lambda: sum(call.head.first[1] == "/v1/models" for call in one.calls) > polls + 2,
+            "requests that wait longer than expected have it polled",
+        )
+        assert lost.up  # a long prefill: polls are answered
+        assert rig.router.proxy.stats.requests_moved == 0
+        scripts[1].slow = False
+        two.go.set()
+        scripts[0].stopped = True
+        for task in tasks:
+            assert (await task)[0] == 200
+        assert not lost.up
+        assert lost.silent
+        assert rig.router.proxy.stats.requests_moved >= 1
+
+
+async def test_a_probe_of_an_engine_that_was_left_out_is_given_its_time() -> None:
+    scripts = [Stoppable(), Stoppable()]
+    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+        left_out, clock = rig.router.fleet.get(one.url), rig.router.clock
+        assert left_out is not None
+        for _ in range(3):
+            left_out.breaker.record(False, clock())
+        await until(lambda: left_out.breaker.allows(clock()), "half open")
+        scripts[0].slow = True
+        tasks = await _spread(rig, scripts)
+        await until(lambda: len(left_out.waiting) == 1, "the probe waits for its first byte")
+        left_out.abandon(lambda model: True, lost=True)
+        assert len(left_out.waiting) == 1
+        one.go.set()
+        for task in tasks:
+            assert (await task)[0] == 200
+        assert left_out.breaker.closed
+        assert rig.router.proxy.stats.requests_moved == 0
+
+
+async def test_a_request_that_has_been_moved_from_every_engine_comes_back_to_one_that_is_up() -> None:
+    scripts = [Stoppable(), Stoppable()]
+    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+        for script in scripts:
+            script.slow = True
+        task = asyncio.create_task(rig.ask("POST", "/v1/completions", BODY))
+        await until(lambda: any(engine.waiting for engine in rig.router.fleet), "it is at an engine")
+        first = next(engine for engine in rig.router.fleet if engine.waiting)
+        second = next(engine for engine in rig.router.fleet if engine is not first)
+        rig.router.lifecycle.engine_down(first)
+        await until(lambda: bool(second.waiting), "it is at the other one")
+        for script in scripts:
+            script.slow = False
+        rig.router.lifecycle.engine_down(second)
+        status, _ = await task
+        assert status == 200
+        assert rig.router.proxy.stats.requests_moved == 2
+        rig.check_books()
+
+
+async def test_where_no_other_engine_is_up_the_request_waits_on() -> None:
+    script = Stoppable()
+    async with Engine(script) as one, routing(_config(one)) as rig:
+        (engine,) = rig.router.fleet
+        script.slow = True
+        (task,) = await _spread(rig, [script])
+        engine.up, engine.silent = False, True
+        rig.router.lifecycle.engine_down(engine)
+        assert len(engine.waiting) == 1
+        one.go.set()
+        assert (await task)[0] == 200
+        assert rig.router.proxy.stats.requests_moved == 0
+
+
+async def test_a_client_that_leaves_at_that_moment_is_a_client_that_left() -> None:
+    scripts = [Stoppable(), Stoppable()]
+    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+        lost = rig.router.fleet.get(one.url)
+        assert lost is not None
+        for script in scripts:
+            script.slow = True
+        tasks = await _spread(rig, scripts)
+        for task in tasks:
+            task.cancel()
+        await until(lambda: rig.router.proxy.stats.clients_gone == len(tasks), "seen to have left")
+        lost.up = False
+        rig.router.lifecycle.engine_down(lost)
+        await until(lambda: rig.idle)
+        assert rig.router.proxy.stats.requests_moved == 0
+        rig.check_books()

@@ -24,7 +24,7 @@ from tests.router.app.test_prefill_decode import (
     words,
 )
 from tests.support.ports import free_port
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
 P: dict[str, Any] = {"role": "prefill", "kv_connector": "offloading"}
@@ -51,83 +51,65 @@ def kept(engine: SimulatedEngine) -> int:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_answer_is_that_of_one_engine(path: str) -> None:
-    async def main() -> None:
-        alone = await told_alone(path, BODIES[path])
-        async with apart() as (rig, p):
-            with busy(rig):
-                status, answer = await rig.ask("POST", path, BODIES[path])
-            assert status == 200, answer
-            assert plain(words(answer)) == plain(words(alone))
-            assert (rig.router.proxy.pd_stats.handoffs, rig.router.proxy.pd_stats.aggregated) == (1, {})
-            assert [one["leg"] for one in await receipts(rig)] == ["prefill", "decode"]
-            await until(lambda: kept(p) == 0, "what was fetched is let go")
-
-    run(main())
+async def test_the_answer_is_that_of_one_engine(path: str) -> None:
+    alone = await told_alone(path, BODIES[path])
+    async with apart() as (rig, p):
+        with busy(rig):
+            status, answer = await rig.ask("POST", path, BODIES[path])
+        assert status == 200, answer
+        assert plain(words(answer)) == plain(words(alone))
+        assert (rig.router.proxy.pd_stats.handoffs, rig.router.proxy.pd_stats.aggregated) == (1, {})
+        assert [one["leg"] for one in await receipts(rig)] == ["prefill", "decode"]
+        await until(lambda: kept(p) == 0, "what was fetched is let go")
 
 
 @pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
-def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
-    async def main() -> None:
-        alone = await told_alone(PATH, completion(1))
-        async with apart(prefill={**P, "dies_at": point}) as (rig, _):
-            with busy(rig):
+async def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
+    alone = await told_alone(PATH, completion(1))
+    async with apart(prefill={**P, "dies_at": point}) as (rig, _):
+        with busy(rig):
+            status, answer = await rig.ask("POST", PATH, completion(1))
+        assert (status, words(answer)) == (200, words(alone))
+
+
+async def test_a_decode_engine_that_dies_is_replaced() -> None:
+    alone = await told_alone(PATH, completion(1))
+    async with apart({**D, "dies_at": "before_answer"}, D) as (rig, _):
+        with busy(rig):
+            for _ in range(2):  # one of them meets it
                 status, answer = await rig.ask("POST", PATH, completion(1))
-            assert (status, words(answer)) == (200, words(alone))
-
-    run(main())
+                assert (status, words(answer)) == (200, words(alone))
 
 
-def test_a_decode_engine_that_dies_is_replaced() -> None:
-    async def main() -> None:
-        alone = await told_alone(PATH, completion(1))
-        async with apart({**D, "dies_at": "before_answer"}, D) as (rig, _):
-            with busy(rig):
-                for _ in range(2):  # one of them meets it
-                    status, answer = await rig.ask("POST", PATH, completion(1))
-                    assert (status, words(answer)) == (200, words(alone))
-
-    run(main())
-
-
-def test_a_prefill_engine_that_dropped_the_blocks_costs_no_answer() -> None:
+async def test_a_prefill_engine_that_dropped_the_blocks_costs_no_answer() -> None:
     """The tier's time is shorter than the router was told."""
 
-    async def main() -> None:
-        alone = await told_alone(PATH, completion(1))
-        async with apart(prefill={**P, "kv_lease_s": 1e-6}) as (rig, _):
-            with busy(rig):
-                status, answer = await rig.ask("POST", PATH, completion(1))
-            assert (status, words(answer)) == (200, words(alone))
-            assert rig.router.proxy.pd_stats.handoffs_lost == 1
-
-    run(main())
+    alone = await told_alone(PATH, completion(1))
+    async with apart(prefill={**P, "kv_lease_s": 1e-6}) as (rig, _):
+        with busy(rig):
+            status, answer = await rig.ask("POST", PATH, completion(1))
+        assert (status, words(answer)) == (200, words(alone))
+        assert rig.router.proxy.pd_stats.handoffs_lost == 1
 
 
-def test_blocks_whose_time_is_nearly_over_are_not_asked_for() -> None:
-    async def main() -> None:
-        async with apart(lease_s=1e-6, lease_margin_s=0.0) as (rig, _):
-            with busy(rig):
-                status, _ = await rig.ask("POST", PATH, completion(1))
-            stats = rig.router.proxy.pd_stats
-            assert (status, stats.leases_late, stats.handoffs) == (200, 2, 0)
-
-    run(main())
+async def test_blocks_whose_time_is_nearly_over_are_not_asked_for() -> None:
+    async with apart(lease_s=1e-6, lease_margin_s=0.0) as (rig, _):
+        with busy(rig):
+            status, _ = await rig.ask("POST", PATH, completion(1))
+        stats = rig.router.proxy.pd_stats
+        assert (status, stats.leases_late, stats.handoffs) == (200, 2, 0)
 
 
-def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
-    async def main() -> None:
-        numbers = list(range(40))
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
-            alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
-        async with apart(D, D) as (rig, p):
-            asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
-            with busy(rig):
-                answers = await asyncio.gather(*asked)
-            assert [words(answer) for _, answer in answers] == alone
-            assert WRONG_MARK not in str(answers)
-            assert rig.router.proxy.pd_stats.handoffs > 0
-            await until(lambda: kept(p) == 0, "what was fetched is let go")
-
-    run(main())
+async def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
+    numbers = list(range(40))
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
+        alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
+    async with apart(D, D) as (rig, p):
+        asked = [rig.ask("POST", PATH, completion(number)) for number in numbers]
+        with busy(rig):
+            answers = await asyncio.gather(*asked)
+        assert [words(answer) for _, answer in answers] == alone
+        assert WRONG_MARK not in str(answers)
+        assert rig.router.proxy.pd_stats.handoffs > 0
+        await until(lambda: kept(p) == 0, "what was fetched is let go")

@@ -20,7 +20,7 @@ from router.fleet.engines import EngineAddress, Role
 from router.pd.settings import PdSettings
 from router.server_process import apply
 from tests.support.pairs import busy
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 SPLITS = PdSettings(min_remote_tokens=64, leg_overhead_s=0.0, transfer_s_per_token=0.0)
@@ -100,65 +100,56 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_answer_is_that_of_one_engine(path: str) -> None:
-    async def main() -> None:
-        body = BODIES[path]
-        alone = await told_alone(path, body)
-        async with apart(P, D) as (rig, (p, d)):
-            with busy(rig):
-                status, answer = await rig.ask("POST", path, body)
-                assert status == 200, answer
-                assert plain(words(answer)) == plain(words(alone))
-            stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.handoffs, stats.aggregated) == (1, 1, {})
-            found = await receipts(rig)
-            assert [(one["leg"], one["engine_id"]) for one in found] == [
-                ("prefill", p.base_url),
-                ("decode", d.base_url),
-            ]
-
-    run(main())
+async def test_the_answer_is_that_of_one_engine(path: str) -> None:
+    body = BODIES[path]
+    alone = await told_alone(path, body)
+    async with apart(P, D) as (rig, (p, d)):
+        with busy(rig):
+            status, answer = await rig.ask("POST", path, body)
+            assert status == 200, answer
+            assert plain(words(answer)) == plain(words(alone))
+        stats = rig.router.proxy.pd_stats
+        assert (stats.split, stats.handoffs, stats.aggregated) == (1, 1, {})
+        found = await receipts(rig)
+        assert [(one["leg"], one["engine_id"]) for one in found] == [
+            ("prefill", p.base_url),
+            ("decode", d.base_url),
+        ]
 
 
-def test_a_streamed_chat_by_the_openai_client() -> None:
-    async def main() -> None:
-        async with apart(P, D) as (rig, _):
-            with busy(rig):
-                stream = await rig.api.chat.completions.create(
-                    model=MODEL,
-                    messages=[{"role": "user", "content": TEXT}],
-                    max_tokens=6,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                    extra_body={"ignore_eos": True},
-                )
-                chunks = [chunk async for chunk in stream]
-            assert chunks[-1].usage is not None
-            assert chunks[-1].usage.completion_tokens == 6
-            assert rig.router.proxy.pd_stats.handoffs == 1
-
-    run(main())
+async def test_a_streamed_chat_by_the_openai_client() -> None:
+    async with apart(P, D) as (rig, _):
+        with busy(rig):
+            stream = await rig.api.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": TEXT}],
+                max_tokens=6,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            chunks = [chunk async for chunk in stream]
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 6
+        assert rig.router.proxy.pd_stats.handoffs == 1
 
 
-def test_predictions_are_exact_where_they_were_made() -> None:
+async def test_predictions_are_exact_where_they_were_made() -> None:
     """A prefix that the prefill engine has: its receipt says so, and the client's usage too."""
 
-    async def main() -> None:
-        async with apart(P, D) as (rig, (p, d)):
-            with busy(rig):
-                await rig.ask("POST", "/v1/completions", completion(1))
-                await rig.caught_up(p, d)
-                more = {**completion(1), "prompt": prompt(1) + prompt(5, 500)}
-                _, answer = await rig.ask("POST", "/v1/completions", more)
+    async with apart(P, D) as (rig, (p, d)):
+        with busy(rig):
+            await rig.ask("POST", "/v1/completions", completion(1))
             await rig.caught_up(p, d)
-            *_, first, second = await receipts(rig)
-            hit = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert hit > 600
-            assert (first["leg"], first["outcome"], first["predicted_tokens"]) == ("prefill", "exact", hit)
-            assert (second["leg"], second["outcome"]) == ("decode", "unpredicted")
-            assert 0 <= second["gap_s"] < 10
-
-    run(main())
+            more = {**completion(1), "prompt": prompt(1) + prompt(5, 500)}
+            _, answer = await rig.ask("POST", "/v1/completions", more)
+        await rig.caught_up(p, d)
+        *_, first, second = await receipts(rig)
+        hit = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert hit > 600
+        assert (first["leg"], first["outcome"], first["predicted_tokens"]) == ("prefill", "exact", hit)
+        assert (second["leg"], second["outcome"]) == ("decode", "unpredicted")
+        assert 0 <= second["gap_s"] < 10
 
 
 @pytest.mark.parametrize(
@@ -171,323 +162,266 @@ def test_predictions_are_exact_where_they_were_made() -> None:
         ({"prompt": prompt(1, 60)}, "short"),
     ],
 )
-def test_what_is_not_split_goes_to_the_decode_engine_alone(fields: dict[str, Any], why: str) -> None:
-    async def main() -> None:
-        async with apart(P, D) as (rig, _):
+async def test_what_is_not_split_goes_to_the_decode_engine_alone(fields: dict[str, Any], why: str) -> None:
+    async with apart(P, D) as (rig, _):
+        with busy(rig):
+            _, answer = await rig.ask("POST", "/v1/completions", completion(1, **fields))
+        assert WRONG_MARK not in str(answer)
+        stats = rig.router.proxy.pd_stats
+        assert (stats.split, stats.aggregated) == (0, {why: 1})
+
+
+async def test_tools_that_the_engine_runs_keep_a_response_whole() -> None:
+    async with apart(P, D) as (rig, _):
+        for number, kind in enumerate(("code_interpreter", "mcp", "function"), 1):
+            body = {**BODIES["/v1/responses"], "tools": [{"type": kind, "name": "f"}]}
             with busy(rig):
-                _, answer = await rig.ask("POST", "/v1/completions", completion(1, **fields))
-            assert WRONG_MARK not in str(answer)
-            stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.aggregated) == (0, {why: 1})
-
-    run(main())
-
-
-def test_tools_that_the_engine_runs_keep_a_response_whole() -> None:
-    async def main() -> None:
-        async with apart(P, D) as (rig, _):
-            for number, kind in enumerate(("code_interpreter", "mcp", "function"), 1):
-                body = {**BODIES["/v1/responses"], "tools": [{"type": kind, "name": "f"}]}
-                with busy(rig):
-                    status, answer = await rig.ask("POST", "/v1/responses", {**body, "input": TEXT + kind})
-                assert (status, WRONG_MARK in str(answer)) == (200, False)
-                stats = rig.router.proxy.pd_stats
-                assert stats.aggregated == {"tools": min(number, 2)}
-            assert stats.split == 1
-
-    run(main())
-
-
-def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_holds() -> None:
-    """The only decode engine of its version dies while the prompt is computed; the others are of another."""
-
-    async def main() -> None:
-        pd = msgspec.structs.replace(SPLITS, prefills_max=1, decode_delay_weight=100.0)
-        old = {"version": "0.31.0"}
-        slow = {**P, "prefill_s_per_token": 5e-4}
-        async with apart(slow, D, {**P, **old}, {**D, **old}, pd=pd) as (rig, (p, d, *_)):
-            other = rig.router.fleet.get(d.base_url)
-            busiest = [e for e in rig.router.fleet if e.engine.decodes and e is not other]
-            with busy(rig):
-                tickets = [e.load.reserve(time.monotonic()) for e in busiest for _ in range(3)]
-                asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
-                await until(lambda: p.scheduler.gauges().num_running == 1, "the prompt is being computed")
-                d.die()
-                status, answer = await asked
-                for ticket in tickets:
-                    busiest[0].load.finish(ticket, time.monotonic())
+                status, answer = await rig.ask("POST", "/v1/responses", {**body, "input": TEXT + kind})
             assert (status, WRONG_MARK in str(answer)) == (200, False)
             stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.handoffs, stats.handoffs_redirected) == (1, 0, 1)
-            assert stats.aggregated == {"retried": 1}
-
-    run(main())
+            assert stats.aggregated == {"tools": min(number, 2)}
+        assert stats.split == 1
 
 
-def test_of_a_mamba_model_the_full_attention_prefix_is_not_transferred_again() -> None:
+async def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_holds() -> None:
+    """The only decode engine of its version dies while the prompt is computed; the others are of another."""
+
+    pd = msgspec.structs.replace(SPLITS, prefills_max=1, decode_delay_weight=100.0)
+    old = {"version": "0.31.0"}
+    slow = {**P, "prefill_s_per_token": 5e-4}
+    async with apart(slow, D, {**P, **old}, {**D, **old}, pd=pd) as (rig, (p, d, *_)):
+        other = rig.router.fleet.get(d.base_url)
+        busiest = [e for e in rig.router.fleet if e.engine.decodes and e is not other]
+        with busy(rig):
+            tickets = [e.load.reserve(time.monotonic()) for e in busiest for _ in range(3)]
+            asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
+            await until(lambda: p.scheduler.gauges().num_running == 1, "the prompt is being computed")
+            d.die()
+            status, answer = await asked
+            for ticket in tickets:
+                busiest[0].load.finish(ticket, time.monotonic())
+        assert (status, WRONG_MARK in str(answer)) == (200, False)
+        stats = rig.router.proxy.pd_stats
+        assert (stats.split, stats.handoffs, stats.handoffs_redirected) == (1, 0, 1)
+        assert stats.aggregated == {"retried": 1}
+
+
+async def test_of_a_mamba_model_the_full_attention_prefix_is_not_transferred_again() -> None:
     """The state of the last token is always, so that an engine without it lacks no more than the rest."""
 
-    async def main() -> None:
-        groups = {"groups": "mamba-hybrid"}
-        async with apart({**P, **groups}, {**D, **groups}) as (rig, (p, d)):
+    groups = {"groups": "mamba-hybrid"}
+    async with apart({**P, **groups}, {**D, **groups}) as (rig, (p, d)):
+        await rig.ask("POST", "/v1/completions", completion(1))
+        await rig.caught_up(p, d)
+        more = {**completion(1), "prompt": prompt(1)[:400] + prompt(5, 400)}
+        with busy(rig):
+            _, told = await rig.ask("POST", "/kvatlas/explain", more)
+            (found,) = [one for one in told["engines"] if one["engine"] == d.base_url]
+            await rig.ask("POST", "/v1/completions", more)
+        assert found["hit_tokens"]["GPU"] < found["shared_prefix_tokens"] == 400
+        fetched = d.scheduler.stats.external_prefix_cache_hits
+        assert (told["split"]["transfer_tokens"], fetched) == (400, 399)
+
+
+async def test_an_idle_decode_engine_computes_prompts_itself() -> None:
+    async with apart(P, D, pd=PdSettings()) as (rig, _):
+        await rig.ask("POST", "/v1/completions", completion(1))
+        assert rig.router.proxy.pd_stats.aggregated == {"local": 1}
+
+
+async def test_a_prefix_at_the_decode_engine_makes_the_prefill_engine_superfluous() -> None:
+    async with apart(P, D) as (rig, (p, d)):
+        with busy(rig):
             await rig.ask("POST", "/v1/completions", completion(1))
             await rig.caught_up(p, d)
-            more = {**completion(1), "prompt": prompt(1)[:400] + prompt(5, 400)}
-            with busy(rig):
-                _, told = await rig.ask("POST", "/kvatlas/explain", more)
-                (found,) = [one for one in told["engines"] if one["engine"] == d.base_url]
-                await rig.ask("POST", "/v1/completions", more)
-            assert found["hit_tokens"]["GPU"] < found["shared_prefix_tokens"] == 400
-            fetched = d.scheduler.stats.external_prefix_cache_hits
-            assert (told["split"]["transfer_tokens"], fetched) == (400, 399)
-
-    run(main())
-
-
-def test_an_idle_decode_engine_computes_prompts_itself() -> None:
-    async def main() -> None:
-        async with apart(P, D, pd=PdSettings()) as (rig, _):
             await rig.ask("POST", "/v1/completions", completion(1))
-            assert rig.router.proxy.pd_stats.aggregated == {"local": 1}
-
-    run(main())
-
-
-def test_a_prefix_at_the_decode_engine_makes_the_prefill_engine_superfluous() -> None:
-    async def main() -> None:
-        async with apart(P, D) as (rig, (p, d)):
-            with busy(rig):
-                await rig.ask("POST", "/v1/completions", completion(1))
-                await rig.caught_up(p, d)
-                await rig.ask("POST", "/v1/completions", completion(1))
-            stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.aggregated) == (1, {"short": 1})
-
-    run(main())
+        stats = rig.router.proxy.pd_stats
+        assert (stats.split, stats.aggregated) == (1, {"short": 1})
 
 
-def test_a_window_group_that_was_not_transferred_is_no_hit() -> None:
+async def test_a_window_group_that_was_not_transferred_is_no_hit() -> None:
     """As measured, with a window shorter than a block: whoever looks at full attention alone would send the
     prompt to the decode engine, which cannot use what it has."""
     groups = (GroupSpec(0, "sliding_window", 128, sliding_window=64), GroupSpec(1, "full_attention", 128))
 
-    async def main() -> None:
-        pd = msgspec.structs.replace(SPLITS, min_remote_tokens=128)
-        async with apart({**P, "groups": groups}, {**D, "groups": groups}, pd=pd) as (rig, (p, d)):
-            with busy(rig):
-                for _ in range(2):
-                    body = completion(1, prompt=prompt(1, 324), max_tokens=2)
-                    await rig.ask("POST", "/v1/completions", body)
-                    await rig.caught_up(p, d)
-            assert rig.router.proxy.pd_stats.split == 2
-            prefills = [one for one in await receipts(rig) if one["leg"] == "prefill"]
-            assert [one["outcome"] for one in prefills] == ["exact", "exact"]
-
-    run(main())
+    pd = msgspec.structs.replace(SPLITS, min_remote_tokens=128)
+    async with apart({**P, "groups": groups}, {**D, "groups": groups}, pd=pd) as (rig, (p, d)):
+        with busy(rig):
+            for _ in range(2):
+                body = completion(1, prompt=prompt(1, 324), max_tokens=2)
+                await rig.ask("POST", "/v1/completions", body)
+                await rig.caught_up(p, d)
+        assert rig.router.proxy.pd_stats.split == 2
+        prefills = [one for one in await receipts(rig) if one["leg"] == "prefill"]
+        assert [one["outcome"] for one in prefills] == ["exact", "exact"]
 
 
-def test_nobody_counts_on_blocks_that_are_still_on_their_way() -> None:
+async def test_nobody_counts_on_blocks_that_are_still_on_their_way() -> None:
     """vLLM computes the next prompt while they come: the decode engine alone would find nothing of it."""
     full = {"groups": (GroupSpec(0, "full_attention", 16),)}
 
-    async def main() -> None:
-        async with apart({**P, **full}, {**D, **full, "transfer_s_per_block": 0.05}) as (rig, (p, d)):
-            with busy(rig):
-                learns = completion(9, prompt=prompt(9, 70))  # its events tell of the groups
-                await rig.ask("POST", "/v1/completions", learns)
-                await rig.caught_up(p, d)
-                first = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
-                await until(lambda: rig.router.proxy.pd_stats.handoffs == 2, "its blocks are on their way")
-                more = {**completion(1), "prompt": prompt(1) + prompt(5, 40)}
-                _, told = await rig.ask("POST", "/kvatlas/explain", more)
-                assert (told["choice"]["hit_tokens"], told["engines"][0]["inflight_tokens"]) == (0, 688)
-                await rig.ask("POST", "/v1/completions", more)
-                await first
-            assert rig.router.proxy.pd_stats.aggregated == {}
-            assert {one["outcome"] for one in await receipts(rig)} == {"exact", "unpredicted"}
-
-    run(main())
+    async with apart({**P, **full}, {**D, **full, "transfer_s_per_block": 0.05}) as (rig, (p, d)):
+        with busy(rig):
+            learns = completion(9, prompt=prompt(9, 70))  # its events tell of the groups
+            await rig.ask("POST", "/v1/completions", learns)
+            await rig.caught_up(p, d)
+            first = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
+            await until(lambda: rig.router.proxy.pd_stats.handoffs == 2, "its blocks are on their way")
+            more = {**completion(1), "prompt": prompt(1) + prompt(5, 40)}
+            _, told = await rig.ask("POST", "/kvatlas/explain", more)
+            assert (told["choice"]["hit_tokens"], told["engines"][0]["inflight_tokens"]) == (0, 688)
+            await rig.ask("POST", "/v1/completions", more)
+            await first
+        assert rig.router.proxy.pd_stats.aggregated == {}
+        assert {one["outcome"] for one in await receipts(rig)} == {"exact", "unpredicted"}
 
 
 @pytest.mark.parametrize(("mix", "whole"), [(False, {"version": 1}), (True, {"retried": 1})])
-def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str, int]) -> None:
+async def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str, int]) -> None:
     """Told to pair them all the same, the router finds out that they refuse each other, and goes on."""
 
-    async def main() -> None:
-        pd = msgspec.structs.replace(SPLITS, mix_versions=mix)
-        async with apart({**P, "version": "0.31.0"}, D, pd=pd) as (rig, _):
-            with busy(rig):
-                status, _ = await rig.ask("POST", "/v1/completions", completion(1))
-            assert status == 200
-            assert rig.router.proxy.pd_stats.aggregated == whole
-
-    run(main())
+    pd = msgspec.structs.replace(SPLITS, mix_versions=mix)
+    async with apart({**P, "version": "0.31.0"}, D, pd=pd) as (rig, _):
+        with busy(rig):
+            status, _ = await rig.ask("POST", "/v1/completions", completion(1))
+        assert status == 200
+        assert rig.router.proxy.pd_stats.aggregated == whole
 
 
-def test_a_prefill_engine_without_connector_is_left_alone_for_a_while() -> None:
-    async def main() -> None:
-        async with running({}, D) as (p, d):
-            addresses = EngineAddress(p.base_url, role="prefill"), of(d)
-            async with routing(configure(*addresses, pd=SPLITS)) as rig:
-                for number in (1, 2):
-                    with busy(rig):
-                        status, _ = await rig.ask("POST", "/v1/completions", completion(number))
-                        assert status == 200
-                stats = rig.router.proxy.pd_stats
-                assert stats.prefill_failures == {"no_connector": 1}
-                assert (stats.split, stats.aggregated) == (1, {"retried": 1, "no_prefill_engine": 1})
-                rig.check_books()
-
-    run(main())
+async def test_a_prefill_engine_without_connector_is_left_alone_for_a_while() -> None:
+    async with running({}, D) as (p, d):
+        addresses = EngineAddress(p.base_url, role="prefill"), of(d)
+        async with routing(configure(*addresses, pd=SPLITS)) as rig:
+            for number in (1, 2):
+                with busy(rig):
+                    status, _ = await rig.ask("POST", "/v1/completions", completion(number))
+                    assert status == 200
+            stats = rig.router.proxy.pd_stats
+            assert stats.prefill_failures == {"no_connector": 1}
+            assert (stats.split, stats.aggregated) == (1, {"retried": 1, "no_prefill_engine": 1})
+            rig.check_books()
 
 
 @pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
-def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
-    async def main() -> None:
-        alone = await told_alone("/v1/completions", completion(1))
-        async with apart({**P, "dies_at": point}, D) as (rig, _):
-            with busy(rig):
+async def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
+    alone = await told_alone("/v1/completions", completion(1))
+    async with apart({**P, "dies_at": point}, D) as (rig, _):
+        with busy(rig):
+            status, answer = await rig.ask("POST", "/v1/completions", completion(1))
+        assert status == 200, answer
+        assert words(answer) == words(alone)
+
+
+async def test_a_decode_engine_that_dies_is_replaced() -> None:
+    alone = await told_alone("/v1/completions", completion(1))
+    async with apart(P, {**D, "dies_at": "before_answer"}, {**D, "dies_at": None}) as (rig, _):
+        with busy(rig):
+            for _ in range(2):  # one of them meets it
                 status, answer = await rig.ask("POST", "/v1/completions", completion(1))
-            assert status == 200, answer
-            assert words(answer) == words(alone)
-
-    run(main())
+                assert status == 200, answer
+                assert words(answer) == words(alone)
 
 
-def test_a_decode_engine_that_dies_is_replaced() -> None:
-    async def main() -> None:
-        alone = await told_alone("/v1/completions", completion(1))
-        async with apart(P, {**D, "dies_at": "before_answer"}, {**D, "dies_at": None}) as (rig, _):
-            with busy(rig):
-                for _ in range(2):  # one of them meets it
-                    status, answer = await rig.ask("POST", "/v1/completions", completion(1))
-                    assert status == 200, answer
-                    assert words(answer) == words(alone)
-
-    run(main())
-
-
-def test_a_clients_parameters_reach_no_engine() -> None:
+async def test_a_clients_parameters_reach_no_engine() -> None:
     """These would end a real decode engine, and a simulated one."""
 
-    async def main() -> None:
-        async with apart(P, D) as (rig, _):
-            killing = completion(1, kv_transfer_params={"do_remote_prefill": True})
-            status, _ = await rig.ask("POST", "/v1/completions", killing)
-            assert status == 200
-            assert all(engine.up for engine in rig.router.fleet)
-
-    run(main())
+    async with apart(P, D) as (rig, _):
+        killing = completion(1, kv_transfer_params={"do_remote_prefill": True})
+        status, _ = await rig.ask("POST", "/v1/completions", killing)
+        assert status == 200
+        assert all(engine.up for engine in rig.router.fleet)
 
 
-def test_explain_names_both_engines_and_what_they_would_cost() -> None:
-    async def main() -> None:
-        async with apart(P, D) as (rig, (p, d)):
-            with busy(rig):
-                _, told = await rig.ask("POST", "/kvatlas/explain", completion(1))
-            split = told["split"]
-            assert told["choice"]["engine"] == d.base_url
-            assert split["prefill"]["engine"] == p.base_url
-            assert split["remote_s"] < split["local_s"]
-            assert split["transfer_tokens"] == 700
-            assert split["why"] == ""
-            _, told = await rig.ask("POST", "/kvatlas/explain", completion(1, n=2))
-            assert (told["split"]["why"], told["split"]["prefill"]) == ("n", None)
-            assert rig.router.proxy.pd_stats.split == 0
-
-    run(main())
+async def test_explain_names_both_engines_and_what_they_would_cost() -> None:
+    async with apart(P, D) as (rig, (p, d)):
+        with busy(rig):
+            _, told = await rig.ask("POST", "/kvatlas/explain", completion(1))
+        split = told["split"]
+        assert told["choice"]["engine"] == d.base_url
+        assert split["prefill"]["engine"] == p.base_url
+        assert split["remote_s"] < split["local_s"]
+        assert split["transfer_tokens"] == 700
+        assert split["why"] == ""
+        _, told = await rig.ask("POST", "/kvatlas/explain", completion(1, n=2))
+        assert (told["split"]["why"], told["split"]["prefill"]) == ("n", None)
+        assert rig.router.proxy.pd_stats.split == 0
 
 
-def test_other_settings_and_roles_hold_from_the_next_request_on() -> None:
+async def test_other_settings_and_roles_hold_from_the_next_request_on() -> None:
     """As after SIGHUP. A prompt that the old lease let wait is guarded by the new one."""
 
-    async def main() -> None:
-        async with apart(P, D) as (rig, (p, d)):
-            router = rig.router
-            pd = msgspec.structs.replace(SPLITS, min_remote_tokens=2000)
-            await apply(router, msgspec.structs.replace(router.config, pd=pd))
-            with busy(rig):
-                await rig.ask("POST", "/v1/completions", completion(1))
-            assert (router.proxy.pd_stats.split, router.proxy.pd_stats.aggregated) == (0, {"short": 1})
-            pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
-            await apply(router, msgspec.structs.replace(router.config, pd=pd))
-            with busy(rig):
-                await rig.ask("POST", "/v1/completions", completion(2))
-            assert router.proxy.pd_stats.leases_late == pd.prefills_max
-            assert router.proxy.pd_stats.handoffs == 0
-            roles = tuple(EngineAddress(one.base_url) for one in (p, d))
-            await apply(router, msgspec.structs.replace(router.config, engines=roles, pd=SPLITS))
-            await until(lambda: all(engine.up for engine in router.fleet), "both are up")
-            assert {engine.engine.role for engine in router.fleet} == {None}
-            split = router.proxy.pd_stats.split
-            await rig.ask("POST", "/v1/completions", completion(3))
-            assert router.proxy.pd_stats.split == split
-
-    run(main())
+    async with apart(P, D) as (rig, (p, d)):
+        router = rig.router
+        pd = msgspec.structs.replace(SPLITS, min_remote_tokens=2000)
+        await apply(router, msgspec.structs.replace(router.config, pd=pd))
+        with busy(rig):
+            await rig.ask("POST", "/v1/completions", completion(1))
+        assert (router.proxy.pd_stats.split, router.proxy.pd_stats.aggregated) == (0, {"short": 1})
+        pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
+        await apply(router, msgspec.structs.replace(router.config, pd=pd))
+        with busy(rig):
+            await rig.ask("POST", "/v1/completions", completion(2))
+        assert router.proxy.pd_stats.leases_late == pd.prefills_max
+        assert router.proxy.pd_stats.handoffs == 0
+        roles = tuple(EngineAddress(one.base_url) for one in (p, d))
+        await apply(router, msgspec.structs.replace(router.config, engines=roles, pd=SPLITS))
+        await until(lambda: all(engine.up for engine in router.fleet), "both are up")
+        assert {engine.engine.role for engine in router.fleet} == {None}
+        split = router.proxy.pd_stats.split
+        await rig.ask("POST", "/v1/completions", completion(3))
+        assert router.proxy.pd_stats.split == split
 
 
-def test_with_prefill_engines_alone_the_router_is_not_ready_and_says_why() -> None:
-    async def main() -> None:
-        async with running(P) as (p,):
-            away = EngineAddress("http://127.0.0.1:9", role="decode")
-            async with routing(configure(of(p), away), wait=False) as rig:
-                await until(lambda: any(engine.up for engine in rig.router.fleet), "one is up")
-                status, told = await rig.ask("GET", "/ready")
-                assert (status, "prefill" in told["reason"]) == (503, True)
-                status, told = await rig.ask("POST", "/v1/completions", completion(1))
-                assert (status, told["error"]["code"]) == (503, "no_ready_engine")
-                assert "prefill" in told["error"]["message"]
-
-    run(main())
+async def test_with_prefill_engines_alone_the_router_is_not_ready_and_says_why() -> None:
+    async with running(P) as (p,):
+        away = EngineAddress("http://127.0.0.1:9", role="decode")
+        async with routing(configure(of(p), away), wait=False) as rig:
+            await until(lambda: any(engine.up for engine in rig.router.fleet), "one is up")
+            status, told = await rig.ask("GET", "/ready")
+            assert (status, "prefill" in told["reason"]) == (503, True)
+            status, told = await rig.ask("POST", "/v1/completions", completion(1))
+            assert (status, told["error"]["code"]) == (503, "no_ready_engine")
+            assert "prefill" in told["error"]["message"]
 
 
-def test_a_request_waits_for_a_decode_engine_however_idle_the_others_are() -> None:
-    async def main() -> None:
-        queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
-        async with apart(P, D, queue=queue) as (rig, _):
-            room = rig.router.accounts.room
-            assert room is not None
-            with busy(rig):
-                asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
-                await until(lambda: room.stats.waiting == 1, "it waits")
-                for _ in range(3):  # whoever looks for room again finds none
-                    room.changed()
-                    await asyncio.sleep(0)
-                assert room.stats.waiting == 1
-            room.changed()
-            status, _ = await asked
-            assert status == 200
-
-    run(main())
+async def test_a_request_waits_for_a_decode_engine_however_idle_the_others_are() -> None:
+    queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+    async with apart(P, D, queue=queue) as (rig, _):
+        room = rig.router.accounts.room
+        assert room is not None
+        with busy(rig):
+            asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
+            await until(lambda: room.stats.waiting == 1, "it waits")
+            for _ in range(3):  # whoever looks for room again finds none
+                room.changed()
+                await asyncio.sleep(0)
+            assert room.stats.waiting == 1
+        room.changed()
+        status, _ = await asked
+        assert status == 200
 
 
-def test_metrics_count_splits_only_where_engines_have_roles() -> None:
-    async def main() -> None:
-        async with apart(P, D) as (rig, _):
-            with busy(rig):
-                await rig.ask("POST", "/v1/completions", completion(1))
-            _, page = await rig.ask("GET", "/metrics")
-            assert "kvatlas_pd_handoffs_total 1.0" in page
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            _, page = await rig.ask("GET", "/metrics")
-            assert "kvatlas_pd_" not in page
-
-    run(main())
+async def test_metrics_count_splits_only_where_engines_have_roles() -> None:
+    async with apart(P, D) as (rig, _):
+        with busy(rig):
+            await rig.ask("POST", "/v1/completions", completion(1))
+        _, page = await rig.ask("GET", "/metrics")
+        assert "kvatlas_pd_handoffs_total 1.0" in page
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        _, page = await rig.ask("GET", "/metrics")
+        assert "kvatlas_pd_" not in page
 
 
-def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
-    async def main() -> None:
-        numbers = list(range(40))
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            asked = [rig.ask("POST", "/v1/completions", completion(number)) for number in numbers]
-            alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
-        async with apart(P, P, D, {"role": "both"}) as (rig, _):
-            asked = [rig.ask("POST", "/v1/completions", completion(number)) for number in numbers]
-            with busy(rig):
-                answers = await asyncio.gather(*asked)
-            assert [status for status, _ in answers] == [200] * len(numbers)
-            assert [words(answer) for _, answer in answers] == alone
-            assert WRONG_MARK not in str(answers)
-            assert rig.router.proxy.pd_stats.handoffs > 0
-
-    run(main())
+async def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
+    numbers = list(range(40))
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        asked = [rig.ask("POST", "/v1/completions", completion(number)) for number in numbers]
+        alone = [words(answer) for _, answer in await asyncio.gather(*asked)]
+    async with apart(P, P, D, {"role": "both"}) as (rig, _):
+        asked = [rig.ask("POST", "/v1/completions", completion(number)) for number in numbers]
+        with busy(rig):
+            answers = await asyncio.gather(*asked)
+        assert [status for status, _ in answers] == [200] * len(numbers)
+        assert [words(answer) for _, answer in answers] == alone
+        assert WRONG_MARK not in str(answers)
+        assert rig.router.proxy.pd_stats.handoffs > 0

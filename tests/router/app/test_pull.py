@@ -92,54 +92,45 @@ async def holder_of(world: Fleet, body: dict[str, Any], path: str = PATH) -> tup
 
 
 @pytest.mark.parametrize("groups", ["gemma3-like", "gptoss-like", "full", "mamba-hybrid"])
-def test_a_busy_engine_s_prefix_is_pulled_and_the_answer_is_right(groups: str) -> None:
-    async def main() -> None:
-        async with fleet(groups=groups) as world:
-            holder, answer = await holder_of(world, completion())
-            with world.busy(holder):
-                again = await world.ask(completion())
-            assert plain(words(again)) == plain(words(answer))
-            last = await world.last()
-            assert last["engine_id"] != holder.base_url
-            assert (last["reason"], last["pulled_from"]) == ("pull", holder.base_url)
-            assert last["predicted_tokens"] == last["actual_tokens"] == TOKENS - 16
-            assert last["pulled_tokens"] == TOKENS - 16
-            assert world.pulls == {"complete": 1}
-            _, page = await world.rig.ask("GET", "/metrics")
-            assert 'kvatlas_pulls_total{outcome="complete"} 1.0' in page
-            assert f"kvatlas_pull_tokens_total {float(TOKENS - 16)}" in page
-
-    run(main())
+async def test_a_busy_engine_s_prefix_is_pulled_and_the_answer_is_right(groups: str) -> None:
+    async with fleet(groups=groups) as world:
+        holder, answer = await holder_of(world, completion())
+        with world.busy(holder):
+            again = await world.ask(completion())
+        assert plain(words(again)) == plain(words(answer))
+        last = await world.last()
+        assert last["engine_id"] != holder.base_url
+        assert (last["reason"], last["pulled_from"]) == ("pull", holder.base_url)
+        assert last["predicted_tokens"] == last["actual_tokens"] == TOKENS - 16
+        assert last["pulled_tokens"] == TOKENS - 16
+        assert world.pulls == {"complete": 1}
+        _, page = await world.rig.ask("GET", "/metrics")
+        assert 'kvatlas_pulls_total{outcome="complete"} 1.0' in page
+        assert f"kvatlas_pull_tokens_total {float(TOKENS - 16)}" in page
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_api_can_pull(path: str) -> None:
-    async def main() -> None:
-        alone = await told_alone(path, BODIES[path])
-        async with fleet() as world:
-            holder, _ = await holder_of(world, BODIES[path], path)
-            with world.busy(holder):
-                answer = await world.ask(BODIES[path], path)
-            assert plain(words(answer)) == plain(words(alone))
-            assert world.pulls == {"complete": 1}
-
-    run(main())
+async def test_every_api_can_pull(path: str) -> None:
+    alone = await told_alone(path, BODIES[path])
+    async with fleet() as world:
+        holder, _ = await holder_of(world, BODIES[path], path)
+        with world.busy(holder):
+            answer = await world.ask(BODIES[path], path)
+        assert plain(words(answer)) == plain(words(alone))
+        assert world.pulls == {"complete": 1}
 
 
-def test_explain_says_where_from_and_changes_nothing() -> None:
-    async def main() -> None:
-        async with fleet() as world:
-            holder, _ = await holder_of(world, completion())
-            with world.busy(holder):
-                _, told = await world.rig.ask("POST", "/kvatlas/explain?api=completions", completion())
-            assert told["choice"]["reason"] == "pull"
-            assert told["choice"]["hit_tokens"] == TOKENS - 16
-            assert told["pull"]["source"] == holder.base_url
-            assert told["pull"]["tokens"] == TOKENS - 16
-            assert world.pulls == {}
-            assert world.rig.router.planner.pulls.links.busy_s(holder.base_url, time.monotonic()) == 0.0
-
-    run(main())
+async def test_explain_says_where_from_and_changes_nothing() -> None:
+    async with fleet() as world:
+        holder, _ = await holder_of(world, completion())
+        with world.busy(holder):
+            _, told = await world.rig.ask("POST", "/kvatlas/explain?api=completions", completion())
+        assert told["choice"]["reason"] == "pull"
+        assert told["choice"]["hit_tokens"] == TOKENS - 16
+        assert told["pull"]["source"] == holder.base_url
+        assert told["pull"]["tokens"] == TOKENS - 16
+        assert world.pulls == {}
+        assert world.rig.router.planner.pulls.links.busy_s(holder.base_url, time.monotonic()) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -173,114 +164,93 @@ def test_what_cannot_or_should_not_pull_does_not(
     run(main())
 
 
-def test_a_free_holder_is_asked_itself() -> None:
-    async def main() -> None:
-        async with fleet() as world:
-            holder, _ = await holder_of(world, completion())
-            await world.ask(completion())
-            last = await world.last()
-            assert last["engine_id"] == holder.base_url
-            assert world.pulls == {}
-
-    run(main())
+async def test_a_free_holder_is_asked_itself() -> None:
+    async with fleet() as world:
+        holder, _ = await holder_of(world, completion())
+        await world.ask(completion())
+        last = await world.last()
+        assert last["engine_id"] == holder.base_url
+        assert world.pulls == {}
 
 
-def test_blocks_that_were_evicted_meanwhile_are_computed_and_the_pair_rests() -> None:
-    async def main() -> None:
-        async with fleet() as world:
-            holder, answer = await holder_of(world, completion())
-            tier: Any = holder.tier
-            tier._held.clear()  # without events, as if they were under way
-            for held in tier._by_group:
-                held.clear()
-            with world.busy(holder):
-                again = await world.ask(completion())
-                assert plain(words(again)) == plain(words(answer))
-                last = await world.last()
-                assert (last["pulled_tokens"], last["actual_tokens"]) == (TOKENS - 16, 0)
-                assert world.pulls == {"missed": 1}
-                await world.ask(completion(1))
-                assert world.pulls == {"missed": 1}
-            target = next(one for one in world.engines if one is not holder)
-            pairs = world.rig.router.planner.pulls.pairs
-            assert not pairs.allows(target.base_url, holder.base_url, time.monotonic())
-            assert not any(world.named(one).receipts.drifting for one in world.engines)
-
-    run(main())
-
-
-def test_a_source_whose_tier_is_gone_costs_the_handshake_once() -> None:
-    async def main() -> None:
-        async with fleet() as world:
-            holder, answer = await holder_of(world, completion())
-            holder.link.close()  # type: ignore[union-attr]
-            with world.busy(holder):
-                for _ in range(3):
-                    again = await world.ask(completion())
-                    assert plain(words(again)) == plain(words(answer))
-            assert world.pulls == {"missed": 1}, "then it is cached where it was computed"
-
-    run(main())
-
-
-def test_a_source_that_dies_is_no_source_any_more() -> None:
-    async def main() -> None:
-        async with fleet() as world:
-            holder, answer = await holder_of(world, completion())
-            holder.die()
+async def test_blocks_that_were_evicted_meanwhile_are_computed_and_the_pair_rests() -> None:
+    async with fleet() as world:
+        holder, answer = await holder_of(world, completion())
+        tier: Any = holder.tier
+        tier._held.clear()  # without events, as if they were under way
+        for held in tier._by_group:
+            held.clear()
+        with world.busy(holder):
             again = await world.ask(completion())
             assert plain(words(again)) == plain(words(answer))
-            assert (await world.last())["reason"] != "pull"
-
-    run(main())
-
-
-def test_a_client_s_own_source_reaches_no_engine() -> None:
-    async def main() -> None:
-        async with fleet() as world:
-            holder, _ = await holder_of(world, completion())
-            target = next(one for one in world.engines if one is not holder)
-            host, port = holder.connector.address  # type: ignore[union-attr]
-            named = {"kv_request_id": "c1", "remote_host": host, "remote_port": port}
-            body = completion(1, kv_transfer_params={"remote_kv_source": named})
-            await world.ask(body)
-            assert target.scheduler.stats.external_prefix_cache_queries == 0
-            assert world.rig.router.proxy.stats.kv_transfer_params_removed == 1
-            with world.busy(holder):
-                params = {"remote_kv_source": {**named, "remote_port": 1}}
-                await world.ask({**completion(), "kv_transfer_params": params})
-            assert world.pulls == {"complete": 1}, "the router's own"
-
-    run(main())
+            last = await world.last()
+            assert (last["pulled_tokens"], last["actual_tokens"]) == (TOKENS - 16, 0)
+            assert world.pulls == {"missed": 1}
+            await world.ask(completion(1))
+            assert world.pulls == {"missed": 1}
+        target = next(one for one in world.engines if one is not holder)
+        pairs = world.rig.router.planner.pulls.pairs
+        assert not pairs.allows(target.base_url, holder.base_url, time.monotonic())
+        assert not any(world.named(one).receipts.drifting for one in world.engines)
 
 
-def test_streams_tell_the_time_and_a_late_pull_rests() -> None:
-    async def main() -> None:
-        async with fleet(transfer_s_per_block=0.02) as world:
-            holder, _ = await holder_of(world, completion())
-            with world.busy(holder):
-                await world.ask(completion(stream=True, stream_options={"include_usage": True}))
-            await until(lambda: world.rig.idle, "it has ended")
-            assert world.pulls == {"late": 1}
+async def test_a_source_whose_tier_is_gone_costs_the_handshake_once() -> None:
+    async with fleet() as world:
+        holder, answer = await holder_of(world, completion())
+        holder.link.close()  # type: ignore[union-attr]
+        with world.busy(holder):
+            for _ in range(3):
+                again = await world.ask(completion())
+                assert plain(words(again)) == plain(words(answer))
+        assert world.pulls == {"missed": 1}, "then it is cached where it was computed"
 
-    run(main())
+
+async def test_a_source_that_dies_is_no_source_any_more() -> None:
+    async with fleet() as world:
+        holder, answer = await holder_of(world, completion())
+        holder.die()
+        again = await world.ask(completion())
+        assert plain(words(again)) == plain(words(answer))
+        assert (await world.last())["reason"] != "pull"
 
 
-def test_reloading_the_configuration_switches_pulls_on_and_off() -> None:
+async def test_a_client_s_own_source_reaches_no_engine() -> None:
+    async with fleet() as world:
+        holder, _ = await holder_of(world, completion())
+        target = next(one for one in world.engines if one is not holder)
+        host, port = holder.connector.address  # type: ignore[union-attr]
+        named = {"kv_request_id": "c1", "remote_host": host, "remote_port": port}
+        body = completion(1, kv_transfer_params={"remote_kv_source": named})
+        await world.ask(body)
+        assert target.scheduler.stats.external_prefix_cache_queries == 0
+        assert world.rig.router.proxy.stats.kv_transfer_params_removed == 1
+        with world.busy(holder):
+            params = {"remote_kv_source": {**named, "remote_port": 1}}
+            await world.ask({**completion(), "kv_transfer_params": params})
+        assert world.pulls == {"complete": 1}, "the router's own"
+
+
+async def test_streams_tell_the_time_and_a_late_pull_rests() -> None:
+    async with fleet(transfer_s_per_block=0.02) as world:
+        holder, _ = await holder_of(world, completion())
+        with world.busy(holder):
+            await world.ask(completion(stream=True, stream_options={"include_usage": True}))
+        await until(lambda: world.rig.idle, "it has ended")
+        assert world.pulls == {"late": 1}
+
+
+async def test_reloading_the_configuration_switches_pulls_on_and_off() -> None:
     from router.server_process import apply  # noqa: PLC0415
 
-    async def main() -> None:
-        async with fleet() as world:
-            router = world.rig.router
-            holder, _ = await holder_of(world, completion())
-            await apply(router, msgspec.structs.replace(router.config, pull=PullSettings()))
-            with world.busy(holder):
-                await world.ask(completion())
-                assert world.pulls == {}
-            await apply(router, msgspec.structs.replace(router.config, pull=PULL))
-            holder, _ = await holder_of(world, completion(2))
-            with world.busy(holder):
-                await world.ask(completion(2))
-            assert world.pulls == {"complete": 1}
-
-    run(main())
+    async with fleet() as world:
+        router = world.rig.router
+        holder, _ = await holder_of(world, completion())
+        await apply(router, msgspec.structs.replace(router.config, pull=PullSettings()))
+        with world.busy(holder):
+            await world.ask(completion())
+            assert world.pulls == {}
+        await apply(router, msgspec.structs.replace(router.config, pull=PULL))
+        holder, _ = await holder_of(world, completion(2))
+        with world.busy(holder):
+            await world.ask(completion(2))
+        assert world.pulls == {"complete": 1}

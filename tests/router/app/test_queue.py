@@ -18,7 +18,7 @@ from router.admission.admission_queue import AdmissionQueue, QueueSettings
 from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings
 from router.server_process import apply
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 ONE = {"decode_s_per_token": 0.05}
@@ -76,111 +76,93 @@ async def waits(room: AdmissionQueue, count: int) -> None:
     await until(lambda: room.stats.waiting == count, f"{count} wait")
 
 
-def test_a_request_waits_until_the_engine_has_room_and_says_how_long() -> None:
-    async def main() -> None:
-        async with crowded() as (rig, engine, room):
-            async with busy(rig):
-                later = asks(rig, TEXT * 20)
-                await waits(room, 1)
-                _, told = await rig.ask("POST", "/kvatlas/explain", explained(TEXT))
-                assert told["waits"] is True
-            answer = await later
-            assert answer.headers["x-kvatlas-engine"] == engine.base_url
-            await until(lambda: rig.idle, "requests over")
-            _, receipts = await rig.ask("GET", "/kvatlas/receipts")
-            assert [one["waited_s"] > 0 for one in receipts] == [False, True]
-            _, page = await rig.ask("GET", "/metrics")
-            assert "kvatlas_queue_waited_total 1.0" in page
-            assert "kvatlas_queue_waiting 0.0" in page
+async def test_a_request_waits_until_the_engine_has_room_and_says_how_long() -> None:
+    async with crowded() as (rig, engine, room):
+        async with busy(rig):
+            later = asks(rig, TEXT * 20)
+            await waits(room, 1)
             _, told = await rig.ask("POST", "/kvatlas/explain", explained(TEXT))
-            assert told["waits"] is False
-
-    run(main())
+            assert told["waits"] is True
+        answer = await later
+        assert answer.headers["x-kvatlas-engine"] == engine.base_url
+        await until(lambda: rig.idle, "requests over")
+        _, receipts = await rig.ask("GET", "/kvatlas/receipts")
+        assert [one["waited_s"] > 0 for one in receipts] == [False, True]
+        _, page = await rig.ask("GET", "/metrics")
+        assert "kvatlas_queue_waited_total 1.0" in page
+        assert "kvatlas_queue_waiting 0.0" in page
+        _, told = await rig.ask("POST", "/kvatlas/explain", explained(TEXT))
+        assert told["waits"] is False
 
 
 def explained(text: str) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
 
 
-def test_nobody_waits_while_there_is_room() -> None:
-    async def main() -> None:
-        async with crowded(settings={"engine_requests_max": 100}) as (rig, _, room):
-            await asyncio.gather(*(rig.chat(f"{i} {TEXT}", max_tokens=1) for i in range(10)))
-            assert room.stats.waited == 0
-
-    run(main())
+async def test_nobody_waits_while_there_is_room() -> None:
+    async with crowded(settings={"engine_requests_max": 100}) as (rig, _, room):
+        await asyncio.gather(*(rig.chat(f"{i} {TEXT}", max_tokens=1) for i in range(10)))
+        assert room.stats.waited == 0
 
 
-def test_too_many_get_429_and_too_long_503_as_the_openai_client_sees_them() -> None:
-    async def main() -> None:
-        async with crowded(settings={"requests_max": 1}) as (rig, _, room), busy(rig):
-            first = asks(rig)
+async def test_too_many_get_429_and_too_long_503_as_the_openai_client_sees_them() -> None:
+    async with crowded(settings={"requests_max": 1}) as (rig, _, room), busy(rig):
+        first = asks(rig)
+        await waits(room, 1)
+        with pytest.raises(openai.RateLimitError) as full:
+            await rig.chat("no room")
+        assert full.value.code == "queue_full"
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        first.cancel()
+        await waits(room, 0)
+        with pytest.raises(openai.InternalServerError) as late:
+            await rig.chat("too late", extra_headers={"x-request-timeout": "0.05"})
+        assert (late.value.status_code, late.value.code) == (503, "queue_timeout")
+        assert int(late.value.response.headers["retry-after"]) >= 1
+        with pytest.raises(openai.BadRequestError, match="x-request-timeout"):
+            await rig.chat("when?", extra_headers={"x-request-timeout": "soon"})
+        assert room.stats.refused == {"full": 1, "x-request-timeout": 1}
+
+
+async def test_wait_s_max_ends_a_wait() -> None:
+    async with crowded(settings={"wait_s_max": 0.05}) as (rig, _, room), busy(rig):
+        with pytest.raises(openai.InternalServerError, match="wait_s_max"):
+            await rig.chat("too late")
+        assert room.stats.refused == {"wait_s_max": 1}
+
+
+async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
+    async with crowded() as (rig, _, room):
+        async with busy(rig):
+            gone = asks(rig)
             await waits(room, 1)
-            with pytest.raises(openai.RateLimitError) as full:
-                await rig.chat("no room")
-            assert full.value.code == "queue_full"
-            assert int(full.value.response.headers["retry-after"]) >= 1
-            first.cancel()
+            gone.cancel()
             await waits(room, 0)
-            with pytest.raises(openai.InternalServerError) as late:
-                await rig.chat("too late", extra_headers={"x-request-timeout": "0.05"})
-            assert (late.value.status_code, late.value.code) == (503, "queue_timeout")
-            assert int(late.value.response.headers["retry-after"]) >= 1
-            with pytest.raises(openai.BadRequestError, match="x-request-timeout"):
-                await rig.chat("when?", extra_headers={"x-request-timeout": "soon"})
-            assert room.stats.refused == {"full": 1, "x-request-timeout": 1}
-
-    run(main())
+            assert room.stats.left == 1
+        admitted = rig.router.accounts.load_stats.admitted
+        await rig.chat("next", max_tokens=1)
+        assert rig.router.accounts.load_stats.admitted == admitted + 1
 
 
-def test_wait_s_max_ends_a_wait() -> None:
-    async def main() -> None:
-        async with crowded(settings={"wait_s_max": 0.05}) as (rig, _, room), busy(rig):
-            with pytest.raises(openai.InternalServerError, match="wait_s_max"):
-                await rig.chat("too late")
-            assert room.stats.refused == {"wait_s_max": 1}
-
-    run(main())
-
-
-def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
-    async def main() -> None:
-        async with crowded() as (rig, _, room):
-            async with busy(rig):
-                gone = asks(rig)
-                await waits(room, 1)
-                gone.cancel()
-                await waits(room, 0)
-                assert room.stats.left == 1
-            admitted = rig.router.accounts.load_stats.admitted
-            await rig.chat("next", max_tokens=1)
-            assert rig.router.accounts.load_stats.admitted == admitted + 1
-
-    run(main())
+async def test_higher_classes_come_first_by_header_or_body() -> None:
+    async with crowded() as (rig, _, room):
+        order: list[str] = []
+        async with busy(rig):
+            asked = {
+                "low": asks(rig, extra_headers=LOW),
+                "normal": asks(rig, extra_body={}),
+                "later": asks(rig, extra_body={"priority": 3}),
+                "high": asks(rig, extra_headers=HIGH),
+            }
+            for name, task in asked.items():
+                task.add_done_callback(partial(ended, order, name))
+            await waits(room, 4)
+        await asyncio.gather(*asked.values())
+        assert order[:2] == ["high", "normal"]
+        assert set(order[2:]) == {"low", "later"}
 
 
-def test_higher_classes_come_first_by_header_or_body() -> None:
-    async def main() -> None:
-        async with crowded() as (rig, _, room):
-            order: list[str] = []
-            async with busy(rig):
-                asked = {
-                    "low": asks(rig, extra_headers=LOW),
-                    "normal": asks(rig, extra_body={}),
-                    "later": asks(rig, extra_body={"priority": 3}),
-                    "high": asks(rig, extra_headers=HIGH),
-                }
-                for name, task in asked.items():
-                    task.add_done_callback(partial(ended, order, name))
-                await waits(room, 4)
-            await asyncio.gather(*asked.values())
-            assert order[:2] == ["high", "normal"]
-            assert set(order[2:]) == {"low", "later"}
-
-    run(main())
-
-
-def test_a_tenant_that_floods_does_not_keep_another_waiting(tmp_path: Path) -> None:
+async def test_a_tenant_that_floods_does_not_keep_another_waiting(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(
         "[tenants.flood]\n[tenants.guest]\n"
@@ -190,105 +172,87 @@ def test_a_tenant_that_floods_does_not_keep_another_waiting(tmp_path: Path) -> N
         )
     )
 
-    async def main() -> None:
-        async with crowded(keys=KeySettings(file=str(path))) as (rig, _, room):
-            rig.api.api_key = "key-of-flood"
-            order: list[str] = []
-            async with busy(rig):
-                asked = [asks(rig, f"{i} {TEXT}") for i in range(6)]
-                await waits(room, 6)
-                guest = {"authorization": "Bearer key-of-guest"}
-                asked.append(asks(rig, TEXT, extra_headers=guest))
-                await waits(room, 7)
-                for task, name in zip(asked, ["flood"] * 6 + ["guest"], strict=True):
-                    task.add_done_callback(partial(ended, order, name))
-            await asyncio.gather(*asked)
-            assert order.index("guest") <= 1
-
-    run(main())
+    async with crowded(keys=KeySettings(file=str(path))) as (rig, _, room):
+        rig.api.api_key = "key-of-flood"
+        order: list[str] = []
+        async with busy(rig):
+            asked = [asks(rig, f"{i} {TEXT}") for i in range(6)]
+            await waits(room, 6)
+            guest = {"authorization": "Bearer key-of-guest"}
+            asked.append(asks(rig, TEXT, extra_headers=guest))
+            await waits(room, 7)
+            for task, name in zip(asked, ["flood"] * 6 + ["guest"], strict=True):
+                task.add_done_callback(partial(ended, order, name))
+        await asyncio.gather(*asked)
+        assert order.index("guest") <= 1
 
 
-def test_those_that_wait_are_answered_when_the_router_drains() -> None:
-    async def main() -> None:
-        async with crowded() as (rig, _, room):
-            async with busy(rig):
-                asked = [asks(rig, f"{i} {TEXT}") for i in range(3)]
-                await waits(room, 3)
-                rig.server.drain()
-            answers = await asyncio.gather(*asked)
-            assert [one.http_response.status_code for one in answers] == [200, 200, 200]
-
-    run(main())
-
-
-def test_those_that_wait_for_an_engine_that_vanishes_are_told_so() -> None:
-    async def main() -> None:
-        proxy = ProxySettings(pin_header=True)
-        async with crowded(proxy=proxy) as (rig, engine, room), busy(rig):
-            pinned = {"x-kvatlas-engine": engine.base_url}
-            asked = [asks(rig, TEXT), asks(rig, TEXT * 2, extra_headers=LOW), asks(rig, extra_headers=pinned)]
+async def test_those_that_wait_are_answered_when_the_router_drains() -> None:
+    async with crowded() as (rig, _, room):
+        async with busy(rig):
+            asked = [asks(rig, f"{i} {TEXT}") for i in range(3)]
             await waits(room, 3)
-            await take(rig, engines=())
-            for task in asked:
-                with pytest.raises(openai.InternalServerError) as gone:
-                    await task
-                assert gone.value.code == "no_ready_engine"
-            assert (room.stats.waited, room.stats.refused) == (3, {})
-
-    run(main())
+            rig.server.drain()
+        answers = await asyncio.gather(*asked)
+        assert [one.http_response.status_code for one in answers] == [200, 200, 200]
 
 
-def test_those_that_wait_when_one_of_two_engines_dies_get_the_other() -> None:
-    async def main() -> None:
-        given = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
-        async with running(ONE, ONE) as engines, routing(configure(*engines, queue=given)) as rig:
-            room = rig.router.accounts.room
-            assert room is not None
-            async with busy(rig):
-                try:
-                    async with busy(rig):
-                        asked = [asks(rig, f"{i} {TEXT}") for i in range(4)]
-                        await waits(room, 4)
-                        held = {e.engine_id: e.load.current(0.0).running for e in rig.router.fleet}
-                        assert set(held.values()) == {1}
-                        await engines[0].stop()
-                except openai.APIError:
-                    pass  # the stream of the engine that died
-                await until(lambda: sum(one.up for one in rig.router.fleet) == 1, "it is known to be down")
-            for answer in await asyncio.gather(*asked):
-                assert answer.headers["x-kvatlas-engine"] == engines[1].base_url
-            await until(lambda: rig.idle and not len(room), "no request waits")
-            rig.check_books()
-
-    run(main())
+async def test_those_that_wait_for_an_engine_that_vanishes_are_told_so() -> None:
+    proxy = ProxySettings(pin_header=True)
+    async with crowded(proxy=proxy) as (rig, engine, room), busy(rig):
+        pinned = {"x-kvatlas-engine": engine.base_url}
+        asked = [asks(rig, TEXT), asks(rig, TEXT * 2, extra_headers=LOW), asks(rig, extra_headers=pinned)]
+        await waits(room, 3)
+        await take(rig, engines=())
+        for task in asked:
+            with pytest.raises(openai.InternalServerError) as gone:
+                await task
+            assert gone.value.code == "no_ready_engine"
+        assert (room.stats.waited, room.stats.refused) == (3, {})
 
 
-def test_without_the_setting_there_is_no_queue_and_its_headers_mean_nothing() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            assert rig.router.accounts.room is None
-            await rig.chat("hi", extra_headers={"x-request-timeout": "soon", "x-kvatlas-priority": "urgent"})
-            _, page = await rig.ask("GET", "/metrics")
-            assert "kvatlas_queue_waiting" not in page
+async def test_those_that_wait_when_one_of_two_engines_dies_get_the_other() -> None:
+    given = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+    async with running(ONE, ONE) as engines, routing(configure(*engines, queue=given)) as rig:
+        room = rig.router.accounts.room
+        assert room is not None
+        async with busy(rig):
+            try:
+                async with busy(rig):
+                    asked = [asks(rig, f"{i} {TEXT}") for i in range(4)]
+                    await waits(room, 4)
+                    held = {e.engine_id: e.load.current(0.0).running for e in rig.router.fleet}
+                    assert set(held.values()) == {1}
+                    await engines[0].stop()
+            except openai.APIError:
+                pass  # the stream of the engine that died
+            await until(lambda: sum(one.up for one in rig.router.fleet) == 1, "it is known to be down")
+        for answer in await asyncio.gather(*asked):
+            assert answer.headers["x-kvatlas-engine"] == engines[1].base_url
+        await until(lambda: rig.idle and not len(room), "no request waits")
+        rig.check_books()
 
-    run(main())
+
+async def test_without_the_setting_there_is_no_queue_and_its_headers_mean_nothing() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        assert rig.router.accounts.room is None
+        await rig.chat("hi", extra_headers={"x-request-timeout": "soon", "x-kvatlas-priority": "urgent"})
+        _, page = await rig.ask("GET", "/metrics")
+        assert "kvatlas_queue_waiting" not in page
 
 
-def test_the_queue_is_switched_on_and_off_while_requests_wait() -> None:
-    async def main() -> None:
-        async with running(ONE) as engines, routing(configure(*engines)) as rig:
-            await take(rig, queue=QueueSettings(saturation_s=60.0, engine_requests_max=1))
-            room = rig.router.accounts.room
-            assert room is not None
-            async with busy(rig):
-                waiting = [asks(rig, extra_headers=LOW), asks(rig)]
-                await waits(room, 2)
-                await take(rig, queue=QueueSettings())
-                await asyncio.gather(*waiting)  # although the engine is busy still
-                assert room.stats.waited == 2
-                await rig.chat("goes at once")
-                assert room.stats.waited == 2
-            await until(lambda: rig.idle, "no request waits")
-            rig.check_books()
-
-    run(main())
+async def test_the_queue_is_switched_on_and_off_while_requests_wait() -> None:
+    async with running(ONE) as engines, routing(configure(*engines)) as rig:
+        await take(rig, queue=QueueSettings(saturation_s=60.0, engine_requests_max=1))
+        room = rig.router.accounts.room
+        assert room is not None
+        async with busy(rig):
+            waiting = [asks(rig, extra_headers=LOW), asks(rig)]
+            await waits(room, 2)
+            await take(rig, queue=QueueSettings())
+            await asyncio.gather(*waiting)  # although the engine is busy still
+            assert room.stats.waited == 2
+            await rig.chat("goes at once")
+            assert room.stats.waited == 2
+        await until(lambda: rig.idle, "no request waits")
+        rig.check_books()

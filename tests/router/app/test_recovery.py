@@ -11,33 +11,30 @@ from router.fleet.statement import read_pool_blocks
 from router.index.base import Plane
 from router.proxy.headers import Verdict, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 
-def test_a_reset_that_is_passed_on_empties_the_view_at_once() -> None:
-    async def scenario() -> None:
-        passing = ProxySettings(passed_paths=frozenset({"/reset_prefix_cache"}))
-        async with running({}) as (engine,), routing(configure(engine, proxy=passing)) as rig:
-            await rig.chat(TEXT * 20)
-            await rig.caught_up(engine)
-            again = await rig.chat(TEXT * 20)
-            assert int(again.headers["x-kvatlas-hit-tokens"]) > 0
-            await rig.caught_up(engine)
-            assert engine.publisher is not None
-            published = engine.publisher.next_seq
-            status, answer = await rig.ask("POST", "/reset_prefix_cache")
-            assert (status, answer) == (200, {"success": True})
-            assert engine.publisher.next_seq == published  # the engine has not said anything yet
-            residency = rig.router.scopes.engine(engine.base_url)
-            assert residency is not None
-            assert residency.index.physical(engine.base_url, "GPU") == 0
-            after = await rig.chat(TEXT * 20)
-            assert int(after.headers["x-kvatlas-hit-tokens"]) == 0
-            usage = after.parse().usage
-            assert usage.prompt_tokens_details.cached_tokens == 0
-
-    run(scenario())
+async def test_a_reset_that_is_passed_on_empties_the_view_at_once() -> None:
+    passing = ProxySettings(passed_paths=frozenset({"/reset_prefix_cache"}))
+    async with running({}) as (engine,), routing(configure(engine, proxy=passing)) as rig:
+        await rig.chat(TEXT * 20)
+        await rig.caught_up(engine)
+        again = await rig.chat(TEXT * 20)
+        assert int(again.headers["x-kvatlas-hit-tokens"]) > 0
+        await rig.caught_up(engine)
+        assert engine.publisher is not None
+        published = engine.publisher.next_seq
+        status, answer = await rig.ask("POST", "/reset_prefix_cache")
+        assert (status, answer) == (200, {"success": True})
+        assert engine.publisher.next_seq == published  # the engine has not said anything yet
+        residency = rig.router.scopes.engine(engine.base_url)
+        assert residency is not None
+        assert residency.index.physical(engine.base_url, "GPU") == 0
+        after = await rig.chat(TEXT * 20)
+        assert int(after.headers["x-kvatlas-hit-tokens"]) == 0
+        usage = after.parse().usage
+        assert usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_paths_are_passed_by_their_exact_spelling_only() -> None:
@@ -47,80 +44,69 @@ def test_paths_are_passed_by_their_exact_spelling_only() -> None:
     assert judge("/reset_prefix_cache", REFUSED_PATHS) is Verdict.REFUSE
 
 
-def test_requests_for_full_reports_are_refused_by_name_where_configured() -> None:
-    async def scenario() -> None:
-        strict = ProxySettings(kv_cache_report_mode="refuse")
-        async with running({}) as (engine,), routing(configure(engine, proxy=strict)) as rig:
-            body = {
-                "model": MODEL,
-                "prompt": "x",
-                "max_tokens": 1,
-                "vllm_xargs": {"kv_cache_report_mode": "full"},
-            }
-            status, answer = await rig.ask("POST", "/v1/completions", body)
-            assert (status, answer["error"]["code"]) == (400, "kv_cache_report_mode_refused")
-            del body["vllm_xargs"]
-            assert (await rig.ask("POST", "/v1/completions", body))[0] == 200
-
-    run(scenario())
+async def test_requests_for_full_reports_are_refused_by_name_where_configured() -> None:
+    strict = ProxySettings(kv_cache_report_mode="refuse")
+    async with running({}) as (engine,), routing(configure(engine, proxy=strict)) as rig:
+        body = {
+            "model": MODEL,
+            "prompt": "x",
+            "max_tokens": 1,
+            "vllm_xargs": {"kv_cache_report_mode": "full"},
+        }
+        status, answer = await rig.ask("POST", "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "kv_cache_report_mode_refused")
+        del body["vllm_xargs"]
+        assert (await rig.ask("POST", "/v1/completions", body))[0] == 200
 
 
-def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after_it() -> None:
-    async def scenario() -> None:
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            await rig.chat(TEXT * 20)
-            await rig.caught_up(engine)
-            router, engine_id = rig.router, engine.base_url
-            status, stats = router.fleet.get(engine_id), router.lifecycle.feeds.stats[engine_id]
-            residency = router.scopes.engine(engine_id)
-            assert status is not None
-            assert residency is not None
-            status.pool_blocks = 2048
-            router.lifecycle.audit(status)
-            assert stats.phantom_alarms == 0
-            phantoms = [BlockHash(number) for number in range(5000)]
-            residency.index.store(engine_id, Plane("GPU", 0), phantoms)
-            status.pool_blocks = 2048
-            router.lifecycle.audit(status)
-            assert stats.phantom_alarms == 1
-            router.lifecycle.audit(status)
-            assert stats.phantom_alarms == 1  # under way
+async def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after_it() -> None:
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        await rig.chat(TEXT * 20)
+        await rig.caught_up(engine)
+        router, engine_id = rig.router, engine.base_url
+        status, stats = router.fleet.get(engine_id), router.lifecycle.feeds.stats[engine_id]
+        residency = router.scopes.engine(engine_id)
+        assert status is not None
+        assert residency is not None
+        status.pool_blocks = 2048
+        router.lifecycle.audit(status)
+        assert stats.phantom_alarms == 0
+        phantoms = [BlockHash(number) for number in range(5000)]
+        residency.index.store(engine_id, Plane("GPU", 0), phantoms)
+        status.pool_blocks = 2048
+        router.lifecycle.audit(status)
+        assert stats.phantom_alarms == 1
+        router.lifecycle.audit(status)
+        assert stats.phantom_alarms == 1  # under way
 
-            def clean() -> bool:
-                fresh = router.scopes.engine(engine_id)
-                return fresh is not None and 0 < fresh.index.physical(engine_id, "GPU") <= 2048
+        def clean() -> bool:
+            fresh = router.scopes.engine(engine_id)
+            return fresh is not None and 0 < fresh.index.physical(engine_id, "GPU") <= 2048
 
-            await until(clean, "everything fetched anew")
-
-    run(scenario())
+        await until(clean, "everything fetched anew")
 
 
-def test_a_feed_that_hears_nothing_of_what_its_engine_computed_is_stale(
+async def test_a_feed_that_hears_nothing_of_what_its_engine_computed_is_stale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("publisher.simulator.server.SnapshotLedger", lambda: None)  # no heartbeats, as vLLM
 
-    async def scenario() -> None:
-        async with running({}) as (engine,):
-            assert engine.publisher is not None
-            events = EngineAddress(
-                engine.base_url, events=engine.publisher.endpoint
-            )  # no replay to mend it with
-            feeds = FeedSettings(stale_after_s=0.3)
-            async with routing(configure(events, feeds=feeds), wait=False) as rig:
-                (known,) = rig.router.fleet
-                await until(lambda: known.feed is not None, "followed")
-                await rig.chat(TEXT * 20)
-                await rig.caught_up(engine)
-                await rig.chat(TEXT * 20)  # held there already: nothing is computed, and no event is due
-                await rig.chat(f"Another story. {TEXT * 20}")
-                await rig.caught_up(engine)
-                assert known.feed_state == FeedState.READY
-                monkeypatch.setattr(engine.publisher, "publish", lambda *_: None)
-                await rig.chat(f"A third story. {TEXT * 20}")
-                await until(lambda: known.feed_state == FeedState.STALE, "stale")
-
-    run(scenario())
+    async with running({}) as (engine,):
+        assert engine.publisher is not None
+        events = EngineAddress(engine.base_url, events=engine.publisher.endpoint)  # no replay to mend it with
+        feeds = FeedSettings(stale_after_s=0.3)
+        async with routing(configure(events, feeds=feeds), wait=False) as rig:
+            (known,) = rig.router.fleet
+            await until(lambda: known.feed is not None, "followed")
+            await rig.chat(TEXT * 20)
+            await rig.caught_up(engine)
+            await rig.chat(TEXT * 20)  # held there already: nothing is computed, and no event is due
+            await rig.chat(f"Another story. {TEXT * 20}")
+            await rig.caught_up(engine)
+            assert known.feed_state == FeedState.READY
+            monkeypatch.setattr(engine.publisher, "publish", lambda *_: None)
+            await rig.chat(f"A third story. {TEXT * 20}")
+            await until(lambda: known.feed_state == FeedState.STALE, "stale")
 
 
 METRICS = b"""# TYPE vllm:cache_config_info gauge

@@ -18,7 +18,7 @@ from router.prompts.reader import ModelDirError
 from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
 from router.server_process import apply, decide, reloads_of
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], "max_tokens": 3}
@@ -47,127 +47,105 @@ def other(rig: Rig, **changes: Any) -> Config:
     return msgspec.structs.replace(rig.router.config, **changes)
 
 
-def test_names_and_limits_hold_for_the_next_request() -> None:
-    async def main() -> None:
-        async with one_engine() as rig:
-            assert (await chat(rig, model="name"))[0] == 404
-            await apply(
-                rig.router,
-                other(
-                    rig,
-                    aliases={"name": MODEL},
-                    proxy=ProxySettings(body_bytes_max=2000),
-                    server=ServerConfig(port=0, log_requests=True),
-                    listen=ListenSettings(header_bytes_max=2048),
-                    policy=PolicySettings(policy="round-robin"),
-                ),
-            )
-            assert (await chat(rig, model="name"))[0] == 200
-            listed = (await rig.ask("GET", "/v1/models"))[1]["data"]
-            assert {card["id"] for card in listed} == {MODEL, "name"}
-            assert (await chat(rig, padding="x" * 2000))[0] == 413
-            async with rig.session.post(f"{rig.url}/v1/chat/completions", json=CHAT) as answer:
-                assert "x-kvatlas-engine" not in answer.headers
-            assert await models(rig, {"x-long": "x" * 3000}) == 431
-
-    run(main())
-
-
-def test_engines_come_and_go() -> None:
-    async def main() -> None:
-        async with running({}, {}) as engines, routing(configure(engines[0])) as rig:
-            await apply(rig.router, other(rig, engines=configure(engines[1]).engines))
-            await until(lambda: [one.up for one in rig.router.fleet] == [True], "the new one is asked")
-            await rig.ready()
-            for _ in range(3):
-                answer = await rig.chat(TEXT)
-                assert answer.headers["x-kvatlas-engine"] == engines[1].base_url
-
-    run(main())
-
-
-def test_a_model_gets_its_tokenizer_and_its_facts() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines, models={})) as rig:
-            await rig.chat(TEXT)
-            assert rig.router.accounts.receipts.latest[-1].read != "local"
-            facts = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR), hash_seeds=("11",))
-            await apply(rig.router, other(rig, models={MODEL: facts}))
-            await rig.ready()  # it is followed anew, and knows what it was told before
-            for _ in range(2):
-                await rig.chat(TEXT)
-            await rig.caught_up(*engines)
-            receipt = rig.router.accounts.receipts.latest[-1]
-            assert receipt.read == "local"
-            assert receipt.outcome == "exact"
-            assert receipt.predicted_tokens
-            assert rig.router.scopes.scope(MODEL).facts.hash_seeds == ("11",)
-            assert rig.router.scopes.check_integrity() == []
-
-    run(main())
-
-
-def test_a_tokenizer_of_no_use_changes_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with one_engine() as rig:
-            before = rig.router.config
-            wanted = other(
+async def test_names_and_limits_hold_for_the_next_request() -> None:
+    async with one_engine() as rig:
+        assert (await chat(rig, model="name"))[0] == 404
+        await apply(
+            rig.router,
+            other(
                 rig,
-                models={ANY_MODEL: ModelConfig(tokenizer=str(tmp_path))},
                 aliases={"name": MODEL},
-            )
-            try:
-                await apply(rig.router, wanted)
-            except ModelDirError:
-                pass
-            else:
-                raise AssertionError("it was taken")
-            assert rig.router.config is before
-            assert (await chat(rig, model="name"))[0] == 404
-
-    run(main())
-
-
-def test_another_key_file(tmp_path: Path) -> None:
-    async def main() -> None:
-        for name in ("one", "two"):
-            key = digest_of(f"key-{name}")
-            (tmp_path / name).write_text(f'[tenants.t]\n[[keys]]\ntenant = "t"\nsha256 = "{key}"\n')
-        async with one_engine(keys=KeySettings(file=str(tmp_path / "one"))) as rig:
-            assert [await models(rig, bearer("one")), await models(rig, bearer("two"))] == [200, 401]
-            await apply(rig.router, other(rig, keys=KeySettings(file=str(tmp_path / "two"))))
-            assert [await models(rig, bearer("one")), await models(rig, bearer("two"))] == [401, 200]
-
-    run(main())
+                proxy=ProxySettings(body_bytes_max=2000),
+                server=ServerConfig(port=0, log_requests=True),
+                listen=ListenSettings(header_bytes_max=2048),
+                policy=PolicySettings(policy="round-robin"),
+            ),
+        )
+        assert (await chat(rig, model="name"))[0] == 200
+        listed = (await rig.ask("GET", "/v1/models"))[1]["data"]
+        assert {card["id"] for card in listed} == {MODEL, "name"}
+        assert (await chat(rig, padding="x" * 2000))[0] == 413
+        async with rig.session.post(f"{rig.url}/v1/chat/completions", json=CHAT) as answer:
+            assert "x-kvatlas-engine" not in answer.headers
+        assert await models(rig, {"x-long": "x" * 3000}) == 431
 
 
-def test_each_outcome_is_counted() -> None:
-    async def main() -> None:
-        wanted: list[Config] = []
-        async with one_engine() as rig:
-            levels: list[str] = []
-            reloads = reloads_of(
-                rig.router,
-                lambda running: decide(running, lambda: wanted[-1]),
-                on_log=lambda level, _: levels.append(level),
-            )
+async def test_engines_come_and_go() -> None:
+    async with running({}, {}) as engines, routing(configure(engines[0])) as rig:
+        await apply(rig.router, other(rig, engines=configure(engines[1]).engines))
+        await until(lambda: [one.up for one in rig.router.fleet] == [True], "the new one is asked")
+        await rig.ready()
+        for _ in range(3):
+            answer = await rig.chat(TEXT)
+            assert answer.headers["x-kvatlas-engine"] == engines[1].base_url
 
-            async def counted(config: Config) -> dict[str, int]:
-                wanted.append(config)
-                await reloads.once()
-                return dict(reloads.stats.reloads)
 
-            same = rig.router.config
-            assert await counted(same) == {"applied": 0, "unchanged": 1, "refused": 0}
-            bad = other(rig, policy=PolicySettings(policy="nope"))
-            assert await counted(bad) == {"applied": 0, "unchanged": 1, "refused": 1}
-            assert rig.router.config is same
-            good = other(rig, server=ServerConfig(port=1, log_level="warning"))
-            assert await counted(good) == {"applied": 1, "unchanged": 1, "refused": 1}
-            assert levels == ["warning"]
-            assert reloads.stats.waiting == 1  # the port
-            page = (await rig.ask("GET", "/metrics"))[1]
-            assert 'kvatlas_config_reloads_total{outcome="refused"} 1.0' in page
-            assert "kvatlas_config_waiting 1.0" in page
+async def test_a_model_gets_its_tokenizer_and_its_facts() -> None:
+    async with running({}) as engines, routing(configure(*engines, models={})) as rig:
+        await rig.chat(TEXT)
+        assert rig.router.accounts.receipts.latest[-1].read != "local"
+        facts = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR), hash_seeds=("11",))
+        await apply(rig.router, other(rig, models={MODEL: facts}))
+        await rig.ready()  # it is followed anew, and knows what it was told before
+        for _ in range(2):
+            await rig.chat(TEXT)
+        await rig.caught_up(*engines)
+        receipt = rig.router.accounts.receipts.latest[-1]
+        assert receipt.read == "local"
+        assert receipt.outcome == "exact"
+        assert receipt.predicted_tokens
+        assert rig.router.scopes.scope(MODEL).facts.hash_seeds == ("11",)
+        assert rig.router.scopes.check_integrity() == []
 
-    run(main())
+
+async def test_a_tokenizer_of_no_use_changes_nothing(tmp_path: Path) -> None:
+    async with one_engine() as rig:
+        before = rig.router.config
+        wanted = other(rig, models={ANY_MODEL: ModelConfig(tokenizer=str(tmp_path))}, aliases={"name": MODEL})
+        try:
+            await apply(rig.router, wanted)
+        except ModelDirError:
+            pass
+        else:
+            raise AssertionError("it was taken")
+        assert rig.router.config is before
+        assert (await chat(rig, model="name"))[0] == 404
+
+
+async def test_another_key_file(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        key = digest_of(f"key-{name}")
+        (tmp_path / name).write_text(f'[tenants.t]\n[[keys]]\ntenant = "t"\nsha256 = "{key}"\n')
+    async with one_engine(keys=KeySettings(file=str(tmp_path / "one"))) as rig:
+        assert [await models(rig, bearer("one")), await models(rig, bearer("two"))] == [200, 401]
+        await apply(rig.router, other(rig, keys=KeySettings(file=str(tmp_path / "two"))))
+        assert [await models(rig, bearer("one")), await models(rig, bearer("two"))] == [401, 200]
+
+
+async def test_each_outcome_is_counted() -> None:
+    wanted: list[Config] = []
+    async with one_engine() as rig:
+        levels: list[str] = []
+        reloads = reloads_of(
+            rig.router,
+            lambda running: decide(running, lambda: wanted[-1]),
+            on_log=lambda level, _: levels.append(level),
+        )
+
+        async def counted(config: Config) -> dict[str, int]:
+            wanted.append(config)
+            await reloads.once()
+            return dict(reloads.stats.reloads)
+
+        same = rig.router.config
+        assert await counted(same) == {"applied": 0, "unchanged": 1, "refused": 0}
+        bad = other(rig, policy=PolicySettings(policy="nope"))
+        assert await counted(bad) == {"applied": 0, "unchanged": 1, "refused": 1}
+        assert rig.router.config is same
+        good = other(rig, server=ServerConfig(port=1, log_level="warning"))
+        assert await counted(good) == {"applied": 1, "unchanged": 1, "refused": 1}
+        assert levels == ["warning"]
+        assert reloads.stats.waiting == 1  # the port
+        page = (await rig.ask("GET", "/metrics"))[1]
+        assert 'kvatlas_config_reloads_total{outcome="refused"} 1.0' in page
+        assert "kvatlas_config_waiting 1.0" in page

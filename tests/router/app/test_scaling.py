@@ -18,7 +18,7 @@ from router.placement.warm_up import WarmUpStats
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 from tests.support.redis_servers import Server, any_program
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 
@@ -40,47 +40,41 @@ def drain(rig: Rig, engine: SimulatedEngine) -> None:
     rig.router._assign()
 
 
-def test_the_cost_of_losing_an_engine_is_the_worth_of_its_cache() -> None:
-    async def main() -> None:
-        async with running({}, {}, {}) as engines, routing(configure(*engines)) as rig:
-            a, b, c = engines
-            worth(rig, a, 30.0)
-            assert rig.router.deletion_costs() == {}, "one that has just started knows none"
-            aged(rig)
-            worth(rig, b, 300.0)
-            drain(rig, c)
-            costs = rig.router.deletion_costs()
-            assert costs[c.base_url] == -1
-            by_url = {one.engine.base_url: one for one in rig.router.fleet}
-            for engine in (a, b):
-                per_minute = by_url[engine.base_url].receipts.worth.per_minute(rig.router.clock())
-                assert costs[engine.base_url] == pytest.approx(1000 * per_minute, abs=1)
-            assert costs[b.base_url] > 10 * costs[a.base_url] > 0
-
-    run(main())
+async def test_the_cost_of_losing_an_engine_is_the_worth_of_its_cache() -> None:
+    async with running({}, {}, {}) as engines, routing(configure(*engines)) as rig:
+        a, b, c = engines
+        worth(rig, a, 30.0)
+        assert rig.router.deletion_costs() == {}, "one that has just started knows none"
+        aged(rig)
+        worth(rig, b, 300.0)
+        drain(rig, c)
+        costs = rig.router.deletion_costs()
+        assert costs[c.base_url] == -1
+        by_url = {one.engine.base_url: one for one in rig.router.fleet}
+        for engine in (a, b):
+            per_minute = by_url[engine.base_url].receipts.worth.per_minute(rig.router.clock())
+            assert costs[engine.base_url] == pytest.approx(1000 * per_minute, abs=1)
+        assert costs[b.base_url] > 10 * costs[a.base_url] > 0
 
 
-def test_one_of_several_replicas_writes_the_costs() -> None:
-    async def main() -> None:
-        server = Server(any_program())
-        async with AsyncExitStack() as stack:
-            stack.callback(server.close)
-            engines = await stack.enter_async_context(running({}, {}))
-            rigs = []
-            for name in ("r0", "r1"):
-                index = IndexSettings(url=server.url, replica=name, lookup_timeout_s=5.0)
-                rigs.append(aged(await stack.enter_async_context(routing(configure(*engines, index=index)))))
-            one, other = rigs
+async def test_one_of_several_replicas_writes_the_costs() -> None:
+    server = Server(any_program())
+    async with AsyncExitStack() as stack:
+        stack.callback(server.close)
+        engines = await stack.enter_async_context(running({}, {}))
+        rigs = []
+        for name in ("r0", "r1"):
+            index = IndexSettings(url=server.url, replica=name, lookup_timeout_s=5.0)
+            rigs.append(aged(await stack.enter_async_context(routing(configure(*engines, index=index)))))
+        one, other = rigs
 
-            def writers() -> list[Rig]:
-                return [rig for rig in rigs if rig.router.deletion_costs()]
+        def writers() -> list[Rig]:
+            return [rig for rig in rigs if rig.router.deletion_costs()]
 
-            await until(lambda: len(writers()) == 1, "one of them has the lease")
-            assert set(writers()[0].router.deletion_costs()) == {engine.base_url for engine in engines}
-            writers()[0].router.retire()  # it is about to stop
-            await until(lambda: writers() in ([one], [other]) and len(writers()) == 1, "the other one")
-
-    run(main())
+        await until(lambda: len(writers()) == 1, "one of them has the lease")
+        assert set(writers()[0].router.deletion_costs()) == {engine.base_url for engine in engines}
+        writers()[0].router.retire()  # it is about to stop
+        await until(lambda: writers() in ([one], [other]) and len(writers()) == 1, "the other one")
 
 
 WARM = WarmUpSettings(enabled=True, tokens_per_s=1e6)
@@ -150,140 +144,116 @@ async def scaled(warm: WarmUpSettings = WARM, count: int = 2, **each: Any) -> As
             rig.check_books()
 
 
-def test_an_engine_that_joins_gets_the_hottest_prefixes() -> None:
-    async def main() -> None:
-        async with scaled(WarmUpSettings(enabled=True, tokens_per_s=1e6, tokens_max=1400)) as fleet:
-            for number in (1, 2, 3, 2, 2):
-                await fleet.ask(completion(number))
-            receipts = len(fleet.rig.router.accounts.receipts.latest)
-            await fleet.join()
-            await fleet.until(computed=1)
-            assert fleet.stats.engines == {"joined": 1}
-            assert (await fleet.held(completion(2)))[fleet.more.base_url] == 1200 - 16
-            assert (await fleet.held(completion(1)))[fleet.more.base_url] == 0, "there was room for one"
-            assert len(fleet.rig.router.accounts.receipts.latest) == receipts, "no client asked"
-            assert fleet.rig.router.proxy.stats.requests == 5
-
-    run(main())
+async def test_an_engine_that_joins_gets_the_hottest_prefixes() -> None:
+    async with scaled(WarmUpSettings(enabled=True, tokens_per_s=1e6, tokens_max=1400)) as fleet:
+        for number in (1, 2, 3, 2, 2):
+            await fleet.ask(completion(number))
+        receipts = len(fleet.rig.router.accounts.receipts.latest)
+        await fleet.join()
+        await fleet.until(computed=1)
+        assert fleet.stats.engines == {"joined": 1}
+        assert (await fleet.held(completion(2)))[fleet.more.base_url] == 1200 - 16
+        assert (await fleet.held(completion(1)))[fleet.more.base_url] == 0, "there was room for one"
+        assert len(fleet.rig.router.accounts.receipts.latest) == receipts, "no client asked"
+        assert fleet.rig.router.proxy.stats.requests == 5
 
 
-def test_what_only_a_drained_engine_holds_goes_to_the_others() -> None:
-    async def main() -> None:
-        async with scaled() as fleet:
-            leaving, stays = fleet.engines
-            await fleet.ask(completion(1), leaving)
-            await fleet.ask(completion(2), leaving)
-            await fleet.ask(completion(2), stays)
-            await fleet.ask(completion(3), stays)
-            drain(fleet.rig, leaving)
-            await fleet.until(computed=1, held=2)
-            assert fleet.stats.engines == {"drained": 1}
-            assert (await fleet.held(completion(1)))[stays.base_url] == 1200 - 16
-            assert fleet.stats.tokens == 1200 - 16
-
-    run(main())
+async def test_what_only_a_drained_engine_holds_goes_to_the_others() -> None:
+    async with scaled() as fleet:
+        leaving, stays = fleet.engines
+        await fleet.ask(completion(1), leaving)
+        await fleet.ask(completion(2), leaving)
+        await fleet.ask(completion(2), stays)
+        await fleet.ask(completion(3), stays)
+        drain(fleet.rig, leaving)
+        await fleet.until(computed=1, held=2)
+        assert fleet.stats.engines == {"drained": 1}
+        assert (await fleet.held(completion(1)))[stays.base_url] == 1200 - 16
+        assert fleet.stats.tokens == 1200 - 16
 
 
-def test_a_prefix_is_pulled_where_engines_can() -> None:
-    async def main() -> None:
-        pulls = {"kv_connector": "offloading", "host_blocks": 8000, "handshake_timeout_s": 0.05}
-        async with scaled(**pulls) as fleet:
-            leaving, stays = fleet.engines
-            known = fleet.rig.router.fleet
-            await until(lambda: all(engine.version for engine in known), "versions are known")
-            await fleet.ask(completion(9, 700), stays)
-            await fleet.ask(completion(1), leaving)
-            drain(fleet.rig, leaving)
-            await fleet.until(pulled=1, held=1)
-            assert (await fleet.held(completion(1)))[stays.base_url] == 1200 - 16
-
-    run(main())
+async def test_a_prefix_is_pulled_where_engines_can() -> None:
+    pulls = {"kv_connector": "offloading", "host_blocks": 8000, "handshake_timeout_s": 0.05}
+    async with scaled(**pulls) as fleet:
+        leaving, stays = fleet.engines
+        known = fleet.rig.router.fleet
+        await until(lambda: all(engine.version for engine in known), "versions are known")
+        await fleet.ask(completion(9, 700), stays)
+        await fleet.ask(completion(1), leaving)
+        drain(fleet.rig, leaving)
+        await fleet.until(pulled=1, held=1)
+        assert (await fleet.held(completion(1)))[stays.base_url] == 1200 - 16
 
 
-def test_a_prefix_is_replayed_for_its_own_salt_alone() -> None:
-    async def main() -> None:
-        async with scaled() as fleet:
-            await fleet.ask(completion(1, cache_salt="a"))
-            await fleet.join()
-            await fleet.until(computed=1)
-            at = fleet.more.base_url
-            assert (await fleet.held(completion(1, cache_salt="a")))[at] == 1200 - 16
-            for other in ({"cache_salt": "b"}, {}):
-                assert (await fleet.held(completion(1, **other)))[at] == 0
-
-    run(main())
+async def test_a_prefix_is_replayed_for_its_own_salt_alone() -> None:
+    async with scaled() as fleet:
+        await fleet.ask(completion(1, cache_salt="a"))
+        await fleet.join()
+        await fleet.until(computed=1)
+        at = fleet.more.base_url
+        assert (await fleet.held(completion(1, cache_salt="a")))[at] == 1200 - 16
+        for other in ({"cache_salt": "b"}, {}):
+            assert (await fleet.held(completion(1, **other)))[at] == 0
 
 
-def test_long_prefixes_are_computed_piece_by_piece_and_in_the_low_class() -> None:
-    async def main() -> None:
-        warm = WarmUpSettings(enabled=True, tokens_per_s=1e6, piece_tokens=512)
-        async with scaled(warm) as fleet:
-            sent: list[tuple[int, str]] = []
-            ups = fleet.rig.router.warm_ups
-            assert ups is not None
-            ask, order = ups._ask, fleet.rig.router.config.policy
-            fleet.rig.router.config = msgspec.structs.replace(
-                fleet.rig.router.config, policy=msgspec.structs.replace(order, engine_priority=2.0)
-            )
+async def test_long_prefixes_are_computed_piece_by_piece_and_in_the_low_class() -> None:
+    warm = WarmUpSettings(enabled=True, tokens_per_s=1e6, piece_tokens=512)
+    async with scaled(warm) as fleet:
+        sent: list[tuple[int, str]] = []
+        ups = fleet.rig.router.warm_ups
+        assert ups is not None
+        ask, order = ups._ask, fleet.rig.router.config.policy
+        fleet.rig.router.config = msgspec.structs.replace(
+            fleet.rig.router.config, policy=msgspec.structs.replace(order, engine_priority=2.0)
+        )
 
-            async def noting(
-                url: str, body: bytes, headers: dict[str, str], timeout_s: float
-            ) -> tuple[int, bytes]:
-                sent.append((len(msgspec.json.decode(body)["prompt"]), headers.pop("x-vllm-priority")))
-                return await ask(url, body, headers, timeout_s)
+        async def noting(
+            url: str, body: bytes, headers: dict[str, str], timeout_s: float
+        ) -> tuple[int, bytes]:
+            sent.append((len(msgspec.json.decode(body)["prompt"]), headers.pop("x-vllm-priority")))
+            return await ask(url, body, headers, timeout_s)
 
-            ups._ask = noting
-            await fleet.ask(completion(1))
-            await fleet.join()
-            await fleet.until(computed=1)
-            assert [tokens for tokens, _ in sent] == [513, 1025, 1200]
-            assert all(int(priority) >= BAND_MS for _, priority in sent), "behind every client's request"
-            assert fleet.stats.tokens == 1200
-
-    run(main())
+        ups._ask = noting
+        await fleet.ask(completion(1))
+        await fleet.join()
+        await fleet.until(computed=1)
+        assert [tokens for tokens, _ in sent] == [513, 1025, 1200]
+        assert all(int(priority) >= BAND_MS for _, priority in sent), "behind every client's request"
+        assert fleet.stats.tokens == 1200
 
 
-def test_nothing_is_sent_while_prompts_wait_and_the_rest_is_dropped_in_the_end() -> None:
-    async def main() -> None:
-        async with scaled(WarmUpSettings(enabled=True, seconds_max=1.5)) as fleet:
-            await fleet.ask(completion(1))
-            await fleet.join()
-            by_url = {one.engine.base_url: one for one in fleet.rig.router.fleet}
-            joined = by_url[fleet.more.base_url]
-            ticket = joined.load.admit(uncached_tokens=10**7, now=fleet.rig.router.clock())
-            await fleet.until(dropped=1)
-            assert not fleet.stats.tokens
-            joined.load.fail(ticket, fleet.rig.router.clock())
-
-    run(main())
+async def test_nothing_is_sent_while_prompts_wait_and_the_rest_is_dropped_in_the_end() -> None:
+    async with scaled(WarmUpSettings(enabled=True, seconds_max=1.5)) as fleet:
+        await fleet.ask(completion(1))
+        await fleet.join()
+        by_url = {one.engine.base_url: one for one in fleet.rig.router.fleet}
+        joined = by_url[fleet.more.base_url]
+        ticket = joined.load.admit(uncached_tokens=10**7, now=fleet.rig.router.clock())
+        await fleet.until(dropped=1)
+        assert not fleet.stats.tokens
+        joined.load.fail(ticket, fleet.rig.router.clock())
 
 
-def test_an_engine_that_refuses_is_left_alone() -> None:
-    async def main() -> None:
-        async with scaled() as fleet:
-            ups = fleet.rig.router.warm_ups
-            assert ups is not None
-            asked: list[str] = []
+async def test_an_engine_that_refuses_is_left_alone() -> None:
+    async with scaled() as fleet:
+        ups = fleet.rig.router.warm_ups
+        assert ups is not None
+        asked: list[str] = []
 
-            async def refusing(url: str, *_: Any) -> tuple[int, bytes]:
-                asked.append(url)
-                return 500, b""
+        async def refusing(url: str, *_: Any) -> tuple[int, bytes]:
+            asked.append(url)
+            return 500, b""
 
-            ups._ask = refusing
-            for number in range(5):
-                await fleet.ask(completion(number))
-            await fleet.join()
-            await fleet.until(failed=3, dropped=2)
-            assert asked == [f"{fleet.more.base_url}{PATH}"] * 3
-
-    run(main())
+        ups._ask = refusing
+        for number in range(5):
+            await fleet.ask(completion(number))
+        await fleet.join()
+        await fleet.until(failed=3, dropped=2)
+        assert asked == [f"{fleet.more.base_url}{PATH}"] * 3
 
 
-def test_without_being_asked_for_no_prompt_is_remembered() -> None:
-    async def main() -> None:
-        async with scaled(WarmUpSettings()) as fleet:
-            await fleet.ask(completion(1))
-            assert fleet.rig.router.accounts.memory is None
-            assert fleet.rig.router.warm_ups is None
-
-    run(main())
+async def test_without_being_asked_for_no_prompt_is_remembered() -> None:
+    async with scaled(WarmUpSettings()) as fleet:
+        await fleet.ask(completion(1))
+        assert fleet.rig.router.accounts.memory is None
+        assert fleet.rig.router.warm_ups is None

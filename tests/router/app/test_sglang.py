@@ -26,7 +26,7 @@ from router.tools.doctor.findings import Severity
 from router.tools.record import resolve
 from tests.router.tools.doctor.rig import examined, http_server
 from tests.support.front import fronting
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routing, running
 
 SGLANG: dict[str, Any] = {"kind": "sglang", "groups": "full", "max_model_len": 4096}
@@ -74,153 +74,127 @@ def check(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
-def test_every_receipt_is_exact(settings: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with running(settings) as engines, routing(configure(*engines)) as rig:
+async def test_every_receipt_is_exact(settings: dict[str, Any]) -> None:
+    async with running(settings) as engines, routing(configure(*engines)) as rig:
+        await exchange(rig, engines)
+        await exchange(rig, engines, salt="tenant")
+        (shown,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
+        assert (shown["frontend"], shown["mode"]) == ("sglang", "native")
+        engines[0].pool.check_integrity()
+
+
+async def test_a_small_pool_evicts_and_receipts_stay_exact() -> None:
+    small = {**SGLANG, "num_blocks": 40, "max_model_len": 600}
+    async with running(small) as engines, routing(configure(*engines)) as rig:
+        for number_ in range(12):
+            text = f"Story {number_ % 5}. {TEXT * 8}"
+            await ask(rig, engines[0], COMPLETION, {"model": MODEL, "max_tokens": 4, "prompt": text})
+        check(rig)
+        (known,) = rig.router.fleet
+        await until(lambda: known.pool_blocks == 40, "its gauges were read")
+        assert known.evictions.blocks == 0, "vLLM's order of eviction is not SGLang's"
+        residency = rig.router.scopes.engine(engines[0].base_url)
+        assert residency is not None
+        assert residency.index.physical(engines[0].base_url, "GPU") <= 39
+
+
+@pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
+async def test_a_router_that_starts_late_knows_what_the_engine_holds(settings: dict[str, Any]) -> None:
+    async with running(settings) as engines:
+        async with routing(configure(*engines)) as rig:
             await exchange(rig, engines)
-            await exchange(rig, engines, salt="tenant")
-            (shown,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
-            assert (shown["frontend"], shown["mode"]) == ("sglang", "native")
-            engines[0].pool.check_integrity()
-
-    run(main())
+        async with routing(configure(*engines)) as late:
+            path, body = bodies()[0]
+            assert await ask(late, engines[0], path, body) > 0
+            await exchange(late, engines)
 
 
-def test_a_small_pool_evicts_and_receipts_stay_exact() -> None:
-    async def main() -> None:
-        small = {**SGLANG, "num_blocks": 40, "max_model_len": 600}
-        async with running(small) as engines, routing(configure(*engines)) as rig:
-            for number_ in range(12):
-                text = f"Story {number_ % 5}. {TEXT * 8}"
-                await ask(rig, engines[0], COMPLETION, {"model": MODEL, "max_tokens": 4, "prompt": text})
-            check(rig)
-            (known,) = rig.router.fleet
-            await until(lambda: known.pool_blocks == 40, "its gauges were read")
-            assert known.evictions.blocks == 0, "vLLM's order of eviction is not SGLang's"
-            residency = rig.router.scopes.engine(engines[0].base_url)
-            assert residency is not None
-            assert residency.index.physical(engines[0].base_url, "GPU") <= 39
-
-    run(main())
+async def test_prompts_of_every_length_are_exact_with_pages_of_token_pairs() -> None:
+    async with running(EAGLE) as (engine,), routing(configure(engine)) as rig:
+        ids = [3 + (7 * at) % 200 for at in range(100)]
+        hits = []
+        for length in (100, *range(28, 52)):
+            body = {"model": MODEL, "max_tokens": 1, "prompt": ids[:length]}
+            hits.append(await ask(rig, engine, COMPLETION, body))
+        check(rig)
+        # A page of 16 pairs needs 17 tokens, and the last token of the prompt is computed.
+        assert hits == [0, *((length - 2) // 16 * 16 for length in range(28, 52))]
 
 
 @pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
-def test_a_router_that_starts_late_knows_what_the_engine_holds(settings: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with running(settings) as engines:
-            async with routing(configure(*engines)) as rig:
-                await exchange(rig, engines)
-            async with routing(configure(*engines)) as late:
-                path, body = bodies()[0]
-                assert await ask(late, engines[0], path, body) > 0
-                await exchange(late, engines)
-
-    run(main())
-
-
-def test_prompts_of_every_length_are_exact_with_pages_of_token_pairs() -> None:
-    async def main() -> None:
-        async with running(EAGLE) as (engine,), routing(configure(engine)) as rig:
-            ids = [3 + (7 * at) % 200 for at in range(100)]
-            hits = []
-            for length in (100, *range(28, 52)):
-                body = {"model": MODEL, "max_tokens": 1, "prompt": ids[:length]}
-                hits.append(await ask(rig, engine, COMPLETION, body))
-            check(rig)
-            # A page of 16 pairs needs 17 tokens, and the last token of the prompt is computed.
-            assert hits == [0, *((length - 2) // 16 * 16 for length in range(28, 52))]
-
-    run(main())
+async def test_an_engine_that_restarts_holds_nothing(settings: dict[str, Any]) -> None:
+    async with running(settings) as (engine,), routing(configure(engine)) as rig:
+        await exchange(rig, [engine])
+        assert engine.events_endpoint is not None
+        assert engine.replay_endpoint is not None
+        ports = {
+            "port": number(engine.base_url),
+            "events_port": number(engine.events_endpoint),
+            "replay_port": number(engine.replay_endpoint),
+        }
+        await engine.stop()
+        (status,) = rig.router.fleet
+        await until(lambda: not status.up, "the router saw it end")
+        async with running({**settings, **ports}) as (again,):
+            await rig.ready()
+            path, body = bodies()[0]
+            assert await ask(rig, again, path, body) == 0
+            await exchange(rig, [again])
 
 
-@pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
-def test_an_engine_that_restarts_holds_nothing(settings: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with running(settings) as (engine,), routing(configure(engine)) as rig:
-            await exchange(rig, [engine])
-            assert engine.events_endpoint is not None
-            assert engine.replay_endpoint is not None
-            ports = {
-                "port": number(engine.base_url),
-                "events_port": number(engine.events_endpoint),
-                "replay_port": number(engine.replay_endpoint),
-            }
-            await engine.stop()
-            (status,) = rig.router.fleet
-            await until(lambda: not status.up, "the router saw it end")
-            async with running({**settings, **ports}) as (again,):
-                await rig.ready()
-                path, body = bodies()[0]
-                assert await ask(rig, again, path, body) == 0
-                await exchange(rig, [again])
-
-    run(main())
-
-
-def test_vllm_and_sglang_engines_of_one_model() -> None:
+async def test_vllm_and_sglang_engines_of_one_model() -> None:
     """Their hashes, and for some chats their tokens, differ; each engine is predicted by its own."""
 
-    async def main() -> None:
-        async with (
-            running({"groups": "full"}, SGLANG, {}, EAGLE) as engines,
-            routing(configure(*engines, proxy=PINNED)) as rig,
-        ):
-            await exchange(rig, engines)
-            shown = (await rig.ask("GET", "/kvatlas/engines"))[1]
-            assert [one["frontend"] for one in shown] == ["python", "sglang", "python", "sglang"]
-            await asyncio.gather(*(rig.ask("POST", path, body) for path, body in bodies("tenant")))
-            await until(lambda: rig.idle, "answered")
-            rig.check_books()
-
-    run(main())
+    async with (
+        running({"groups": "full"}, SGLANG, {}, EAGLE) as engines,
+        routing(configure(*engines, proxy=PINNED)) as rig,
+    ):
+        await exchange(rig, engines)
+        shown = (await rig.ask("GET", "/kvatlas/engines"))[1]
+        assert [one["frontend"] for one in shown] == ["python", "sglang", "python", "sglang"]
+        await asyncio.gather(*(rig.ask("POST", path, body) for path, body in bodies("tenant")))
+        await until(lambda: rig.idle, "answered")
+        rig.check_books()
 
 
 NO_GAUGES = FleetSettings(gauge_interval_s=3600.0)
 
 
-def test_the_load_comes_from_the_engine_s_socket() -> None:
+async def test_the_load_comes_from_the_engine_s_socket() -> None:
     """Without gauges, and of requests that this router has not sent."""
     settings = {**SGLANG, "load_port": 0, "decode_s_per_token": 0.002}
 
-    async def main() -> None:
-        async with running(settings) as (engine,), routing(configure(engine, fleet=NO_GAUGES)) as rig:
-            (known,) = rig.router.fleet
-            known.pool_blocks = None
-            body = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True, "prompt": TEXT}
-            async with asyncio.TaskGroup() as others:
-                foreign = others.create_task(
-                    rig.session.post(engine.base_url + COMPLETION, json=body).__aenter__()
-                )
-                await until(lambda: load_of(known).running == 1, "its running request is known")
-                assert known.pool_blocks == engine.settings.num_blocks
-                foreign.cancel()
-            await until(lambda: load_of(known).running == 0, "its end is known")
-            assert rig.router.accounts.load_stats.socket_readings > 1
-            assert rig.router.accounts.load_stats.socket_malformed == 0
-
-    run(main())
+    async with running(settings) as (engine,), routing(configure(engine, fleet=NO_GAUGES)) as rig:
+        (known,) = rig.router.fleet
+        known.pool_blocks = None
+        body = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True, "prompt": TEXT}
+        async with asyncio.TaskGroup() as others:
+            foreign = others.create_task(
+                rig.session.post(engine.base_url + COMPLETION, json=body).__aenter__()
+            )
+            await until(lambda: load_of(known).running == 1, "its running request is known")
+            assert known.pool_blocks == engine.settings.num_blocks
+            foreign.cancel()
+        await until(lambda: load_of(known).running == 0, "its end is known")
+        assert rig.router.accounts.load_stats.socket_readings > 1
+        assert rig.router.accounts.load_stats.socket_malformed == 0
 
 
-def test_gauges_count_once_the_socket_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gauges_count_once_the_socket_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     page = b"sglang:num_running_reqs 7.0\nsglang:num_queue_reqs 0.0\n"
 
-    async def main() -> None:
-        async with running({**SGLANG, "load_port": 0}) as (engine,), fronting(engine) as front:
-            front.overrides["/metrics"] = lambda: (200, page)
-            fast = FleetSettings(gauge_interval_s=0.05)
-            async with routing(configure(EngineAddress(front.base_url), fleet=fast)) as rig:
-                (known,) = rig.router.fleet
-                await until(
-                    lambda: rig.router.lifecycle.loads.is_fresh(known.engine_id), "the socket is read"
-                )
-                await until(lambda: load_of(known).running == 0, "the socket counts")
-                asked = front.asked("/metrics")
-                await until(lambda: front.asked("/metrics") > asked + 2, "gauges were read")
-                assert load_of(known).running == 0
-                monkeypatch.setattr("router.feeds.sockets.LOAD_FRESH_S", -1.0)
-                await until(lambda: load_of(known).running == 7, "the gauges count")
-
-    run(main())
+    async with running({**SGLANG, "load_port": 0}) as (engine,), fronting(engine) as front:
+        front.overrides["/metrics"] = lambda: (200, page)
+        fast = FleetSettings(gauge_interval_s=0.05)
+        async with routing(configure(EngineAddress(front.base_url), fleet=fast)) as rig:
+            (known,) = rig.router.fleet
+            await until(lambda: rig.router.lifecycle.loads.is_fresh(known.engine_id), "the socket is read")
+            await until(lambda: load_of(known).running == 0, "the socket counts")
+            asked = front.asked("/metrics")
+            await until(lambda: front.asked("/metrics") > asked + 2, "gauges were read")
+            assert load_of(known).running == 0
+            monkeypatch.setattr("router.feeds.sockets.LOAD_FRESH_S", -1.0)
+            await until(lambda: load_of(known).running == 7, "the gauges count")
 
 
 def load_of(engine: Engine) -> EngineLoad:
@@ -228,95 +202,80 @@ def load_of(engine: Engine) -> EngineLoad:
 
 
 @pytest.mark.parametrize("changes", [{"groups": "gemma3-like"}, {"role": "decode"}, {"host_blocks": 8}])
-def test_what_is_not_simulated_is_refused(changes: dict[str, Any]) -> None:
-    async def main() -> None:
-        (name,) = changes
-        with pytest.raises(ValueError, match=f"{name} = .*sglang"):
-            async with running({**SGLANG, **changes}):
-                pass
-
-    run(main())
+async def test_what_is_not_simulated_is_refused(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"{name} = .*sglang"):
+        async with running({**SGLANG, **changes}):
+            pass
 
 
 @pytest.mark.parametrize("prefill", ["vllm", "sglang"])
-def test_no_prompt_is_computed_by_an_engine_of_the_other_software(prefill: str) -> None:
+async def test_no_prompt_is_computed_by_an_engine_of_the_other_software(prefill: str) -> None:
     """Not even where versions may be mixed: SGLang knows nothing of vLLM's transfer parameters."""
 
-    async def main() -> None:
-        role = "prefill" if prefill == "vllm" else "decode"
-        async with running({"groups": "full", "role": role}, SGLANG) as (vllm, sglang):
-            helper, decoder = (vllm, sglang) if prefill == "vllm" else (sglang, vllm)
-            engines = (
-                EngineAddress(helper.base_url, role="prefill"),
-                EngineAddress(decoder.base_url, role="decode"),
-            )
-            pd = PdSettings(mix_versions=True, min_remote_tokens=64)
-            async with routing(configure(*engines, pd=pd)) as rig:
-                for text in ("one", "two", "three"):
-                    body = {"model": MODEL, "max_tokens": 2, "prompt": f"Story {text}. {TEXT * 30}"}
-                    status, answer = await rig.ask("POST", COMPLETION, body)
-                    assert status == 200, answer
-                    await until(lambda: rig.idle, "answered")
-                reason = "short" if prefill == "vllm" else "no_prefill_engine"
-                assert rig.router.proxy.pd_stats.aggregated == {reason: 3}
-            assert helper.scheduler.stats.prompt_tokens == 0
-
-    run(main())
+    role = "prefill" if prefill == "vllm" else "decode"
+    async with running({"groups": "full", "role": role}, SGLANG) as (vllm, sglang):
+        helper, decoder = (vllm, sglang) if prefill == "vllm" else (sglang, vllm)
+        engines = (
+            EngineAddress(helper.base_url, role="prefill"),
+            EngineAddress(decoder.base_url, role="decode"),
+        )
+        pd = PdSettings(mix_versions=True, min_remote_tokens=64)
+        async with routing(configure(*engines, pd=pd)) as rig:
+            for text in ("one", "two", "three"):
+                body = {"model": MODEL, "max_tokens": 2, "prompt": f"Story {text}. {TEXT * 30}"}
+                status, answer = await rig.ask("POST", COMPLETION, body)
+                assert status == 200, answer
+                await until(lambda: rig.idle, "answered")
+            reason = "short" if prefill == "vllm" else "no_prefill_engine"
+            assert rig.router.proxy.pd_stats.aggregated == {reason: 3}
+        assert helper.scheduler.stats.prompt_tokens == 0
 
 
-def test_the_doctor_names_what_an_engine_was_started_without() -> None:
-    async def main() -> None:
-        async with running(SGLANG) as (engine,):
-            healthy = await examined(engine.base_url, probe=True)
-            healthy.expect("cache.sglang", Severity.OK, "SGLang 0.5.23, 16 tokens per page")
-            healthy.expect("cache.scheme", Severity.OK, "SGLang's page hashes, 16 token(s)")
-            healthy.expect("probe.exact", Severity.OK)
-            assert healthy.bad() == []
-        info = {
-            "page_size": 1,
-            "enable_cache_report": False,
-            "internal_states": [{"memory_usage": {"token_capacity_swa": 64}}],
-            "kv_events": None,
-        }
-        card = {"id": "m", "owned_by": "sglang", "parent": None}
-        async with http_server({"/health": {}, "/v1/models": {"data": [card]}, "/server_info": info}) as url:
-            found = await examined(url)
-            for words in ("--page-size 16", "--enable-metrics", "--enable-cache-report", "windows or Mamba"):
-                found.expect("cache.sglang", Severity.WARNING, words)
-            found.expect("cache.sglang", Severity.WARNING, "--kv-events-config", "tcp://*:5557")
-            assert found.of("http.event_sources") == found.of("http.version") == []
-
-    run(main())
+async def test_the_doctor_names_what_an_engine_was_started_without() -> None:
+    async with running(SGLANG) as (engine,):
+        healthy = await examined(engine.base_url, probe=True)
+        healthy.expect("cache.sglang", Severity.OK, "SGLang 0.5.23, 16 tokens per page")
+        healthy.expect("cache.scheme", Severity.OK, "SGLang's page hashes, 16 token(s)")
+        healthy.expect("probe.exact", Severity.OK)
+        assert healthy.bad() == []
+    info = {
+        "page_size": 1,
+        "enable_cache_report": False,
+        "internal_states": [{"memory_usage": {"token_capacity_swa": 64}}],
+        "kv_events": None,
+    }
+    card = {"id": "m", "owned_by": "sglang", "parent": None}
+    async with http_server({"/health": {}, "/v1/models": {"data": [card]}, "/server_info": info}) as url:
+        found = await examined(url)
+        for words in ("--page-size 16", "--enable-metrics", "--enable-cache-report", "windows or Mamba"):
+            found.expect("cache.sglang", Severity.WARNING, words)
+        found.expect("cache.sglang", Severity.WARNING, "--kv-events-config", "tcp://*:5557")
+        assert found.of("http.event_sources") == found.of("http.version") == []
 
 
-def test_a_recording_finds_the_event_endpoints() -> None:
-    async def main() -> None:
-        async with running(SGLANG) as (engine,):
-            (source,) = await asyncio.to_thread(resolve, [engine.base_url])
-            assert (source.events, source.replay) == (engine.events_endpoint, engine.replay_endpoint)
-
-    run(main())
+async def test_a_recording_finds_the_event_endpoints() -> None:
+    async with running(SGLANG) as (engine,):
+        (source,) = await asyncio.to_thread(resolve, [engine.base_url])
+        assert (source.events, source.replay) == (engine.events_endpoint, engine.replay_endpoint)
 
 
-def test_hits_of_an_engine_with_windows_are_shown_as_assumed() -> None:
+async def test_hits_of_an_engine_with_windows_are_shown_as_assumed() -> None:
     stated = EngineStatement(source="server_info", kind="sglang", other_attention=True)
 
-    async def main() -> None:
-        async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
-            body = {"model": MODEL, "max_tokens": 2, "prompt": TEXT * 20}
-            await ask(rig, engine, COMPLETION, body)
-            (status,) = rig.router.fleet
-            status.server_info = msgspec.structs.replace(stated, event_ports=None)
-            rig.router.lifecycle.engine_up(status)
-            label = {
-                "name": "other_attention",
-                "value": True,
-                "source": "server_info",
-                "certainty": "assumed",
-            }
-            (shown,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
-            assert label in shown["facts"]
-            (explained,) = (await rig.ask("POST", "/kvatlas/explain", body))[1]["engines"]
-            assert label in explained["facts"]
-
-    run(main())
+    async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
+        body = {"model": MODEL, "max_tokens": 2, "prompt": TEXT * 20}
+        await ask(rig, engine, COMPLETION, body)
+        (status,) = rig.router.fleet
+        status.server_info = msgspec.structs.replace(stated, event_ports=None)
+        rig.router.lifecycle.engine_up(status)
+        label = {
+            "name": "other_attention",
+            "value": True,
+            "source": "server_info",
+            "certainty": "assumed",
+        }
+        (shown,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
+        assert label in shown["facts"]
+        (explained,) = (await rig.ask("POST", "/kvatlas/explain", body))[1]["engines"]
+        assert label in explained["facts"]

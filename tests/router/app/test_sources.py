@@ -12,7 +12,7 @@ from publisher.simulator.server import SimulatedEngine
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FileSettings, FleetSettings, KubernetesSettings
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import OFTEN, configure, routing, running
 
 
@@ -31,109 +31,91 @@ def from_file(path: Path, **changes: Any) -> FleetSettings:
     return FleetSettings(**{**given, "file": FileSettings(path=str(path), interval_s=0.02), **changes})
 
 
-def test_engines_come_serve_are_drained_and_leave_without_a_restart(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        async with running({}, {}) as (one, two):
-            listed(path, one)
-            async with routing(configure(fleet=from_file(path))) as rig:
-                answer = await rig.chat("first")
-                assert answer.headers["x-kvatlas-engine"] == one.base_url
-                listed(path, one, two, drained=one)
-                await until(lambda: len(rig.router.fleet) == 2, "the second came")
-                await rig.ready()
-                for _ in range(3):
-                    answer = await rig.chat("second")
-                    assert answer.headers["x-kvatlas-engine"] == two.base_url
-                _, engines = await rig.ask("GET", "/kvatlas/engines")
-                assert {e["engine"]: e["held"] for e in engines} == {
-                    one.base_url: "drained in the file",
-                    two.base_url: "",
-                }
-                listed(path, two)
-                await until(lambda: len(rig.router.fleet) == 1, "the first is forgotten")
-                assert one.base_url not in rig.router.lifecycle.feeds.stats
-                _, page = await rig.ask("GET", "/metrics")
-                assert one.base_url not in page
-                assert 'kvatlas_source_engines{source="file"} 1.0' in page
-                _, sources = await rig.ask("GET", "/kvatlas/sources")
-                assert sources["file"]["synced"]
-                listed(path)
-                await until(lambda: not len(rig.router.fleet), "all are gone")
-                assert (await rig.ask("GET", "/ready"))[0] == 503
-                status, _ = await rig.ask("POST", "/v1/completions", {"model": "m", "prompt": "x"})
-                assert status == 503
-
-    run(main())
+async def test_engines_come_serve_are_drained_and_leave_without_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    async with running({}, {}) as (one, two):
+        listed(path, one)
+        async with routing(configure(fleet=from_file(path))) as rig:
+            answer = await rig.chat("first")
+            assert answer.headers["x-kvatlas-engine"] == one.base_url
+            listed(path, one, two, drained=one)
+            await until(lambda: len(rig.router.fleet) == 2, "the second came")
+            await rig.ready()
+            for _ in range(3):
+                answer = await rig.chat("second")
+                assert answer.headers["x-kvatlas-engine"] == two.base_url
+            _, engines = await rig.ask("GET", "/kvatlas/engines")
+            assert {e["engine"]: e["held"] for e in engines} == {
+                one.base_url: "drained in the file",
+                two.base_url: "",
+            }
+            listed(path, two)
+            await until(lambda: len(rig.router.fleet) == 1, "the first is forgotten")
+            assert one.base_url not in rig.router.lifecycle.feeds.stats
+            _, page = await rig.ask("GET", "/metrics")
+            assert one.base_url not in page
+            assert 'kvatlas_source_engines{source="file"} 1.0' in page
+            _, sources = await rig.ask("GET", "/kvatlas/sources")
+            assert sources["file"]["synced"]
+            listed(path)
+            await until(lambda: not len(rig.router.fleet), "all are gone")
+            assert (await rig.ask("GET", "/ready"))[0] == 503
+            status, _ = await rig.ask("POST", "/v1/completions", {"model": "m", "prompt": "x"})
+            assert status == 503
 
 
-def test_a_held_engine_is_warm_when_its_hold_ends(tmp_path: Path) -> None:
+async def test_a_held_engine_is_warm_when_its_hold_ends(tmp_path: Path) -> None:
     """Not ready yet, a new engine is followed all the same: nothing is cold when it takes requests."""
 
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        async with running({}, {}) as (one, two):
-            listed(path, one, two, drained=two)
-            async with routing(configure(fleet=from_file(path)), wait=False) as rig:
-                await until(lambda: rig.router.readiness().ready, "ready by the first")
-                await until(lambda: rig.router.fleet.get(two.base_url).feed_state == "ready", "warm")
-                assert [s.engine_id for s in rig.router.fleet.ready(None)] == [one.base_url]
-
-    run(main())
+    path = tmp_path / "engines.toml"
+    async with running({}, {}) as (one, two):
+        listed(path, one, two, drained=two)
+        async with routing(configure(fleet=from_file(path)), wait=False) as rig:
+            await until(lambda: rig.router.readiness().ready, "ready by the first")
+            await until(lambda: rig.router.fleet.get(two.base_url).feed_state == "ready", "warm")
+            assert [s.engine_id for s in rig.router.fleet.ready(None)] == [one.base_url]
 
 
-def test_ready_waits_for_sources_to_be_heard_but_not_for_ever(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "nowhere.toml"
-        async with running({}) as engines:
-            patient = from_file(path, warm_up_s_max=1000.0)
-            async with routing(configure(*engines, fleet=patient), wait=False) as rig:
-                await until(lambda: bool(rig.router.fleet.ready(None)), "an engine is up")
-                await until(lambda: "no such file" in rig.router.readiness().reason, "why it waits")
-                status, body = await rig.ask("GET", "/ready")
-                assert status == 503
-                assert body["reason"].startswith("sources of engines without an answer yet: file (")
-                listed(path, *engines)
-                await until(lambda: rig.router.readiness().ready, "ready")
-                path.unlink()
-                await until(lambda: rig.router.fleet_sources.stats["file"].failing, "failing")
-                assert rig.router.readiness().ready  # waited for once only
-            hasty = from_file(tmp_path / "nowhere.toml", warm_up_s_max=0.01)
-            async with routing(configure(*engines, fleet=hasty), wait=False) as rig:
-                await until(lambda: rig.router.readiness().ready, "ready without")
-
-    run(main())
-
-
-def test_outside_a_cluster_it_says_so_and_serves_what_it_knows(tmp_path: Path) -> None:
-    async def main() -> None:
-        kubernetes = KubernetesSettings(selector="app=vllm", credentials_dir=str(tmp_path))
-        fleet = FleetSettings(poll_interval_s=0.1, warm_up_s_max=0.05, kubernetes=kubernetes)
-        async with (
-            running({}) as engines,
-            routing(configure(*engines, fleet=fleet), wait=False) as rig,
-        ):
-            await until(lambda: rig.router.readiness().ready, "ready with what is configured")
-            stats = rig.router.fleet_sources.stats["kubernetes"]
-            await until(lambda: "not inside a cluster" in stats.last_error, "said")
-            assert "fleet.kubernetes.kubeconfig" in stats.last_error
-
-    run(main())
-
-
-def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        async with running({}, {}) as engines:
+async def test_ready_waits_for_sources_to_be_heard_but_not_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.toml"
+    async with running({}) as engines:
+        patient = from_file(path, warm_up_s_max=1000.0)
+        async with routing(configure(*engines, fleet=patient), wait=False) as rig:
+            await until(lambda: bool(rig.router.fleet.ready(None)), "an engine is up")
+            await until(lambda: "no such file" in rig.router.readiness().reason, "why it waits")
+            status, body = await rig.ask("GET", "/ready")
+            assert status == 503
+            assert body["reason"].startswith("sources of engines without an answer yet: file (")
             listed(path, *engines)
-            fleet = from_file(path, engines_max=1)
-            async with routing(configure(fleet=fleet)) as rig:
-                assert len(rig.router.fleet) == 1
-                stats = rig.router.fleet_sources.stats["file"]
-                assert stats.errors == {"fleet_full": 1}
-                assert "1 servers over fleet.engines_max" in stats.last_error
+            await until(lambda: rig.router.readiness().ready, "ready")
+            path.unlink()
+            await until(lambda: rig.router.fleet_sources.stats["file"].failing, "failing")
+            assert rig.router.readiness().ready  # waited for once only
+        hasty = from_file(tmp_path / "nowhere.toml", warm_up_s_max=0.01)
+        async with routing(configure(*engines, fleet=hasty), wait=False) as rig:
+            await until(lambda: rig.router.readiness().ready, "ready without")
 
-    run(main())
+
+async def test_outside_a_cluster_it_says_so_and_serves_what_it_knows(tmp_path: Path) -> None:
+    kubernetes = KubernetesSettings(selector="app=vllm", credentials_dir=str(tmp_path))
+    fleet = FleetSettings(poll_interval_s=0.1, warm_up_s_max=0.05, kubernetes=kubernetes)
+    async with running({}) as engines, routing(configure(*engines, fleet=fleet), wait=False) as rig:
+        await until(lambda: rig.router.readiness().ready, "ready with what is configured")
+        stats = rig.router.fleet_sources.stats["kubernetes"]
+        await until(lambda: "not inside a cluster" in stats.last_error, "said")
+        assert "fleet.kubernetes.kubeconfig" in stats.last_error
+
+
+async def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    async with running({}, {}) as engines:
+        listed(path, *engines)
+        fleet = from_file(path, engines_max=1)
+        async with routing(configure(fleet=fleet)) as rig:
+            assert len(rig.router.fleet) == 1
+            stats = rig.router.fleet_sources.stats["file"]
+            assert stats.errors == {"fleet_full": 1}
+            assert "1 servers over fleet.engines_max" in stats.last_error
 
 
 @pytest.mark.parametrize(
@@ -196,12 +178,9 @@ def test_flags_and_variables_reach_the_sources(tmp_path: Path) -> None:
         load(path, environ={}, flags={"fleet.kubernetes.selector": "a=b"})
 
 
-def test_sources_end_with_the_router(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        listed(path)
-        async with routing(configure(fleet=from_file(path)), wait=False) as rig:
-            await until(lambda: rig.router.fleet_sources.stats["file"].synced, "heard")
-        assert not [t for t in asyncio.all_tasks() if t.get_name().startswith(("source", "poll", "dns"))]
-
-    run(main())
+async def test_sources_end_with_the_router(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    listed(path)
+    async with routing(configure(fleet=from_file(path)), wait=False) as rig:
+        await until(lambda: rig.router.fleet_sources.stats["file"].synced, "heard")
+    assert not [t for t in asyncio.all_tasks() if t.get_name().startswith(("source", "poll", "dns"))]

@@ -15,7 +15,6 @@ import yarl
 
 from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings
-from tests.support.waiting import run
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running
 
 RULES = f"""
@@ -53,66 +52,60 @@ async def ask(rig: Rig, tenant: str, method: str, path: str, body: Any = None) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_there_for_its_tenant_alone(tmp_path: Path, stream: bool) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig, client(rig, "ada") as ada, client(rig, "eve") as eve:
-            made: Any = await ada.responses.create(
-                model=MODEL, input="a secret", max_output_tokens=4, stream=stream
-            )
-            if stream:
-                made = [event async for event in made][-1].response
-            assert (await ada.responses.retrieve(made.id)).id == made.id
-            with pytest.raises(openai.NotFoundError) as missing:
-                await eve.responses.retrieve(made.id)
-            assert missing.value.code == "response_not_found"
-            with pytest.raises(openai.NotFoundError):
-                await eve.responses.cancel(made.id)
-            with pytest.raises(openai.NotFoundError):
-                await eve.responses.delete(made.id)
-            with pytest.raises(openai.NotFoundError):
-                await eve.responses.create(model=MODEL, input="go on", previous_response_id=made.id)
-            more = await ada.responses.create(
-                model=MODEL, input="go on", previous_response_id=made.id, max_output_tokens=4
-            )
-            assert more.id != made.id
-
-    run(main())
+async def test_a_response_is_there_for_its_tenant_alone(tmp_path: Path, stream: bool) -> None:
+    async with guarded(tmp_path) as rig, client(rig, "ada") as ada, client(rig, "eve") as eve:
+        made: Any = await ada.responses.create(
+            model=MODEL, input="a secret", max_output_tokens=4, stream=stream
+        )
+        if stream:
+            made = [event async for event in made][-1].response
+        assert (await ada.responses.retrieve(made.id)).id == made.id
+        with pytest.raises(openai.NotFoundError) as missing:
+            await eve.responses.retrieve(made.id)
+        assert missing.value.code == "response_not_found"
+        with pytest.raises(openai.NotFoundError):
+            await eve.responses.cancel(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await eve.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await eve.responses.create(model=MODEL, input="go on", previous_response_id=made.id)
+        more = await ada.responses.create(
+            model=MODEL, input="go on", previous_response_id=made.id, max_output_tokens=4
+        )
+        assert more.id != made.id
 
 
-def test_no_spelling_of_a_path_or_body_gets_at_a_response(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig, client(rig, "ada") as ada:
-            made = await ada.responses.create(model=MODEL, input="a secret", max_output_tokens=4)
-            known = f"/v1/responses/{made.id}"
-            for path in (
-                known,
-                known + "/",
-                known + "/input_items",
-                known + "?stream=true",
-                f"/v1//responses/{made.id}",
-                f"/v1/./responses/{made.id}",
-                f"/v1/x/../responses/{made.id}",
-                f"/v1/responses/./{made.id}",
-                f"/v1/responses/%72{made.id[1:]}",
-                f"/v1/%72esponses/{made.id}",
-                f"/v1/Responses/{made.id}",
-            ):
-                for method in ("GET", "DELETE", "HEAD"):
-                    status, _ = await ask(rig, "eve", method, path)
-                    assert status in (403, 404), (method, path)
-            body = {"model": MODEL, "input": "x", "previous_response_id": made.id}
-            assert await ask(rig, "eve", "POST", "/v1/responses", body) == (404, "response_not_found")
-            assert await ask(rig, "eve", "POST", "/v1/responses/render", body) == (404, "response_not_found")
-            padded = body | {"instructions": "x" * (5 << 20)}
-            assert await ask(rig, "eve", "POST", "/v1/responses", padded) == (404, "response_not_found")
-            own = {"model": MODEL, "input": "x", "request_id": made.id}
-            assert await ask(rig, "eve", "POST", "/v1/responses", own) == (400, "id_in_use")
-            assert (await ask(rig, "ada", "GET", known))[0] == 200
-            # a key for some models only may end its own
-            status, code = await ask(rig, "ada", "POST", known + "/cancel")
-            assert code not in ("model_not_allowed", "response_not_found")
-
-    run(main())
+async def test_no_spelling_of_a_path_or_body_gets_at_a_response(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as rig, client(rig, "ada") as ada:
+        made = await ada.responses.create(model=MODEL, input="a secret", max_output_tokens=4)
+        known = f"/v1/responses/{made.id}"
+        for path in (
+            known,
+            known + "/",
+            known + "/input_items",
+            known + "?stream=true",
+            f"/v1//responses/{made.id}",
+            f"/v1/./responses/{made.id}",
+            f"/v1/x/../responses/{made.id}",
+            f"/v1/responses/./{made.id}",
+            f"/v1/responses/%72{made.id[1:]}",
+            f"/v1/%72esponses/{made.id}",
+            f"/v1/Responses/{made.id}",
+        ):
+            for method in ("GET", "DELETE", "HEAD"):
+                status, _ = await ask(rig, "eve", method, path)
+                assert status in (403, 404), (method, path)
+        body = {"model": MODEL, "input": "x", "previous_response_id": made.id}
+        assert await ask(rig, "eve", "POST", "/v1/responses", body) == (404, "response_not_found")
+        assert await ask(rig, "eve", "POST", "/v1/responses/render", body) == (404, "response_not_found")
+        padded = body | {"instructions": "x" * (5 << 20)}
+        assert await ask(rig, "eve", "POST", "/v1/responses", padded) == (404, "response_not_found")
+        own = {"model": MODEL, "input": "x", "request_id": made.id}
+        assert await ask(rig, "eve", "POST", "/v1/responses", own) == (400, "id_in_use")
+        assert (await ask(rig, "ada", "GET", known))[0] == 200
+        # a key for some models only may end its own
+        status, code = await ask(rig, "ada", "POST", known + "/cancel")
+        assert code not in ("model_not_allowed", "response_not_found")
 
 
 @pytest.mark.parametrize(
@@ -127,26 +120,20 @@ def test_no_spelling_of_a_path_or_body_gets_at_a_response(tmp_path: Path) -> Non
         ("GET", "/v1/chat/completions/chat_1", None),
     ],
 )
-def test_what_engines_do_not_keep_apart_by_key_is_refused(
+async def test_what_engines_do_not_keep_apart_by_key_is_refused(
     tmp_path: Path, method: str, path: str, body: Any
 ) -> None:
-    async def main() -> None:
-        async with guarded(tmp_path) as rig:
-            for tenant in ("ada", "eve"):
-                assert await ask(rig, tenant, method, path, body) == (403, "path_not_kept_apart")
-            status, _ = await ask(rig, "eve", "POST", "/v1/images/generations", {"model": MODEL})
-            assert status == 404  # the engine's: a model is named, nothing is kept
-        open_paths = ProxySettings(passed_paths=frozenset({path}))
-        async with guarded(tmp_path, open_paths) as rig:
-            assert (await ask(rig, "eve", method, path, body))[1] != "path_not_kept_apart"
-
-    run(main())
+    async with guarded(tmp_path) as rig:
+        for tenant in ("ada", "eve"):
+            assert await ask(rig, tenant, method, path, body) == (403, "path_not_kept_apart")
+        status, _ = await ask(rig, "eve", "POST", "/v1/images/generations", {"model": MODEL})
+        assert status == 404  # the engine's: a model is named, nothing is kept
+    open_paths = ProxySettings(passed_paths=frozenset({path}))
+    async with guarded(tmp_path, open_paths) as rig:
+        assert (await ask(rig, "eve", method, path, body))[1] != "path_not_kept_apart"
 
 
-def test_without_keys_a_response_is_found_by_all() -> None:
-    async def main() -> None:
-        async with running(QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
-            made = await rig.api.responses.create(model=MODEL, input="x", max_output_tokens=4)
-            assert (await rig.api.responses.retrieve(made.id)).id == made.id
-
-    run(main())
+async def test_without_keys_a_response_is_found_by_all() -> None:
+    async with running(QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
+        made = await rig.api.responses.create(model=MODEL, input="x", max_output_tokens=4)
+        assert (await rig.api.responses.retrieve(made.id)).id == made.id

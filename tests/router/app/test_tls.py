@@ -59,25 +59,22 @@ async def chat(url: str, context: ssl.SSLContext) -> int:
         return answer.status
 
 
-def test_clients_speak_https_and_a_renewed_certificate_is_taken(pki: Path, tmp_path: Path) -> None:
+async def test_clients_speak_https_and_a_renewed_certificate_is_taken(pki: Path, tmp_path: Path) -> None:
     for kind in ("crt", "key"):
         shutil.copy(pki / f"server.{kind}", tmp_path / f"server.{kind}")
 
-    async def main() -> None:
-        async with running({}) as engines, routing(serving(tmp_path, *engines)) as rig:
-            assert rig.url.startswith("https://")
-            assert await chat(rig.url, trusting(pki)) == 200
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await chat(rig.url, trusting(pki, "other"))
-            for kind in ("crt", "key"):
-                shutil.copy(pki / f"next.{kind}", tmp_path / f"server.{kind}")
-            rig.router.certificates.reload_changed()
-            assert await chat(rig.url, trusting(pki, "other")) == 200
-            (tmp_path / "server.crt").write_text("half a cert")
-            rig.router.certificates.reload_changed()
-            assert await chat(rig.url, trusting(pki, "other")) == 200, "the old one stays"
-
-    run(main())
+    async with running({}) as engines, routing(serving(tmp_path, *engines)) as rig:
+        assert rig.url.startswith("https://")
+        assert await chat(rig.url, trusting(pki)) == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await chat(rig.url, trusting(pki, "other"))
+        for kind in ("crt", "key"):
+            shutil.copy(pki / f"next.{kind}", tmp_path / f"server.{kind}")
+        rig.router.certificates.reload_changed()
+        assert await chat(rig.url, trusting(pki, "other")) == 200
+        (tmp_path / "server.crt").write_text("half a cert")
+        rig.router.certificates.reload_changed()
+        assert await chat(rig.url, trusting(pki, "other")) == 200, "the old one stays"
 
 
 @pytest.mark.parametrize("first", ["crt", "key"])
@@ -135,19 +132,16 @@ async def shakes_hands(one: ssl.SSLContext, other: ssl.SSLContext, role: str) ->
     return said == b"x"
 
 
-def test_with_a_client_authority_nobody_else_is_heard(pki: Path) -> None:
-    async def main() -> None:
-        config = serving(pki, client_ca_file="ca.crt")
-        async with running({}) as engines:
-            listed = tuple(EngineAddress(engine.base_url) for engine in engines)
-            async with routing(msgspec.structs.replace(config, engines=listed)) as rig:
-                assert await chat(rig.url, trusting(pki, name="ann")) == 200
-                for stranger in (None, "eve"):
-                    with pytest.raises(aiohttp.ClientError):
-                        await chat(rig.url, trusting(pki, name=stranger))
-                assert rig.router.proxy.stats.requests == 1
-
-    run(main())
+async def test_with_a_client_authority_nobody_else_is_heard(pki: Path) -> None:
+    config = serving(pki, client_ca_file="ca.crt")
+    async with running({}) as engines:
+        listed = tuple(EngineAddress(engine.base_url) for engine in engines)
+        async with routing(msgspec.structs.replace(config, engines=listed)) as rig:
+            assert await chat(rig.url, trusting(pki, name="ann")) == 200
+            for stranger in (None, "eve"):
+                with pytest.raises(aiohttp.ClientError):
+                    await chat(rig.url, trusting(pki, name=stranger))
+            assert rig.router.proxy.stats.requests == 1
 
 
 async def _relay(engine: SimulatedEngine, context: ssl.SSLContext) -> asyncio.Server:
@@ -171,7 +165,7 @@ async def _relay(engine: SimulatedEngine, context: ssl.SSLContext) -> asyncio.Se
     return await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
 
 
-def test_engines_are_verified_by_their_own_authority_and_see_the_routers_certificate(pki: Path) -> None:
+async def test_engines_are_verified_by_their_own_authority_and_see_the_routers_certificate(pki: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pki / "server.crt", pki / "server.key")
     context.load_verify_locations(pki / "ca.crt")
@@ -190,18 +184,15 @@ def test_engines_are_verified_by_their_own_authority_and_see_the_routers_certifi
             assert not status.up
             return None
 
-    async def main() -> None:
-        async with running({}) as (one,):
-            server = await _relay(one, context)
-            port = server.sockets[0].getsockname()[1]
-            engine = EngineAddress(f"https://127.0.0.1:{port}")
-            own = {"client_cert_file": "ann.crt", "client_key_file": "ann.key"}
-            assert await up(engine, fleet(ca_file="ca.crt", **own), wanted=True) == 200
-            await up(engine, fleet(ca_file="ca.crt"), wanted=False)
-            await up(engine, fleet(ca_file="other.crt", **own), wanted=False)
-            server.close()
-
-    run(main())
+    async with running({}) as (one,):
+        server = await _relay(one, context)
+        port = server.sockets[0].getsockname()[1]
+        engine = EngineAddress(f"https://127.0.0.1:{port}")
+        own = {"client_cert_file": "ann.crt", "client_key_file": "ann.key"}
+        assert await up(engine, fleet(ca_file="ca.crt", **own), wanted=True) == 200
+        await up(engine, fleet(ca_file="ca.crt"), wanted=False)
+        await up(engine, fleet(ca_file="other.crt", **own), wanted=False)
+        server.close()
 
 
 @pytest.mark.parametrize(

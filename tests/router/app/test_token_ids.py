@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.openai.request import COMPLETION, GENERATE
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, configure, routing, running
 
 PROMPT = list(range(100, 300))
@@ -20,28 +20,25 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("mode", ["native", "learned"])
-def test_token_ids_without_a_tokenizer(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_token_ids_without_a_tokenizer(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body = BODIES[name]
     monkeypatch.setattr("router.index.learn.hash_scheme.SEEDS_MAX", 4)
     changes = {"hash_seed": "a seed that is no number"} if mode == "learned" else {}
 
-    async def main() -> None:
-        async with running(changes) as (engine,), routing(configure(engine, models={})) as rig:
+    async with running(changes) as (engine,), routing(configure(engine, models={})) as rig:
 
-            def known() -> bool:
-                found = rig.router.scopes.engine(engine.base_url)
-                return found is not None and found.mode == mode
+        def known() -> bool:
+            found = rig.router.scopes.engine(engine.base_url)
+            return found is not None and found.mode == mode
 
-            for _ in range(2):
-                status, answer = await rig.ask("POST", path, {"model": MODEL, **body})
-                assert status == 200, answer
-                await until(lambda: rig.idle, "answered")
-                await rig.caught_up(engine)
-                await until(known, "how it hashes is known")
-            stats = rig.router.reader.stats
-            assert (stats.local, stats.engine, sum(stats.affinity.values())) == (2, 0, 0)
-            receipts = list(rig.router.accounts.receipts.latest)
-            assert [receipt.actual_tokens for receipt in receipts] == [0, 192]
-            assert receipts[-1].outcome == "exact"
-
-    run(main())
+        for _ in range(2):
+            status, answer = await rig.ask("POST", path, {"model": MODEL, **body})
+            assert status == 200, answer
+            await until(lambda: rig.idle, "answered")
+            await rig.caught_up(engine)
+            await until(known, "how it hashes is known")
+        stats = rig.router.reader.stats
+        assert (stats.local, stats.engine, sum(stats.affinity.values())) == (2, 0, 0)
+        receipts = list(rig.router.accounts.receipts.latest)
+        assert [receipt.actual_tokens for receipt in receipts] == [0, 192]
+        assert receipts[-1].outcome == "exact"

@@ -197,19 +197,16 @@ def test_the_engine_gets_a_child_of_ours_or_what_the_client_sent(parent: str) ->
     assert traces.stats.spans == traces.stats.spans_exported == len(kept.spans)
 
 
-def test_a_collector_that_does_not_answer_holds_nobody_up() -> None:
-    async def main() -> None:
-        async with running({}) as engines:
-            settings = TraceSettings(endpoint="http://127.0.0.1:9", sample_ratio=1.0)
-            async with routing(configure(*engines, traces=settings)) as rig:
-                for _ in range(5):
-                    assert (await rig.chat("hi")).http_response.status_code == 200
-                traces = rig.router.traces
-                assert traces is not None
-                await until(lambda: rig.idle, "requests over")
-        assert traces.stats.spans == 25
-
-    run(main())
+async def test_a_collector_that_does_not_answer_holds_nobody_up() -> None:
+    async with running({}) as engines:
+        settings = TraceSettings(endpoint="http://127.0.0.1:9", sample_ratio=1.0)
+        async with routing(configure(*engines, traces=settings)) as rig:
+            for _ in range(5):
+                assert (await rig.chat("hi")).http_response.status_code == 200
+            traces = rig.router.traces
+            assert traces is not None
+            await until(lambda: rig.idle, "requests over")
+    assert traces.stats.spans == 25
 
 
 def test_without_the_sdk_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

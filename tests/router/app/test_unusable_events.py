@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import TEXT, configure, routing, running
 
 STORED = {
@@ -24,35 +24,32 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-def test_events_that_cannot_be_used_are_a_problem(kind: str) -> None:
+async def test_events_that_cannot_be_used_are_a_problem(kind: str) -> None:
     events, reason, detail = UNUSABLE[kind]
     payload = b"\xc1" if events is None else msgspec.msgpack.encode([1.0, events, 0])
 
-    async def main() -> None:
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            assert engine.publisher is not None
-            engine.publisher._ledger = None  # it would refuse what it cannot read
-            engine.publisher.publish_payload(payload)
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        assert engine.publisher is not None
+        engine.publisher._ledger = None  # it would refuse what it cannot read
+        engine.publisher.publish_payload(payload)
 
-            async def problems() -> list[dict[str, str]]:
-                found = (await rig.ask("GET", "/kvatlas/problems"))[1][engine.base_url]
-                return [problem for problem in found if "could be used" in problem["seen"]]
+        async def problems() -> list[dict[str, str]]:
+            found = (await rig.ask("GET", "/kvatlas/problems"))[1][engine.base_url]
+            return [problem for problem in found if "could be used" in problem["seen"]]
 
-            status = rig.router.fleet.get(engine.base_url)
-            assert status is not None
-            await until(lambda: status.unusable_events > 0, "seen")
-            (problem,) = await problems()
-            assert reason in problem["seen"]
-            assert detail in problem["seen"]
-            assert problem["severity"] == "error"
-            assert "kvatlas record" in problem["remedy"]
-            _, ready = await rig.ask("GET", "/ready")
-            assert f"feeds whose events cannot be used: {engine.base_url}" in ready["reason"]
-            metric = f'kvatlas_feed_unusable_events{{engine="{engine.base_url}"}} 1.0'
-            assert metric in (await rig.ask("GET", "/metrics"))[1]
-            await rig.chat(TEXT * 20)
-            await until(lambda: status.unusable_events == 0, "events that can be used")
-            assert not await problems()
-            assert (await rig.ask("GET", "/ready"))[1]["reason"] == ""
-
-    run(main())
+        status = rig.router.fleet.get(engine.base_url)
+        assert status is not None
+        await until(lambda: status.unusable_events > 0, "seen")
+        (problem,) = await problems()
+        assert reason in problem["seen"]
+        assert detail in problem["seen"]
+        assert problem["severity"] == "error"
+        assert "kvatlas record" in problem["remedy"]
+        _, ready = await rig.ask("GET", "/ready")
+        assert f"feeds whose events cannot be used: {engine.base_url}" in ready["reason"]
+        metric = f'kvatlas_feed_unusable_events{{engine="{engine.base_url}"}} 1.0'
+        assert metric in (await rig.ask("GET", "/metrics"))[1]
+        await rig.chat(TEXT * 20)
+        await until(lambda: status.unusable_events == 0, "events that can be used")
+        assert not await problems()
+        assert (await rig.ask("GET", "/ready"))[1]["reason"] == ""

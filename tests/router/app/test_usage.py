@@ -213,48 +213,39 @@ def test_the_record_can_be_had_from_the_router(tmp_path: Path) -> None:
     assert copy.read_text() == '{"older": 2}\n{"older": 1}\n' + path.read_text()
 
 
-def test_a_router_without_a_record_names_the_setting(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            status, page = await rig.ask("GET", "/kvatlas/usage")
-            assert status == 404
-            assert page["error"]["code"] == "usage_off"
-            with pytest.raises(OSError, match=r"set usage\.path"):
-                await asyncio.to_thread(fetch_usage, rig.ops_url, tmp_path / "copy.jsonl")
-
-    run(main())
+async def test_a_router_without_a_record_names_the_setting(tmp_path: Path) -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        status, page = await rig.ask("GET", "/kvatlas/usage")
+        assert status == 404
+        assert page["error"]["code"] == "usage_off"
+        with pytest.raises(OSError, match=r"set usage\.path"):
+            await asyncio.to_thread(fetch_usage, rig.ops_url, tmp_path / "copy.jsonl")
 
 
-def test_a_record_that_cannot_be_written_fails_no_request(tmp_path: Path) -> None:
+async def test_a_record_that_cannot_be_written_fails_no_request(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
 
-    async def main() -> None:
-        async with running({}) as engines:
-            config = configure(*engines, usage=UsageSettings(path=str(folder / "a.jsonl")))
-            folder.rmdir()
-            async with routing(config) as rig:
-                await rig.chat(TEXT)
-                log = rig.router.usage
-                assert log is not None
-                await until(lambda: log.stats.write_failures, "the disk refused")
-                await rig.chat(TEXT)
-                rig.check_books()
-                folder.mkdir()
-                await written(rig, 2)
-
-    run(main())
-
-
-def test_no_record_unless_asked_for() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
+    async with running({}) as engines:
+        config = configure(*engines, usage=UsageSettings(path=str(folder / "a.jsonl")))
+        folder.rmdir()
+        async with routing(config) as rig:
             await rig.chat(TEXT)
-            assert rig.router.usage is None
-            _, page = await rig.ask("GET", "/metrics")
-            assert "kvatlas_usage" not in page
+            log = rig.router.usage
+            assert log is not None
+            await until(lambda: log.stats.write_failures, "the disk refused")
+            await rig.chat(TEXT)
+            rig.check_books()
+            folder.mkdir()
+            await written(rig, 2)
 
-    run(main())
+
+async def test_no_record_unless_asked_for() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        await rig.chat(TEXT)
+        assert rig.router.usage is None
+        _, page = await rig.ask("GET", "/metrics")
+        assert "kvatlas_usage" not in page
 
 
 def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(

@@ -24,7 +24,7 @@ from router.fleet.settings import FleetSettings
 from router.http.settings import ListenSettings
 from tests.support.envoy import Envoy, envoy, program
 from tests.support.ports import free_port
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 pytestmark = pytest.mark.envoy
@@ -88,151 +88,121 @@ def told(rig: Rig) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_same_engine_and_receipt_as_through_serve(tmp_path: Path, form: str) -> None:
-    async def main() -> None:
-        async with (
-            running({}, {}, {}) as engines,
-            gateway(tmp_path, *engines) as (rig, through),
-        ):
-            for number in range(4):
-                text = f"Story {number}. " + TEXT * (3 + number)
-                await rig.chat(text, model=MODEL)  # one engine has it now
-                await rig.caught_up(*engines)
-                await rig.chat(text)
-                expected = told(rig)
-                for stream in (False, True):
-                    asked = body(text, stream=stream)
-                    if stream:
-                        asked["stream_options"] = {"include_usage": True}
-                    status, headers, _ = await through.ask(form, CHAT, asked)
-                    assert status == 200
-                    assert headers["x-kvatlas-engine"] == expected[0]
-                    await until(lambda: rig.idle, "the receipt is written")
-                    assert told(rig) == expected
-                assert expected[-1] == "exact"
-            mode = "buffered" if form.startswith("buffered") else "duplex"
-            assert stats_of(rig).picks == {mode: 8}
-            assert stats_of(rig).connections_broken == 0
-
-    run(main())
-
-
-def test_errors_have_the_shape_of_the_api(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            running({}) as engines,
-            gateway(tmp_path, *engines) as (rig, through),
-        ):
-            for form in FORMS:
-                status, headers, answer = await through.ask(form, CHAT, body("hi", model="nobody"))
-                assert status == 404
-                assert headers["content-type"] == "application/json"
-                assert json.loads(answer)["error"]["code"] == "model_not_found"
-                status, _, answer = await through.ask(form, "/reset_prefix_cache", b"{}")
-                assert (status, json.loads(answer)["error"]["code"]) == (403, "path_not_proxied")
-                status, _, answer = await through.ask(form, CHAT, b"no json")
-                assert (status, json.loads(answer)["error"]["code"]) == (400, "invalid_json")
-                status, _, answer = await through.ask(form, "/v1/models")
-                assert (status, json.loads(answer)["data"][0]["id"]) == (200, MODEL)
-                status, _, _ = await through.ask(form, "/metrics")
-                assert status == 404
-            await engines[0].stop()
-            await until(lambda: not rig.router.readiness().ready, "the engine is known to be down")
-            status, headers, answer = await through.ask("original_dst", CHAT, body("hi"))
-            assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
-            assert headers["retry-after"] == "1"
-            assert headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
-
-    run(main())
-
-
-def test_a_gateway_that_is_set_up_wrongly_is_told(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as engines, gateway(tmp_path, *engines) as (rig, through):
-            status, _, _ = await through.ask("streamed", CHAT, body("hi"))
-            assert status == 500
-            assert stats_of(rig).calls_refused == {"mode": 1}
-            assert "request_body_mode STREAMED" in (tmp_path / "envoy.log").read_text()
-
-    run(main())
-
-
-def test_clients_cannot_choose_the_destination(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}, {}) as engines, gateway(tmp_path, *engines) as (_, through):
-            own = {"x-gateway-destination-endpoint": "127.0.0.1:1"}
-            for form in FORMS:
-                status, headers, _ = await through.ask(form, CHAT, body(TEXT), headers=own)
+async def test_the_same_engine_and_receipt_as_through_serve(tmp_path: Path, form: str) -> None:
+    async with running({}, {}, {}) as engines, gateway(tmp_path, *engines) as (rig, through):
+        for number in range(4):
+            text = f"Story {number}. " + TEXT * (3 + number)
+            await rig.chat(text, model=MODEL)  # one engine has it now
+            await rig.caught_up(*engines)
+            await rig.chat(text)
+            expected = told(rig)
+            for stream in (False, True):
+                asked = body(text, stream=stream)
+                if stream:
+                    asked["stream_options"] = {"include_usage": True}
+                status, headers, _ = await through.ask(form, CHAT, asked)
                 assert status == 200
-                assert headers["x-kvatlas-engine"] in {engine.base_url for engine in engines}
-
-    run(main())
-
-
-def test_only_engines_of_the_subset_are_chosen(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}, {}, {}) as engines:
-            allowed = [endpoint(engines[2])]
-            async with gateway(tmp_path, *engines, subset=allowed) as (_, through):
-                for number in range(4):
-                    for form in FORMS:
-                        _, headers, _ = await through.ask(form, CHAT, body(f"{number} {TEXT}"))
-                        assert headers["x-kvatlas-engine"] == engines[2].base_url
-            async with gateway(tmp_path, *engines, subset=[]) as (_, through):
-                status, _, answer = await through.ask("original_dst", CHAT, body(TEXT))
-                assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
-
-    run(main())
-
-
-def test_a_dead_engine_is_an_error_or_its_fallback_serves(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}, {}, {}) as engines:
-            slow = {"fleet": SELDOM, "epp": epp(fallbacks=2)}
-            async with gateway(tmp_path, *engines, **slow) as (rig, through):
-                chosen = (await rig.chat(TEXT * 20)).headers["x-kvatlas-engine"]
-                await rig.caught_up(*engines)
-                dead = next(engine for engine in engines if engine.base_url == chosen)
-                await dead.stop()
-                status, headers, _ = await through.ask("override_host", CHAT, body(TEXT * 20))
-                assert status == 200
-                assert headers["x-kvatlas-engine"] != chosen
+                assert headers["x-kvatlas-engine"] == expected[0]
                 await until(lambda: rig.idle, "the receipt is written")
-                assert told(rig)[0] == headers["x-kvatlas-engine"]
-                assert stats_of(rig).fallbacks_served == 1
-                assert rig.router.proxy.stats.engine_failures == {"refused": 1}
+                assert told(rig) == expected
+            assert expected[-1] == "exact"
+        mode = "buffered" if form.startswith("buffered") else "duplex"
+        assert stats_of(rig).picks == {mode: 8}
+        assert stats_of(rig).connections_broken == 0
 
-    run(main())
+
+async def test_errors_have_the_shape_of_the_api(tmp_path: Path) -> None:
+    async with running({}) as engines, gateway(tmp_path, *engines) as (rig, through):
+        for form in FORMS:
+            status, headers, answer = await through.ask(form, CHAT, body("hi", model="nobody"))
+            assert status == 404
+            assert headers["content-type"] == "application/json"
+            assert json.loads(answer)["error"]["code"] == "model_not_found"
+            status, _, answer = await through.ask(form, "/reset_prefix_cache", b"{}")
+            assert (status, json.loads(answer)["error"]["code"]) == (403, "path_not_proxied")
+            status, _, answer = await through.ask(form, CHAT, b"no json")
+            assert (status, json.loads(answer)["error"]["code"]) == (400, "invalid_json")
+            status, _, answer = await through.ask(form, "/v1/models")
+            assert (status, json.loads(answer)["data"][0]["id"]) == (200, MODEL)
+            status, _, _ = await through.ask(form, "/metrics")
+            assert status == 404
+        await engines[0].stop()
+        await until(lambda: not rig.router.readiness().ready, "the engine is known to be down")
+        status, headers, answer = await through.ask("original_dst", CHAT, body("hi"))
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
+        assert headers["retry-after"] == "1"
+        assert headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
 
 
-def test_a_dead_engine_without_fallback_is_an_error_of_ours(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as engines, gateway(tmp_path, *engines, fleet=SELDOM) as (rig, through):
-            await engines[0].stop()
-            status, headers, answer = await through.ask("original_dst", CHAT, body(TEXT))
-            assert (status, headers["content-type"]) == (502, "application/json")
-            assert json.loads(answer)["error"]["code"] == "engine_unreachable"
+async def test_a_gateway_that_is_set_up_wrongly_is_told(tmp_path: Path) -> None:
+    async with running({}) as engines, gateway(tmp_path, *engines) as (rig, through):
+        status, _, _ = await through.ask("streamed", CHAT, body("hi"))
+        assert status == 500
+        assert stats_of(rig).calls_refused == {"mode": 1}
+        assert "request_body_mode STREAMED" in (tmp_path / "envoy.log").read_text()
+
+
+async def test_clients_cannot_choose_the_destination(tmp_path: Path) -> None:
+    async with running({}, {}) as engines, gateway(tmp_path, *engines) as (_, through):
+        own = {"x-gateway-destination-endpoint": "127.0.0.1:1"}
+        for form in FORMS:
+            status, headers, _ = await through.ask(form, CHAT, body(TEXT), headers=own)
+            assert status == 200
+            assert headers["x-kvatlas-engine"] in {engine.base_url for engine in engines}
+
+
+async def test_only_engines_of_the_subset_are_chosen(tmp_path: Path) -> None:
+    async with running({}, {}, {}) as engines:
+        allowed = [endpoint(engines[2])]
+        async with gateway(tmp_path, *engines, subset=allowed) as (_, through):
+            for number in range(4):
+                for form in FORMS:
+                    _, headers, _ = await through.ask(form, CHAT, body(f"{number} {TEXT}"))
+                    assert headers["x-kvatlas-engine"] == engines[2].base_url
+        async with gateway(tmp_path, *engines, subset=[]) as (_, through):
+            status, _, answer = await through.ask("original_dst", CHAT, body(TEXT))
+            assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
+
+
+async def test_a_dead_engine_is_an_error_or_its_fallback_serves(tmp_path: Path) -> None:
+    async with running({}, {}, {}) as engines:
+        slow = {"fleet": SELDOM, "epp": epp(fallbacks=2)}
+        async with gateway(tmp_path, *engines, **slow) as (rig, through):
+            chosen = (await rig.chat(TEXT * 20)).headers["x-kvatlas-engine"]
+            await rig.caught_up(*engines)
+            dead = next(engine for engine in engines if engine.base_url == chosen)
+            await dead.stop()
+            status, headers, _ = await through.ask("override_host", CHAT, body(TEXT * 20))
+            assert status == 200
+            assert headers["x-kvatlas-engine"] != chosen
+            await until(lambda: rig.idle, "the receipt is written")
+            assert told(rig)[0] == headers["x-kvatlas-engine"]
+            assert stats_of(rig).fallbacks_served == 1
             assert rig.router.proxy.stats.engine_failures == {"refused": 1}
 
-    run(main())
+
+async def test_a_dead_engine_without_fallback_is_an_error_of_ours(tmp_path: Path) -> None:
+    async with running({}) as engines, gateway(tmp_path, *engines, fleet=SELDOM) as (rig, through):
+        await engines[0].stop()
+        status, headers, answer = await through.ask("original_dst", CHAT, body(TEXT))
+        assert (status, headers["content-type"]) == (502, "application/json")
+        assert json.loads(answer)["error"]["code"] == "engine_unreachable"
+        assert rig.router.proxy.stats.engine_failures == {"refused": 1}
 
 
 @pytest.mark.parametrize("form", ["original_dst", "override_host", "buffered"])
-def test_a_client_that_leaves_ends_its_request_in_the_accounts(tmp_path: Path, form: str) -> None:
-    async def main() -> None:
-        async with (
-            running({"decode_s_per_token": 0.05}) as engines,
-            gateway(tmp_path, *engines) as (rig, through),
-        ):
-            asked = json.dumps(body(TEXT, stream=True, max_tokens=5000)).encode()
-            headers = {"content-type": "application/json"}
-            async with through.session.post(through.url(form) + CHAT, data=asked, headers=headers) as answer:
-                assert await answer.content.readany()
-                assert not rig.idle
-            await until(lambda: rig.idle, "the request has ended")
-            assert rig.router.proxy.stats.clients_gone == 1
-
-    run(main())
+async def test_a_client_that_leaves_ends_its_request_in_the_accounts(tmp_path: Path, form: str) -> None:
+    async with (
+        running({"decode_s_per_token": 0.05}) as engines,
+        gateway(tmp_path, *engines) as (rig, through),
+    ):
+        asked = json.dumps(body(TEXT, stream=True, max_tokens=5000)).encode()
+        headers = {"content-type": "application/json"}
+        async with through.session.post(through.url(form) + CHAT, data=asked, headers=headers) as answer:
+            assert await answer.content.readany()
+            assert not rig.idle
+        await until(lambda: rig.idle, "the request has ended")
+        assert rig.router.proxy.stats.clients_gone == 1
 
 
 class Recorder:
@@ -273,218 +243,181 @@ async def recorder() -> AsyncIterator[Recorder]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 65_536, 1_500_000, 8 << 20])
-def test_bodies_arrive_byte_for_byte(tmp_path: Path, size: int) -> None:
-    async def main() -> None:
-        async with recorder() as engine, AsyncExitStack() as stack:
-            rig = await stack.enter_async_context(
-                routing(configure(EngineAddress(engine.url), epp=epp()), wait=False)
+async def test_bodies_arrive_byte_for_byte(tmp_path: Path, size: int) -> None:
+    async with recorder() as engine, AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(
+            routing(configure(EngineAddress(engine.url), epp=epp()), wait=False)
+        )
+        await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
+        names = [engine.url.removeprefix("http://")]
+        through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
+        sent = json.dumps({"model": MODEL, "input": "".join(chr(97 + i % 26) for i in range(size))}).encode()
+        sent = sent if size else b""
+        forms = FORMS if size < 1_000_000 else ["original_dst", "override_host"]  # 413 is Envoy's beyond
+        for form in forms:
+            status, _, answer = await through.ask(form, "/v1/embeddings", sent)
+            found = json.loads(answer)
+            assert (status, found["bytes"]) == (200, len(sent))
+            assert found["sha256"] == hashlib.sha256(sent).hexdigest()
+            assert found["echo"].encode() == sent
+            assert "x-gateway-destination-endpoint" in found["fields"]
+        await until(lambda: rig.idle, "every request has ended")
+
+
+async def test_a_body_that_is_changed_arrives_changed(tmp_path: Path) -> None:
+    async with recorder() as engine, AsyncExitStack() as stack:
+        config = configure(EngineAddress(engine.url), epp=epp(), aliases={"small": MODEL})
+        rig = await stack.enter_async_context(routing(config, wait=False))
+        await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
+        names = [engine.url.removeprefix("http://")]
+        through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
+        sent = b'{"model": "small", "input": "a", "kv_transfer_params": {"x": 1}}'
+        for form in FORMS:
+            status, _, answer = await through.ask(form, "/v1/embeddings", sent)
+            assert status == 200
+            assert json.loads(answer)["echo"] == f'{{"model": "{MODEL}", "input": "a"}}'
+
+
+async def test_the_salt_of_its_tenant_reaches_the_engine(tmp_path: Path) -> None:
+    async with recorder() as engine, AsyncExitStack() as stack:
+        rules, secret = tmp_path / "keys.toml", tmp_path / "secret"
+        rules.write_text(
+            "".join(
+                f'[tenants.{name}]\n[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(name)}"\n'
+                for name in ("ada", "eve")
             )
-            await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
-            names = [engine.url.removeprefix("http://")]
-            through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
-            sent = json.dumps(
-                {"model": MODEL, "input": "".join(chr(97 + i % 26) for i in range(size))}
-            ).encode()
-            sent = sent if size else b""
-            forms = FORMS if size < 1_000_000 else ["original_dst", "override_host"]  # 413 is Envoy's beyond
-            for form in forms:
-                status, _, answer = await through.ask(form, "/v1/embeddings", sent)
-                found = json.loads(answer)
-                assert (status, found["bytes"]) == (200, len(sent))
-                assert found["sha256"] == hashlib.sha256(sent).hexdigest()
-                assert found["echo"].encode() == sent
-                assert "x-gateway-destination-endpoint" in found["fields"]
-            await until(lambda: rig.idle, "every request has ended")
-
-    run(main())
-
-
-def test_a_body_that_is_changed_arrives_changed(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with recorder() as engine, AsyncExitStack() as stack:
-            config = configure(EngineAddress(engine.url), epp=epp(), aliases={"small": MODEL})
-            rig = await stack.enter_async_context(routing(config, wait=False))
-            await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
-            names = [engine.url.removeprefix("http://")]
-            through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
-            sent = b'{"model": "small", "input": "a", "kv_transfer_params": {"x": 1}}'
-            for form in FORMS:
-                status, _, answer = await through.ask(form, "/v1/embeddings", sent)
+        )
+        secret.write_text("s" * 32)
+        keys = KeySettings(file=str(rules), isolate="tenant", isolate_secret_file=str(secret))
+        config = configure(EngineAddress(engine.url), epp=epp(), keys=keys)
+        rig = await stack.enter_async_context(routing(config, wait=False))
+        await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
+        names = [engine.url.removeprefix("http://")]
+        through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
+        isolation = rig.router.gate.isolation  # type: ignore[union-attr]
+        assert isolation is not None
+        sent = b'{"model": "%b", "input": "a", "cache_salt": "mine"}' % MODEL.encode()
+        for form in FORMS:
+            for tenant in ("ada", "eve"):
+                headers = {"authorization": f"Bearer {tenant}"}
+                status, _, answer = await through.ask(form, "/v1/embeddings", sent, headers=headers)
                 assert status == 200
-                assert json.loads(answer)["echo"] == f'{{"model": "{MODEL}", "input": "a"}}'
-
-    run(main())
-
-
-def test_the_salt_of_its_tenant_reaches_the_engine(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with recorder() as engine, AsyncExitStack() as stack:
-            rules, secret = tmp_path / "keys.toml", tmp_path / "secret"
-            rules.write_text(
-                "".join(
-                    f'[tenants.{name}]\n[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(name)}"\n'
-                    for name in ("ada", "eve")
-                )
-            )
-            secret.write_text("s" * 32)
-            keys = KeySettings(file=str(rules), isolate="tenant", isolate_secret_file=str(secret))
-            config = configure(EngineAddress(engine.url), epp=epp(), keys=keys)
-            rig = await stack.enter_async_context(routing(config, wait=False))
-            await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
-            names = [engine.url.removeprefix("http://")]
-            through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
-            isolation = rig.router.gate.isolation  # type: ignore[union-attr]
-            assert isolation is not None
-            sent = b'{"model": "%b", "input": "a", "cache_salt": "mine"}' % MODEL.encode()
-            for form in FORMS:
-                for tenant in ("ada", "eve"):
-                    headers = {"authorization": f"Bearer {tenant}"}
-                    status, _, answer = await through.ask(form, "/v1/embeddings", sent, headers=headers)
-                    assert status == 200
-                    salt = isolation.salt(tenant, TenantRules(), b'"mine"')
-                    assert json.loads(json.loads(answer)["echo"])["cache_salt"] == salt
-
-    run(main())
+                salt = isolation.salt(tenant, TenantRules(), b'"mine"')
+                assert json.loads(json.loads(answer)["echo"])["cache_salt"] == salt
 
 
 UNSEEN = ["original_dst", "override_host", "buffered", "no_answers", "buffered_no_answers"]
 
 
 @pytest.mark.parametrize("form", UNSEEN)
-def test_answers_that_nobody_watches_reach_the_client_and_leave_the_accounts(
+async def test_answers_that_nobody_watches_reach_the_client_and_leave_the_accounts(
     tmp_path: Path, form: str
 ) -> None:
-    async def main() -> None:
-        async with (
-            running({"decode_s_per_token": 0.02}, {}) as engines,
-            gateway(tmp_path, *engines, epp=epp(answers_watched_share=0.0)) as (rig, through),
-        ):
-            asked = [body(f"{number} {TEXT}", stream=number % 2 == 1, max_tokens=40) for number in range(4)]
-            answers = await asyncio.gather(*(through.ask(form, CHAT, each) for each in asked))
-            assert [status for status, _, _ in answers] == [200] * 4
-            assert all(b"chat.completion" in answer for _, _, answer in answers)
-            assert stats_of(rig).unwatched == 4
-            assert rig.router.proxy.stats.clients_gone == 0
-            await until(lambda: rig.idle, "the engines' numbers show that all have ended")
-            assert rig.router.accounts.load_stats.ended_by_gauges == 4
-            assert stats_of(rig).ends_estimated == stats_of(rig).cut_before_answer == 0
-            statuses = {status for _, _, status in rig.router.proxy.requests.counts}
-            assert statuses == {"unseen"}
-            assert not rig.router.accounts.receipts.latest
-
-    run(main())
+    async with (
+        running({"decode_s_per_token": 0.02}, {}) as engines,
+        gateway(tmp_path, *engines, epp=epp(answers_watched_share=0.0)) as (rig, through),
+    ):
+        asked = [body(f"{number} {TEXT}", stream=number % 2 == 1, max_tokens=40) for number in range(4)]
+        answers = await asyncio.gather(*(through.ask(form, CHAT, each) for each in asked))
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert all(b"chat.completion" in answer for _, _, answer in answers)
+        assert stats_of(rig).unwatched == 4
+        assert rig.router.proxy.stats.clients_gone == 0
+        await until(lambda: rig.idle, "the engines' numbers show that all have ended")
+        assert rig.router.accounts.load_stats.ended_by_gauges == 4
+        assert stats_of(rig).ends_estimated == stats_of(rig).cut_before_answer == 0
+        statuses = {status for _, _, status in rig.router.proxy.requests.counts}
+        assert statuses == {"unseen"}
+        assert not rig.router.accounts.receipts.latest
 
 
-def test_every_fourth_answer_is_watched(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            running({}) as engines,
-            gateway(tmp_path, *engines, epp=epp(answers_watched_share=0.25)) as (rig, through),
-        ):
-            for number in range(8):
-                status, _, _ = await through.ask("override_host", CHAT, body(f"{number} {TEXT}"))
-                assert status == 200
-            await until(lambda: rig.idle, "all have ended")
-            assert stats_of(rig).unwatched == 6
-            assert len(rig.router.accounts.receipts.latest) == 2
-
-    run(main())
+async def test_every_fourth_answer_is_watched(tmp_path: Path) -> None:
+    async with (
+        running({}) as engines,
+        gateway(tmp_path, *engines, epp=epp(answers_watched_share=0.25)) as (rig, through),
+    ):
+        for number in range(8):
+            status, _, _ = await through.ask("override_host", CHAT, body(f"{number} {TEXT}"))
+            assert status == 200
+        await until(lambda: rig.idle, "all have ended")
+        assert stats_of(rig).unwatched == 6
+        assert len(rig.router.accounts.receipts.latest) == 2
 
 
-def test_a_picker_that_ends_waits_for_no_answer_that_it_does_not_see(tmp_path: Path) -> None:
-    async def main() -> None:
-        slow = {"fleet": SELDOM, "epp": epp(answers_watched_share=0.0)}
-        async with running({}) as engines, routing(configure(*engines, **slow)) as rig:
-            names = [endpoint(engine) for engine in engines]
-            async with envoy(tmp_path, names, [port_of(rig)]) as through:
-                status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
-                assert status == 200
-                assert not rig.idle
-        assert rig.idle
-
-    run(main())
-
-
-def test_tls_with_a_certificate_of_its_own(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            running({}) as engines,
-            gateway(tmp_path, *engines, tls={}, epp=epp(tls=True)) as (_, through),
-        ):
+async def test_a_picker_that_ends_waits_for_no_answer_that_it_does_not_see(tmp_path: Path) -> None:
+    slow = {"fleet": SELDOM, "epp": epp(answers_watched_share=0.0)}
+    async with running({}) as engines, routing(configure(*engines, **slow)) as rig:
+        names = [endpoint(engine) for engine in engines]
+        async with envoy(tmp_path, names, [port_of(rig)]) as through:
             status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
             assert status == 200
-
-    run(main())
-
-
-def test_two_hundred_streams_with_a_stalled_one(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}, {}, {}) as engines, gateway(tmp_path, *engines) as (_, through):
-            asked = json.dumps(body(TEXT, stream=True, max_tokens=15_000)).encode()
-            headers = {"content-type": "application/json"}
-            url = through.url("override_host") + CHAT
-            async with through.session.post(url, data=asked, headers=headers, read_bufsize=1024) as stalled:
-                assert stalled.status == 200  # and nothing of its body is read
-                texts = [f"{number} {TEXT}" for number in range(200)]
-                answers = await asyncio.gather(
-                    *(through.ask("override_host", CHAT, body(text)) for text in texts)
-                )
-                assert [status for status, _, _ in answers] == [200] * 200
-
-    run(main())
+            assert not rig.idle
+    assert rig.idle
 
 
-def test_a_picker_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}, {}) as engines, AsyncExitStack() as stack:
-            server = ServerConfig(port=0, expose_decision=True)
-            config = configure(*engines, epp=epp(), server=server)
-            config = msgspec.structs.replace(config, listen=ListenSettings(drain_s_max=20.0))
-            stays = await stack.enter_async_context(routing(config))
-            goes = await stack.enter_async_context(routing(config))
-            names = [endpoint(engine) for engine in engines]
-            pickers = [port_of(stays), port_of(goes)]
-            through = await stack.enter_async_context(envoy(tmp_path, names, pickers))
-            statuses: list[int] = []
-            ended = asyncio.Event()
-
-            async def asks(who: int) -> None:
-                while not ended.is_set():
-                    status, _, _ = await through.ask(
-                        "override_host", CHAT, body(f"{who} {len(statuses)} {TEXT}")
-                    )
-                    statuses.append(status)
-
-            async with asyncio.TaskGroup() as tasks:
-                for who in range(4):
-                    tasks.create_task(asks(who))
-                await until(lambda: sum(stats_of(goes).picks.values()) > 20, "both pickers are asked")
-                goes.router.draining = lambda: True  # health checks fail, all else goes on
-
-                async def noticed() -> bool:
-                    return await through.stat("cluster.picker.membership_healthy") == 1
-
-                await until(noticed, "the gateway has noticed")
-                goes.server.drain()
-                await until(lambda: not stats_of(goes).connections_open, "the gateway has left")
-                answered = len(statuses)
-                await until(lambda: len(statuses) > answered + 20, "the other one goes on")
-                ended.set()
-            assert set(statuses) == {200}
-            assert stats_of(goes).streams_refused == 0
-
-    run(main())
+async def test_tls_with_a_certificate_of_its_own(tmp_path: Path) -> None:
+    async with running({}) as engines, gateway(tmp_path, *engines, tls={}, epp=epp(tls=True)) as (_, through):
+        status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
+        assert status == 200
 
 
-def test_without_a_picker_the_gateway_says_so(tmp_path: Path) -> None:
+async def test_two_hundred_streams_with_a_stalled_one(tmp_path: Path) -> None:
+    async with running({}, {}, {}) as engines, gateway(tmp_path, *engines) as (_, through):
+        asked = json.dumps(body(TEXT, stream=True, max_tokens=15_000)).encode()
+        headers = {"content-type": "application/json"}
+        url = through.url("override_host") + CHAT
+        async with through.session.post(url, data=asked, headers=headers, read_bufsize=1024) as stalled:
+            assert stalled.status == 200  # and nothing of its body is read
+            texts = [f"{number} {TEXT}" for number in range(200)]
+            answers = await asyncio.gather(
+                *(through.ask("override_host", CHAT, body(text)) for text in texts)
+            )
+            assert [status for status, _, _ in answers] == [200] * 200
+
+
+async def test_a_picker_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
+    async with running({}, {}) as engines, AsyncExitStack() as stack:
+        server = ServerConfig(port=0, expose_decision=True)
+        config = configure(*engines, epp=epp(), server=server)
+        config = msgspec.structs.replace(config, listen=ListenSettings(drain_s_max=20.0))
+        stays = await stack.enter_async_context(routing(config))
+        goes = await stack.enter_async_context(routing(config))
+        names = [endpoint(engine) for engine in engines]
+        pickers = [port_of(stays), port_of(goes)]
+        through = await stack.enter_async_context(envoy(tmp_path, names, pickers))
+        statuses: list[int] = []
+        ended = asyncio.Event()
+
+        async def asks(who: int) -> None:
+            while not ended.is_set():
+                status, _, _ = await through.ask("override_host", CHAT, body(f"{who} {len(statuses)} {TEXT}"))
+                statuses.append(status)
+
+        async with asyncio.TaskGroup() as tasks:
+            for who in range(4):
+                tasks.create_task(asks(who))
+            await until(lambda: sum(stats_of(goes).picks.values()) > 20, "both pickers are asked")
+            goes.router.draining = lambda: True  # health checks fail, all else goes on
+
+            async def noticed() -> bool:
+                return await through.stat("cluster.picker.membership_healthy") == 1
+
+            await until(noticed, "the gateway has noticed")
+            goes.server.drain()
+            await until(lambda: not stats_of(goes).connections_open, "the gateway has left")
+            answered = len(statuses)
+            await until(lambda: len(statuses) > answered + 20, "the other one goes on")
+            ended.set()
+        assert set(statuses) == {200}
+        assert stats_of(goes).streams_refused == 0
+
+
+async def test_without_a_picker_the_gateway_says_so(tmp_path: Path) -> None:
     """What operators must know: a gateway in full duplex never fails open for requests with a body."""
 
-    async def main() -> None:
-        async with running({}) as engines, envoy(tmp_path, [endpoint(engines[0])], [free_port()]) as through:
-            with pytest.raises(aiohttp.ClientResponseError, match=r"50[03]"):
-                async with through.session.post(
-                    through.url("override_host") + CHAT, json=body("hi"), raise_for_status=True
-                ):
-                    pass
-
-    run(main())
+    async with running({}) as engines, envoy(tmp_path, [endpoint(engines[0])], [free_port()]) as through:
+        with pytest.raises(aiohttp.ClientResponseError, match=r"50[03]"):
+            async with through.session.post(
+                through.url("override_host") + CHAT, json=body("hi"), raise_for_status=True
+            ):
+                pass

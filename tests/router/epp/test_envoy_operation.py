@@ -24,7 +24,7 @@ from tests.router.epp.test_envoy import CHAT, FORMS, body, endpoint, epp, gatewa
 from tests.support.envoy import envoy, program
 from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_ports
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 pytestmark = pytest.mark.envoy
@@ -37,160 +37,142 @@ def _needs_envoy() -> None:
     program()
 
 
-def test_only_gateways_with_a_certificate_are_answered(tmp_path: Path) -> None:
-    async def main() -> None:
-        make_authority(tmp_path)
-        for name in ("picker", "gateway"):
-            make_certificate(tmp_path, name)
-        files = {
-            "tls_cert_file": str(tmp_path / "picker.crt"),
-            "tls_key_file": str(tmp_path / "picker.key"),
-            "client_ca_file": str(tmp_path / "ca.crt"),
-        }
-        own = {
-            "certificate_chain": {"filename": str(tmp_path / "gateway.crt")},
-            "private_key": {"filename": str(tmp_path / "gateway.key")},
-        }
-        trusted = {"validation_context": {"trusted_ca": {"filename": str(tmp_path / "ca.crt")}}}
-        secured = epp(tls=True, **files)
-        async with running({}) as engines, routing(configure(*engines, epp=secured)) as rig:
-            names = [endpoint(engine) for engine in engines]
-            for folder, tls, answered in (
-                ("known", {"tls_certificates": [own], **trusted}, True),
-                ("unknown", trusted, False),
-            ):
-                (tmp_path / folder).mkdir()
-                async with envoy(tmp_path / folder, names, [port_of(rig)], tls=tls) as through:
-                    status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
-                    assert (status == 200) is answered
-            assert stats_of(rig).picks == {"duplex": 1}
-
-    run(main())
-
-
-def test_a_tenant_over_its_limit_gets_429_from_the_gateway(tmp_path: Path) -> None:
-    async def main() -> None:
-        keys = tmp_path / "keys.toml"
-        digest = digest_of("key-of-small")
-        keys.write_text(
-            f'[tenants.small]\nrequests_per_minute = 1\n[[keys]]\ntenant = "small"\nsha256 = "{digest}"\n'
-        )
-        async with (
-            running({}) as engines,
-            gateway(tmp_path, *engines, keys=KeySettings(file=str(keys))) as (_, through),
+async def test_only_gateways_with_a_certificate_are_answered(tmp_path: Path) -> None:
+    make_authority(tmp_path)
+    for name in ("picker", "gateway"):
+        make_certificate(tmp_path, name)
+    files = {
+        "tls_cert_file": str(tmp_path / "picker.crt"),
+        "tls_key_file": str(tmp_path / "picker.key"),
+        "client_ca_file": str(tmp_path / "ca.crt"),
+    }
+    own = {
+        "certificate_chain": {"filename": str(tmp_path / "gateway.crt")},
+        "private_key": {"filename": str(tmp_path / "gateway.key")},
+    }
+    trusted = {"validation_context": {"trusted_ca": {"filename": str(tmp_path / "ca.crt")}}}
+    secured = epp(tls=True, **files)
+    async with running({}) as engines, routing(configure(*engines, epp=secured)) as rig:
+        names = [endpoint(engine) for engine in engines]
+        for folder, tls, answered in (
+            ("known", {"tls_certificates": [own], **trusted}, True),
+            ("unknown", trusted, False),
         ):
-            own = {"authorization": "Bearer key-of-small"}
-            status, _, answer = await through.ask("override_host", CHAT, body(TEXT))
-            assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
-            status, headers, _ = await through.ask("override_host", CHAT, body(TEXT), headers=own)
-            assert status == 200
-            assert headers["x-ratelimit-remaining-requests"] == "0"
-            for form in FORMS:
-                status, headers, answer = await through.ask(form, CHAT, body(TEXT), headers=own)
-                assert (status, json.loads(answer)["error"]["code"]) == (429, "rate_limit_exceeded")
-                assert int(headers["retry-after"]) > 0
-                assert headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
-
-    run(main())
+            (tmp_path / folder).mkdir()
+            async with envoy(tmp_path / folder, names, [port_of(rig)], tls=tls) as through:
+                status, _, _ = await through.ask("override_host", CHAT, body(TEXT))
+                assert (status == 200) is answered
+        assert stats_of(rig).picks == {"duplex": 1}
 
 
-def test_ranks_behind_one_port_are_told_apart_by_a_header(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with recorder() as engine:
-            ranks = [EngineAddress(engine.url, rank) for rank in (0, 1)]
-            async with routing(configure(*ranks, epp=epp(fallbacks=1)), wait=False) as rig:
-                await until(lambda: all(status.up for status in rig.router.fleet), "both ranks are up")
-                names = [engine.url.removeprefix("http://")]
-                async with envoy(tmp_path, names, [port_of(rig)]) as through:
-                    for form in FORMS:
-                        for number in range(4):
-                            asked = {"model": MODEL, "input": f"{number} {TEXT}"}
-                            # A client's own is replaced: it would reach another rank than the one chosen.
-                            own = {"x-data-parallel-rank": "7"}
-                            status, headers, answer = await through.ask(
-                                form, "/v1/embeddings", asked, headers=own
-                            )
-                            assert status == 200
-                            rank = headers["x-kvatlas-engine"].rpartition("#dp")[2]
-                            assert json.loads(answer)["fields"]["x-data-parallel-rank"] == rank
+async def test_a_tenant_over_its_limit_gets_429_from_the_gateway(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    digest = digest_of("key-of-small")
+    keys.write_text(
+        f'[tenants.small]\nrequests_per_minute = 1\n[[keys]]\ntenant = "small"\nsha256 = "{digest}"\n'
+    )
+    async with (
+        running({}) as engines,
+        gateway(tmp_path, *engines, keys=KeySettings(file=str(keys))) as (_, through),
+    ):
+        own = {"authorization": "Bearer key-of-small"}
+        status, _, answer = await through.ask("override_host", CHAT, body(TEXT))
+        assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
+        status, headers, _ = await through.ask("override_host", CHAT, body(TEXT), headers=own)
+        assert status == 200
+        assert headers["x-ratelimit-remaining-requests"] == "0"
+        for form in FORMS:
+            status, headers, answer = await through.ask(form, CHAT, body(TEXT), headers=own)
+            assert (status, json.loads(answer)["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert int(headers["retry-after"]) > 0
+            assert headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
 
-    run(main())
+
+async def test_ranks_behind_one_port_are_told_apart_by_a_header(tmp_path: Path) -> None:
+    async with recorder() as engine:
+        ranks = [EngineAddress(engine.url, rank) for rank in (0, 1)]
+        async with routing(configure(*ranks, epp=epp(fallbacks=1)), wait=False) as rig:
+            await until(lambda: all(status.up for status in rig.router.fleet), "both ranks are up")
+            names = [engine.url.removeprefix("http://")]
+            async with envoy(tmp_path, names, [port_of(rig)]) as through:
+                for form in FORMS:
+                    for number in range(4):
+                        asked = {"model": MODEL, "input": f"{number} {TEXT}"}
+                        # A client's own is replaced: it would reach another rank than the one chosen.
+                        own = {"x-data-parallel-rank": "7"}
+                        status, headers, answer = await through.ask(
+                            form, "/v1/embeddings", asked, headers=own
+                        )
+                        assert status == 200
+                        rank = headers["x-kvatlas-engine"].rpartition("#dp")[2]
+                        assert json.loads(answer)["fields"]["x-data-parallel-rank"] == rank
 
 
 @pytest.mark.parametrize("form", ["buffered", "buffered_original_dst"])
-def test_a_body_that_envoy_cannot_buffer_is_its_413(tmp_path: Path, form: str) -> None:
-    async def main() -> None:
-        async with recorder() as engine, AsyncExitStack() as stack:
-            rig = await stack.enter_async_context(
-                routing(configure(EngineAddress(engine.url), epp=epp()), wait=False)
-            )
-            await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
-            names = [engine.url.removeprefix("http://")]
+async def test_a_body_that_envoy_cannot_buffer_is_its_413(tmp_path: Path, form: str) -> None:
+    async with recorder() as engine, AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(
+            routing(configure(EngineAddress(engine.url), epp=epp()), wait=False)
+        )
+        await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
+        names = [engine.url.removeprefix("http://")]
+        through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
+        status, _, answer = await through.ask(form, "/v1/embeddings", b"x" * 3_000_000)
+        assert (status, answer) == (413, b"Payload Too Large")
+        await until(lambda: rig.idle, "the request has ended")
+        assert (stats_of(rig).gateways_own, stats_of(rig).calls_refused) == (1, {})
+        sent = {"model": MODEL, "input": "a"}
+        assert (await through.ask(form, "/v1/embeddings", sent))[0] == 200
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_request_that_waits_longer_than_envoy_does_is_its_504(tmp_path: Path, form: str) -> None:
+    queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+    async with running(ONE) as (engine,), AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(routing(configure(engine, epp=epp(), queue=queue)))
+        gateway = envoy(tmp_path, [endpoint(engine)], [port_of(rig)], idle_s=1.0)
+        through = await stack.enter_async_context(gateway)
+        await stack.enter_async_context(busy(rig))
+        asked = {"model": MODEL, "prompt": "nothing of it is in flight", "max_tokens": 1}
+        status, _, answer = await through.ask(form, "/v1/completions", asked)
+        assert (status, answer) == (504, b"stream timeout")
+        await until(lambda: not len(rig.router.accounts.room), "it has left")
+        assert (stats_of(rig).gateways_own, stats_of(rig).calls_refused) == (1, {})
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_requests_of_the_conformance_suite_go_where_they_say(tmp_path: Path, form: str) -> None:
+    async with recorder() as first, recorder() as second:
+        names = [engine.url.removeprefix("http://") for engine in (first, second)]
+        pods = [EngineAddress(engine.url) for engine in (first, second)]
+        settings = epp(conformance_headers=True)
+        async with AsyncExitStack() as stack:
+            rig = await stack.enter_async_context(routing(configure(*pods, epp=settings), wait=False))
             through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
-            status, _, answer = await through.ask(form, "/v1/embeddings", b"x" * 3_000_000)
-            assert (status, answer) == (413, b"Payload Too Large")
-            await until(lambda: rig.idle, "the request has ended")
-            assert (stats_of(rig).gateways_own, stats_of(rig).calls_refused) == (1, {})
-            sent = {"model": MODEL, "input": "a"}
-            assert (await through.ask(form, "/v1/embeddings", sent))[0] == 200
-
-    run(main())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_request_that_waits_longer_than_envoy_does_is_its_504(tmp_path: Path, form: str) -> None:
-    async def main() -> None:
-        queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
-        async with running(ONE) as (engine,), AsyncExitStack() as stack:
-            rig = await stack.enter_async_context(routing(configure(engine, epp=epp(), queue=queue)))
-            gateway = envoy(tmp_path, [endpoint(engine)], [port_of(rig)], idle_s=1.0)
-            through = await stack.enter_async_context(gateway)
-            await stack.enter_async_context(busy(rig))
-            asked = {"model": MODEL, "prompt": "nothing of it is in flight", "max_tokens": 1}
-            status, _, answer = await through.ask(form, "/v1/completions", asked)
-            assert (status, answer) == (504, b"stream timeout")
-            await until(lambda: not len(rig.router.accounts.room), "it has left")
-            assert (stats_of(rig).gateways_own, stats_of(rig).calls_refused) == (1, {})
-
-    run(main())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_requests_of_the_conformance_suite_go_where_they_say(tmp_path: Path, form: str) -> None:
-    async def main() -> None:
-        async with recorder() as first, recorder() as second:
-            names = [engine.url.removeprefix("http://") for engine in (first, second)]
-            pods = [EngineAddress(engine.url) for engine in (first, second)]
-            settings = epp(conformance_headers=True)
-            async with AsyncExitStack() as stack:
-                rig = await stack.enter_async_context(routing(configure(*pods, epp=settings), wait=False))
-                through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
-                for asked, sent in (*((n, n) for n in names), (f"10.0.0.9, {names[1]}", names[1])):
-                    own = {SELECTION: asked}
-                    content = b"x" * 100_000
-                    status, headers, answer = await through.ask(form, "/any", content, headers=own)
-                    assert status == 200
-                    told = json.loads(answer)
-                    assert told["bytes"] == 100_000
-                    assert told["fields"]["x-gateway-destination-endpoint"] == sent
-                    assert told["fields"]["x-echo-set-header"] == f"{SERVED}:{sent}"
-                    assert headers[SERVED] == sent if form == "override_host" else headers[SERVED]
-                served = set()
-                for own in ({SELECTION: ",".join(names)}, {}):
-                    for _ in range(4):
-                        status, headers, answer = await through.ask(form, "/any", b"x", headers=own)
-                        assert status == 200, "one endpoint is named, as ORIGINAL_DST needs it"
-                        served.add(json.loads(answer)["fields"]["x-gateway-destination-endpoint"])
-                    assert served == set(names), "in turns"
-                    served.clear()
-                own = {SELECTION: "10.0.0.9"}
-                status, _, answer = await through.ask(form, "/any", b"x", headers=own)
-                assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
-                status, _, _ = await through.ask(form, "/v1/models")
+            for asked, sent in (*((n, n) for n in names), (f"10.0.0.9, {names[1]}", names[1])):
+                own = {SELECTION: asked}
+                content = b"x" * 100_000
+                status, headers, answer = await through.ask(form, "/any", content, headers=own)
                 assert status == 200
-                assert rig.router.proxy.stats.requests == 0
-
-    run(main())
+                told = json.loads(answer)
+                assert told["bytes"] == 100_000
+                assert told["fields"]["x-gateway-destination-endpoint"] == sent
+                assert told["fields"]["x-echo-set-header"] == f"{SERVED}:{sent}"
+                assert headers[SERVED] == sent if form == "override_host" else headers[SERVED]
+            served = set()
+            for own in ({SELECTION: ",".join(names)}, {}):
+                for _ in range(4):
+                    status, headers, answer = await through.ask(form, "/any", b"x", headers=own)
+                    assert status == 200, "one endpoint is named, as ORIGINAL_DST needs it"
+                    served.add(json.loads(answer)["fields"]["x-gateway-destination-endpoint"])
+                assert served == set(names), "in turns"
+                served.clear()
+            own = {SELECTION: "10.0.0.9"}
+            status, _, answer = await through.ask(form, "/any", b"x", headers=own)
+            assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
+            status, _, _ = await through.ask(form, "/v1/models")
+            assert status == 200
+            assert rig.router.proxy.stats.requests == 0
 
 
 def test_addresses_of_the_conformance_suite() -> None:
@@ -227,39 +209,36 @@ def picker_process(port: int, ops_port: int, *engines: str) -> Iterator[subproce
 
 
 @pytest.mark.process
-def test_a_picker_that_is_told_to_end_leaves_without_a_failed_request(tmp_path: Path) -> None:
-    async def main() -> None:
-        first, second, *ops = free_ports(4)
-        async with running({}, {}) as engines:
-            urls = [engine.base_url for engine in engines]
-            names = [endpoint(engine) for engine in engines]
-            with picker_process(first, ops[0], *urls) as goes, picker_process(second, ops[1], *urls) as stays:
-                async with envoy(tmp_path, names, [first, second]) as through:
+async def test_a_picker_that_is_told_to_end_leaves_without_a_failed_request(tmp_path: Path) -> None:
+    first, second, *ops = free_ports(4)
+    async with running({}, {}) as engines:
+        urls = [engine.base_url for engine in engines]
+        names = [endpoint(engine) for engine in engines]
+        with picker_process(first, ops[0], *urls) as goes, picker_process(second, ops[1], *urls) as stays:
+            async with envoy(tmp_path, names, [first, second]) as through:
 
-                    async def healthy(count: int) -> bool:
-                        return await through.stat("cluster.picker.membership_healthy") == count
+                async def healthy(count: int) -> bool:
+                    return await through.stat("cluster.picker.membership_healthy") == count
 
-                    await until(lambda: healthy(2), "both pickers are ready")
-                    statuses: list[int] = []
-                    ended = asyncio.Event()
+                await until(lambda: healthy(2), "both pickers are ready")
+                statuses: list[int] = []
+                ended = asyncio.Event()
 
-                    async def asks(who: int) -> None:
-                        while not ended.is_set():
-                            text = f"{who} {len(statuses)} {TEXT}"
-                            status, _, _ = await through.ask("override_host", CHAT, body(text))
-                            statuses.append(status)
+                async def asks(who: int) -> None:
+                    while not ended.is_set():
+                        text = f"{who} {len(statuses)} {TEXT}"
+                        status, _, _ = await through.ask("override_host", CHAT, body(text))
+                        statuses.append(status)
 
-                    async with asyncio.TaskGroup() as tasks:
-                        for who in range(4):
-                            tasks.create_task(asks(who))
-                        await until(lambda: len(statuses) > 20, "requests are answered")
-                        goes.send_signal(signal.SIGTERM)
-                        await until(lambda: goes.poll() is not None, "the picker has ended")
-                        answered = len(statuses)
-                        await until(lambda: len(statuses) > answered + 20, "the other one goes on")
-                        ended.set()
-                    assert set(statuses) == {200}
-                    assert goes.returncode == 0
-                    assert stays.poll() is None
-
-    run(main())
+                async with asyncio.TaskGroup() as tasks:
+                    for who in range(4):
+                        tasks.create_task(asks(who))
+                    await until(lambda: len(statuses) > 20, "requests are answered")
+                    goes.send_signal(signal.SIGTERM)
+                    await until(lambda: goes.poll() is not None, "the picker has ended")
+                    answered = len(statuses)
+                    await until(lambda: len(statuses) > answered + 20, "the other one goes on")
+                    ended.set()
+                assert set(statuses) == {200}
+                assert goes.returncode == 0
+                assert stays.poll() is None

@@ -13,7 +13,7 @@ from router.feeds import manager as module
 from router.feeds.base import FeedSettings
 from router.feeds.manager import FeedManager
 from router.fleet.engines import EngineAddress
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 
 class Sink:
@@ -56,61 +56,52 @@ def engine_of(publisher: ZmqPublisher) -> EngineAddress:
     return EngineAddress("http://h:1", None, publisher.endpoint, publisher.replay_endpoint)
 
 
-def test_after_stop_not_one_batch_is_applied() -> None:
-    async def main() -> None:
-        sink = Sink()
-        sink.feeds = feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
-        sink.stop_at = 50
-        publisher = publisher_of(400)
-        engine = engine_of(publisher)
-        async with asyncio.TaskGroup() as tasks:
-            feeds.follow(engine, "m", tasks)
-            (task,) = [t for t in asyncio.all_tasks() if t.get_name().startswith("feed ")]
-            await until(task.done, "the feed has ended")
-        assert len(sink.applied) == 50
-        assert sink.forgotten[-1] == engine.engine_id
-        assert not feeds.follows(engine, "m")
-        assert feeds.stats == {}
-        feeds.stop(engine.engine_id)  # a second time: nothing
-        publisher.close()
-
-    run(main())
+async def test_after_stop_not_one_batch_is_applied() -> None:
+    sink = Sink()
+    sink.feeds = feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
+    sink.stop_at = 50
+    publisher = publisher_of(400)
+    engine = engine_of(publisher)
+    async with asyncio.TaskGroup() as tasks:
+        feeds.follow(engine, "m", tasks)
+        (task,) = [t for t in asyncio.all_tasks() if t.get_name().startswith("feed ")]
+        await until(task.done, "the feed has ended")
+    assert len(sink.applied) == 50
+    assert sink.forgotten[-1] == engine.engine_id
+    assert not feeds.follows(engine, "m")
+    assert feeds.stats == {}
+    feeds.stop(engine.engine_id)  # a second time: nothing
+    publisher.close()
 
 
-def test_an_engine_may_be_followed_again_at_once() -> None:
-    async def main() -> None:
-        sink = Sink()
-        feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
-        old, new = publisher_of(3), publisher_of(5)
-        async with asyncio.TaskGroup() as tasks:
-            feeds.follow(engine_of(old), "m", tasks)
-            await until(lambda: len(sink.applied) == 3, "the old one's batches")
-            assert feeds.follows(engine_of(old), "m")
-            assert not feeds.follows(engine_of(old), "other")
-            assert not feeds.follows(engine_of(new), "m")
-            feeds.stop("http://h:1")
-            feeds.follow(engine_of(new), "m", tasks)
-            old.publish([AllBlocksCleared()])
-            await until(lambda: len(sink.applied) == 8, "the new one's batches")
-            assert feeds.stats["http://h:1"].batches == 5
-            feeds.stop_all()
-        assert len(sink.applied) == 8
-        old.close()
-        new.close()
-
-    run(main())
+async def test_an_engine_may_be_followed_again_at_once() -> None:
+    sink = Sink()
+    feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
+    old, new = publisher_of(3), publisher_of(5)
+    async with asyncio.TaskGroup() as tasks:
+        feeds.follow(engine_of(old), "m", tasks)
+        await until(lambda: len(sink.applied) == 3, "the old one's batches")
+        assert feeds.follows(engine_of(old), "m")
+        assert not feeds.follows(engine_of(old), "other")
+        assert not feeds.follows(engine_of(new), "m")
+        feeds.stop("http://h:1")
+        feeds.follow(engine_of(new), "m", tasks)
+        old.publish([AllBlocksCleared()])
+        await until(lambda: len(sink.applied) == 8, "the new one's batches")
+        assert feeds.stats["http://h:1"].batches == 5
+        feeds.stop_all()
+    assert len(sink.applied) == 8
+    old.close()
+    new.close()
 
 
-def test_a_feed_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_feed_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RESTART_S", 0.01)
 
-    async def main() -> None:
-        sink = Sink()
-        feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
-        async with asyncio.TaskGroup() as tasks:
-            feeds.follow(EngineAddress("http://h:1", None, "tcp://not an endpoint"), "m", tasks)
-            await until(lambda: len(sink.forgotten) > 2, "begun again and again")
-            feeds.stop_all()
-        assert sink.applied == []
-
-    run(main())
+    sink = Sink()
+    feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
+    async with asyncio.TaskGroup() as tasks:
+        feeds.follow(EngineAddress("http://h:1", None, "tcp://not an endpoint"), "m", tasks)
+        await until(lambda: len(sink.forgotten) > 2, "begun again and again")
+        feeds.stop_all()
+    assert sink.applied == []

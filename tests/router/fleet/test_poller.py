@@ -25,7 +25,7 @@ from router.fleet.statement import (
 )
 from router.tools.doctor.http import Http
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 SOURCE = {
     "enable_kv_cache_events": True,
@@ -53,170 +53,143 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE.keys())
-def test_an_engine_that_talks_nonsense_is_down_until_it_talks_sense(answer: object) -> None:
-    async def main() -> None:
-        async with watching(answers={"/v1/models": answer}) as watch:
-            await watch.polls()
-            (status,) = watch.fleet
-            assert not status.up
-            assert "/v1/models" in status.problem
-            assert len(status.problem) <= 300
-            assert watch.told == []
-            watch.server.answers["/v1/models"] = MODELS
-            await watch.until(lambda: status.up, "up")
-            assert status.problem == ""
-            assert watch.told == [("up", status.engine_id)]
-            watch.server.answers["/v1/models"] = answer
-            await watch.until(lambda: not status.up, "down")
-            assert watch.told[-1] == ("down", status.engine_id)
-            assert status.serves("m")  # what it served is remembered, for who asks for that model
-
-    asyncio.run(main())
+async def test_an_engine_that_talks_nonsense_is_down_until_it_talks_sense(answer: object) -> None:
+    async with watching(answers={"/v1/models": answer}) as watch:
+        await watch.polls()
+        (status,) = watch.fleet
+        assert not status.up
+        assert "/v1/models" in status.problem
+        assert len(status.problem) <= 300
+        assert watch.told == []
+        watch.server.answers["/v1/models"] = MODELS
+        await watch.until(lambda: status.up, "up")
+        assert status.problem == ""
+        assert watch.told == [("up", status.engine_id)]
+        watch.server.answers["/v1/models"] = answer
+        await watch.until(lambda: not status.up, "down")
+        assert watch.told[-1] == ("down", status.engine_id)
+        assert status.serves("m")  # what it served is remembered, for who asks for that model
 
 
-def test_one_missed_poll_does_not_take_an_engine_out() -> None:
-    async def main() -> None:
-        settings = msgspec.structs.replace(QUICK, polls_missed_max=1000)
-        async with watching(settings=settings) as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up)
-            watch.server.answers["/v1/models"] = page(b"", 503)
-            await watch.polls(count=5)
-            assert status.up
-            assert watch.told == [("up", status.engine_id)]
-
-    asyncio.run(main())
+async def test_one_missed_poll_does_not_take_an_engine_out() -> None:
+    settings = msgspec.structs.replace(QUICK, polls_missed_max=1000)
+    async with watching(settings=settings) as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up)
+        watch.server.answers["/v1/models"] = page(b"", 503)
+        await watch.polls(count=5)
+        assert status.up
+        assert watch.told == [("up", status.engine_id)]
 
 
 @pytest.mark.parametrize("how", ["poll", "post", "health", "doctor"])
-def test_a_cancellation_due_with_the_time_out_is_not_lost(how: str) -> None:
+async def test_a_cancellation_due_with_the_time_out_is_not_lost(how: str) -> None:
     """Or stopping waits for ever."""
     timeout_s = QUICK.poll_timeout_s
 
-    async def main() -> None:
-        hang: dict[str, object] = dict.fromkeys(("/v1/models", "/post", "/health", "/doctor"), HANG)
-        calls = EngineCalls({}, ssl.create_default_context(), health_timeout_s=timeout_s)
-        async with watching(answers=hang) as watch, calls.open() as client:
-            url, http = watch.server.base_url, Http(client, timeout_s)
-            path = {"poll": "/v1/models"}.get(how, f"/{how}")
-            tasks: dict[str, Callable[[], asyncio.Task[Any]]] = {
-                "poll": lambda: watch.polling,
-                "post": lambda: asyncio.create_task(calls.post(f"{url}/post", b"{}", {}, timeout_s)),
-                "health": lambda: asyncio.create_task(calls.healthy(url)),
-                "doctor": lambda: asyncio.create_task(http.get(f"{url}/doctor")),
-            }
-            await watch.polls(count=1)
-            task, asked = tasks[how](), watch.server.count(path)
-            await until(lambda: watch.server.count(path) > asked, "it waits for an answer")
-            asyncio.get_running_loop().call_later(timeout_s, task.cancel)
-            time.sleep(1.2 * timeout_s)  # both come due in one turn of the loop
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    run(main())
+    hang: dict[str, object] = dict.fromkeys(("/v1/models", "/post", "/health", "/doctor"), HANG)
+    calls = EngineCalls({}, ssl.create_default_context(), health_timeout_s=timeout_s)
+    async with watching(answers=hang) as watch, calls.open() as client:
+        url, http = watch.server.base_url, Http(client, timeout_s)
+        path = {"poll": "/v1/models"}.get(how, f"/{how}")
+        tasks: dict[str, Callable[[], asyncio.Task[Any]]] = {
+            "poll": lambda: watch.polling,
+            "post": lambda: asyncio.create_task(calls.post(f"{url}/post", b"{}", {}, timeout_s)),
+            "health": lambda: asyncio.create_task(calls.healthy(url)),
+            "doctor": lambda: asyncio.create_task(http.get(f"{url}/doctor")),
+        }
+        await watch.polls(count=1)
+        task, asked = tasks[how](), watch.server.count(path)
+        await until(lambda: watch.server.count(path) > asked, "it waits for an answer")
+        asyncio.get_running_loop().call_later(timeout_s, task.cancel)
+        time.sleep(1.2 * timeout_s)  # both come due in one turn of the loop
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
-def test_a_refused_port_takes_an_engine_out_at_once() -> None:
-    async def main() -> None:
-        settings = msgspec.structs.replace(QUICK, polls_missed_max=10**6)
-        async with watching(settings=settings) as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up)
-            watch.listening.close()
-            await watch.until(lambda: not status.up)
-            assert status.problem == "connection refused"
-            assert watch.told[-1] == ("down", status.engine_id)
-
-    asyncio.run(main())
+async def test_a_refused_port_takes_an_engine_out_at_once() -> None:
+    settings = msgspec.structs.replace(QUICK, polls_missed_max=10**6)
+    async with watching(settings=settings) as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up)
+        watch.listening.close()
+        await watch.until(lambda: not status.up)
+        assert status.problem == "connection refused"
+        assert watch.told[-1] == ("down", status.engine_id)
 
 
 @pytest.mark.parametrize("answer", [HANG, page(b"", 503)], ids=["hangs", "503"])
-def test_an_engine_whose_clients_have_answers_is_alive_whatever_its_polls_say(answer: object) -> None:
-    async def main() -> None:
-        async with watching(settings=msgspec.structs.replace(QUICK, poll_timeout_s=0.02)) as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up)
-            watch.server.answers["/v1/models"] = answer
+async def test_an_engine_whose_clients_have_answers_is_alive_whatever_its_polls_say(answer: object) -> None:
+    async with watching(settings=msgspec.structs.replace(QUICK, poll_timeout_s=0.02)) as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up)
+        watch.server.answers["/v1/models"] = answer
 
-            def served() -> bool:
-                status.answers += 1
-                return watch.server.count("/v1/models") > polls + 4 * QUICK.polls_missed_max
-
-            polls = watch.server.count("/v1/models")
-            await watch.until(served)
-            assert watch.told == [("up", status.engine_id)]
-            await watch.until(lambda: not status.up, "down without answers")
-            assert status.silent == (answer is HANG)
-
-    asyncio.run(main())
-
-
-def test_a_silent_engine_that_answers_a_client_is_up_again() -> None:
-    async def main() -> None:
-        async with watching(settings=msgspec.structs.replace(QUICK, poll_timeout_s=0.02)) as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up)
-            watch.server.answers["/v1/models"] = HANG
-            await watch.until(lambda: status.silent)
-            assert watch.fleet.ready("m") == [status]
+        def served() -> bool:
             status.answers += 1
-            await watch.until(lambda: status.up, "up")
-            assert not status.silent
-            watch.listening.close()
-            await watch.until(lambda: not status.up, "down")
-            await watch.until(lambda: not status.silent, "its port is closed")
-            assert not watch.fleet.ready("m")
+            return watch.server.count("/v1/models") > polls + 4 * QUICK.polls_missed_max
 
-    asyncio.run(main())
+        polls = watch.server.count("/v1/models")
+        await watch.until(served)
+        assert watch.told == [("up", status.engine_id)]
+        await watch.until(lambda: not status.up, "down without answers")
+        assert status.silent == (answer is HANG)
 
 
-def test_another_start_time_in_the_metrics_is_told_as_a_restart() -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            (status,) = watch.fleet
-            for line in (b"process_start_time_seconds 1.7e+09", b"process_start_time_seconds nan", b""):
-                watch.server.answers["/metrics"] = page(line)
-                await watch.polls("/metrics")
-            assert (status.started, watch.told) == (1.7e9, [("up", status.engine_id)])
-            watch.server.answers["/metrics"] = page(b"process_start_time_seconds 1.70000001e+09\n")
+async def test_a_silent_engine_that_answers_a_client_is_up_again() -> None:
+    async with watching(settings=msgspec.structs.replace(QUICK, poll_timeout_s=0.02)) as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up)
+        watch.server.answers["/v1/models"] = HANG
+        await watch.until(lambda: status.silent)
+        assert watch.fleet.ready("m") == [status]
+        status.answers += 1
+        await watch.until(lambda: status.up, "up")
+        assert not status.silent
+        watch.listening.close()
+        await watch.until(lambda: not status.up, "down")
+        await watch.until(lambda: not status.silent, "its port is closed")
+        assert not watch.fleet.ready("m")
+
+
+async def test_another_start_time_in_the_metrics_is_told_as_a_restart() -> None:
+    async with watching() as watch:
+        (status,) = watch.fleet
+        for line in (b"process_start_time_seconds 1.7e+09", b"process_start_time_seconds nan", b""):
+            watch.server.answers["/metrics"] = page(line)
             await watch.polls("/metrics")
-            assert watch.told[1:] == [("restarted", status.engine_id)]
+        assert (status.started, watch.told) == (1.7e9, [("up", status.engine_id)])
+        watch.server.answers["/metrics"] = page(b"process_start_time_seconds 1.70000001e+09\n")
+        await watch.polls("/metrics")
+        assert watch.told[1:] == [("restarted", status.engine_id)]
 
-    asyncio.run(main())
 
-
-def test_models_that_change_are_told() -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up)
-            card = {"id": "sql", "root": "/adapters/sql", "parent": "m"}
-            watch.server.answers["/v1/models"] = {"data": [*MODELS["data"], card]}  # type: ignore[misc]
-            await watch.until(lambda: status.serves("sql"))
-            assert watch.told == [("up", status.engine_id)] * 2
-            assert status.base_model == "m"
-            later: Any = [*MODELS["data"], card]
-            later = [one | {"created": 1_800_000_000} for one in later]
-            watch.server.answers["/v1/models"] = {"data": later}
-            await watch.polls()
-            assert len(watch.told) == 2  # the same is not told again, whenever vLLM says it was made
-
-    asyncio.run(main())
+async def test_models_that_change_are_told() -> None:
+    async with watching() as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up)
+        card = {"id": "sql", "root": "/adapters/sql", "parent": "m"}
+        watch.server.answers["/v1/models"] = {"data": [*MODELS["data"], card]}  # type: ignore[misc]
+        await watch.until(lambda: status.serves("sql"))
+        assert watch.told == [("up", status.engine_id)] * 2
+        assert status.base_model == "m"
+        later: Any = [*MODELS["data"], card]
+        later = [one | {"created": 1_800_000_000} for one in later]
+        watch.server.answers["/v1/models"] = {"data": later}
+        await watch.polls()
+        assert len(watch.told) == 2  # the same is not told again, whenever vLLM says it was made
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("odd"), KeyError("odd")])
-def test_a_listener_that_fails_is_told_again(error: Exception) -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            watch.listener.fault = error
-            (status,) = watch.fleet
-            await watch.until(lambda: "odd" in status.problem)
-            assert not status.up  # nobody knows it, so nothing may be sent there
-            watch.listener.fault = None
-            await watch.until(lambda: status.up)
-            assert watch.told == [("up", status.engine_id)]
-
-    asyncio.run(main())
+async def test_a_listener_that_fails_is_told_again(error: Exception) -> None:
+    async with watching() as watch:
+        watch.listener.fault = error
+        (status,) = watch.fleet
+        await watch.until(lambda: "odd" in status.problem)
+        assert not status.up  # nobody knows it, so nothing may be sent there
+        watch.listener.fault = None
+        await watch.until(lambda: status.up)
+        assert watch.told == [("up", status.engine_id)]
 
 
 async def sources_found(sources: object) -> list[EngineAddress]:
@@ -289,64 +262,52 @@ def test_the_host_of_an_ipv6_server_stands_in_brackets() -> None:
     assert reachable("ipc:///tmp/x", "h") == "ipc:///tmp/x"
 
 
-def test_configured_endpoints_are_not_asked_for() -> None:
-    async def main() -> None:
-        given = [lambda url: EngineAddress(url, 0, "tcp://h:1"), lambda url: EngineAddress(url, 1)]
-        async with watching(*given, answers={"/kv_event_sources": {"0": SOURCE, "1": SOURCE}}) as watch:
-            await watch.until(lambda: all(status.up for status in watch.fleet))
+async def test_configured_endpoints_are_not_asked_for() -> None:
+    given = [lambda url: EngineAddress(url, 0, "tcp://h:1"), lambda url: EngineAddress(url, 1)]
+    async with watching(*given, answers={"/kv_event_sources": {"0": SOURCE, "1": SOURCE}}) as watch:
+        await watch.until(lambda: all(status.up for status in watch.fleet))
+        await watch.polls()
+        assert watch.server.count("/kv_event_sources") == 0
+        assert watch.ids == ["#dp0", "#dp1"]
+
+
+async def test_ranks_that_were_configured_stay_where_the_server_tells_no_sources() -> None:
+    given = [lambda url: EngineAddress(url, 0), lambda url: EngineAddress(url, 1)]
+    async with watching(*given, answers={"/kv_event_sources": {}}) as watch:
+        await watch.until(lambda: all(status.up for status in watch.fleet))
+        assert watch.ids == ["#dp0", "#dp1"]
+        assert {kind for kind, _ in watch.told} == {"up"}
+
+
+async def test_moved_and_vanished_endpoints_are_told_and_a_slip_changes_nothing() -> None:
+    async with watching(answers={"/kv_event_sources": {"0": SOURCE}}) as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up)
+        assert status.engine.events == "tcp://127.0.0.1:5557"
+        watch.server.answers["/kv_event_sources"] = {"0": {**SOURCE, "endpoint": "tcp://*:7777"}}
+        await watch.until(lambda: status.engine.events == "tcp://127.0.0.1:7777")
+        assert watch.told == [("up", status.engine_id)] * 2
+        for slip in (page(b"", 500), b"", page(b"[")):
+            watch.server.answers["/kv_event_sources"] = slip
             await watch.polls()
-            assert watch.server.count("/kv_event_sources") == 0
-            assert watch.ids == ["#dp0", "#dp1"]
-
-    asyncio.run(main())
+            assert status.engine.events == "tcp://127.0.0.1:7777"
+        assert len(watch.told) == 2
 
 
-def test_ranks_that_were_configured_stay_where_the_server_tells_no_sources() -> None:
-    async def main() -> None:
-        given = [lambda url: EngineAddress(url, 0), lambda url: EngineAddress(url, 1)]
-        async with watching(*given, answers={"/kv_event_sources": {}}) as watch:
-            await watch.until(lambda: all(status.up for status in watch.fleet))
-            assert watch.ids == ["#dp0", "#dp1"]
-            assert {kind for kind, _ in watch.told} == {"up"}
-
-    asyncio.run(main())
-
-
-def test_moved_and_vanished_endpoints_are_told_and_a_slip_changes_nothing() -> None:
-    async def main() -> None:
-        async with watching(answers={"/kv_event_sources": {"0": SOURCE}}) as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up)
-            assert status.engine.events == "tcp://127.0.0.1:5557"
-            watch.server.answers["/kv_event_sources"] = {"0": {**SOURCE, "endpoint": "tcp://*:7777"}}
-            await watch.until(lambda: status.engine.events == "tcp://127.0.0.1:7777")
-            assert watch.told == [("up", status.engine_id)] * 2
-            for slip in (page(b"", 500), b"", page(b"[")):
-                watch.server.answers["/kv_event_sources"] = slip
-                await watch.polls()
-                assert status.engine.events == "tcp://127.0.0.1:7777"
-            assert len(watch.told) == 2
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_stops_publishing_loses_its_endpoints() -> None:
-    async def main() -> None:
-        async with watching(answers={"/kv_event_sources": {"0": SOURCE, "1": SOURCE}}) as watch:
-            await watch.until(lambda: watch.ids == ["#dp0", "#dp1"])
-            base_url = watch.server.base_url
-            assert ("gone", base_url) in watch.told
-            watch.server.answers["/kv_event_sources"] = {}
-            await watch.until(lambda: watch.ids == [""] and watch.told[-1] == ("up", base_url))
-            assert watch.told[-3:] == [
-                ("gone", f"{base_url}#dp0"),
-                ("gone", f"{base_url}#dp1"),
-                ("up", base_url),
-            ]
-            (status,) = watch.fleet
-            assert not status.publishes_events
-
-    asyncio.run(main())
+async def test_an_engine_that_stops_publishing_loses_its_endpoints() -> None:
+    async with watching(answers={"/kv_event_sources": {"0": SOURCE, "1": SOURCE}}) as watch:
+        await watch.until(lambda: watch.ids == ["#dp0", "#dp1"])
+        base_url = watch.server.base_url
+        assert ("gone", base_url) in watch.told
+        watch.server.answers["/kv_event_sources"] = {}
+        await watch.until(lambda: watch.ids == [""] and watch.told[-1] == ("up", base_url))
+        assert watch.told[-3:] == [
+            ("gone", f"{base_url}#dp0"),
+            ("gone", f"{base_url}#dp1"),
+            ("up", base_url),
+        ]
+        (status,) = watch.fleet
+        assert not status.publishes_events
 
 
 GAUGES = b"""# TYPE vllm:num_requests_running gauge
@@ -397,42 +358,35 @@ process_start_time_seconds 7.0
     assert read_started(b"# process_start_time_seconds 6") is None
 
 
-def test_an_engine_that_sleeps_gets_nothing_until_it_wakes() -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            watch.server.answers["/metrics"] = page(sleep_state(awake=1))
-            await until(lambda: bool(watch.fleet.ready(None)), "awake")
-            watch.server.answers["/metrics"] = page(sleep_state(awake=0))
-            await until(lambda: not watch.fleet.ready(None), "asleep")
-            assert watch.listener.asleep == [watch.server.base_url]
-            watch.server.answers["/metrics"] = page(sleep_state(awake=1))
-            await until(lambda: bool(watch.fleet.ready(None)), "awake again")
-
-    run(main())
+async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes() -> None:
+    async with watching() as watch:
+        watch.server.answers["/metrics"] = page(sleep_state(awake=1))
+        await until(lambda: bool(watch.fleet.ready(None)), "awake")
+        watch.server.answers["/metrics"] = page(sleep_state(awake=0))
+        await until(lambda: not watch.fleet.ready(None), "asleep")
+        assert watch.listener.asleep == [watch.server.base_url]
+        watch.server.answers["/metrics"] = page(sleep_state(awake=1))
+        await until(lambda: bool(watch.fleet.ready(None)), "awake again")
 
 
-def test_an_engine_that_slept_between_two_looks_is_taken_for_empty() -> None:
+async def test_an_engine_that_slept_between_two_looks_is_taken_for_empty() -> None:
     """``/sleep`` and ``/wake_up``, or ``/release_kv_cache_memory``, called at the engine itself."""
 
-    async def main() -> None:
-        async with watching() as watch:
-            for operation, empties in (("wake", False), ("sleep", True), ("release_kv_cache_memory", True)):
-                for count in (3, 4):
-                    calls = (
-                        "vllm:sleep_mode_operation_duration_seconds_count"
-                        f'{{operation="{operation}"}} {count}.0\n'
-                    )
-                    text = calls.encode() + sleep_state(awake=1) + b"\n" + GAUGES
-                    watch.server.answers["/metrics"] = page(text)
-                    watch.listener.loads.clear()
-                    await watch.until(lambda: bool(watch.listener.loads))
-                assert bool(watch.listener.asleep) is empties
-                watch.listener.asleep.clear()
-                (status,) = watch.fleet
-                assert status.asleep is False
-                status.emptied = None
-
-    run(main())
+    async with watching() as watch:
+        for operation, empties in (("wake", False), ("sleep", True), ("release_kv_cache_memory", True)):
+            for count in (3, 4):
+                calls = (
+                    f'vllm:sleep_mode_operation_duration_seconds_count{{operation="{operation}"}} {count}.0\n'
+                )
+                text = calls.encode() + sleep_state(awake=1) + b"\n" + GAUGES
+                watch.server.answers["/metrics"] = page(text)
+                watch.listener.loads.clear()
+                await watch.until(lambda: bool(watch.listener.loads))
+            assert bool(watch.listener.asleep) is empties
+            watch.listener.asleep.clear()
+            (status,) = watch.fleet
+            assert status.asleep is False
+            status.emptied = None
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "x"])
@@ -454,28 +408,25 @@ def test_only_the_rank_that_sleeps_is_asleep() -> None:
     assert [read_asleep(text, rank) for rank in (0, 1, None)] == [False, True, True]
 
 
-def test_bad_gauges_change_nothing_and_good_ones_are_told() -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            (status,) = watch.fleet
-            watch.server.answers["/metrics"] = page(GAUGES)
-            await watch.until(lambda: bool(watch.listener.loads))
-            assert watch.listener.loads == {status.engine_id: (8, 10)}
-            assert status.kv_usage == 0.5
+async def test_bad_gauges_change_nothing_and_good_ones_are_told() -> None:
+    async with watching() as watch:
+        (status,) = watch.fleet
+        watch.server.answers["/metrics"] = page(GAUGES)
+        await watch.until(lambda: bool(watch.listener.loads))
+        assert watch.listener.loads == {status.engine_id: (8, 10)}
+        assert status.kv_usage == 0.5
+        watch.listener.loads.clear()
+        for bad in (
+            GAUGES.replace(b"3.0", b"+Inf").replace(b" 5\n", b" NaN\n"),
+            b"\xff" * 1000,
+            b"x" * 200_000,
+        ):
+            watch.server.answers["/metrics"] = page(bad)
+            await watch.polls("/metrics")
             watch.listener.loads.clear()
-            for bad in (
-                GAUGES.replace(b"3.0", b"+Inf").replace(b" 5\n", b" NaN\n"),
-                b"\xff" * 1000,
-                b"x" * 200_000,
-            ):
-                watch.server.answers["/metrics"] = page(bad)
-                await watch.polls("/metrics")
-                watch.listener.loads.clear()
-                await watch.polls("/metrics")
-                assert watch.listener.loads == {}
-            assert status.up
-
-    asyncio.run(main())
+            await watch.polls("/metrics")
+            assert watch.listener.loads == {}
+        assert status.up
 
 
 @pytest.mark.parametrize(
@@ -487,56 +438,47 @@ def test_times_that_are_none_are_refused(name: str, value: float) -> None:
         FleetSettings(**{name: value})
 
 
-def test_servers_that_come_are_asked_and_those_that_leave_are_told_of_and_left_alone() -> None:
-    async def main() -> None:
-        async with watching() as watch, watching() as other:
-            here, there = watch.server.base_url, other.server.base_url
-            await watch.until(lambda: all(s.up for s in watch.fleet), "up")
-            watch.poller.assign(DesiredFleet((EngineAddress(here), EngineAddress(there))))
-            await watch.until(lambda: ("up", there) in watch.told, "the new one is up")
-            watch.poller.assign(DesiredFleet((EngineAddress(there),)))
-            assert watch.told[-1] == ("gone", here)
-            assert [s.engine_id for s in watch.fleet] == [there]
-            asked = len(watch.server.asked)
-            mark = other.server.count("/v1/models")
-            await watch.until(lambda: other.server.count("/v1/models") >= mark + 5, "time goes by")
-            assert len(watch.server.asked) <= asked + 1  # one may have been on its way
-            assert watch.told.count(("up", there)) == 1
-
-    asyncio.run(main())
+async def test_servers_that_come_are_asked_and_those_that_leave_are_told_of_and_left_alone() -> None:
+    async with watching() as watch, watching() as other:
+        here, there = watch.server.base_url, other.server.base_url
+        await watch.until(lambda: all(s.up for s in watch.fleet), "up")
+        watch.poller.assign(DesiredFleet((EngineAddress(here), EngineAddress(there))))
+        await watch.until(lambda: ("up", there) in watch.told, "the new one is up")
+        watch.poller.assign(DesiredFleet((EngineAddress(there),)))
+        assert watch.told[-1] == ("gone", here)
+        assert [s.engine_id for s in watch.fleet] == [there]
+        asked = len(watch.server.asked)
+        mark = other.server.count("/v1/models")
+        await watch.until(lambda: other.server.count("/v1/models") >= mark + 5, "time goes by")
+        assert len(watch.server.asked) <= asked + 1  # one may have been on its way
+        assert watch.told.count(("up", there)) == 1
 
 
-def test_an_answer_on_its_way_from_who_left_counts_for_nothing() -> None:
-    async def main() -> None:
-        async with watching(answers={"/v1/models": HANG}) as watch:
-            base_url = watch.server.base_url
-            await watch.until(lambda: watch.server.count("/v1/models") >= 1, "asked")
-            watch.poller.assign(DesiredFleet())
-            watch.server.answers["/v1/models"] = MODELS
-            watch.poller.assign(DesiredFleet((EngineAddress(base_url),), {}, {base_url: "another"}))
-            await watch.until(lambda: ("up", base_url) in watch.told, "up")
-            assert watch.told == [("gone", base_url), ("up", base_url)]
-
-    asyncio.run(main())
+async def test_an_answer_on_its_way_from_who_left_counts_for_nothing() -> None:
+    async with watching(answers={"/v1/models": HANG}) as watch:
+        base_url = watch.server.base_url
+        await watch.until(lambda: watch.server.count("/v1/models") >= 1, "asked")
+        watch.poller.assign(DesiredFleet())
+        watch.server.answers["/v1/models"] = MODELS
+        watch.poller.assign(DesiredFleet((EngineAddress(base_url),), {}, {base_url: "another"}))
+        await watch.until(lambda: ("up", base_url) in watch.told, "up")
+        assert watch.told == [("gone", base_url), ("up", base_url)]
 
 
-def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            base_url = watch.server.base_url
-            await watch.until(lambda: all(s.up for s in watch.fleet), "up")
-            watch.poller.assign(DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),)))
-            assert watch.told == [("up", base_url), ("up", base_url)]
-            (status,) = watch.fleet
-            assert status.engine.events == "tcp://h:1"
-            watch.poller.assign(
-                DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),), {base_url: "drained"})
-            )
-            assert (status.held, watch.told) == ("drained", [("up", base_url)] * 2)
-            await watch.polls()
-            assert status.up
-
-    asyncio.run(main())
+async def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
+    async with watching() as watch:
+        base_url = watch.server.base_url
+        await watch.until(lambda: all(s.up for s in watch.fleet), "up")
+        watch.poller.assign(DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),)))
+        assert watch.told == [("up", base_url), ("up", base_url)]
+        (status,) = watch.fleet
+        assert status.engine.events == "tcp://h:1"
+        watch.poller.assign(
+            DesiredFleet((EngineAddress(base_url, None, "tcp://h:1"),), {base_url: "drained"})
+        )
+        assert (status.held, watch.told) == ("drained", [("up", base_url)] * 2)
+        await watch.polls()
+        assert status.up
 
 
 def test_what_nixl_counts_of_transfers_that_went_wrong() -> None:
@@ -552,31 +494,25 @@ vllm:nixl_num_descriptors_sum{engine="0"} 9
     assert read_transfers(text, 0) == {"kv_expired_reqs": 3.0}
 
 
-def test_ranks_that_are_found_have_their_servers_version_before_they_are_up() -> None:
-    async def main() -> None:
-        async with watching(lambda url: EngineAddress(url, role="decode")) as watch:
-            watch.server.answers["/version"] = page(b'{"version":"0.32.0"}')
-            watch.server.answers["/kv_event_sources"] = {"0": SOURCE, "1": SOURCE}
-            await watch.until(lambda: len(list(watch.fleet)) == 2 and all(one.up for one in watch.fleet))
-            assert [status.version for status in watch.fleet] == ["0.32.0", "0.32.0"]
-
-    run(main())
+async def test_ranks_that_are_found_have_their_servers_version_before_they_are_up() -> None:
+    async with watching(lambda url: EngineAddress(url, role="decode")) as watch:
+        watch.server.answers["/version"] = page(b'{"version":"0.32.0"}')
+        watch.server.answers["/kv_event_sources"] = {"0": SOURCE, "1": SOURCE}
+        await watch.until(lambda: len(list(watch.fleet)) == 2 and all(one.up for one in watch.fleet))
+        assert [status.version for status in watch.fleet] == ["0.32.0", "0.32.0"]
 
 
 @pytest.mark.parametrize("role", ["decode", None])
-def test_the_version_of_engines_with_a_role_is_asked_for_and_their_role_is_kept(role: Any) -> None:
-    async def main() -> None:
-        async with watching(lambda url: EngineAddress(url, role=role)) as watch:
-            watch.server.answers["/version"] = page(b'{"version":"0.32.0"}')
-            watch.server.answers["/kv_event_sources"] = {"0": SOURCE}
-            await watch.until(lambda: all(status.publishes_events and status.up for status in watch.fleet))
-            (status,) = watch.fleet
-            assert status.engine.role == role
-            if role is None:
-                assert status.version is None
-                return
-            assert status.version == "0.32.0", "known before it is up"
-            watch.server.answers["/version"] = page(b'{"version":"0.33.0"}')
-            await watch.until(lambda: status.version == "0.33.0", "another one")
-
-    run(main())
+async def test_the_version_of_engines_with_a_role_is_asked_for_and_their_role_is_kept(role: Any) -> None:
+    async with watching(lambda url: EngineAddress(url, role=role)) as watch:
+        watch.server.answers["/version"] = page(b'{"version":"0.32.0"}')
+        watch.server.answers["/kv_event_sources"] = {"0": SOURCE}
+        await watch.until(lambda: all(status.publishes_events and status.up for status in watch.fleet))
+        (status,) = watch.fleet
+        assert status.engine.role == role
+        if role is None:
+            assert status.version is None
+            return
+        assert status.version == "0.32.0", "known before it is up"
+        watch.server.answers["/version"] = page(b'{"version":"0.33.0"}')
+        await watch.until(lambda: status.version == "0.33.0", "another one")

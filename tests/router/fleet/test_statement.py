@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 import pytest
 
@@ -116,35 +114,29 @@ def test_server_info_states_ranks_and_retention(value: object, expected: object)
     assert (stated.retention_interval, stated.mamba_block_size, stated.decode_ranks) == (expected, 64, 4)
 
 
-def test_server_info_is_asked_once_for_each_process() -> None:
-    async def main() -> None:
-        async with watching(answers={SERVER_INFO: INFO, "/metrics": page(PAGE)}) as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up, "up")
-            assert status.server_info is not None
-            assert (status.server_info.method, status.server_info.attention_block_size) == ("eagle3", 64)
-            await watch.until(lambda: status.stated is not None, "metrics")
-            await watch.polls(count=4)
-            assert watch.server.count(SERVER_INFO) == 1
-            started = PAGE + b"process_start_time_seconds %d\n"
-            watch.server.answers["/metrics"] = page(started % 100)
-            await watch.until(lambda: status.started == 100, "started")
-            watch.server.answers[SERVER_INFO] = None
-            watch.server.answers["/metrics"] = page(started % 200)
-            await watch.until(lambda: status.server_info is None, "forgotten with the process")
-
-    asyncio.run(main())
+async def test_server_info_is_asked_once_for_each_process() -> None:
+    async with watching(answers={SERVER_INFO: INFO, "/metrics": page(PAGE)}) as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up, "up")
+        assert status.server_info is not None
+        assert (status.server_info.method, status.server_info.attention_block_size) == ("eagle3", 64)
+        await watch.until(lambda: status.stated is not None, "metrics")
+        await watch.polls(count=4)
+        assert watch.server.count(SERVER_INFO) == 1
+        started = PAGE + b"process_start_time_seconds %d\n"
+        watch.server.answers["/metrics"] = page(started % 100)
+        await watch.until(lambda: status.started == 100, "started")
+        watch.server.answers[SERVER_INFO] = None
+        watch.server.answers["/metrics"] = page(started % 200)
+        await watch.until(lambda: status.server_info is None, "forgotten with the process")
 
 
 @pytest.mark.parametrize("answer", [None, page(b"{}", 403), b"", HANG, page(b"nonsense")])
-def test_without_server_info_an_engine_is_up_all_the_same(answer: object) -> None:
-    async def main() -> None:
-        async with watching(answers={SERVER_INFO: answer}) as watch:
-            (status,) = watch.fleet
-            await watch.until(lambda: status.up, "up")
-            assert status.server_info is None
-
-    asyncio.run(main())
+async def test_without_server_info_an_engine_is_up_all_the_same(answer: object) -> None:
+    async with watching(answers={SERVER_INFO: answer}) as watch:
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up, "up")
+        assert status.server_info is None
 
 
 SGLANG_INFO = {
@@ -227,16 +219,13 @@ def test_gauges_of_an_sglang_server() -> None:
     assert stated.other_attention
 
 
-def test_an_sglang_server_is_found_by_what_it_serves() -> None:
-    async def main() -> None:
-        async with watching() as watch:
-            server, fleet = watch.server, watch.fleet
-            card = {"id": "m", "owned_by": "sglang"}
-            server.answers["/v1/models"] = {"object": "list", "data": [card]}
-            server.answers[SERVER_INFO] = SGLANG_INFO
-            await until(lambda: any(status.publishes_events for status in fleet), "found")
-            await until(lambda: all(status.up for status in fleet), "up")
-            assert [status.engine.dp_rank for status in fleet] == [0, 1]
-            assert {(status.kind, status.frontend) for status in fleet} == {("sglang", "sglang")}
-
-    asyncio.run(main())
+async def test_an_sglang_server_is_found_by_what_it_serves() -> None:
+    async with watching() as watch:
+        server, fleet = watch.server, watch.fleet
+        card = {"id": "m", "owned_by": "sglang"}
+        server.answers["/v1/models"] = {"object": "list", "data": [card]}
+        server.answers[SERVER_INFO] = SGLANG_INFO
+        await until(lambda: any(status.publishes_events for status in fleet), "found")
+        await until(lambda: all(status.up for status in fleet), "up")
+        assert [status.engine.dp_rank for status in fleet] == [0, 1]
+        assert {(status.kind, status.frontend) for status in fleet} == {("sglang", "sglang")}

@@ -32,20 +32,17 @@ CHUNKED = (
 SMALL = ListenSettings(header_bytes_max=4096, drain_s_max=0.5)
 
 
-def test_body_of_tiny_chunks_costs_no_more_than_its_bytes() -> None:
+async def test_body_of_tiny_chunks_costs_no_more_than_its_bytes() -> None:
     """Quadratic work in the pieces of one read would take minutes here."""
 
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            body = b'{"model":"m","pad":"' + b"x" * 1_000_000 + b'"}'
-            writer.write(CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
-            async with asyncio.timeout(20):
-                assert (await read_answer(reader)).status == 200
-            assert engine.calls[0].body == body
-            writer.close()
-
-    run(main())
+    async with Engine(GOOD) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        body = b'{"model":"m","pad":"' + b"x" * 1_000_000 + b'"}'
+        writer.write(CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        async with asyncio.timeout(20):
+            assert (await read_answer(reader)).status == 200
+        assert engine.calls[0].body == body
+        writer.close()
 
 
 @pytest.mark.parametrize("rest", [b"", b"x" * 50_000])
@@ -64,20 +61,17 @@ def test_connect_is_refused_once(rest: bytes, capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in out.err + out.out
 
 
-def test_any_number_of_offers_to_upgrade_in_one_read() -> None:
+async def test_any_number_of_offers_to_upgrade_in_one_read() -> None:
     async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
         writer.write(answer(200, call.head.first[1].encode()))
 
-    async def main() -> None:
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            offer = ("connection: Upgrade", "upgrade: h2c")
-            writer.write(b"".join(request(b"", *offer, method="GET", target=f"/v1/{i}") for i in range(1500)))
-            for i in range(1500):
-                assert (await read_answer(reader)).body == b"/v1/%d" % i
-            writer.close()
-
-    run(main())
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        offer = ("connection: Upgrade", "upgrade: h2c")
+        writer.write(b"".join(request(b"", *offer, method="GET", target=f"/v1/{i}") for i in range(1500)))
+        for i in range(1500):
+            assert (await read_answer(reader)).body == b"/v1/%d" % i
+        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -90,80 +84,65 @@ def test_any_number_of_offers_to_upgrade_in_one_read() -> None:
         "/v1/chat/completions#",
     ],
 )
-def test_fragment_in_a_target_is_refused(target: str) -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(b"{}", target=target))
-            assert (got.status, got.json()["error"]["code"]) == (400, "invalid_http")
-            assert "#" in got.json()["error"]["message"]
-            assert not engine.calls
-
-    run(main())
+async def test_fragment_in_a_target_is_refused(target: str) -> None:
+    async with Engine(GOOD) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(b"{}", target=target))
+        assert (got.status, got.json()["error"]["code"]) == (400, "invalid_http")
+        assert "#" in got.json()["error"]["message"]
+        assert not engine.calls
 
 
 @pytest.mark.parametrize(
     "hosts", [b"", b"host: a\r\nHost: b\r\n", b"host: a\r\nhost: a\r\n"], ids=["none", "two", "same"]
 )
-def test_exactly_one_host(hosts: bytes) -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url) as rig:
-            got = await ask(rig, b"GET /v1/x HTTP/1.1\r\n" + hosts + b"\r\n")
-            assert (got.status, got.json()["error"]["code"]) == (400, "invalid_http")
-            assert "Host" in got.json()["error"]["message"]
-            assert not engine.calls
-            assert (await ask(rig, b"GET /v1/x HTTP/1.0\r\n\r\n")).status == 200
-
-    run(main())
+async def test_exactly_one_host(hosts: bytes) -> None:
+    async with Engine(GOOD) as engine, routing(engine.url) as rig:
+        got = await ask(rig, b"GET /v1/x HTTP/1.1\r\n" + hosts + b"\r\n")
+        assert (got.status, got.json()["error"]["code"]) == (400, "invalid_http")
+        assert "Host" in got.json()["error"]["message"]
+        assert not engine.calls
+        assert (await ask(rig, b"GET /v1/x HTTP/1.0\r\n\r\n")).status == 200
 
 
 @pytest.mark.parametrize("piece", [b"a: bcdef\r\n" * 1000, b"a: " + b"x" * 10_000, b"a"], ids=str)
-def test_endless_trailer_of_a_request_is_bounded(piece: bytes) -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url, listen=SMALL) as rig:
-            reader, writer = await rig.connect()
-            writer.write(CHUNKED + chunk(CHAT) + b"0\r\n")
-            answered = asyncio.ensure_future(read_answer(reader))
-            while not answered.done():
-                writer.write(piece)
-                await asyncio.sleep(0)
-            assert ((await answered).status, rig.listen_stats.header_overflows) == (431, 1)
-            assert not engine.calls
-            writer.close()
-
-    run(main())
+async def test_endless_trailer_of_a_request_is_bounded(piece: bytes) -> None:
+    async with Engine(GOOD) as engine, routing(engine.url, listen=SMALL) as rig:
+        reader, writer = await rig.connect()
+        writer.write(CHUNKED + chunk(CHAT) + b"0\r\n")
+        answered = asyncio.ensure_future(read_answer(reader))
+        while not answered.done():
+            writer.write(piece)
+            await asyncio.sleep(0)
+        assert ((await answered).status, rig.listen_stats.header_overflows) == (431, 1)
+        assert not engine.calls
+        writer.close()
 
 
-def test_slow_trailer_of_a_request_is_timed_as_a_head() -> None:
-    async def main() -> None:
-        listen = ListenSettings(header_timeout_s=0.2, drain_s_max=0.5)
-        async with routing(listen=listen) as rig:
-            reader, writer = await rig.connect()
-            writer.write(CHUNKED + chunk(CHAT) + b"0\r\n")
-            answered, lines = asyncio.ensure_future(read_answer(reader)), 0
-            while not answered.done():
-                writer.write(b"a: b\r\n")
-                lines += 1
-                await asyncio.sleep(0.01)
-            assert ((await answered).status, rig.listen_stats.body_timeouts) == (408, 1)
-            assert lines < 500, "it was timed as a body: there would be thousands"
-            writer.close()
-
-    run(main())
+async def test_slow_trailer_of_a_request_is_timed_as_a_head() -> None:
+    listen = ListenSettings(header_timeout_s=0.2, drain_s_max=0.5)
+    async with routing(listen=listen) as rig:
+        reader, writer = await rig.connect()
+        writer.write(CHUNKED + chunk(CHAT) + b"0\r\n")
+        answered, lines = asyncio.ensure_future(read_answer(reader)), 0
+        while not answered.done():
+            writer.write(b"a: b\r\n")
+            lines += 1
+            await asyncio.sleep(0.01)
+        assert ((await answered).status, rig.listen_stats.body_timeouts) == (408, 1)
+        assert lines < 500, "it was timed as a body: there would be thousands"
+        writer.close()
 
 
-def test_chunk_extensions_are_bounded_between_bodies_bytes() -> None:
-    async def main() -> None:
-        async with routing(listen=SMALL) as rig:
-            reader, writer = await rig.connect()
-            writer.write(CHUNKED + b"1;")
-            answered = asyncio.ensure_future(read_answer(reader))
-            while not answered.done():
-                writer.write(b"x" * 1000)
-                await asyncio.sleep(0)
-            assert (await answered).status == 431
-            writer.close()
-
-    run(main())
+async def test_chunk_extensions_are_bounded_between_bodies_bytes() -> None:
+    async with routing(listen=SMALL) as rig:
+        reader, writer = await rig.connect()
+        writer.write(CHUNKED + b"1;")
+        answered = asyncio.ensure_future(read_answer(reader))
+        while not answered.done():
+            writer.write(b"x" * 1000)
+            await asyncio.sleep(0)
+        assert (await answered).status == 431
+        writer.close()
 
 
 @pytest.mark.parametrize("piece", [b"a: bcdef\r\n" * 1000, b"a: " + b"x" * 10_000], ids=["fields", "one"])
@@ -190,46 +169,37 @@ def test_endless_trailer_of_an_engine_is_bounded(piece: bytes, monkeypatch: pyte
     run(main())
 
 
-def test_head_over_the_limit_in_one_read() -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url) as rig:
-            for field in ("x: " + "y" * 100_000, "\r\n".join(["x: " + "y" * 1000] * 100)):
-                got = await ask(rig, request(CHAT, field))
-                assert (got.status, got.json()["error"]["code"]) == (431, "headers_too_large")
-            got = await ask(rig, request(b"{}", target="/v1/" + "x" * 100_000))
-            assert got.status == 431
-            assert not engine.calls
-            assert (await ask(rig, request(CHAT, "x: " + "y" * 60_000))).status == 200
-
-    run(main())
+async def test_head_over_the_limit_in_one_read() -> None:
+    async with Engine(GOOD) as engine, routing(engine.url) as rig:
+        for field in ("x: " + "y" * 100_000, "\r\n".join(["x: " + "y" * 1000] * 100)):
+            got = await ask(rig, request(CHAT, field))
+            assert (got.status, got.json()["error"]["code"]) == (431, "headers_too_large")
+        got = await ask(rig, request(b"{}", target="/v1/" + "x" * 100_000))
+        assert got.status == 431
+        assert not engine.calls
+        assert (await ask(rig, request(CHAT, "x: " + "y" * 60_000))).status == 200
 
 
-def test_head_of_an_engine_over_the_limit_in_one_read() -> None:
-    async def main() -> None:
-        script = says(200, b"{}", "x: " + "y" * 100_000)
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            assert (await ask(rig)).status == 502
-
-    run(main())
+async def test_head_of_an_engine_over_the_limit_in_one_read() -> None:
+    script = says(200, b"{}", "x: " + "y" * 100_000)
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        assert (await ask(rig)).status == 502
 
 
 @pytest.mark.parametrize("cut", [1, 40, 70])
-def test_head_behind_a_large_body_is_its_own(cut: int) -> None:
+async def test_head_behind_a_large_body_is_its_own(cut: int) -> None:
     """What is left of a body in the same read is no part of the head that follows."""
 
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url, listen=SMALL) as rig:
-            reader, writer = await rig.connect()
-            first, second = request(b'{"model":"%b"}' % (b"m" * 100_000)), request()
-            writer.write(first + second[:cut])
-            await until(lambda: len(engine.calls) == 1, "the first is asked")
-            assert (await read_answer(reader)).status == 200
-            writer.write(second[cut:])
-            assert (await read_answer(reader)).status == 200
-            assert rig.listen_stats.header_overflows == 0
-            writer.close()
-
-    run(main())
+    async with Engine(GOOD) as engine, routing(engine.url, listen=SMALL) as rig:
+        reader, writer = await rig.connect()
+        first, second = request(b'{"model":"%b"}' % (b"m" * 100_000)), request()
+        writer.write(first + second[:cut])
+        await until(lambda: len(engine.calls) == 1, "the first is asked")
+        assert (await read_answer(reader)).status == 200
+        writer.write(second[cut:])
+        assert (await read_answer(reader)).status == 200
+        assert rig.listen_stats.header_overflows == 0
+        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -241,81 +211,71 @@ def test_head_behind_a_large_body_is_its_own(cut: int) -> None:
     ],
     ids=["no request", "large head", "broken body"],
 )
-def test_refused_request_leaves_those_before_it_their_answers(bad: bytes, status: int) -> None:
-    async def main() -> None:
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            await engine.go.wait()
-            writer.write(answer(200, call.body))
+async def test_refused_request_leaves_those_before_it_their_answers(bad: bytes, status: int) -> None:
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await engine.go.wait()
+        writer.write(answer(200, call.body))
 
-        async with Engine(script) as engine, routing(engine.url, listen=SMALL) as rig:
-            reader, writer = await rig.connect()
-            writer.write(request(b"[1]", target="/v1/x") + request(b"[2]", target="/v1/y") + bad)
-            await until(lambda: len(engine.calls) == 1, "the first is asked")
-            engine.go.set()
-            assert (await read_answer(reader)).body == b"[1]"
-            assert (await read_answer(reader)).body == b"[2]"
-            assert (await read_answer(reader)).status == status
-            assert await reader.read() == b""
-            assert len(engine.calls) == 2
-            writer.close()
-
-    run(main())
+    async with Engine(script) as engine, routing(engine.url, listen=SMALL) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(b"[1]", target="/v1/x") + request(b"[2]", target="/v1/y") + bad)
+        await until(lambda: len(engine.calls) == 1, "the first is asked")
+        engine.go.set()
+        assert (await read_answer(reader)).body == b"[1]"
+        assert (await read_answer(reader)).body == b"[2]"
+        assert (await read_answer(reader)).status == status
+        assert await reader.read() == b""
+        assert len(engine.calls) == 2
+        writer.close()
 
 
-def test_bytes_after_a_refused_request_are_discarded() -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            writer.write(b"nonsense\r\n\r\n")
-            assert (await read_answer(reader)).status == 400
-            writer.write(request(b"{}") + b"more nonsense\r\n\r\n")
-            assert await reader.read() == b""
-            writer.close()
-            await until(lambda: not rig.server.server_state.connections, "the connection ends")
-            assert (rig.listen_stats.bad_requests, rig.listen_stats.requests) == (1, 0)
-            assert engine.calls == []
-
-    run(main())
+async def test_bytes_after_a_refused_request_are_discarded() -> None:
+    async with Engine(GOOD) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        writer.write(b"nonsense\r\n\r\n")
+        assert (await read_answer(reader)).status == 400
+        writer.write(request(b"{}") + b"more nonsense\r\n\r\n")
+        assert await reader.read() == b""
+        writer.close()
+        await until(lambda: not rig.server.server_state.connections, "the connection ends")
+        assert (rig.listen_stats.bad_requests, rig.listen_stats.requests) == (1, 0)
+        assert engine.calls == []
 
 
-def test_body_below_the_least_rate_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_below_the_least_rate_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then keeps ``body_timeout_s`` from passing."""
     monkeypatch.setattr("router.http.downstream.BODY_GRACE_S", 0.3)
     monkeypatch.setattr("router.http.listener.BODY_GRACE_S", 0.3)
 
-    async def main() -> None:
-        listen = ListenSettings(body_bytes_per_s_min=1_000_000, drain_s_max=0.5)
-        async with routing(listen=listen) as rig:
-            reader, writer = await rig.connect()
-            head = request(b"x" * 1_000_000)
-            writer.write(head[:100_000])  # what came early earns no more than the grace
-            answered = asyncio.ensure_future(read_answer(reader))
-            while not answered.done():
-                writer.write(b"x")
-                await asyncio.sleep(0.005)
-            assert ((await answered).status, rig.listen_stats.body_timeouts) == (408, 1)
-            writer.close()
-
-    run(main())
+    listen = ListenSettings(body_bytes_per_s_min=1_000_000, drain_s_max=0.5)
+    async with routing(listen=listen) as rig:
+        reader, writer = await rig.connect()
+        head = request(b"x" * 1_000_000)
+        writer.write(head[:100_000])  # what came early earns no more than the grace
+        answered = asyncio.ensure_future(read_answer(reader))
+        while not answered.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.005)
+        assert ((await answered).status, rig.listen_stats.body_timeouts) == (408, 1)
+        writer.close()
 
 
-def test_body_above_the_least_rate_may_take_longer_than_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_above_the_least_rate_may_take_longer_than_the_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("router.http.downstream.BODY_GRACE_S", 0.5)
     monkeypatch.setattr("router.http.listener.BODY_GRACE_S", 0.5)
 
-    async def main() -> None:
-        listen = ListenSettings(body_bytes_per_s_min=1, drain_s_max=0.5)
-        async with Engine(GOOD) as engine, routing(engine.url, listen=listen) as rig:
-            reader, writer = await rig.connect()
-            loop = asyncio.get_running_loop()
-            begun = loop.time()
-            data = request(b"x" * 1_000_000, target="/v1/x")
-            writer.write(data[:-400])
-            for i in range(len(data) - 400, len(data)):
-                await asyncio.sleep(0.002)
-                writer.write(data[i : i + 1])
-            assert loop.time() - begun > 0.5
-            assert (await read_answer(reader)).status == 200
-            writer.close()
-
-    run(main())
+    listen = ListenSettings(body_bytes_per_s_min=1, drain_s_max=0.5)
+    async with Engine(GOOD) as engine, routing(engine.url, listen=listen) as rig:
+        reader, writer = await rig.connect()
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        data = request(b"x" * 1_000_000, target="/v1/x")
+        writer.write(data[:-400])
+        for i in range(len(data) - 400, len(data)):
+            await asyncio.sleep(0.002)
+            writer.write(data[i : i + 1])
+        assert loop.time() - begun > 0.5
+        assert (await read_answer(reader)).status == 200
+        writer.close()

@@ -56,23 +56,20 @@ async def _health(rig: Rig) -> None:
     assert (got.status, got.body, got.head["connection"]) == (200, b"well", "close")
 
 
-def test_probes_get_in_where_others_hold_every_connection() -> None:
-    async def main() -> None:
-        listen = ListenSettings(connections_max=2, drain_s_max=0.5)
-        async with Engine(GOOD) as engine, routing(engine.url, listen=listen, wrap=_probed) as rig:
-            held = [await rig.connect() for _ in range(2)]
-            await until(lambda: len(rig.server.server_state.connections) == 2, "held")
-            hogs = [await rig.connect() for _ in range(100)]  # more than there are spares
-            await _health(rig)
-            got = await ask(rig)
-            assert (got.status, got.json()["error"]["code"]) == (503, "too_many_connections")
-            assert not engine.calls
-            for _, writer in (*held, *hogs):
-                writer.close()
-            await until(lambda: not rig.server.server_state.connections, "all gone")
-            assert (await ask(rig)).status == 200
-
-    run(main())
+async def test_probes_get_in_where_others_hold_every_connection() -> None:
+    listen = ListenSettings(connections_max=2, drain_s_max=0.5)
+    async with Engine(GOOD) as engine, routing(engine.url, listen=listen, wrap=_probed) as rig:
+        held = [await rig.connect() for _ in range(2)]
+        await until(lambda: len(rig.server.server_state.connections) == 2, "held")
+        hogs = [await rig.connect() for _ in range(100)]  # more than there are spares
+        await _health(rig)
+        got = await ask(rig)
+        assert (got.status, got.json()["error"]["code"]) == (503, "too_many_connections")
+        assert not engine.calls
+        for _, writer in (*held, *hogs):
+            writer.close()
+        await until(lambda: not rig.server.server_state.connections, "all gone")
+        assert (await ask(rig)).status == 200
 
 
 def test_one_address_holds_its_share_of_connections() -> None:
@@ -113,67 +110,58 @@ def test_whose_connection_it_is(peer: Any, client: str) -> None:
     assert client_key(peer) == client
 
 
-def test_all_bodies_together_are_bounded() -> None:
-    async def main() -> None:
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            await engine.go.wait()
-            writer.write(answer(200, b"{}"))
+async def test_all_bodies_together_are_bounded() -> None:
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await engine.go.wait()
+        writer.write(answer(200, b"{}"))
 
-        listen = ListenSettings(bodies_bytes_max=1_000_000, drain_s_max=0.5)
-        async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
-            room = rig.server.config.capacity  # type: ignore[attr-defined]
-            body = b'{"model":"m","x":"%b"}' % (b"x" * 600_000)
-            first = asyncio.ensure_future(ask(rig, request(body)))
-            await until(lambda: len(engine.calls) == 1, "the first is asked")
-            assert room.body_bytes == len(body)
-            got = await ask(rig, request(body))
-            assert (got.status, got.json()["error"]["code"]) == (503, "too_many_bodies")
-            assert got.head["retry-after"] == "1"
-            assert rig.listen_stats.bodies_refused == 1
-            engine.go.set()
-            assert (await first).status == 200
-            await until(lambda: room.body_bytes == 0, "given back")
-            assert (await ask(rig, request(body))).status == 200
-            await until(lambda: room.body_bytes == 0, "given back")
-            _, writer = await rig.connect()  # one that leaves in the middle, with a second one queued
-            writer.write(request(body) * 2)
-            await until(lambda: len(engine.calls) >= 3, "asked")
-            writer.close()
-            await until(lambda: room.body_bytes == 0, "given back")
-
-    run(main())
+    listen = ListenSettings(bodies_bytes_max=1_000_000, drain_s_max=0.5)
+    async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
+        room = rig.server.config.capacity  # type: ignore[attr-defined]
+        body = b'{"model":"m","x":"%b"}' % (b"x" * 600_000)
+        first = asyncio.ensure_future(ask(rig, request(body)))
+        await until(lambda: len(engine.calls) == 1, "the first is asked")
+        assert room.body_bytes == len(body)
+        got = await ask(rig, request(body))
+        assert (got.status, got.json()["error"]["code"]) == (503, "too_many_bodies")
+        assert got.head["retry-after"] == "1"
+        assert rig.listen_stats.bodies_refused == 1
+        engine.go.set()
+        assert (await first).status == 200
+        await until(lambda: room.body_bytes == 0, "given back")
+        assert (await ask(rig, request(body))).status == 200
+        await until(lambda: room.body_bytes == 0, "given back")
+        _, writer = await rig.connect()  # one that leaves in the middle, with a second one queued
+        writer.write(request(body) * 2)
+        await until(lambda: len(engine.calls) >= 3, "asked")
+        writer.close()
+        await until(lambda: room.body_bytes == 0, "given back")
 
 
-def test_what_follows_a_body_without_room_begins_no_request() -> None:
-    async def main() -> None:
-        listen = ListenSettings(bodies_bytes_max=1000, drain_s_max=0.5)
-        async with Engine(writes(answer(200, b"{}"))) as engine, routing(engine.url, listen=listen) as rig:
-            reader, writer = await rig.connect()
-            writer.write(request(b"x" * 2000) + request(b"{}"))  # both in one read
-            assert (await read_answer(reader)).status == 503
-            assert await reader.read() == b""
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert not engine.calls
-            writer.close()
-
-    run(main())
+async def test_what_follows_a_body_without_room_begins_no_request() -> None:
+    listen = ListenSettings(bodies_bytes_max=1000, drain_s_max=0.5)
+    async with Engine(writes(answer(200, b"{}"))) as engine, routing(engine.url, listen=listen) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(b"x" * 2000) + request(b"{}"))  # both in one read
+        assert (await read_answer(reader)).status == 503
+        assert await reader.read() == b""
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not engine.calls
+        writer.close()
 
 
 @pytest.mark.parametrize("body", [CHAT, b"refused at once"], ids=["waits", "is answered"])
-def test_a_pipeline_without_end_is_not_read_ahead(body: bytes) -> None:
-    async def main() -> None:
-        async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
-            room = rig.server.config.capacity  # type: ignore[attr-defined]
-            _, writer = await rig.connect()
-            writer.write(request(body + b" " * 10_000) * 2000)
-            await until(lambda: rig.listen_stats.pipeline_pauses >= 1, "reading pauses")
-            for _ in range(1000):
-                await asyncio.sleep(0)
-                assert room.body_bytes < 1_000_000, "of 20 million"
-            writer.close()
-
-    run(main())
+async def test_a_pipeline_without_end_is_not_read_ahead(body: bytes) -> None:
+    async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
+        room = rig.server.config.capacity  # type: ignore[attr-defined]
+        _, writer = await rig.connect()
+        writer.write(request(body + b" " * 10_000) * 2000)
+        await until(lambda: rig.listen_stats.pipeline_pauses >= 1, "reading pauses")
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            assert room.body_bytes < 1_000_000, "of 20 million"
+        writer.close()
 
 
 def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ from tests.support.proxy_rig import (
     routing,
     writes,
 )
-from tests.support.waiting import WAIT_S, run, until
+from tests.support.waiting import WAIT_S, until
 
 STAGES: dict[str, tuple[Script, bytes]] = {
     "before the head": (writes(then="hang"), CHAT),
@@ -43,58 +43,52 @@ STAGES: dict[str, tuple[Script, bytes]] = {
 
 @pytest.mark.parametrize("how", ["close", "half-close", "reset"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_upstream_is_closed(stage: str, how: str) -> None:
+async def test_upstream_is_closed(stage: str, how: str) -> None:
     script, body = STAGES[stage]
 
-    async def main() -> None:
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            writer.write(request(body))
-            await until(lambda: bool(engine.calls), "the engine is asked")
-            if stage.startswith("mid"):
-                await reader.readuntil(b"\r\n\r\n")
-                await reader.read(3)
-            if how == "close":
-                writer.close()
-            elif how == "half-close":
-                writer.write_eof()
-            else:
-                reset(writer)
-            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
-            placement = rig.planner.placements[0]
-            await until(lambda: placement.over, "the placement ends")
-            assert placement.told[-1] == "finished"
-            assert placement.usage is None
-            assert rig.stats.clients_gone == 1
-            assert rig.stats.retries == 0
-            assert rig.stats.requests_active == 0
-            assert rig.app.client.origin(engine.url).open == 0
-            assert rig.planner.available(engine.url)
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(body))
+        await until(lambda: bool(engine.calls), "the engine is asked")
+        if stage.startswith("mid"):
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.read(3)
+        if how == "close":
             writer.close()
+        elif how == "half-close":
+            writer.write_eof()
+        else:
+            reset(writer)
+        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        placement = rig.planner.placements[0]
+        await until(lambda: placement.over, "the placement ends")
+        assert placement.told[-1] == "finished"
+        assert placement.usage is None
+        assert rig.stats.clients_gone == 1
+        assert rig.stats.retries == 0
+        assert rig.stats.requests_active == 0
+        assert rig.app.client.origin(engine.url).open == 0
+        assert rig.planner.available(engine.url)
+        writer.close()
 
-    run(main())
 
+async def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered() -> None:
+    async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
+        looked, outbound = asyncio.Event(), rig.app._outbound
 
-def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered() -> None:
-    async def main() -> None:
-        async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
-            looked, outbound = asyncio.Event(), rig.app._outbound
+        async def look(scope: Any, *more: Any) -> Any:
+            looked.set()
+            await until(lambda: scope["extensions"][CYCLE_EXTENSION].disconnected, "the client is gone")
+            return await outbound(scope, *more)
 
-            async def look(scope: Any, *more: Any) -> Any:
-                looked.set()
-                await until(lambda: scope["extensions"][CYCLE_EXTENSION].disconnected, "the client is gone")
-                return await outbound(scope, *more)
-
-            rig.app._outbound = look  # type: ignore[assignment, method-assign]
-            _, writer = await rig.connect()
-            writer.write(request(CHAT))
-            await asyncio.wait_for(looked.wait(), WAIT_S)
-            writer.close()
-            await until(lambda: rig.stats.requests_active == 0, "the request ends")
-            assert rig.stats.clients_gone == 1
-            assert not engine.calls
-
-    run(main())
+        rig.app._outbound = look  # type: ignore[assignment, method-assign]
+        _, writer = await rig.connect()
+        writer.write(request(CHAT))
+        await asyncio.wait_for(looked.wait(), WAIT_S)
+        writer.close()
+        await until(lambda: rig.stats.requests_active == 0, "the request ends")
+        assert rig.stats.clients_gone == 1
+        assert not engine.calls
 
 
 def placed(rig: Rig, number: int) -> bool:
@@ -102,140 +96,122 @@ def placed(rig: Rig, number: int) -> bool:
 
 
 @pytest.mark.parametrize("hung", ["no head", "head only"])
-def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung: str) -> None:
+async def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung: str) -> None:
     """Its server may live on (vLLM's sends a stream's head at once) while its engine does nothing."""
 
-    async def main() -> None:
-        stuck = writes(then="hang") if hung == "no head" else writes(SSE_HEAD, then="hang")
-        alive = writes(SSE_HEAD + chunk(event("a") + DONE) + END)
-        async with Engine(stuck) as bad, Engine(alive) as good, routing(bad.url, good.url) as rig:
-            now = [0.0]
-            rig.planner.now = lambda: now[0]
-            for number in range(1, 13):
-                reader, writer = await rig.connect()
-                writer.write(request(STREAM))
-                await until(partial(placed, rig, number), "it is placed")
-                placement = rig.planner.placements[-1]
-                if placement.base_url == bad.url:
-                    await until(lambda: bool(bad.calls), "the engine is asked")
-                    now[0] += 2.0
-                else:
-                    await read_answer(reader)
-                writer.close()
-                await until(lambda: rig.planner.placements[-1].over, "over")
-            assert len(bad.calls) == 1
-            assert rig.stats.clients_left_unanswered == 1
-            now[0] += 10.0
-            assert rig.planner.available(bad.url)  # for a probe
-
-    run(main())
-
-
-def test_client_that_leaves_while_the_planner_thinks() -> None:
-    async def main() -> None:
-        cancelled = asyncio.Event()
-
-        async with routing() as rig:
-
-            async def place(
-                request: InboundRequest, *, exclude: frozenset[str], disagg: object = None
-            ) -> FakePlacement:
-                rig.planner.requests.append(request)
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    cancelled.set()
-                raise AssertionError
-
-            rig.planner.place = place  # type: ignore[method-assign]
-            _, writer = await rig.connect()
-            writer.write(request())
-            await until(lambda: bool(rig.planner.requests), "the planner is asked")
+    stuck = writes(then="hang") if hung == "no head" else writes(SSE_HEAD, then="hang")
+    alive = writes(SSE_HEAD + chunk(event("a") + DONE) + END)
+    async with Engine(stuck) as bad, Engine(alive) as good, routing(bad.url, good.url) as rig:
+        now = [0.0]
+        rig.planner.now = lambda: now[0]
+        for number in range(1, 13):
+            reader, writer = await rig.connect()
+            writer.write(request(STREAM))
+            await until(partial(placed, rig, number), "it is placed")
+            placement = rig.planner.placements[-1]
+            if placement.base_url == bad.url:
+                await until(lambda: bool(bad.calls), "the engine is asked")
+                now[0] += 2.0
+            else:
+                await read_answer(reader)
             writer.close()
-            await asyncio.wait_for(cancelled.wait(), WAIT_S)
-            await until(lambda: rig.stats.clients_gone == 1, "counted")
-
-    run(main())
-
-
-def test_client_that_leaves_in_its_body() -> None:
-    async def main() -> None:
-        async with routing() as rig:
-            _, writer = await rig.connect()
-            writer.write(request()[:-5])
-            await until(lambda: rig.stats.requests_active == 1, "the request is being read")
-            writer.close()
-            await until(lambda: rig.stats.requests_active == 0, "given up")
-            assert rig.stats.clients_gone == 1
-            assert not rig.planner.requests
-
-    run(main())
+            await until(lambda: rig.planner.placements[-1].over, "over")
+        assert len(bad.calls) == 1
+        assert rig.stats.clients_left_unanswered == 1
+        now[0] += 10.0
+        assert rig.planner.available(bad.url)  # for a probe
 
 
-def test_under_a_foreign_asgi_server() -> None:
+async def test_client_that_leaves_while_the_planner_thinks() -> None:
+    cancelled = asyncio.Event()
+
+    async with routing() as rig:
+
+        async def place(
+            request: InboundRequest, *, exclude: frozenset[str], disagg: object = None
+        ) -> FakePlacement:
+            rig.planner.requests.append(request)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            raise AssertionError
+
+        rig.planner.place = place  # type: ignore[method-assign]
+        _, writer = await rig.connect()
+        writer.write(request())
+        await until(lambda: bool(rig.planner.requests), "the planner is asked")
+        writer.close()
+        await asyncio.wait_for(cancelled.wait(), WAIT_S)
+        await until(lambda: rig.stats.clients_gone == 1, "counted")
+
+
+async def test_client_that_leaves_in_its_body() -> None:
+    async with routing() as rig:
+        _, writer = await rig.connect()
+        writer.write(request()[:-5])
+        await until(lambda: rig.stats.requests_active == 1, "the request is being read")
+        writer.close()
+        await until(lambda: rig.stats.requests_active == 0, "given up")
+        assert rig.stats.clients_gone == 1
+        assert not rig.planner.requests
+
+
+async def test_under_a_foreign_asgi_server() -> None:
     """Without the listener's extension a task waits for http.disconnect; all else is the same."""
 
-    async def main() -> None:
-        async with Engine(writes(SSE_HEAD, then="hang")) as engine:
-            planner = FakePlanner(engine.url)
-            app = ProxyApp(planner)
-            config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-            config.load()
-            server = uvicorn.Server(config)
-            server.lifespan = config.lifespan_class(config)
-            await server.startup()
-            port = server.servers[0].sockets[0].getsockname()[1]
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request(STREAM))
-            await until(lambda: bool(engine.calls), "the engine is asked")
-            writer.close()
-            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
-            await until(lambda: app.stats.clients_gone == 1, "counted")
-            assert planner.placements[0].told == ["finished"]
-            await server.shutdown()
-            app.close()
-            await asyncio.sleep(0.01)
-
-    run(main())
+    async with Engine(writes(SSE_HEAD, then="hang")) as engine:
+        planner = FakePlanner(engine.url)
+        app = ProxyApp(planner)
+        config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        config.load()
+        server = uvicorn.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(STREAM))
+        await until(lambda: bool(engine.calls), "the engine is asked")
+        writer.close()
+        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        await until(lambda: app.stats.clients_gone == 1, "counted")
+        assert planner.placements[0].told == ["finished"]
+        await server.shutdown()
+        app.close()
+        await asyncio.sleep(0.01)
 
 
-def test_the_engine_notices_each_client_that_leaves() -> None:
+async def test_the_engine_notices_each_client_that_leaves() -> None:
     """By the client's end of its connection alone: nothing else happens meanwhile."""
 
-    async def main() -> None:
-        async with Engine(writes(SSE_HEAD, then="hang")) as engine, routing(engine.url) as rig:
-            for number in range(5):
-                _, writer = await rig.connect()
-                writer.write(request(STREAM))
-                await until(lambda number=number: len(engine.calls) > number, "asked")  # type: ignore[misc]
-                writer.close()
-                await engine.calls[number].closed.wait()
-
-    run(main())
-
-
-def test_app_that_fails_after_the_client_left_harms_nobody() -> None:
-    async def main() -> None:
-        left = asyncio.Event()
-
-        def wrap(app: ProxyApp) -> Any:
-            async def outer(scope: Any, receive: Any, send: Any) -> None:
-                if scope["path"] == "/v1/slow":
-                    while (await receive())["type"] != "http.disconnect":
-                        pass
-                    left.set()
-                    await send({"type": "http.response.start", "status": 200, "headers": []})
-                    await send({"type": "http.response.body", "body": b"late"})
-                else:
-                    await app(scope, receive, send)
-
-            return outer
-
-        async with routing(wrap=wrap) as rig:
+    async with Engine(writes(SSE_HEAD, then="hang")) as engine, routing(engine.url) as rig:
+        for number in range(5):
             _, writer = await rig.connect()
-            writer.write(request(target="/v1/slow"))
-            await until(lambda: rig.listen_stats.requests == 1, "begun")
+            writer.write(request(STREAM))
+            await until(lambda number=number: len(engine.calls) > number, "asked")  # type: ignore[misc]
             writer.close()
-            await asyncio.wait_for(left.wait(), WAIT_S)
+            await engine.calls[number].closed.wait()
 
-    run(main())
+
+async def test_app_that_fails_after_the_client_left_harms_nobody() -> None:
+    left = asyncio.Event()
+
+    def wrap(app: ProxyApp) -> Any:
+        async def outer(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"] == "/v1/slow":
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                left.set()
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"late"})
+            else:
+                await app(scope, receive, send)
+
+        return outer
+
+    async with routing(wrap=wrap) as rig:
+        _, writer = await rig.connect()
+        writer.write(request(target="/v1/slow"))
+        await until(lambda: rig.listen_stats.requests == 1, "begun")
+        writer.close()
+        await asyncio.wait_for(left.wait(), WAIT_S)

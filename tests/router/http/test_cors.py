@@ -11,7 +11,6 @@ from router.config.schema import ServerConfig
 from router.fleet.engines import EngineAddress
 from router.http.settings import CorsSettings
 from tests.support.proxy_rig import Engine, answer
-from tests.support.waiting import run
 from tests.support.whole_router import Rig, configure, routing
 
 PAGE = "https://chat.example.com"
@@ -44,67 +43,53 @@ def _config(engine: Engine, **changes: Any) -> Any:
     return configure(EngineAddress(engine.url), **changes)
 
 
-def test_every_page_may_ask_by_default() -> None:
-    async def main() -> None:
-        async with Engine(_script) as engine, routing(_config(engine)) as rig:
-            for path in ("/v1/chat/completions", "/v1/models", "/v1/anything"):
-                got = await _asked(rig, "OPTIONS", path, headers=PREFLIGHT)
-                assert (got.status, _of(got, "origin")) == (200, ["*"])
-                assert "POST" in _of(got, "methods")[0]
-                assert _of(got, "headers") == ["authorization,content-type"]
-            for method, path, body in (
-                ("GET", "/v1/models", None),
-                ("POST", "/v1/completions", BODY),
-                ("GET", "/nothing", None),
-            ):
-                got = await _asked(rig, method, path, json=body, headers={"origin": PAGE})
-                assert _of(got, "origin") == ["*"], path
-                assert got.headers.getall("vary", []) in ([], ["Origin"])
-                plain = await _asked(rig, method, path, json=body)
-                assert got.status == plain.status
-            assert all(call.head.first[0] != "OPTIONS" for call in engine.calls)
-
-    run(main())
+async def test_every_page_may_ask_by_default() -> None:
+    async with Engine(_script) as engine, routing(_config(engine)) as rig:
+        for path in ("/v1/chat/completions", "/v1/models", "/v1/anything"):
+            got = await _asked(rig, "OPTIONS", path, headers=PREFLIGHT)
+            assert (got.status, _of(got, "origin")) == (200, ["*"])
+            assert "POST" in _of(got, "methods")[0]
+            assert _of(got, "headers") == ["authorization,content-type"]
+        for method, path, body in (
+            ("GET", "/v1/models", None),
+            ("POST", "/v1/completions", BODY),
+            ("GET", "/nothing", None),
+        ):
+            got = await _asked(rig, method, path, json=body, headers={"origin": PAGE})
+            assert _of(got, "origin") == ["*"], path
+            assert got.headers.getall("vary", []) in ([], ["Origin"])
+            plain = await _asked(rig, method, path, json=body)
+            assert got.status == plain.status
+        assert all(call.head.first[0] != "OPTIONS" for call in engine.calls)
 
 
-def test_some_pages_only() -> None:
-    async def main() -> None:
-        cors = CorsSettings(allowed_origins=(PAGE,), allow_credentials=True)
-        async with Engine(_script) as engine, routing(_config(engine, cors=cors)) as rig:
-            for method, path, body in (("GET", "/v1/models", None), ("POST", "/v1/completions", BODY)):
-                ours = await _asked(rig, method, path, json=body, headers={"origin": PAGE})
-                assert _of(ours, "origin") == [PAGE]
-                assert _of(ours, "credentials") == ["true"]
-                theirs = await _asked(
-                    rig, method, path, json=body, headers={"origin": "https://evil.example"}
-                )
-                assert _of(theirs, "origin") == []  # the engine's own * is not passed on
-                assert ours.status == theirs.status == 200
-            refused = {**PREFLIGHT, "origin": "https://evil.example"}
-            assert (await _asked(rig, "OPTIONS", "/v1/completions", headers=refused)).status == 400
-
-    run(main())
+async def test_some_pages_only() -> None:
+    cors = CorsSettings(allowed_origins=(PAGE,), allow_credentials=True)
+    async with Engine(_script) as engine, routing(_config(engine, cors=cors)) as rig:
+        for method, path, body in (("GET", "/v1/models", None), ("POST", "/v1/completions", BODY)):
+            ours = await _asked(rig, method, path, json=body, headers={"origin": PAGE})
+            assert _of(ours, "origin") == [PAGE]
+            assert _of(ours, "credentials") == ["true"]
+            theirs = await _asked(rig, method, path, json=body, headers={"origin": "https://evil.example"})
+            assert _of(theirs, "origin") == []  # the engine's own * is not passed on
+            assert ours.status == theirs.status == 200
+        refused = {**PREFLIGHT, "origin": "https://evil.example"}
+        assert (await _asked(rig, "OPTIONS", "/v1/completions", headers=refused)).status == 400
 
 
-def test_left_to_the_engines() -> None:
-    async def main() -> None:
-        cors = CorsSettings(allowed_origins=())
-        async with Engine(_script) as engine, routing(_config(engine, cors=cors)) as rig:
-            got = await _asked(rig, "POST", "/v1/completions", json=BODY, headers={"origin": PAGE})
-            assert _of(got, "origin") == ["*"]
-            assert _of(await _asked(rig, "GET", "/v1/models", headers={"origin": PAGE}), "origin") == []
-            await _asked(rig, "OPTIONS", "/v1/completions", headers=PREFLIGHT)
-            assert any(call.head.first[0] == "OPTIONS" for call in engine.calls)
-
-    run(main())
+async def test_left_to_the_engines() -> None:
+    cors = CorsSettings(allowed_origins=())
+    async with Engine(_script) as engine, routing(_config(engine, cors=cors)) as rig:
+        got = await _asked(rig, "POST", "/v1/completions", json=BODY, headers={"origin": PAGE})
+        assert _of(got, "origin") == ["*"]
+        assert _of(await _asked(rig, "GET", "/v1/models", headers={"origin": PAGE}), "origin") == []
+        await _asked(rig, "OPTIONS", "/v1/completions", headers=PREFLIGHT)
+        assert any(call.head.first[0] == "OPTIONS" for call in engine.calls)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/kvatlas/receipts", "/kvatlas/engines"])
-def test_pages_see_nothing_of_the_fleet(path: str) -> None:
-    async def main() -> None:
-        server = ServerConfig(port=0, ops_port="public")
-        async with Engine(_script) as engine, routing(_config(engine, server=server)) as rig:
-            got = await _asked(rig, "GET", path, headers={"origin": PAGE})
-            assert _of(got, "origin") == []
-
-    run(main())
+async def test_pages_see_nothing_of_the_fleet(path: str) -> None:
+    server = ServerConfig(port=0, ops_port="public")
+    async with Engine(_script) as engine, routing(_config(engine, server=server)) as rig:
+        got = await _asked(rig, "GET", path, headers={"origin": PAGE})
+        assert _of(got, "origin") == []

@@ -34,125 +34,101 @@ async def _echo(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> Non
     writer.write(answer(200, call.head.first[1].encode() + b" " + call.body))
 
 
-def test_connection_is_kept_and_has_no_delay() -> None:
-    async def main() -> None:
-        async with Engine(_echo) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            for i in range(5):
-                writer.write(request(b"{}", target=f"/v1/n{i}"))
-                assert (await read_answer(reader)).body == b"/v1/n%d {}" % i
-            assert engine.connections == 1
-            for connection in rig.server.server_state.connections:
-                sock = connection.transport.get_extra_info("socket")
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            writer.close()
-
-    run(main())
+async def test_connection_is_kept_and_has_no_delay() -> None:
+    async with Engine(_echo) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        for i in range(5):
+            writer.write(request(b"{}", target=f"/v1/n{i}"))
+            assert (await read_answer(reader)).body == b"/v1/n%d {}" % i
+        assert engine.connections == 1
+        for connection in rig.server.server_state.connections:
+            sock = connection.transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
 
 
-def test_pipelined_requests_are_answered_in_order() -> None:
-    async def main() -> None:
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            if call.head.first[1] == "/v1/n0":
-                await engine.go.wait()
-            await _echo(engine, call, writer)
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        if call.head.first[1] == "/v1/n0":
+            await engine.go.wait()
+        await _echo(engine, call, writer)
 
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            count = 60  # more than are queued, so that reading pauses
-            writer.write(b"".join(request(b"[%d]" % i, target=f"/v1/n{i}") for i in range(count)))
-            await until(lambda: len(engine.calls) == 1, "the first is asked")
-            engine.go.set()
-            for i in range(count):
-                assert (await read_answer(reader)).body == b"/v1/n%d [%d]" % (i, i)
-            assert rig.listen_stats.requests == count
-            writer.close()
-
-    run(main())
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        count = 60  # more than are queued, so that reading pauses
+        writer.write(b"".join(request(b"[%d]" % i, target=f"/v1/n{i}") for i in range(count)))
+        await until(lambda: len(engine.calls) == 1, "the first is asked")
+        engine.go.set()
+        for i in range(count):
+            assert (await read_answer(reader)).body == b"/v1/n%d [%d]" % (i, i)
+        assert rig.listen_stats.requests == count
+        writer.close()
 
 
-def test_client_that_leaves_with_requests_queued() -> None:
-    async def main() -> None:
-        async with Engine(writes(SSE_HEAD, then="hang")) as engine, routing(engine.url) as rig:
-            _, writer = await rig.connect()
-            writer.write(request(STREAM) * 3)
-            await until(lambda: len(engine.calls) == 1, "the first is asked")
-            writer.close()
-            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
-            await until(lambda: rig.stats.requests_active == 0, "over")
-            assert len(engine.calls) == 1
-
-    run(main())
+async def test_client_that_leaves_with_requests_queued() -> None:
+    async with Engine(writes(SSE_HEAD, then="hang")) as engine, routing(engine.url) as rig:
+        _, writer = await rig.connect()
+        writer.write(request(STREAM) * 3)
+        await until(lambda: len(engine.calls) == 1, "the first is asked")
+        writer.close()
+        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        await until(lambda: rig.stats.requests_active == 0, "over")
+        assert len(engine.calls) == 1
 
 
-def test_one_byte_at_a_time() -> None:
-    async def main() -> None:
-        async with Engine(_echo) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            for byte in request(CHAT, target="/v1/x?q=1") + b"\r\n" + request(b"2", target="/v1/y"):
-                writer.write(bytes([byte]))
-                await asyncio.sleep(0.0005)  # only to keep packets apart
-            assert (await read_answer(reader)).body == b"/v1/x?q=1 " + CHAT
-            assert (await read_answer(reader)).body == b"/v1/y 2"
-            writer.close()
-
-    run(main())
+async def test_one_byte_at_a_time() -> None:
+    async with Engine(_echo) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        for byte in request(CHAT, target="/v1/x?q=1") + b"\r\n" + request(b"2", target="/v1/y"):
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.0005)  # only to keep packets apart
+        assert (await read_answer(reader)).body == b"/v1/x?q=1 " + CHAT
+        assert (await read_answer(reader)).body == b"/v1/y 2"
+        writer.close()
 
 
-def test_connection_close_is_honoured() -> None:
-    async def main() -> None:
-        async with Engine(_echo) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            writer.write(request(b"{}", "connection: close"))
-            got = await read_answer(reader)
-            assert got.head["connection"] == "close"
-            assert await reader.read() == b""
-            writer.close()
-
-    run(main())
+async def test_connection_close_is_honoured() -> None:
+    async with Engine(_echo) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(b"{}", "connection: close"))
+        got = await read_answer(reader)
+        assert got.head["connection"] == "close"
+        assert await reader.read() == b""
+        writer.close()
 
 
 @pytest.mark.parametrize("fields", [(), ("connection: keep-alive",), ("proxy-connection: keep-alive",)])
-def test_http_1_0_gets_no_chunks(fields: tuple[str, ...]) -> None:
-    async def main() -> None:
-        script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")) + b"0\r\n\r\n")
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            writer.write(request(STREAM, *fields).replace(b"HTTP/1.1", b"HTTP/1.0"))
-            got = await read_answer(reader)
-            assert "transfer-encoding" not in got.head
-            assert got.body == event("a") + event("b")
-            writer.close()
-
-    run(main())
+async def test_http_1_0_gets_no_chunks(fields: tuple[str, ...]) -> None:
+    script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")) + b"0\r\n\r\n")
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(STREAM, *fields).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        got = await read_answer(reader)
+        assert "transfer-encoding" not in got.head
+        assert got.body == event("a") + event("b")
+        writer.close()
 
 
 @pytest.mark.parametrize("offer", ["h2c", "websocket"])
-def test_offer_to_upgrade_is_declined_and_the_body_kept(offer: str) -> None:
+async def test_offer_to_upgrade_is_declined_and_the_body_kept(offer: str) -> None:
     """Java's HttpClient offers h2c with its first POST."""
 
-    async def main() -> None:
-        async with Engine(_echo) as engine, routing(engine.url) as rig:
-            reader, writer = await rig.connect()
-            fields = ("connection: Upgrade, HTTP2-Settings", f"upgrade: {offer}", "http2-settings: AAMAAABk")
-            data = request(CHAT, *fields) + request(b"2", target="/v1/next")
-            writer.write(data)
-            assert (await read_answer(reader)).body == b"/v1/chat/completions " + CHAT
-            assert (await read_answer(reader)).body == b"/v1/next 2"
-            assert "upgrade" not in engine.calls[0].head
-            assert "http2-settings" not in engine.calls[0].head
-            writer.close()
-
-    run(main())
+    async with Engine(_echo) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        fields = ("connection: Upgrade, HTTP2-Settings", f"upgrade: {offer}", "http2-settings: AAMAAABk")
+        data = request(CHAT, *fields) + request(b"2", target="/v1/next")
+        writer.write(data)
+        assert (await read_answer(reader)).body == b"/v1/chat/completions " + CHAT
+        assert (await read_answer(reader)).body == b"/v1/next 2"
+        assert "upgrade" not in engine.calls[0].head
+        assert "http2-settings" not in engine.calls[0].head
+        writer.close()
 
 
-def test_absolute_form() -> None:
-    async def main() -> None:
-        async with Engine(_echo) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(b"1", target="http://elsewhere/v1/x?y=1"))
-            assert got.body == b"/v1/x?y=1 1"
-
-    run(main())
+async def test_absolute_form() -> None:
+    async with Engine(_echo) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(b"1", target="http://elsewhere/v1/x?y=1"))
+        assert got.body == b"/v1/x?y=1 1"
 
 
 @pytest.mark.parametrize(
@@ -167,17 +143,14 @@ def test_absolute_form() -> None:
         b"GET /v1/x HTTP/1.1\r\nbad header: \x00\r\n\r\n",
     ],
 )
-def test_nonsense_is_refused_by_name(data: bytes) -> None:
-    async def main() -> None:
-        async with Engine(_echo) as engine, routing(engine.url) as rig:
-            got = await ask(rig, data)
-            assert (got.status, got.json()["error"]["code"]) == (400, "invalid_http")
-            assert rig.listen_stats.bad_requests == 1
-            assert not engine.calls
-            assert (await ask(rig)).status == 200
-            await until(lambda: rig.stats.requests_active == 0, "nothing left")
-
-    run(main())
+async def test_nonsense_is_refused_by_name(data: bytes) -> None:
+    async with Engine(_echo) as engine, routing(engine.url) as rig:
+        got = await ask(rig, data)
+        assert (got.status, got.json()["error"]["code"]) == (400, "invalid_http")
+        assert rig.listen_stats.bad_requests == 1
+        assert not engine.calls
+        assert (await ask(rig)).status == 200
+        await until(lambda: rig.stats.requests_active == 0, "nothing left")
 
 
 async def _app_answers(app: Any, data: bytes | None = None) -> tuple[Any, Rig]:
@@ -219,20 +192,17 @@ def test_application_cannot_split_or_misframe_its_answer(headers: list[tuple[byt
     assert "x-b" not in got.head
 
 
-def test_application_that_ignores_the_body_keeps_the_connection() -> None:
+async def test_application_that_ignores_the_body_keeps_the_connection() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async def main() -> None:
-        async with routing(wrap=lambda _: app) as rig:
-            reader, writer = await rig.connect()
-            for _ in range(3):
-                writer.write(request(b"x" * 2_000_000))
-                assert (await read_answer(reader)).body == b"ok"
-            writer.close()
-
-    run(main())
+    async with routing(wrap=lambda _: app) as rig:
+        reader, writer = await rig.connect()
+        for _ in range(3):
+            writer.write(request(b"x" * 2_000_000))
+            assert (await read_answer(reader)).body == b"ok"
+        writer.close()
 
 
 def test_scope_is_asgis() -> None:
@@ -258,7 +228,7 @@ def test_scope_is_asgis() -> None:
     }
 
 
-def test_body_is_given_in_pieces_and_reading_waits_for_the_application(
+async def test_body_is_given_in_pieces_and_reading_waits_for_the_application(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("router.http.downstream.BODY_AHEAD_BYTES_MAX", 100_000)
@@ -274,29 +244,23 @@ def test_body_is_given_in_pieces_and_reading_waits_for_the_application(
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async def main() -> None:
-        listen = ListenSettings(drain_s_max=0.5)
-        async with routing(wrap=lambda _: app, listen=listen) as rig:
-            assert (await ask(rig, request(b"x" * 5_000_000))).status == 200
-            assert sum(sizes) == 5_000_000
-            assert max(sizes) <= 100_000 + 256 * 1024  # one read beyond the limit
-
-    run(main())
+    listen = ListenSettings(drain_s_max=0.5)
+    async with routing(wrap=lambda _: app, listen=listen) as rig:
+        assert (await ask(rig, request(b"x" * 5_000_000))).status == 200
+        assert sum(sizes) == 5_000_000
+        assert max(sizes) <= 100_000 + 256 * 1024  # one read beyond the limit
 
 
-def test_websocket_scope_is_closed() -> None:
-    async def main() -> None:
-        sent = []
+async def test_websocket_scope_is_closed() -> None:
+    sent = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def receive() -> Any:
-            raise AssertionError
+    async def receive() -> Any:
+        raise AssertionError
 
-        async with routing() as rig:
-            app: ProxyApp = rig.app
-            await app({"type": "websocket"}, receive, send)
-        assert sent == [{"type": "websocket.close", "code": 1000}]
-
-    run(main())
+    async with routing() as rig:
+        app: ProxyApp = rig.app
+        await app({"type": "websocket"}, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1000}]

@@ -27,7 +27,7 @@ from tests.support.proxy_rig import (
     routing,
     says,
 )
-from tests.support.waiting import WAIT_S, run, until
+from tests.support.waiting import WAIT_S, until
 
 
 class Process:
@@ -82,171 +82,147 @@ async def _slow(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> Non
     writer.write(chunk(event("b") + DONE) + END)
 
 
-def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
-    async def main() -> None:
-        async with Engine(_slow) as engine, router(engine, 30) as process:
-            reader, writer = await process.connect()
-            idle, idle_writer = await process.connect()
-            writer.write(request(STREAM))
-            await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(len(chunk(event("a"))))
-            for _ in range(3):  # repeating it changes nothing
-                process.process.send_signal(signal.SIGTERM)
-            await process.refuses()
-            assert await idle.read() == b""
-            engine.go.set()
-            assert await reader.read() == chunk(event("b") + DONE) + END
-            assert await process.process.wait() == 0
-            writer.close()
-            idle_writer.close()
-
-    run(main())
+async def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
+    async with Engine(_slow) as engine, router(engine, 30) as process:
+        reader, writer = await process.connect()
+        idle, idle_writer = await process.connect()
+        writer.write(request(STREAM))
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(len(chunk(event("a"))))
+        for _ in range(3):  # repeating it changes nothing
+            process.process.send_signal(signal.SIGTERM)
+        await process.refuses()
+        assert await idle.read() == b""
+        engine.go.set()
+        assert await reader.read() == chunk(event("b") + DONE) + END
+        assert await process.process.wait() == 0
+        writer.close()
+        idle_writer.close()
 
 
 @pytest.mark.process
-def test_answers_begun_while_draining_close_their_connection() -> None:
-    async def main() -> None:
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            await engine.go.wait()
-            await says(200, b"{}")(engine, call, writer)
+async def test_answers_begun_while_draining_close_their_connection() -> None:
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await engine.go.wait()
+        await says(200, b"{}")(engine, call, writer)
 
-        async with Engine(script) as engine, router(engine, 30) as process:
-            reader, writer = await process.connect()
-            writer.write(request())
-            await until(lambda: engine.calls, "the engine is asked")
-            process.process.send_signal(signal.SIGTERM)
-            await process.refuses()
-            engine.go.set()
-            got = await read_answer(reader)
-            assert (got.status, got.head["connection"]) == (200, "close")
-            assert await process.process.wait() == 0
-            writer.close()
-
-    run(main())
+    async with Engine(script) as engine, router(engine, 30) as process:
+        reader, writer = await process.connect()
+        writer.write(request())
+        await until(lambda: engine.calls, "the engine is asked")
+        process.process.send_signal(signal.SIGTERM)
+        await process.refuses()
+        engine.go.set()
+        got = await read_answer(reader)
+        assert (got.status, got.head["connection"]) == (200, "close")
+        assert await process.process.wait() == 0
+        writer.close()
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["time", "second SIGINT"])
-def test_drain_does_not_last_for_ever(how: str) -> None:
-    async def main() -> None:
-        async with Engine(_slow) as engine, router(engine, 0.3 if how == "time" else 60) as process:
-            reader, writer = await process.connect()
-            writer.write(request(STREAM))
-            await reader.readuntil(b"\r\n\r\n")
+async def test_drain_does_not_last_for_ever(how: str) -> None:
+    async with Engine(_slow) as engine, router(engine, 0.3 if how == "time" else 60) as process:
+        reader, writer = await process.connect()
+        writer.write(request(STREAM))
+        await reader.readuntil(b"\r\n\r\n")
+        process.process.send_signal(signal.SIGINT)
+        await process.refuses()
+        if how != "time":
             process.process.send_signal(signal.SIGINT)
-            await process.refuses()
-            if how != "time":
-                process.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(ConnectionError):
-                rest = await reader.read()
-                assert not rest.endswith(END)  # cut, not ended
-            assert await process.process.wait() == 0
-            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
-            writer.close()
-
-    run(main())
+        with contextlib.suppress(ConnectionError):
+            rest = await reader.read()
+            assert not rest.endswith(END)  # cut, not ended
+        assert await process.process.wait() == 0
+        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        writer.close()
 
 
-def test_idle_router_ends_at_once() -> None:
-    async def main() -> None:
-        async with Engine(_slow) as engine, router(engine, 60) as process:
-            process.process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.process.wait(), 10) == 0
-            assert process.process.stdout is not None
-            assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
-
-    run(main())
+async def test_idle_router_ends_at_once() -> None:
+    async with Engine(_slow) as engine, router(engine, 60) as process:
+        process.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.process.wait(), 10) == 0
+        assert process.process.stdout is not None
+        assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
 
 
 @pytest.mark.process
-def test_during_the_delay_requests_are_answered_and_connections_closed_with_them() -> None:
+async def test_during_the_delay_requests_are_answered_and_connections_closed_with_them() -> None:
     """Load balancers that have not noticed yet lose nothing, and clients with idle connections move on."""
 
-    async def main() -> None:
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            await says(200, b"{}")(engine, call, writer)
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await says(200, b"{}")(engine, call, writer)
 
-        async with Engine(script) as engine, router(engine, 30, delay_s=60) as process:
-            idle, idle_writer = await process.connect()
-            idle_writer.write(request())
-            assert "connection" not in (await read_answer(idle)).head
-            process.process.send_signal(signal.SIGTERM)
-            assert process.process.stderr is not None
-            while b"draining" not in await process.process.stderr.readline():
-                pass
-            late, late_writer = await process.connect()
-            for reader, writer in ((idle, idle_writer), (late, late_writer)):
-                writer.write(request())
-                got = await read_answer(reader)
-                assert (got.status, got.head["connection"]) == (200, "close")
-                assert await reader.read() == b""
-                writer.close()
-            process.process.send_signal(signal.SIGTERM)  # repeating it changes nothing
-            _, writer = await process.connect()
+    async with Engine(script) as engine, router(engine, 30, delay_s=60) as process:
+        idle, idle_writer = await process.connect()
+        idle_writer.write(request())
+        assert "connection" not in (await read_answer(idle)).head
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.stderr is not None
+        while b"draining" not in await process.process.stderr.readline():
+            pass
+        late, late_writer = await process.connect()
+        for reader, writer in ((idle, idle_writer), (late, late_writer)):
+            writer.write(request())
+            got = await read_answer(reader)
+            assert (got.status, got.head["connection"]) == (200, "close")
+            assert await reader.read() == b""
             writer.close()
-            process.process.send_signal(signal.SIGINT)  # a person who will not wait
-            await process.refuses()
-            assert await process.process.wait() == 0
-
-    run(main())
+        process.process.send_signal(signal.SIGTERM)  # repeating it changes nothing
+        _, writer = await process.connect()
+        writer.close()
+        process.process.send_signal(signal.SIGINT)  # a person who will not wait
+        await process.refuses()
+        assert await process.process.wait() == 0
 
 
 @pytest.mark.process
-def test_an_answer_that_began_before_the_delay_and_said_nothing_leaves_its_connection_open() -> None:
+async def test_an_answer_that_began_before_the_delay_and_said_nothing_leaves_its_connection_open() -> None:
     """Its client may be sending the next request, which nobody would answer."""
 
-    async def main() -> None:
-        async with Engine(_slow) as engine, router(engine, 30, delay_s=60) as process:
-            reader, writer = await process.connect()
-            writer.write(request(STREAM))
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert b"connection" not in head
-            process.process.send_signal(signal.SIGTERM)
-            assert process.process.stderr is not None
-            while b"draining" not in await process.process.stderr.readline():
-                pass
-            engine.go.set()
-            await reader.readuntil(END)
-            writer.write(request(STREAM))
-            assert b"connection: close" in await reader.readuntil(b"\r\n\r\n")
-            assert (await reader.read()).endswith(END)
-            writer.close()
-
-    run(main())
+    async with Engine(_slow) as engine, router(engine, 30, delay_s=60) as process:
+        reader, writer = await process.connect()
+        writer.write(request(STREAM))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"connection" not in head
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.stderr is not None
+        while b"draining" not in await process.process.stderr.readline():
+            pass
+        engine.go.set()
+        await reader.readuntil(END)
+        writer.write(request(STREAM))
+        assert b"connection: close" in await reader.readuntil(b"\r\n\r\n")
+        assert (await reader.read()).endswith(END)
+        writer.close()
 
 
 @pytest.mark.process
-def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
-    async def main() -> None:
-        async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:
-            reader, writer = await process.connect()
-            idle, idle_writer = await process.connect()
-            writer.write(request(STREAM))
-            await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(len(chunk(event("a"))))
-            process.process.send_signal(signal.SIGTERM)
-            await process.refuses()
-            assert await idle.read() == b""
-            engine.go.set()
-            assert await reader.read() == chunk(event("b") + DONE) + END
-            assert await process.process.wait() == 0
-            writer.close()
-            idle_writer.close()
-
-    run(main())
+async def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
+    async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:
+        reader, writer = await process.connect()
+        idle, idle_writer = await process.connect()
+        writer.write(request(STREAM))
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(len(chunk(event("a"))))
+        process.process.send_signal(signal.SIGTERM)
+        await process.refuses()
+        assert await idle.read() == b""
+        engine.go.set()
+        assert await reader.read() == chunk(event("b") + DONE) + END
+        assert await process.process.wait() == 0
+        writer.close()
+        idle_writer.close()
 
 
-def test_connections_accepted_as_it_ends_are_closed_too() -> None:
-    async def main() -> None:
-        async with routing(listen=ListenSettings(drain_s_max=5, header_timeout_s=WAIT_S)) as rig:
-            # More than one turn of the loop accepts: some are made known to the server after the drain began.
-            address = ("127.0.0.1", rig.port)
-            clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(64)]
-            await asyncio.sleep(0)
-            await rig.server.shutdown()
-            assert rig.listen_stats.drain_closed == 0
-            for client in clients:
-                with client, contextlib.suppress(ConnectionError):
-                    assert await asyncio.to_thread(client.recv, 1) == b""
-
-    run(main())
+async def test_connections_accepted_as_it_ends_are_closed_too() -> None:
+    async with routing(listen=ListenSettings(drain_s_max=5, header_timeout_s=WAIT_S)) as rig:
+        # More than one turn of the loop accepts: some are made known to the server after the drain began.
+        address = ("127.0.0.1", rig.port)
+        clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(64)]
+        await asyncio.sleep(0)
+        await rig.server.shutdown()
+        assert rig.listen_stats.drain_closed == 0
+        for client in clients:
+            with client, contextlib.suppress(ConnectionError):
+                assert await asyncio.to_thread(client.recv, 1) == b""

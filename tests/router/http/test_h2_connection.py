@@ -15,7 +15,7 @@ from router.http.h2_connection import HANDSHAKE_TIMEOUT_S, H2Connection, H2Stats
 from router.http.h2_streams import Stream
 from router.http.sockets import Sweeper
 from tests.support.h2_peer import h2_peer
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 HEAD = encode_literal(b":method", b"POST") + encode_literal(b":path", b"/")
 HELLO = h2.PREFACE + settings_frame({})
@@ -100,140 +100,119 @@ async def answer_to(echo: Echoing, data: bytes) -> list[H2Frame]:
     return frames
 
 
-def test_bodies_come_back_under_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_come_back_under_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.h2_connection.STREAM_WINDOW_BYTES", 1000)
 
-    async def main() -> None:
-        async with echoing() as echo, h2_peer(echo.port, window=500) as peer:
-            data = bytes(range(256)) * 400
-            numbers = [peer.open("/") for _ in range(5)]
-            await asyncio.gather(*(peer.send(number, data, end=True) for number in numbers))
-            for number in numbers:
-                await peer.until_over(number)
-                assert peer.data[number] == data
-                assert peer.headers[number][-1] == {"grpc-status": "0"}
-            assert echo.stats.streams == 5
-
-    run(main())
+    async with echoing() as echo, h2_peer(echo.port, window=500) as peer:
+        data = bytes(range(256)) * 400
+        numbers = [peer.open("/") for _ in range(5)]
+        await asyncio.gather(*(peer.send(number, data, end=True) for number in numbers))
+        for number in numbers:
+            await peer.until_over(number)
+            assert peer.data[number] == data
+            assert peer.headers[number][-1] == {"grpc-status": "0"}
+        assert echo.stats.streams == 5
 
 
-def test_a_response_to_a_complete_request_is_not_followed_by_a_reset() -> None:
-    async def main() -> None:
-        async with echoing() as echo:
-            reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-            writer.write(HELLO + frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 1, HEAD))
-            splitter = FrameReader(1 << 20)
-            frames: list[H2Frame] = []
+async def test_a_response_to_a_complete_request_is_not_followed_by_a_reset() -> None:
+    async with echoing() as echo:
+        reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+        writer.write(HELLO + frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 1, HEAD))
+        splitter = FrameReader(1 << 20)
+        frames: list[H2Frame] = []
 
-            async def read_until(kind: int, flag: int) -> None:
-                while not any(each.kind == kind and each.flags & flag for each in frames):
-                    frames.extend(splitter.feed(await reader.read(65536)))
+        async def read_until(kind: int, flag: int) -> None:
+            while not any(each.kind == kind and each.flags & flag for each in frames):
+                frames.extend(splitter.feed(await reader.read(65536)))
 
-            async with asyncio.timeout(20):
-                await read_until(h2.HEADERS, h2.END_STREAM)
-                writer.write(frame(h2.PING, 0, 0, bytes(8)))
-                await read_until(h2.PING, h2.ACK)
-            assert h2.RST_STREAM not in {each.kind for each in frames}
-            writer.close()
-
-    run(main())
+        async with asyncio.timeout(20):
+            await read_until(h2.HEADERS, h2.END_STREAM)
+            writer.write(frame(h2.PING, 0, 0, bytes(8)))
+            await read_until(h2.PING, h2.ACK)
+        assert h2.RST_STREAM not in {each.kind for each in frames}
+        writer.close()
 
 
-def test_a_stream_that_is_not_read_holds_no_other_up() -> None:
-    async def main() -> None:
-        async with echoing() as echo, h2_peer(echo.port, window=1000) as peer:
-            peer.reads = False
-            stalled = peer.open("/")
-            await peer.send(stalled, bytes(5000), end=True)
-            await until(lambda: len(peer.data[stalled]) == 1000, "its window is full")
-            peer.reads = True
-            other = peer.open("/")
-            await peer.send(other, bytes(5000), end=True)
-            await peer.until_over(other)
-            assert len(peer.data[other]) == 5000
-            assert stalled not in peer.ended
-            peer.state.acknowledge_received_data(1000, stalled)  # now it is read
-            peer.flush()
-            await peer.until_over(stalled)
-            assert len(peer.data[stalled]) == 5000
-
-    run(main())
+async def test_a_stream_that_is_not_read_holds_no_other_up() -> None:
+    async with echoing() as echo, h2_peer(echo.port, window=1000) as peer:
+        peer.reads = False
+        stalled = peer.open("/")
+        await peer.send(stalled, bytes(5000), end=True)
+        await until(lambda: len(peer.data[stalled]) == 1000, "its window is full")
+        peer.reads = True
+        other = peer.open("/")
+        await peer.send(other, bytes(5000), end=True)
+        await peer.until_over(other)
+        assert len(peer.data[other]) == 5000
+        assert stalled not in peer.ended
+        peer.state.acknowledge_received_data(1000, stalled)  # now it is read
+        peer.flush()
+        await peer.until_over(stalled)
+        assert len(peer.data[stalled]) == 5000
 
 
-def test_what_waits_for_the_connections_window_goes_on_with_it() -> None:
-    async def main() -> None:
-        async with echoing() as echo, h2_peer(echo.port, window=1 << 20) as peer:
-            peer.reads = False
-            numbers = [peer.open("/") for _ in range(3)]
-            for number in numbers:
-                await peer.send(number, bytes(40_000), end=True)
-            ended = peer.open("/")
-            await peer.send(ended, b"", end=True)
-            await peer.until_over(ended)  # what has no body needs no window
-            await until(
-                lambda: sum(map(len, peer.data.values())) == h2.WINDOW_DEFAULT, "the connection's is full"
-            )
-            peer.state.increment_flow_control_window(1 << 20)
-            peer.flush()
-            for number in numbers:
-                await peer.until_over(number)
-            assert [len(peer.data[number]) for number in numbers] == [40_000] * 3
-
-    run(main())
+async def test_what_waits_for_the_connections_window_goes_on_with_it() -> None:
+    async with echoing() as echo, h2_peer(echo.port, window=1 << 20) as peer:
+        peer.reads = False
+        numbers = [peer.open("/") for _ in range(3)]
+        for number in numbers:
+            await peer.send(number, bytes(40_000), end=True)
+        ended = peer.open("/")
+        await peer.send(ended, b"", end=True)
+        await peer.until_over(ended)  # what has no body needs no window
+        await until(
+            lambda: sum(map(len, peer.data.values())) == h2.WINDOW_DEFAULT, "the connection's is full"
+        )
+        peer.state.increment_flow_control_window(1 << 20)
+        peer.flush()
+        for number in numbers:
+            await peer.until_over(number)
+        assert [len(peer.data[number]) for number in numbers] == [40_000] * 3
 
 
-def test_a_long_answer_goes_out_however_it_is_divided() -> None:
+async def test_a_long_answer_goes_out_however_it_is_divided() -> None:
     class Long(Echo):
         def on_end(self) -> None:
             for piece in (bytes(1_000_000), b"", b"a" * 70_000, b"b"):
                 self.stream.send_data(piece)
             self.stream.send_trailers(ENDS)
 
-    async def main() -> None:
-        async with echoing() as echo:
-            echo.opens = lambda stream, head: Long(echo, stream)  # type: ignore[method-assign]
-            async with h2_peer(echo.port, window=1 << 24) as peer:
-                peer.reads = False
-                peer.state.increment_flow_control_window(1 << 24)
-                number = peer.open("/", end=True)
-                await peer.until_over(number)
-            assert peer.data[number] == bytes(1_000_000) + b"a" * 70_000 + b"b"
-
-    run(main())
+    async with echoing() as echo:
+        echo.opens = lambda stream, head: Long(echo, stream)  # type: ignore[method-assign]
+        async with h2_peer(echo.port, window=1 << 24) as peer:
+            peer.reads = False
+            peer.state.increment_flow_control_window(1 << 24)
+            number = peer.open("/", end=True)
+            await peer.until_over(number)
+        assert peer.data[number] == bytes(1_000_000) + b"a" * 70_000 + b"b"
 
 
-def test_a_reset_is_told_and_nothing_more_is_sent() -> None:
-    async def main() -> None:
-        async with echoing() as echo, h2_peer(echo.port) as peer:
-            number = peer.open("/")
-            peer.state.reset_stream(number)
-            peer.flush()
-            await until(lambda: echo.lost == 1, "the handler knows")
-            assert echo.stats.streams_reset == 1
-            again = peer.open("/")
-            await peer.send(again, b"x", end=True)
-            await peer.until_over(again)
-            assert peer.data[again] == b"x"
-
-    run(main())
+async def test_a_reset_is_told_and_nothing_more_is_sent() -> None:
+    async with echoing() as echo, h2_peer(echo.port) as peer:
+        number = peer.open("/")
+        peer.state.reset_stream(number)
+        peer.flush()
+        await until(lambda: echo.lost == 1, "the handler knows")
+        assert echo.stats.streams_reset == 1
+        again = peer.open("/")
+        await peer.send(again, b"x", end=True)
+        await peer.until_over(again)
+        assert peer.data[again] == b"x"
 
 
-def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.h2_connection.STREAMS_MAX", 2)
 
-    async def main() -> None:
-        async with echoing() as echo:
-            heads = b"".join(frame(h2.HEADERS, h2.END_HEADERS, number, HEAD) for number in (1, 3, 5))
-            reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-            writer.write(HELLO + heads)
-            found, frames = FrameReader(1 << 20), []
-            while not any(each.kind == h2.RST_STREAM for each in frames):
-                frames += found.feed(await reader.read(65536))
-            (refused,) = [each for each in frames if each.kind == h2.RST_STREAM]
-            assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
-            writer.close()
-
-    run(main())
+    async with echoing() as echo:
+        heads = b"".join(frame(h2.HEADERS, h2.END_HEADERS, number, HEAD) for number in (1, 3, 5))
+        reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+        writer.write(HELLO + heads)
+        found, frames = FrameReader(1 << 20), []
+        while not any(each.kind == h2.RST_STREAM for each in frames):
+            frames += found.feed(await reader.read(65536))
+        (refused,) = [each for each in frames if each.kind == h2.RST_STREAM]
+        assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
+        writer.close()
 
 
 PING = frame(h2.PING, 0, 0, bytes(8))
@@ -279,7 +258,7 @@ OPEN = frame(h2.HEADERS, h2.END_HEADERS, 1, HEAD)
         (HELLO + OPEN + frame(h2.DATA, 0, 1, bytes(60_000)) * 20, h2.FLOW_CONTROL_ERROR),
     ],
 )
-def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(
+async def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(
     sent: bytes, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
@@ -289,102 +268,84 @@ def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(
         def on_data(self, data: bytes) -> None:  # takes nothing, so that the window gets full
             pass
 
-    async def main() -> None:
-        async with echoing() as echo:
-            echo.opens = lambda stream, head: Deaf(echo, stream)  # type: ignore[method-assign]
-            frames = await answer_to(echo, sent)
-            last = [each for each in frames if each.kind == h2.GOAWAY][-1]
-            assert int.from_bytes(last.payload[4:8]) == code
-            assert echo.stats.connections_broken == 1
-
-    run(main())
+    async with echoing() as echo:
+        echo.opens = lambda stream, head: Deaf(echo, stream)  # type: ignore[method-assign]
+        frames = await answer_to(echo, sent)
+        last = [each for each in frames if each.kind == h2.GOAWAY][-1]
+        assert int.from_bytes(last.payload[4:8]) == code
+        assert echo.stats.connections_broken == 1
 
 
-def test_resets_of_streams_that_are_over_are_no_attack(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resets_of_streams_that_are_over_are_no_attack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Envoy ends each of its calls so: it may have as many as control frames are allowed."""
     monkeypatch.setattr("router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
 
-    async def main() -> None:
-        async with echoing() as echo, h2_peer(echo.port) as peer:
-            for _ in range(60):
-                number = peer.open("/")
-                await peer.send(number, b"x", end=True)
-                await peer.until_over(number)
-                peer.writer.write(h2.rst_stream_frame(number, h2.NO_ERROR))
-            assert not peer.closed
-            assert echo.stats.connections_broken == echo.stats.streams_reset == 0
-
-    run(main())
-
-
-def test_unknown_frames_and_priorities_are_ignored() -> None:
-    async def main() -> None:
-        async with echoing() as echo, h2_peer(echo.port) as peer:
+    async with echoing() as echo, h2_peer(echo.port) as peer:
+        for _ in range(60):
             number = peer.open("/")
-            peer.writer.write(frame(0xEE, 0xFF, number, b"later") + frame(h2.PRIORITY, 0, number, bytes(5)))
             await peer.send(number, b"x", end=True)
             await peer.until_over(number)
-            assert peer.data[number] == b"x"
-
-    run(main())
-
-
-def test_who_says_nothing_is_cut() -> None:
-    async def main() -> None:
-        async with echoing() as echo:
-            _, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-            await until(lambda: len(echo.members) == 1, "it is connected")
-            echo.now += HANDSHAKE_TIMEOUT_S + 1
-            await until(lambda: not echo.members, "it is cut")
-            assert echo.stats.handshake_timeouts == 1
-            writer.close()
-
-    run(main())
+            peer.writer.write(h2.rst_stream_frame(number, h2.NO_ERROR))
+        assert not peer.closed
+        assert echo.stats.connections_broken == echo.stats.streams_reset == 0
 
 
-def test_too_many_connections_are_closed() -> None:
-    async def main() -> None:
-        async with echoing(connections_max=1) as echo, h2_peer(echo.port) as peer:
-            await until(lambda: len(echo.members) == 1, "it is connected")
-            async with h2_peer(echo.port) as other:
-                await until(lambda: other.closed, "it is refused")
-            assert echo.stats.connections_refused == 1
-            assert not peer.closed
-
-    run(main())
+async def test_unknown_frames_and_priorities_are_ignored() -> None:
+    async with echoing() as echo, h2_peer(echo.port) as peer:
+        number = peer.open("/")
+        peer.writer.write(frame(0xEE, 0xFF, number, b"later") + frame(h2.PRIORITY, 0, number, bytes(5)))
+        await peer.send(number, b"x", end=True)
+        await peer.until_over(number)
+        assert peer.data[number] == b"x"
 
 
-def test_a_drain_lets_streams_end_that_were_opened_before_the_peer_knew() -> None:
-    async def main() -> None:
-        async with echoing() as echo:
-            reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-            found, frames = FrameReader(1 << 20), list[H2Frame]()
+async def test_who_says_nothing_is_cut() -> None:
+    async with echoing() as echo:
+        _, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+        await until(lambda: len(echo.members) == 1, "it is connected")
+        echo.now += HANDSHAKE_TIMEOUT_S + 1
+        await until(lambda: not echo.members, "it is cut")
+        assert echo.stats.handshake_timeouts == 1
+        writer.close()
 
-            async def read_until(kind: int, count: int = 1) -> H2Frame:
-                while sum(each.kind == kind for each in frames) < count:
-                    raw = await reader.read(65536)
-                    assert raw
-                    frames.extend(found.feed(raw))
-                return [each for each in frames if each.kind == kind][-1]
 
-            writer.write(HELLO + OPEN)
-            await until(lambda: len(echo.heads) == 1, "it is open")
-            (member,) = echo.members
-            member.drain()
-            member.drain()
-            told = await read_until(h2.GOAWAY)
-            assert int.from_bytes(told.payload[:4]) == h2.WINDOW_MAX  # whatever is under way is answered
-            ping = await read_until(h2.PING)
-            late = frame(h2.HEADERS, h2.END_HEADERS, 3, HEAD)  # opened before the GOAWAY had come
-            writer.write(late + frame(h2.PING, h2.ACK, 0, ping.payload))
-            told = await read_until(h2.GOAWAY, 2)
-            assert int.from_bytes(told.payload[:4]) == 3
-            writer.write(frame(h2.HEADERS, h2.END_HEADERS, 5, HEAD))
-            refused = await read_until(h2.RST_STREAM)
-            assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
-            writer.write(frame(h2.DATA, h2.END_STREAM, 1, b"a") + frame(h2.DATA, h2.END_STREAM, 3, b"b"))
-            assert await reader.read() != b""  # what is left, and then the end
-            writer.close()
-            assert not echo.members
+async def test_too_many_connections_are_closed() -> None:
+    async with echoing(connections_max=1) as echo, h2_peer(echo.port) as peer:
+        await until(lambda: len(echo.members) == 1, "it is connected")
+        async with h2_peer(echo.port) as other:
+            await until(lambda: other.closed, "it is refused")
+        assert echo.stats.connections_refused == 1
+        assert not peer.closed
 
-    run(main())
+
+async def test_a_drain_lets_streams_end_that_were_opened_before_the_peer_knew() -> None:
+    async with echoing() as echo:
+        reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+        found, frames = FrameReader(1 << 20), list[H2Frame]()
+
+        async def read_until(kind: int, count: int = 1) -> H2Frame:
+            while sum(each.kind == kind for each in frames) < count:
+                raw = await reader.read(65536)
+                assert raw
+                frames.extend(found.feed(raw))
+            return [each for each in frames if each.kind == kind][-1]
+
+        writer.write(HELLO + OPEN)
+        await until(lambda: len(echo.heads) == 1, "it is open")
+        (member,) = echo.members
+        member.drain()
+        member.drain()
+        told = await read_until(h2.GOAWAY)
+        assert int.from_bytes(told.payload[:4]) == h2.WINDOW_MAX  # whatever is under way is answered
+        ping = await read_until(h2.PING)
+        late = frame(h2.HEADERS, h2.END_HEADERS, 3, HEAD)  # opened before the GOAWAY had come
+        writer.write(late + frame(h2.PING, h2.ACK, 0, ping.payload))
+        told = await read_until(h2.GOAWAY, 2)
+        assert int.from_bytes(told.payload[:4]) == 3
+        writer.write(frame(h2.HEADERS, h2.END_HEADERS, 5, HEAD))
+        refused = await read_until(h2.RST_STREAM)
+        assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
+        writer.write(frame(h2.DATA, h2.END_STREAM, 1, b"a") + frame(h2.DATA, h2.END_STREAM, 3, b"b"))
+        assert await reader.read() != b""  # what is left, and then the end
+        writer.close()
+        assert not echo.members

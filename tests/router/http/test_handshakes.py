@@ -63,65 +63,53 @@ async def status(rig: Rig, pki: Path, path: str) -> int:
     return int(said.split()[1])
 
 
-def test_they_take_places_until_their_time_is_over(pki: Path) -> None:
-    async def main() -> None:
-        limits = {"connections_max": 4, "client_share_max": 1.0, "header_timeout_s": 1.0}
-        async with serving(pki, **limits) as (rig, line, stats):
-            assert await status(rig, pki, "/v1/models") == 200
-            writers = await half_open(number(rig.url), 5)
-            await until(lambda: len(line.open) == 5, "they are seen")
-            assert await status(rig, pki, "/health") == 200  # a spare one
-            assert await status(rig, pki, "/v1/models") == 503
-            await until(lambda: stats.handshakes_failed == 5, "their time is over")
-            assert not line.open
-            assert await status(rig, pki, "/v1/models") == 200
-            for writer in writers:
-                writer.close()
-
-    run(main())
-
-
-def test_one_address_has_its_share_and_spares_are_few(pki: Path) -> None:
-    async def main() -> None:
-        async with serving(pki, connections_max=10_000, client_share_max=0.0001) as (rig, line, stats):
-            writers = await half_open(number(rig.url), 200)
-            await until(lambda: stats.handshakes_failed == 200 - 2 * 64, "the oldest spares are gone")
-            assert len(line.open) == 2 * 64
-            for writer in writers:
-                writer.close()
-            await until(lambda: not line.open, "they have left")
-            assert await status(rig, pki, "/v1/models") == 200
-
-    run(main())
-
-
-def test_the_end_of_the_router_does_not_wait_for_them(pki: Path) -> None:
-    async def main() -> None:
-        async with serving(pki) as (rig, line, stats):
-            writers = await half_open(number(rig.url), 3)
-            await until(lambda: len(line.open) == 3, "they are seen")
+async def test_they_take_places_until_their_time_is_over(pki: Path) -> None:
+    limits = {"connections_max": 4, "client_share_max": 1.0, "header_timeout_s": 1.0}
+    async with serving(pki, **limits) as (rig, line, stats):
+        assert await status(rig, pki, "/v1/models") == 200
+        writers = await half_open(number(rig.url), 5)
+        await until(lambda: len(line.open) == 5, "they are seen")
+        assert await status(rig, pki, "/health") == 200  # a spare one
+        assert await status(rig, pki, "/v1/models") == 503
+        await until(lambda: stats.handshakes_failed == 5, "their time is over")
         assert not line.open
-        assert stats.handshakes_failed == 3
+        assert await status(rig, pki, "/v1/models") == 200
         for writer in writers:
             writer.close()
 
-    run(main())
+
+async def test_one_address_has_its_share_and_spares_are_few(pki: Path) -> None:
+    async with serving(pki, connections_max=10_000, client_share_max=0.0001) as (rig, line, stats):
+        writers = await half_open(number(rig.url), 200)
+        await until(lambda: stats.handshakes_failed == 200 - 2 * 64, "the oldest spares are gone")
+        assert len(line.open) == 2 * 64
+        for writer in writers:
+            writer.close()
+        await until(lambda: not line.open, "they have left")
+        assert await status(rig, pki, "/v1/models") == 200
 
 
-def test_those_of_gateways_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_the_router_does_not_wait_for_them(pki: Path) -> None:
+    async with serving(pki) as (rig, line, stats):
+        writers = await half_open(number(rig.url), 3)
+        await until(lambda: len(line.open) == 3, "they are seen")
+    assert not line.open
+    assert stats.handshakes_failed == 3
+    for writer in writers:
+        writer.close()
+
+
+async def test_those_of_gateways_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.epp.server.HANDSHAKE_TIMEOUT_S", 1.0)
 
-    async def main() -> None:
-        epp = EppSettings(listen="127.0.0.1:0", connections_max=2, drain_s_max=0.1)
-        async with running({}) as engines, routing(configure(*engines, epp=epp)) as rig:
-            assert rig.router.picker is not None
-            stats = rig.router.picker.stats
-            writers = await half_open(rig.router.picker.addresses["listen"][1], 100)
-            await until(lambda: stats.handshakes_failed == 100, "the oldest ones at once, the others in time")
-            for writer in writers:
-                writer.close()
-
-    run(main())
+    epp = EppSettings(listen="127.0.0.1:0", connections_max=2, drain_s_max=0.1)
+    async with running({}) as engines, routing(configure(*engines, epp=epp)) as rig:
+        assert rig.router.picker is not None
+        stats = rig.router.picker.stats
+        writers = await half_open(rig.router.picker.addresses["listen"][1], 100)
+        await until(lambda: stats.handshakes_failed == 100, "the oldest ones at once, the others in time")
+        for writer in writers:
+            writer.close()
 
 
 def test_the_last_file_descriptors_are_counted_and_told(
@@ -157,17 +145,14 @@ def sends(port: int, data: bytes) -> None:
 
 
 @pytest.mark.long
-def test_no_handshake_holds_the_loop(pki: Path) -> None:
-    async def main() -> None:
-        async with serving(pki, header_timeout_s=0.3) as (rig, line, _), pauses() as found:
-            for name, data in JUNK.items():
+async def test_no_handshake_holds_the_loop(pki: Path) -> None:
+    async with serving(pki, header_timeout_s=0.3) as (rig, line, _), pauses() as found:
+        for name, data in JUNK.items():
 
-                async def send(data: bytes = data) -> None:
-                    for _ in range(3):
-                        await asyncio.to_thread(sends, number(rig.url), data)
-                    await until(lambda: not line.open, "all have ended")
+            async def send(data: bytes = data) -> None:
+                for _ in range(3):
+                    await asyncio.to_thread(sends, number(rig.url), data)
+                await until(lambda: not line.open, "all have ended")
 
-                await found.during(name, send)
-            assert found.too_long == {}
-
-    run(main())
+            await found.during(name, send)
+        assert found.too_long == {}

@@ -10,7 +10,7 @@ import pytest
 
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import CHAT, Engine, ask, chunk, read_answer, request, routing, says
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 USUAL = ProxySettings(body_bytes_max=8 * 1024 * 1024)
 SMALL = ProxySettings(body_bytes_max=1000)
@@ -20,122 +20,96 @@ def _padded(size: int) -> bytes:
     return b'{"model": "m", "pad": "%b"}' % (b"x" * (size - 25))
 
 
-def test_exactly_the_limit_passes() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=SMALL) as rig:
-            body = _padded(1000)
-            assert len(body) == 1000
-            assert (await ask(rig, request(body))).status == 200
-            assert (await ask(rig, request(_padded(1001)))).status == 413
-            assert len(engine.calls) == 1
-
-    run(main())
+async def test_exactly_the_limit_passes() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=SMALL) as rig:
+        body = _padded(1000)
+        assert len(body) == 1000
+        assert (await ask(rig, request(body))).status == 200
+        assert (await ask(rig, request(_padded(1001)))).status == 413
+        assert len(engine.calls) == 1
 
 
-def test_declared_length_is_enough_to_refuse() -> None:
-    async def main() -> None:
-        async with routing(settings=SMALL) as rig:
-            reader, writer = await rig.connect()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999\r\n\r\n{")
-            got = await read_answer(reader)
-            assert (got.status, got.json()["error"]["code"]) == (413, "body_too_large")
-            assert got.head["connection"] == "close"
-            assert len([name for name, _ in got.head.fields if name == "connection"]) == 1
-            assert rig.stats.bodies_too_large == 1
-            assert await reader.read() == b""
-            writer.close()
-
-    run(main())
+async def test_declared_length_is_enough_to_refuse() -> None:
+    async with routing(settings=SMALL) as rig:
+        reader, writer = await rig.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999\r\n\r\n{")
+        got = await read_answer(reader)
+        assert (got.status, got.json()["error"]["code"]) == (413, "body_too_large")
+        assert got.head["connection"] == "close"
+        assert len([name for name, _ in got.head.fields if name == "connection"]) == 1
+        assert rig.stats.bodies_too_large == 1
+        assert await reader.read() == b""
+        writer.close()
 
 
-def test_chunked_body_is_counted_as_it_comes() -> None:
-    async def main() -> None:
-        async with routing(settings=SMALL) as rig:
-            reader, writer = await rig.connect()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
-            for _ in range(3):
-                writer.write(chunk(b"x" * 500))
-            assert (await read_answer(reader)).status == 413
-            writer.close()
-
-    run(main())
+async def test_chunked_body_is_counted_as_it_comes() -> None:
+    async with routing(settings=SMALL) as rig:
+        reader, writer = await rig.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            writer.write(chunk(b"x" * 500))
+        assert (await read_answer(reader)).status == 413
+        writer.close()
 
 
-def test_client_that_is_still_sending_sees_the_answer() -> None:
+async def test_client_that_is_still_sending_sees_the_answer() -> None:
     """Closing at once would reset the connection under it."""
 
-    async def main() -> None:
-        async with routing(settings=USUAL) as rig:
-            reader, writer = await rig.connect()
-            writer.write(request(b"x" * 20_000_000))
-            got = await read_answer(reader)
-            assert got.status == 413
-            await writer.drain()
-            writer.close()
-            await until(lambda: not rig.server.server_state.connections, "closed")
-
-    run(main())
+    async with routing(settings=USUAL) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(b"x" * 20_000_000))
+        got = await read_answer(reader)
+        assert got.status == 413
+        await writer.drain()
+        writer.close()
+        await until(lambda: not rig.server.server_state.connections, "closed")
 
 
-def test_openai_client_sees_it_and_does_not_repeat() -> None:
-    async def main() -> None:
-        async with routing(settings=USUAL) as rig:
-            async with openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k") as client:
-                with pytest.raises(openai.APIStatusError) as caught:
-                    await client.chat.completions.create(
-                        model="m", messages=[{"role": "user", "content": "x" * 10_000_000}]
-                    )
-            assert caught.value.code == "body_too_large"
-            assert caught.value.request_id
-            assert rig.stats.requests == 1
-
-    run(main())
+async def test_openai_client_sees_it_and_does_not_repeat() -> None:
+    async with routing(settings=USUAL) as rig:
+        async with openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k") as client:
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "x" * 10_000_000}]
+                )
+        assert caught.value.code == "body_too_large"
+        assert caught.value.request_id
+        assert rig.stats.requests == 1
 
 
 @pytest.mark.parametrize(("size", "status"), [(2_000_000, "200"), (20_000_000, "413")])
-def test_curl_with_expect_continue(size: int, status: str, tmp_path: object) -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
-            path = f"{tmp_path}/body"
-            with open(path, "wb") as file:
-                file.write(_padded(size))
-            process = await asyncio.create_subprocess_exec(
-                "curl",
-                *("-s", "-o", "/dev/null", "-w", "%{http_code} %{time_total}", "--data-binary", f"@{path}"),
-                *("-H", "content-type: application/json", "-H", "expect: 100-continue"),
-                rig.url + "/v1/chat/completions",
-                stdout=subprocess.PIPE,
-            )
-            out, _ = await process.communicate()
-            assert out.split()[0] == status.encode()
-            assert len(engine.calls) == (status == "200")
-
-    run(main())
+async def test_curl_with_expect_continue(size: int, status: str, tmp_path: object) -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
+        path = f"{tmp_path}/body"
+        with open(path, "wb") as file:
+            file.write(_padded(size))
+        process = await asyncio.create_subprocess_exec(
+            "curl",
+            *("-s", "-o", "/dev/null", "-w", "%{http_code} %{time_total}", "--data-binary", f"@{path}"),
+            *("-H", "content-type: application/json", "-H", "expect: 100-continue"),
+            rig.url + "/v1/chat/completions",
+            stdout=subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+        assert out.split()[0] == status.encode()
+        assert len(engine.calls) == (status == "200")
 
 
-def test_expect_continue_is_answered_when_the_body_is_wanted() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
-            reader, writer = await rig.connect()
-            head, _, body = request(CHAT, "Expect: 100-Continue").partition(b"\r\n\r\n")
-            writer.write(head + b"\r\n\r\n")
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            writer.write(body)
-            assert (await read_answer(reader)).status == 200
-            assert engine.calls[0].body == CHAT
-            writer.close()
-
-    run(main())
+async def test_expect_continue_is_answered_when_the_body_is_wanted() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
+        reader, writer = await rig.connect()
+        head, _, body = request(CHAT, "Expect: 100-Continue").partition(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await read_answer(reader)).status == 200
+        assert engine.calls[0].body == CHAT
+        writer.close()
 
 
-def test_expect_continue_is_refused_before_the_body() -> None:
-    async def main() -> None:
-        async with routing(settings=SMALL) as rig:
-            reader, writer = await rig.connect()
-            writer.write(
-                request(_padded(2000), "expect: 100-continue").partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-            )
-            assert (await read_answer(reader)).status == 413
-            writer.close()
-
-    run(main())
+async def test_expect_continue_is_refused_before_the_body() -> None:
+    async with routing(settings=SMALL) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(_padded(2000), "expect: 100-continue").partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+        assert (await read_answer(reader)).status == 413
+        writer.close()

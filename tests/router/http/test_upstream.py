@@ -10,7 +10,6 @@ from router.http.upstream import UpstreamConnection, UpstreamError
 from router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.proxy_rig import answer
 from tests.support.transports import FakeTransport
-from tests.support.waiting import run
 
 
 def _made(settings: ProxySettings | None = None) -> tuple[UpstreamConnection, FakeTransport]:
@@ -29,108 +28,84 @@ async def _read(connection: UpstreamConnection) -> bytes:
 
 
 @pytest.mark.parametrize("late", [b"x", b"HTTP/1.1 200 OK\r\n", answer(200, b"poison")])
-def test_bytes_behind_an_answer_make_it_unfit_for_reuse(late: bytes) -> None:
-    async def main() -> None:
-        connection, transport = _made()
-        connection.data_received(answer(200, b"right"))
-        connection.data_received(late)
-        assert await _read(connection) == b"right"
-        assert not connection.make_idle()
-        assert transport.aborted
-
-    run(main())
+async def test_bytes_behind_an_answer_make_it_unfit_for_reuse(late: bytes) -> None:
+    connection, transport = _made()
+    connection.data_received(answer(200, b"right"))
+    connection.data_received(late)
+    assert await _read(connection) == b"right"
+    assert not connection.make_idle()
+    assert transport.aborted
 
 
 @pytest.mark.parametrize("late", [b"x", answer(200, b"poison")])
-def test_bytes_behind_an_answer_that_was_read_are_never_given(late: bytes) -> None:
-    async def main() -> None:
-        connection, _ = _made()
-        connection.data_received(answer(200, b"right"))
-        assert await connection.read() == b"right"
-        connection.data_received(late)
-        assert await connection.read() == b""
-        assert not connection.make_idle()
-
-    run(main())
+async def test_bytes_behind_an_answer_that_was_read_are_never_given(late: bytes) -> None:
+    connection, _ = _made()
+    connection.data_received(answer(200, b"right"))
+    assert await connection.read() == b"right"
+    connection.data_received(late)
+    assert await connection.read() == b""
+    assert not connection.make_idle()
 
 
-def test_whole_answer_can_be_followed_by_another() -> None:
-    async def main() -> None:
-        connection, transport = _made()
-        for body in (b"one", b"", b"three"):
-            connection.data_received(answer(200, body))
-            assert await _read(connection) == body
-            assert connection.at_eof
-            assert connection.make_idle()
-            connection.send_request("POST", b"head", b"", 1.0)
-        assert not transport.aborted
-
-    run(main())
+async def test_whole_answer_can_be_followed_by_another() -> None:
+    connection, transport = _made()
+    for body in (b"one", b"", b"three"):
+        connection.data_received(answer(200, body))
+        assert await _read(connection) == body
+        assert connection.at_eof
+        assert connection.make_idle()
+        connection.send_request("POST", b"head", b"", 1.0)
+    assert not transport.aborted
 
 
 @pytest.mark.parametrize("raw", [answer(200, b"x", "connection: close"), b"HTTP/1.0 200 OK\r\n\r\n"])
-def test_engine_that_will_close_is_not_reused(raw: bytes) -> None:
-    async def main() -> None:
-        connection, transport = _made()
-        connection.data_received(raw)
-        assert not connection.make_idle()
-        assert transport.aborted
-
-    run(main())
+async def test_engine_that_will_close_is_not_reused(raw: bytes) -> None:
+    connection, transport = _made()
+    connection.data_received(raw)
+    assert not connection.make_idle()
+    assert transport.aborted
 
 
-def test_answer_before_the_request_was_sent_whole_ends_the_connection() -> None:
-    async def main() -> None:
-        connection, transport = _made()
-        transport.unsent = 5
-        connection.data_received(answer(413, b"too large"))
-        assert await _read(connection) == b"too large"
-        assert not connection.make_idle()
-
-    run(main())
+async def test_answer_before_the_request_was_sent_whole_ends_the_connection() -> None:
+    connection, transport = _made()
+    transport.unsent = 5
+    connection.data_received(answer(413, b"too large"))
+    assert await _read(connection) == b"too large"
+    assert not connection.make_idle()
 
 
-def test_unasked_bytes_close_an_idle_connection() -> None:
-    async def main() -> None:
-        connection, transport = _made()
-        connection.data_received(answer(200, b""))
-        assert connection.make_idle()
-        connection.data_received(answer(200, b"surprise"))
-        assert transport.aborted
-        assert not connection.is_available()
-
-    run(main())
+async def test_unasked_bytes_close_an_idle_connection() -> None:
+    connection, transport = _made()
+    connection.data_received(answer(200, b""))
+    assert connection.make_idle()
+    connection.data_received(answer(200, b"surprise"))
+    assert transport.aborted
+    assert not connection.is_available()
 
 
-def test_reading_pauses_at_the_limit_and_the_engine_is_not_timed_out_meanwhile(
+async def test_reading_pauses_at_the_limit_and_the_engine_is_not_timed_out_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("router.http.upstream.READ_AHEAD_BYTES_MAX", 1000)
 
-    async def main() -> None:
-        connection, transport = _made()
-        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3000\r\n\r\n")
-        connection.data_received(b"x" * 900)
-        assert transport.reading
-        connection.data_received(b"x" * 200)
-        assert not transport.reading
-        assert connection.deadline == float("inf")
-        assert await connection.read() == b"x" * 1100
-        assert transport.reading
-        assert connection.deadline < float("inf")
-
-    run(main())
+    connection, transport = _made()
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3000\r\n\r\n")
+    connection.data_received(b"x" * 900)
+    assert transport.reading
+    connection.data_received(b"x" * 200)
+    assert not transport.reading
+    assert connection.deadline == float("inf")
+    assert await connection.read() == b"x" * 1100
+    assert transport.reading
+    assert connection.deadline < float("inf")
 
 
-def test_loss_before_the_request_is_told_at_once() -> None:
-    async def main() -> None:
-        connection, _ = _made()
-        connection.data_received(answer(200, b""))
-        assert connection.make_idle()
-        connection.connection_lost(None)
-        connection.send_request("POST", b"head", b"", 1.0)
-        with pytest.raises(UpstreamError) as caught:
-            connection.head_received()
-        assert caught.value.reason == "reset"
-
-    run(main())
+async def test_loss_before_the_request_is_told_at_once() -> None:
+    connection, _ = _made()
+    connection.data_received(answer(200, b""))
+    assert connection.make_idle()
+    connection.connection_lost(None)
+    connection.send_request("POST", b"head", b"", 1.0)
+    with pytest.raises(UpstreamError) as caught:
+        connection.head_received()
+    assert caught.value.reason == "reset"

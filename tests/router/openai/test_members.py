@@ -29,7 +29,6 @@ from router.pd.bodies import split_body
 from router.proxy.screen import Rules, screen
 from tests.support.examples import examples
 from tests.support.loop_pauses import PAUSE_S_MAX, TRIES, slowness
-from tests.support.waiting import run
 from tests.support.worst_bodies import worst_bodies
 
 LOOK_S_MAX = 1.0
@@ -119,7 +118,7 @@ def _times(steps: Generator[None, None, object]) -> tuple[float, float]:
     return took, longest
 
 
-def test_many_bodies_hold_the_loop_no_longer_than_one() -> None:
+async def test_many_bodies_hold_the_loop_no_longer_than_one() -> None:
     """In each turn of the loop one of them goes on; and each gets its turn."""
     made: list[int] = []
 
@@ -129,36 +128,30 @@ def test_many_bodies_hold_the_loop_no_longer_than_one() -> None:
             yield
         return name
 
-    async def main() -> None:
-        walks = [asyncio.ensure_future(run_cooperatively(walk(name))) for name in range(20)]
+    walks = [asyncio.ensure_future(run_cooperatively(walk(name))) for name in range(20)]
+    await asyncio.sleep(0)
+    assert sorted(made) == list(range(20))  # each begins at once: most need no second step
+    while not all(task.done() for task in walks):
+        before = len(made)
         await asyncio.sleep(0)
-        assert sorted(made) == list(range(20))  # each begins at once: most need no second step
-        while not all(task.done() for task in walks):
-            before = len(made)
-            await asyncio.sleep(0)
-            assert len(made) - before <= 1
-        assert [task.result() for task in walks] == list(range(20))
-        second = made[20:40]
-        assert len(set(second)) == 20
-
-    run(main())
+        assert len(made) - before <= 1
+    assert [task.result() for task in walks] == list(range(20))
+    second = made[20:40]
+    assert len(set(second)) == 20
 
 
-def test_a_cancelled_walk_leaves_its_turn_to_the_others() -> None:
+async def test_a_cancelled_walk_leaves_its_turn_to_the_others() -> None:
     def walk() -> Generator[None, None, int]:
         yield
         yield
         return 1
 
-    async def main() -> None:
-        walks = [asyncio.ensure_future(run_cooperatively(walk())) for _ in range(5)]
-        await asyncio.sleep(0)
-        walks[0].cancel()
-        walks[2].cancel()
-        await asyncio.gather(*walks, return_exceptions=True)
-        assert [task.cancelled() for task in walks] == [True, False, True, False, False]
-
-    run(main())
+    walks = [asyncio.ensure_future(run_cooperatively(walk())) for _ in range(5)]
+    await asyncio.sleep(0)
+    walks[0].cancel()
+    walks[2].cancel()
+    await asyncio.gather(*walks, return_exceptions=True)
+    assert [task.cancelled() for task in walks] == [True, False, True, False, False]
 
 
 def test_a_hint_is_found_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,27 +96,21 @@ def test_members_of_a_body_name_a_session_however_it_is_read(
         assert large.session == session
 
 
-def test_a_named_session_is_in_the_log_and_among_the_requests() -> None:
-    async def main() -> None:
-        body = proxy_rig.CHAT.replace(b"{", b'{"prompt_cache_key": "k", ', 1)
-        async with proxy_rig.Engine(says(200, b"{}")) as engine, proxy_rig.routing(engine.url) as rig:
-            rig.app.requests.log = True
-            with structlog.testing.capture_logs() as logs:
-                for fields in (
-                    ["x-claude-code-session-id: s", "x-claude-code-agent-id: a"],
-                    ["x-unrelated: 1"],
-                ):
-                    assert (await ask(rig, proxy_rig.request(body, *fields))).status == 200
-                assert (await ask(rig)).status == 200
-                await until(lambda: len(rig.app.requests.ended) == 3, "all ended")
-            lines = [line for line in logs if line["event"] == "request"]
-            assert [(line.get("session"), line.get("agent")) for line in lines] == [
-                ("s", "a"),
-                ("k", None),
-                (None, None),
-            ]
-            assert [one.session for one in rig.planner.requests] == [Session("s", "a"), Session("k"), None]
-            facts = rig.app.requests.ended[0].facts()
-            assert (facts["gen_ai.conversation.id"], facts["gen_ai.agent.id"]) == ("s", "a")
-
-    run(main())
+async def test_a_named_session_is_in_the_log_and_among_the_requests() -> None:
+    body = proxy_rig.CHAT.replace(b"{", b'{"prompt_cache_key": "k", ', 1)
+    async with proxy_rig.Engine(says(200, b"{}")) as engine, proxy_rig.routing(engine.url) as rig:
+        rig.app.requests.log = True
+        with structlog.testing.capture_logs() as logs:
+            for fields in (["x-claude-code-session-id: s", "x-claude-code-agent-id: a"], ["x-unrelated: 1"]):
+                assert (await ask(rig, proxy_rig.request(body, *fields))).status == 200
+            assert (await ask(rig)).status == 200
+            await until(lambda: len(rig.app.requests.ended) == 3, "all ended")
+        lines = [line for line in logs if line["event"] == "request"]
+        assert [(line.get("session"), line.get("agent")) for line in lines] == [
+            ("s", "a"),
+            ("k", None),
+            (None, None),
+        ]
+        assert [one.session for one in rig.planner.requests] == [Session("s", "a"), Session("k"), None]
+        facts = rig.app.requests.ended[0].facts()
+        assert (facts["gen_ai.conversation.id"], facts["gen_ai.agent.id"]) == ("s", "a")

@@ -22,7 +22,7 @@ from router.prompts.tokenizer_finder import ModelOrigin
 from router.tools.explain_state import PromptError, read_prompt
 from tests.support.front import Front, fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 NAME = "org/model"
@@ -85,170 +85,137 @@ def odd_template(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("root", ["directory", "repository"])
-def test_an_engine_is_all_that_is_given(hub: StandInHub, root: str) -> None:
+async def test_an_engine_is_all_that_is_given(hub: StandInHub, root: str) -> None:
     named = LOCAL if root == "directory" else NAMED
 
-    async def main() -> None:
-        async with running(named) as engines, routing(auto(*engines, hub=hub)) as rig:
-            one = await origin(rig, "here")
-            assert one.source.startswith(named["root"])
-            for _ in range(2):
-                await rig.chat(TEXT * 30)
-                await rig.caught_up(*engines)
-            assert rig.router.reader.stats.reads["chat", "local"] == 2
-            assert rig.router.reader.stats.tokenizers_found == 1
-            assert rig.outcomes("exact") == 2
-            _, ready = await rig.ask("GET", "/ready")
-            assert ready["prompts"][MODEL]["how"] == "here"
-            assert ready["prompts"][MODEL]["source"] == one.source
-
-    run(main())
+    async with running(named) as engines, routing(auto(*engines, hub=hub)) as rig:
+        one = await origin(rig, "here")
+        assert one.source.startswith(named["root"])
+        for _ in range(2):
+            await rig.chat(TEXT * 30)
+            await rig.caught_up(*engines)
+        assert rig.router.reader.stats.reads["chat", "local"] == 2
+        assert rig.router.reader.stats.tokenizers_found == 1
+        assert rig.outcomes("exact") == 2
+        _, ready = await rig.ask("GET", "/ready")
+        assert ready["prompts"][MODEL]["how"] == "here"
+        assert ready["prompts"][MODEL]["source"] == one.source
 
 
-def test_prompts_are_read_meanwhile_and_the_fetch_goes_on(hub: StandInHub) -> None:
-    async def main() -> None:
-        hub.hold.clear()
-        async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
-            await origin(rig, "engine", "looking")
-            await rig.chat(TEXT)
-            assert rig.router.reader.stats.reads["chat", "engine"] == 1
-            hub.hold.set()
-            await origin(rig, "here")
-            await rig.chat(TEXT)
-            assert rig.router.reader.stats.reads["chat", "local"] == 1
-
-    run(main())
+async def test_prompts_are_read_meanwhile_and_the_fetch_goes_on(hub: StandInHub) -> None:
+    hub.hold.clear()
+    async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
+        await origin(rig, "engine", "looking")
+        await rig.chat(TEXT)
+        assert rig.router.reader.stats.reads["chat", "engine"] == 1
+        hub.hold.set()
+        await origin(rig, "here")
+        await rig.chat(TEXT)
+        assert rig.router.reader.stats.reads["chat", "local"] == 1
 
 
 @pytest.mark.parametrize("tokenizer", [NAME, f"{NAME}@main"])
-def test_a_repository_may_be_configured(hub: StandInHub, tokenizer: str) -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(auto(*engines, hub=hub, tokenizer=tokenizer)) as rig:
-            assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
-
-    run(main())
+async def test_a_repository_may_be_configured(hub: StandInHub, tokenizer: str) -> None:
+    async with running({}) as engines, routing(auto(*engines, hub=hub, tokenizer=tokenizer)) as rig:
+        assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
 
 
-def test_switched_off_engines_are_asked(hub: StandInHub) -> None:
-    async def main() -> None:
-        async with running(NAMED) as engines, routing(auto(*engines, hub=hub, tokenizer="off")) as rig:
-            await origin(rig, "engine", "off")
-            await rig.chat(TEXT)
-            assert rig.router.reader.stats.reads["chat", "engine"] == 1
-            assert not hub.requests
-
-    run(main())
+async def test_switched_off_engines_are_asked(hub: StandInHub) -> None:
+    async with running(NAMED) as engines, routing(auto(*engines, hub=hub, tokenizer="off")) as rig:
+        await origin(rig, "engine", "off")
+        await rig.chat(TEXT)
+        assert rig.router.reader.stats.reads["chat", "engine"] == 1
+        assert not hub.requests
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [((401, "GatedRepo"), "gated"), ((404, "RepoNotFound"), "not_found"), ((503, ""), "unreachable")],
 )
-def test_a_failure_is_shown_and_mended_while_the_router_serves(
+async def test_a_failure_is_shown_and_mended_while_the_router_serves(
     hub: StandInHub, error: tuple[int, str], reason: str
 ) -> None:
-    async def main() -> None:
-        hub.repositories[NAME].error = error
-        async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
-            one = await origin(rig, "engine", reason)
-            assert NAME in one.problem
-            assert one.remedy
+    hub.repositories[NAME].error = error
+    async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
+        one = await origin(rig, "engine", reason)
+        assert NAME in one.problem
+        assert one.remedy
+        await rig.chat(TEXT)
+        stats = rig.router.reader.stats
+        assert stats.reads["chat", "engine"] == 1
+        assert stats.tokenizer_failures[reason] >= 1
+        status, ready = await rig.ask("GET", "/ready")
+        assert (status, ready["prompts"][MODEL]["reason"]) == (200, reason)
+        _, page = await rig.ask("GET", "/metrics")
+        assert f'kvatlas_prompts_tokenizer_failures_total{{reason="{reason}"}}' in page
+        hub.repositories[NAME].error = None
+        await origin(rig, "here")
+
+
+async def test_a_hub_that_holds_its_answer_holds_nothing_else(hub: StandInHub) -> None:
+    hub.hold.clear()
+    slow = msgspec.structs.replace(settings(hub), hub_timeout_s=0.3)
+    async with running(NAMED) as engines:
+        config = msgspec.structs.replace(auto(*engines, hub=hub), prompts=slow)
+        async with routing(config) as rig:
+            assert "hub_timeout_s" in (await origin(rig, "engine", "too_slow")).problem
             await rig.chat(TEXT)
-            stats = rig.router.reader.stats
-            assert stats.reads["chat", "engine"] == 1
-            assert stats.tokenizer_failures[reason] >= 1
-            status, ready = await rig.ask("GET", "/ready")
-            assert (status, ready["prompts"][MODEL]["reason"]) == (200, reason)
-            _, page = await rig.ask("GET", "/metrics")
-            assert f'kvatlas_prompts_tokenizer_failures_total{{reason="{reason}"}}' in page
-            hub.repositories[NAME].error = None
+            hub.hold.set()
             await origin(rig, "here")
 
-    run(main())
 
-
-def test_a_hub_that_holds_its_answer_holds_nothing_else(hub: StandInHub) -> None:
-    async def main() -> None:
-        hub.hold.clear()
-        slow = msgspec.structs.replace(settings(hub), hub_timeout_s=0.3)
-        async with running(NAMED) as engines:
-            config = msgspec.structs.replace(auto(*engines, hub=hub), prompts=slow)
-            async with routing(config) as rig:
-                assert "hub_timeout_s" in (await origin(rig, "engine", "too_slow")).problem
-                await rig.chat(TEXT)
-                hub.hold.set()
-                await origin(rig, "here")
-
-    run(main())
-
-
-def test_files_that_cannot_be_read_are_no_end(hub: StandInHub) -> None:
-    async def main() -> None:
-        hub.repositories[NAME].files["tokenizer.json"] = b'{"model": "of some other kind"}'
-        async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
-            assert "tokenizer.json" in (await origin(rig, "engine", "unusable")).problem
-            await rig.chat(TEXT)
-
-    run(main())
+async def test_files_that_cannot_be_read_are_no_end(hub: StandInHub) -> None:
+    hub.repositories[NAME].files["tokenizer.json"] = b'{"model": "of some other kind"}'
+    async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
+        assert "tokenizer.json" in (await origin(rig, "engine", "unusable")).problem
+        await rig.chat(TEXT)
 
 
 @pytest.mark.parametrize("root", ["/models/of-the-engine", "auto"])
-def test_a_path_of_another_machine(root: str) -> None:
-    async def main() -> None:
-        async with running({"root": root}) as engines, routing(auto(*engines)) as rig:
-            one = await origin(rig, "engine", "not_readable")
-            assert "--tokenizer" in one.remedy
-            await rig.chat(TEXT)
-
-    run(main())
+async def test_a_path_of_another_machine(root: str) -> None:
+    async with running({"root": root}) as engines, routing(auto(*engines)) as rig:
+        one = await origin(rig, "engine", "not_readable")
+        assert "--tokenizer" in one.remedy
+        await rig.chat(TEXT)
 
 
-def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:
-    async def main() -> None:
-        named = {"root": str(other_tokenizer(tmp_path / "other"))}
-        async with running(named) as engines, routing(auto(*engines)) as rig:
-            one = await origin(rig, "engine", "differs")
-            assert engines[0].base_url in one.problem
-            await rig.chat(TEXT)
-            assert rig.router.reader.stats.reads["chat", "local"] == 0
-
-    run(main())
+async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:
+    named = {"root": str(other_tokenizer(tmp_path / "other"))}
+    async with running(named) as engines, routing(auto(*engines)) as rig:
+        one = await origin(rig, "engine", "differs")
+        assert engines[0].base_url in one.problem
+        await rig.chat(TEXT)
+        assert rig.router.reader.stats.reads["chat", "local"] == 0
 
 
-def test_the_first_prompts_are_compared_too(tmp_path: Path) -> None:
+async def test_the_first_prompts_are_compared_too(tmp_path: Path) -> None:
     """A template that differs where no probe does."""
     folder = odd_template(tmp_path / "other")
 
-    async def main() -> None:
-        async with running({"root": str(folder)}) as engines, routing(auto(*engines)) as rig:
-            await origin(rig, "here")
-            await rig.chat(TEXT)
-            await rig.chat("Odd")
-            assert "first prompts" in (await origin(rig, "engine", "differs")).problem
-
-    run(main())
+    async with running({"root": str(folder)}) as engines, routing(auto(*engines)) as rig:
+        await origin(rig, "here")
+        await rig.chat(TEXT)
+        await rig.chat("Odd")
+        assert "first prompts" in (await origin(rig, "engine", "differs")).problem
 
 
-def test_an_engine_of_another_kind_is_compared_before_anything_else(tmp_path: Path) -> None:
+async def test_an_engine_of_another_kind_is_compared_before_anything_else(tmp_path: Path) -> None:
     """A rollout: as long as both are there, engines are asked; after it, the new one is read here."""
     other = other_tokenizer(tmp_path / "other")
 
-    async def main() -> None:
-        kinds = LOCAL, {"root": str(other), "tokenizer_dir": str(other)}
-        async with running(*kinds) as (old, new), routing(auto(old)) as rig:
-            assert (await origin(rig, "here")).source == str(DEMO_TOKENIZER_DIR)
-            rig.router.take(auto(old, new))
-            await origin(rig, "engine", "differs")
-            rig.router.take(auto(new))
-            await until(lambda: rig.router.finder.origins()[MODEL].source == str(other), "the new one")
-            await rig.chat(TEXT)
-            assert rig.router.reader.stats.reads["chat", "local"] == 1
-
-    run(main())
+    kinds = LOCAL, {"root": str(other), "tokenizer_dir": str(other)}
+    async with running(*kinds) as (old, new), routing(auto(old)) as rig:
+        assert (await origin(rig, "here")).source == str(DEMO_TOKENIZER_DIR)
+        rig.router.take(auto(old, new))
+        await origin(rig, "engine", "differs")
+        rig.router.take(auto(new))
+        await until(lambda: rig.router.finder.origins()[MODEL].source == str(other), "the new one")
+        await rig.chat(TEXT)
+        assert rig.router.reader.stats.reads["chat", "local"] == 1
 
 
 @pytest.mark.parametrize("configured", [False, True])
-def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path, configured: bool) -> None:
+async def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path, configured: bool) -> None:
     folder = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "chunked")
     (folder / "config.json").write_text('{"text_config": {"attention_chunk_size": 128}}')
     groups = (
@@ -256,81 +223,66 @@ def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path, configured
         GroupSpec(1, "chunked_local_attention", 16, attention_chunk_size=128),
     )
 
-    async def main() -> None:
-        named = {"root": "/models/elsewhere" if configured else str(folder), "groups": groups}
-        given = str(folder) if configured else None
-        async with running(named) as engines, routing(auto(*engines, tokenizer=given)) as rig:
-            await origin(rig, "here")
-            await until(lambda: rig.router.scopes.scope(MODEL).facts.has_chunks, "the chunk")
-            for _ in range(3):
-                await rig.chat(TEXT * 20)
-                await rig.caught_up(*engines)
-            facts = rig.router.scopes.scope(MODEL).facts
-            assert facts.attention_chunk_size == 128
-            assert rig.outcomes("exact") >= 2
-
-    run(main())
+    named = {"root": "/models/elsewhere" if configured else str(folder), "groups": groups}
+    given = str(folder) if configured else None
+    async with running(named) as engines, routing(auto(*engines, tokenizer=given)) as rig:
+        await origin(rig, "here")
+        await until(lambda: rig.router.scopes.scope(MODEL).facts.has_chunks, "the chunk")
+        for _ in range(3):
+            await rig.chat(TEXT * 20)
+            await rig.caught_up(*engines)
+        facts = rig.router.scopes.scope(MODEL).facts
+        assert facts.attention_chunk_size == 128
+        assert rig.outcomes("exact") >= 2
 
 
 @pytest.mark.parametrize("configured", ["directory", "repository"])
-def test_a_configured_tokenizer_that_differs_is_used_and_shown(
+async def test_a_configured_tokenizer_that_differs_is_used_and_shown(
     hub: StandInHub, tmp_path: Path, configured: str
 ) -> None:
     other = other_tokenizer(tmp_path / "other")
     hub.repositories[NAME] = repository_of(other)
     given = str(other) if configured == "directory" else NAME
 
-    async def main() -> None:
-        async with running({}) as (engine,), fronting(engine) as front:
-            config = auto(EngineAddress(front.base_url), hub=hub, tokenizer=given)
-            async with routing(config) as rig:
-                one = await origin(rig, "here", "differs")
-                assert one.source.startswith(given)
-                assert front.base_url in one.problem
-                await rig.chat(TEXT)
-                assert rig.router.reader.stats.reads["chat", "local"] == 1
-                _, ready = await rig.ask("GET", "/ready")
-                assert (ready["ready"], ready["prompts"][MODEL]["reason"]) == (True, "differs")
-
-    run(main())
+    async with running({}) as (engine,), fronting(engine) as front:
+        config = auto(EngineAddress(front.base_url), hub=hub, tokenizer=given)
+        async with routing(config) as rig:
+            one = await origin(rig, "here", "differs")
+            assert one.source.startswith(given)
+            assert front.base_url in one.problem
+            await rig.chat(TEXT)
+            assert rig.router.reader.stats.reads["chat", "local"] == 1
+            _, ready = await rig.ask("GET", "/ready")
+            assert (ready["ready"], ready["prompts"][MODEL]["reason"]) == (True, "differs")
 
 
-def test_a_configured_directory_is_compared_by_first_prompts_too(tmp_path: Path) -> None:
+async def test_a_configured_directory_is_compared_by_first_prompts_too(tmp_path: Path) -> None:
     folder = odd_template(tmp_path / "other")
 
-    async def main() -> None:
-        async with running({}) as (engine,), fronting(engine) as front:
-            config = auto(EngineAddress(front.base_url), tokenizer=str(folder))
-            async with routing(config) as rig:
-                await until(lambda: questions(front) >= len(PROBES), "compared")
-                await origin(rig, "here")
-                await rig.chat("Odd")
-                assert "first prompts" in (await origin(rig, "here", "differs")).problem
-
-    run(main())
+    async with running({}) as (engine,), fronting(engine) as front:
+        config = auto(EngineAddress(front.base_url), tokenizer=str(folder))
+        async with routing(config) as rig:
+            await until(lambda: questions(front) >= len(PROBES), "compared")
+            await origin(rig, "here")
+            await rig.chat("Odd")
+            assert "first prompts" in (await origin(rig, "here", "differs")).problem
 
 
-def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
+async def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
     """A quantised copy, of which the engine's path is not here, beside the original."""
 
-    async def main() -> None:
-        copies = [{"root": "/models/copy"}, {"root": "/models/copy"}, NAMED]
-        async with running(*copies) as engines, routing(auto(*engines, hub=hub)) as rig:
-            assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
-
-    run(main())
+    copies = [{"root": "/models/copy"}, {"root": "/models/copy"}, NAMED]
+    async with running(*copies) as engines, routing(auto(*engines, hub=hub)) as rig:
+        assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
 
 
-def test_an_engine_that_does_not_say_its_tokens(hub: StandInHub) -> None:
-    async def main() -> None:
-        async with running(NAMED) as (engine,), fronting(engine) as front:
-            for path in ("/tokenize", "/v1/chat/completions/render", "/v1/completions/render"):
-                front.overrides[path] = lambda: (404, {})
-            config = auto(EngineAddress(front.base_url), hub=hub)
-            async with routing(config) as rig:
-                assert "/tokenize" in (await origin(rig, "engine", "not_compared")).problem
-
-    run(main())
+async def test_an_engine_that_does_not_say_its_tokens(hub: StandInHub) -> None:
+    async with running(NAMED) as (engine,), fronting(engine) as front:
+        for path in ("/tokenize", "/v1/chat/completions/render", "/v1/completions/render"):
+            front.overrides[path] = lambda: (404, {})
+        config = auto(EngineAddress(front.base_url), hub=hub)
+        async with routing(config) as rig:
+            assert "/tokenize" in (await origin(rig, "engine", "not_compared")).problem
 
 
 def test_explain_takes_a_name_too(hub: StandInHub, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from router.proxy.headers import Verdict, judge
 from router.proxy.screen import Rules, screen
 from tests.support.ports import free_port
 from tests.support.proxy_rig import SSE_HEAD, Engine, chunk, routing, writes
-from tests.support.waiting import run
 
 USAGES: list[tuple[dict[str, Any], Usage]] = [
     (
@@ -115,49 +114,40 @@ def test_stream_errors_are_the_apis_own() -> None:
     assert error_event(error, "/v1/chat/completions", b"")[1] == b""
 
 
-def test_the_openai_client_is_told_that_a_responses_stream_broke() -> None:
-    async def main() -> None:
-        created = (
-            b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
-            b'"response":{"id":"resp_1","object":"response","output":[]}}\n\n'
-        )
-        text = (
-            b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
-            b'"sequence_number":1,"delta":"a","item_id":"m","output_index":0,"content_index":0,"logprobs":[]}\n\n'
-        )
-        async with (
-            Engine(writes(SSE_HEAD, chunk(created), chunk(text), then="reset")) as engine,
-            routing(engine.url) as rig,
-            openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
-        ):
-            stream = await client.responses.create(model="m", input="x", stream=True)
-            events = [event async for event in stream]
-            names = ["response.created", "response.output_text.delta", "error"]
-            assert [event.type for event in events] == names
-            assert events[2].code == "engine_stream_broken"
-            assert events[2].sequence_number == 2
-
-    run(main())
+async def test_the_openai_client_is_told_that_a_responses_stream_broke() -> None:
+    created = (
+        b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
+        b'"response":{"id":"resp_1","object":"response","output":[]}}\n\n'
+    )
+    text = (
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
+        b'"sequence_number":1,"delta":"a","item_id":"m","output_index":0,"content_index":0,"logprobs":[]}\n\n'
+    )
+    async with (
+        Engine(writes(SSE_HEAD, chunk(created), chunk(text), then="reset")) as engine,
+        routing(engine.url) as rig,
+        openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
+    ):
+        stream = await client.responses.create(model="m", input="x", stream=True)
+        events = [event async for event in stream]
+        names = ["response.created", "response.output_text.delta", "error"]
+        assert [event.type for event in events] == names
+        assert events[2].code == "engine_stream_broken"
+        assert events[2].sequence_number == 2
 
 
-def test_errors_before_an_answer_at_the_proxy() -> None:
-    async def main() -> None:
-        async with (
-            routing(f"http://127.0.0.1:{free_port()}") as rig,
-            aiohttp.ClientSession() as session,
-        ):
-            body = {"model": "m", "max_tokens": 3, "messages": []}
-            async with session.post(rig.url + "/v1/messages", json=body) as answer:
-                assert answer.status == 502
-                assert (await answer.json())["error"]["type"] == "api_error"
-            async with session.post(rig.url + "/v1/messages", data=b"nonsense") as answer:
-                assert answer.status == 400
-                assert (await answer.json())["error"]["type"] == "invalid_request_error"
-            async with session.get(rig.url + "/v1/messages") as answer:
-                assert answer.status == 405
-                assert (await answer.json())["type"] == "error"
-
-    run(main())
+async def test_errors_before_an_answer_at_the_proxy() -> None:
+    async with routing(f"http://127.0.0.1:{free_port()}") as rig, aiohttp.ClientSession() as session:
+        body = {"model": "m", "max_tokens": 3, "messages": []}
+        async with session.post(rig.url + "/v1/messages", json=body) as answer:
+            assert answer.status == 502
+            assert (await answer.json())["error"]["type"] == "api_error"
+        async with session.post(rig.url + "/v1/messages", data=b"nonsense") as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["type"] == "invalid_request_error"
+        async with session.get(rig.url + "/v1/messages") as answer:
+            assert answer.status == 405
+            assert (await answer.json())["type"] == "error"
 
 
 def test_paths_of_all_apis_are_forwarded() -> None:

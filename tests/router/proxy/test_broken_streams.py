@@ -24,7 +24,6 @@ from tests.support.proxy_rig import (
     says,
     writes,
 )
-from tests.support.waiting import run
 
 
 def _events(body: bytes) -> list[bytes]:
@@ -33,63 +32,51 @@ def _events(body: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("then", ["close", "reset"])
-def test_stream_ends_with_an_error_event_and_cleanly(then: str) -> None:
-    async def main() -> None:
-        script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")), then=then)
-        async with (
-            Engine(script) as engine,
-            Engine(says(200, b"{}")) as other,
-            routing(engine.url, other.url) as rig,
-        ):
-            got = await ask(rig, request(STREAM))
-            assert got.whole
-            assert got.body.startswith(event("a") + event("b"))
-            error = msgspec.json.decode(_events(got.body)[-1])["error"]
-            assert error["code"] == "engine_stream_broken"
-            assert isinstance(error["message"], str)
-            assert b"127.0.0.1" not in got.body
-            assert b"[DONE]" not in got.body
-            assert not other.calls
-            assert rig.planner.placements[0].told == ["first_byte", "broken_stream"]
-            assert rig.stats.streams_broken == 1
-
-    run(main())
+async def test_stream_ends_with_an_error_event_and_cleanly(then: str) -> None:
+    script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")), then=then)
+    async with (
+        Engine(script) as engine,
+        Engine(says(200, b"{}")) as other,
+        routing(engine.url, other.url) as rig,
+    ):
+        got = await ask(rig, request(STREAM))
+        assert got.whole
+        assert got.body.startswith(event("a") + event("b"))
+        error = msgspec.json.decode(_events(got.body)[-1])["error"]
+        assert error["code"] == "engine_stream_broken"
+        assert isinstance(error["message"], str)
+        assert b"127.0.0.1" not in got.body
+        assert b"[DONE]" not in got.body
+        assert not other.calls
+        assert rig.planner.placements[0].told == ["first_byte", "broken_stream"]
+        assert rig.stats.streams_broken == 1
 
 
 @pytest.mark.parametrize("cut", some(range(1, len(event("two"))), 3))
-def test_death_anywhere_in_an_event_leaves_a_readable_stream(cut: int) -> None:
-    async def main() -> None:
-        script = writes(SSE_HEAD + chunk(event("one")) + chunk(event("two")[:cut]), then="close")
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(STREAM))
-            events = [msgspec.json.decode(data) for data in _events(got.body)]
-            assert got.whole
-            assert "error" in events[-1]
-            assert all("choices" in data for data in events[:-1])
-
-    run(main())
+async def test_death_anywhere_in_an_event_leaves_a_readable_stream(cut: int) -> None:
+    script = writes(SSE_HEAD + chunk(event("one")) + chunk(event("two")[:cut]), then="close")
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(STREAM))
+        events = [msgspec.json.decode(data) for data in _events(got.body)]
+        assert got.whole
+        assert "error" in events[-1]
+        assert all("choices" in data for data in events[:-1])
 
 
-def test_death_inside_a_chunk_frame() -> None:
-    async def main() -> None:
-        script = writes(SSE_HEAD, chunk(event("one")) + b"ff\r\ndata: {", then="reset")
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(STREAM))
-            assert got.whole
-            assert "error" in msgspec.json.decode(_events(got.body)[-1])
-
-    run(main())
+async def test_death_inside_a_chunk_frame() -> None:
+    script = writes(SSE_HEAD, chunk(event("one")) + b"ff\r\ndata: {", then="reset")
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(STREAM))
+        assert got.whole
+        assert "error" in msgspec.json.decode(_events(got.body)[-1])
 
 
-def test_stream_that_said_done_is_not_broken() -> None:
-    async def main() -> None:
-        script = writes(SSE_HEAD, chunk(event("a")), chunk(DONE), then="reset")
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(STREAM))
-            assert (got.body, got.whole) == (event("a") + DONE, True)
-            assert rig.planner.placements[0].told == ["first_byte", "finished"]
-
-    run(main())
+async def test_stream_that_said_done_is_not_broken() -> None:
+    script = writes(SSE_HEAD, chunk(event("a")), chunk(DONE), then="reset")
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(STREAM))
+        assert (got.body, got.whole) == (event("a") + DONE, True)
+        assert rig.planner.placements[0].told == ["first_byte", "finished"]
 
 
 @pytest.mark.parametrize(
@@ -101,29 +88,23 @@ def test_stream_that_said_done_is_not_broken() -> None:
     ],
     ids=["content-length", "chunked", "until close"],
 )
-def test_broken_body_breaks_the_clients_connection(script: Script) -> None:
-    async def main() -> None:
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            got = await ask(rig)
-            assert got.status == 200
-            assert not got.whole
-            assert rig.planner.placements[0].told == ["first_byte", "broken_stream"]
-            assert rig.stats.streams_broken == 1
-
-    run(main())
+async def test_broken_body_breaks_the_clients_connection(script: Script) -> None:
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        got = await ask(rig)
+        assert got.status == 200
+        assert not got.whole
+        assert rig.planner.placements[0].told == ["first_byte", "broken_stream"]
+        assert rig.stats.streams_broken == 1
 
 
-def test_silence_in_a_stream_is_a_time_out() -> None:
-    async def main() -> None:
-        script = writes(SSE_HEAD, chunk(event("a")), then="hang")
-        settings = ProxySettings(idle_timeout_s=0.3)
-        async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
-            got = await ask(rig, request(STREAM))
-            assert got.whole
-            assert "error" in msgspec.json.decode(_events(got.body)[-1])
-            assert rig.planner.placements[0].told == ["first_byte", "timeout"]
-
-    run(main())
+async def test_silence_in_a_stream_is_a_time_out() -> None:
+    script = writes(SSE_HEAD, chunk(event("a")), then="hang")
+    settings = ProxySettings(idle_timeout_s=0.3)
+    async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
+        got = await ask(rig, request(STREAM))
+        assert got.whole
+        assert "error" in msgspec.json.decode(_events(got.body)[-1])
+        assert rig.planner.placements[0].told == ["first_byte", "timeout"]
 
 
 async def _collect(stream: openai.AsyncStream[ChatCompletionChunk], seen: list[str | None]) -> None:
@@ -131,31 +112,25 @@ async def _collect(stream: openai.AsyncStream[ChatCompletionChunk], seen: list[s
         seen.append(part.choices[0].delta.content)  # noqa: PERF401  # kept when the stream raises
 
 
-def test_openai_client_raises_with_our_code() -> None:
-    async def main() -> None:
-        script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")[:20]), then="close")
-        async with (
-            Engine(script) as engine,
-            routing(engine.url) as rig,
-            openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
-        ):
-            stream = await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "x"}], stream=True
-            )
-            seen: list[str | None] = []
-            with pytest.raises(openai.APIError) as caught:
-                await _collect(stream, seen)
-            assert seen == ["a"]
-            assert caught.value.code == "engine_stream_broken"
-
-    run(main())
+async def test_openai_client_raises_with_our_code() -> None:
+    script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")[:20]), then="close")
+    async with (
+        Engine(script) as engine,
+        routing(engine.url) as rig,
+        openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
+    ):
+        stream = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x"}], stream=True
+        )
+        seen: list[str | None] = []
+        with pytest.raises(openai.APIError) as caught:
+            await _collect(stream, seen)
+        assert seen == ["a"]
+        assert caught.value.code == "engine_stream_broken"
 
 
-def test_error_events_of_engines_pass() -> None:
-    async def main() -> None:
-        body = event("a") + b'data: {"error": {"message": "m", "code": 500}}\n\n' + DONE
-        async with Engine(writes(SSE_HEAD, chunk(body) + END)) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(STREAM))
-            assert got.body == body
-
-    run(main())
+async def test_error_events_of_engines_pass() -> None:
+    body = event("a") + b'data: {"error": {"message": "m", "code": 500}}\n\n' + DONE
+    async with Engine(writes(SSE_HEAD, chunk(body) + END)) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(STREAM))
+        assert got.body == body

@@ -15,7 +15,6 @@ from router.admission.key_file import KeySettings, digest_of
 from router.fleet.engines import EngineAddress
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, Script, ask, routing, says
-from tests.support.waiting import run
 from tests.support.whole_router import Rig, configure
 from tests.support.whole_router import routing as whole
 
@@ -58,67 +57,52 @@ def upload(body: bytes, path: str, *fields: str, kind: str = "multipart/form-dat
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("name", "value"), FIELDS)
-def test_what_must_not_reach_engines_is_refused_in_forms_too(path: str, name: str, value: str) -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            got = await ask(rig, upload(form(("model", "m"), (name, value)), path))
-            assert got.status == 400
-            assert got.json()["error"]["code"] in ("form_field_refused", "invalid_form", "invalid_json")
-            assert not engine.calls
-            assert rig.stats.forms_refused == 1
-            fine = form(("model", "m"), ("vllm_xargs", '{"top":[1]}'), ("prompt", "kv_transfer_params"))
-            assert (await ask(rig, upload(fine, path))).status == 200
-            assert engine.calls[0].body == fine
-
-    run(main())
+async def test_what_must_not_reach_engines_is_refused_in_forms_too(path: str, name: str, value: str) -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        got = await ask(rig, upload(form(("model", "m"), (name, value)), path))
+        assert got.status == 400
+        assert got.json()["error"]["code"] in ("form_field_refused", "invalid_form", "invalid_json")
+        assert not engine.calls
+        assert rig.stats.forms_refused == 1
+        fine = form(("model", "m"), ("vllm_xargs", '{"top":[1]}'), ("prompt", "kv_transfer_params"))
+        assert (await ask(rig, upload(fine, path))).status == 200
+        assert engine.calls[0].body == fine
 
 
-def test_an_urlencoded_form_is_screened_as_well() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            kind = "application/x-www-form-urlencoded"
-            for body in (
-                b"model=m&kv_transfer_params=1",
-                b"model=m&vllm%5Fxargs=%7B%22kv_transfer_params%22:1%7D",
-            ):
-                assert (await ask(rig, upload(body, PATHS[0], kind=kind))).status == 400
-            assert not engine.calls
-            assert (await ask(rig, upload(b"model=m&x=1", PATHS[0], kind=kind))).status == 200
-
-    run(main())
+async def test_an_urlencoded_form_is_screened_as_well() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        kind = "application/x-www-form-urlencoded"
+        for body in (
+            b"model=m&kv_transfer_params=1",
+            b"model=m&vllm%5Fxargs=%7B%22kv_transfer_params%22:1%7D",
+        ):
+            assert (await ask(rig, upload(body, PATHS[0], kind=kind))).status == 400
+        assert not engine.calls
+        assert (await ask(rig, upload(b"model=m&x=1", PATHS[0], kind=kind))).status == 200
 
 
-def test_trusted_clients_may_say_it_in_forms() -> None:
-    async def main() -> None:
-        trusting = ProxySettings(trust_client_kv_transfer_params=True)
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=trusting) as rig:
-            body = form(("model", "m"), ("vllm_xargs", GONE))
-            assert (await ask(rig, upload(body, PATHS[0]))).status == 200
-            assert engine.calls[0].body == body
-
-    run(main())
+async def test_trusted_clients_may_say_it_in_forms() -> None:
+    trusting = ProxySettings(trust_client_kv_transfer_params=True)
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=trusting) as rig:
+        body = form(("model", "m"), ("vllm_xargs", GONE))
+        assert (await ask(rig, upload(body, PATHS[0]))).status == 200
+        assert engine.calls[0].body == body
 
 
 @pytest.mark.parametrize("mode", ["strip", "refuse"])
-def test_the_report_mode_is_refused_in_forms(mode: Any) -> None:
-    async def main() -> None:
-        strict = ProxySettings(kv_cache_report_mode=mode)
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=strict) as rig:
-            body = form(("model", "m"), ("vllm_xargs", '{"kv_cache_report_mode":"full"}'))
-            assert (await ask(rig, upload(body, PATHS[0]))).status == 400
-            assert not engine.calls
-
-    run(main())
+async def test_the_report_mode_is_refused_in_forms(mode: Any) -> None:
+    strict = ProxySettings(kv_cache_report_mode=mode)
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=strict) as rig:
+        body = form(("model", "m"), ("vllm_xargs", '{"kv_cache_report_mode":"full"}'))
+        assert (await ask(rig, upload(body, PATHS[0]))).status == 400
+        assert not engine.calls
 
 
-def test_two_content_types_hide_no_form() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            body = form(("model", "m"), ("vllm_xargs", GONE))
-            assert (await ask(rig, upload(body, PATHS[0], "content-type: text/plain"))).status == 400
-            assert not engine.calls
-
-    run(main())
+async def test_two_content_types_hide_no_form() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        body = form(("model", "m"), ("vllm_xargs", GONE))
+        assert (await ask(rig, upload(body, PATHS[0], "content-type: text/plain"))).status == 400
+        assert not engine.calls
 
 
 def serving(model: str) -> Script:
@@ -136,7 +120,7 @@ async def transcribe(rig: Rig, model: str, key: str = "none") -> str:
         return (await client.audio.transcriptions.create(model=model, file=("a.wav", b"\0" * 4000))).text
 
 
-def test_an_upload_goes_to_an_engine_that_serves_its_model(tmp_path: Path) -> None:
+async def test_an_upload_goes_to_an_engine_that_serves_its_model(tmp_path: Path) -> None:
     """Also by an alias, and only with a key for that model, however the form is written."""
     path = tmp_path / "keys.toml"
     path.write_text(
@@ -147,41 +131,35 @@ def test_an_upload_goes_to_an_engine_that_serves_its_model(tmp_path: Path) -> No
         )
     )
 
-    async def main() -> None:
-        async with Engine(serving("tiny")) as tiny, Engine(serving("large")) as large:
-            config = configure(
-                EngineAddress(tiny.url),
-                EngineAddress(large.url),
-                keys=KeySettings(file=str(path)),
-                aliases={"best": {"large": 1.0}},
-            )
-            async with whole(config) as rig:
-                for _ in range(6):
-                    assert await transcribe(rig, "tiny", "all") == "tiny"
-                    assert await transcribe(rig, "large", "all") == "large"
-                    assert await transcribe(rig, "best", "all") == "large"
-                with pytest.raises(openai.NotFoundError):
-                    await transcribe(rig, "nothing", "all")
-                assert await transcribe(rig, "tiny", "some") == "tiny"
-                with pytest.raises(openai.PermissionDeniedError):
-                    await transcribe(rig, "large", "some")
-                for body in (
-                    form(),
-                    form(("model", "tiny"), ("model", "large")),
-                    form(("model", "tiny"), ("Model", "large")),
-                    form(("model", "large")),
-                    b'{"model":"tiny"}',
-                ):
-                    headers = {
-                        "authorization": "Bearer some",
-                        "content-type": "multipart/form-data; boundary=x7",
-                    }
-                    async with rig.session.post(rig.url + PATHS[0], data=body, headers=headers) as got:
-                        assert got.status in (400, 403)
-                upload = aiohttp.FormData({"model": "tiny", "stream": "true"})
-                upload.add_field("file", io.BytesIO(b"\0" * (3 << 20)), filename="a.wav")
-                headers = {"authorization": "Bearer some"}
-                async with rig.session.post(rig.url + PATHS[0], data=upload, headers=headers) as got:
-                    assert (await got.json())["text"] == "tiny"
-
-    run(main())
+    async with Engine(serving("tiny")) as tiny, Engine(serving("large")) as large:
+        config = configure(
+            EngineAddress(tiny.url),
+            EngineAddress(large.url),
+            keys=KeySettings(file=str(path)),
+            aliases={"best": {"large": 1.0}},
+        )
+        async with whole(config) as rig:
+            for _ in range(6):
+                assert await transcribe(rig, "tiny", "all") == "tiny"
+                assert await transcribe(rig, "large", "all") == "large"
+                assert await transcribe(rig, "best", "all") == "large"
+            with pytest.raises(openai.NotFoundError):
+                await transcribe(rig, "nothing", "all")
+            assert await transcribe(rig, "tiny", "some") == "tiny"
+            with pytest.raises(openai.PermissionDeniedError):
+                await transcribe(rig, "large", "some")
+            for body in (
+                form(),
+                form(("model", "tiny"), ("model", "large")),
+                form(("model", "tiny"), ("Model", "large")),
+                form(("model", "large")),
+                b'{"model":"tiny"}',
+            ):
+                headers = {"authorization": "Bearer some", "content-type": "multipart/form-data; boundary=x7"}
+                async with rig.session.post(rig.url + PATHS[0], data=body, headers=headers) as got:
+                    assert got.status in (400, 403)
+            upload = aiohttp.FormData({"model": "tiny", "stream": "true"})
+            upload.add_field("file", io.BytesIO(b"\0" * (3 << 20)), filename="a.wav")
+            headers = {"authorization": "Bearer some"}
+            async with rig.session.post(rig.url + PATHS[0], data=upload, headers=headers) as got:
+                assert (await got.json())["text"] == "tiny"

@@ -29,7 +29,7 @@ from tests.support.proxy_rig import (
     says,
     writes,
 )
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, QUICK, running
 
 TEXT = "Say something at length. "
@@ -75,21 +75,18 @@ async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("path", "stream"), CASES)
-def test_a_terminated_engine_costs_no_answer(path: str, stream: bool) -> None:
-    async def main() -> None:
-        body = {**BODIES[path], "stream": stream}
-        async with running(ENDLESS, {}) as (old, new), routing(old.base_url, new.base_url) as rig:
-            _, alone = await post(new.base_url, path, body)
-            asked = asyncio.ensure_future(post(rig.url, path, body))
-            await until(lambda: old.scheduler.gauges().num_running == 1, "the old engine has it")
-            await old.stop()
-            status, answer = await asked
-            assert status == 200, answer
-            assert text_of(answer) == text_of(alone)
-            assert (rig.stats.engine_failures, rig.stats.streams_broken) == ({"aborted": 1}, 0)
-            assert (rig.stats.retries, rig.stats.engines_broken) == (1, 0)
-
-    run(main())
+async def test_a_terminated_engine_costs_no_answer(path: str, stream: bool) -> None:
+    body = {**BODIES[path], "stream": stream}
+    async with running(ENDLESS, {}) as (old, new), routing(old.base_url, new.base_url) as rig:
+        _, alone = await post(new.base_url, path, body)
+        asked = asyncio.ensure_future(post(rig.url, path, body))
+        await until(lambda: old.scheduler.gauges().num_running == 1, "the old engine has it")
+        await old.stop()
+        status, answer = await asked
+        assert status == 200, answer
+        assert text_of(answer) == text_of(alone)
+        assert (rig.stats.engine_failures, rig.stats.streams_broken) == ({"aborted": 1}, 0)
+        assert (rig.stats.retries, rig.stats.engines_broken) == (1, 0)
 
 
 async def begun(decode_s: float = 0.02) -> SimulatedEngine:
@@ -98,39 +95,36 @@ async def begun(decode_s: float = 0.02) -> SimulatedEngine:
     return engine
 
 
-def test_a_stream_with_text_ends_with_the_apis_error() -> None:
-    async def main() -> None:
-        engine = await begun()
-        async with routing(engine.base_url) as rig:
-            url = rig.url
-            chat = {**BODIES["/v1/chat/completions"], "max_tokens": 5000}
-            ignore_eos = {"ignore_eos": chat.pop("ignore_eos")}
-            async with (
-                openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as api,
-                anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as other,
-            ):
-                pieces = await api.chat.completions.create(**chat, stream=True, extra_body=ignore_eos)
-                message = {**BODIES["/v1/messages"], "max_tokens": 5000}
-                events = await other.messages.create(**message, stream=True)
-                got = [(await anext(pieces)).choices[0].finish_reason for _ in range(3)]
-                names = [(await anext(events)).type for _ in range(3)]
-                await engine.stop()
+async def test_a_stream_with_text_ends_with_the_apis_error() -> None:
+    engine = await begun()
+    async with routing(engine.base_url) as rig:
+        url = rig.url
+        chat = {**BODIES["/v1/chat/completions"], "max_tokens": 5000}
+        ignore_eos = {"ignore_eos": chat.pop("ignore_eos")}
+        async with (
+            openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as api,
+            anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as other,
+        ):
+            pieces = await api.chat.completions.create(**chat, stream=True, extra_body=ignore_eos)
+            message = {**BODIES["/v1/messages"], "max_tokens": 5000}
+            events = await other.messages.create(**message, stream=True)
+            got = [(await anext(pieces)).choices[0].finish_reason for _ in range(3)]
+            names = [(await anext(events)).type for _ in range(3)]
+            await engine.stop()
 
-                async def rest() -> None:
-                    got.extend([piece.choices[0].finish_reason async for piece in pieces])
+            async def rest() -> None:
+                got.extend([piece.choices[0].finish_reason async for piece in pieces])
 
-                async def rest_of_message() -> None:
-                    names.extend([one.type async for one in events])
+            async def rest_of_message() -> None:
+                names.extend([one.type async for one in events])
 
-                for reads, error in ((rest, openai.APIError), (rest_of_message, anthropic.APIError)):
-                    with pytest.raises(error, match="before its answer was complete"):
-                        await reads()
-            assert set(got) == {None}
-            assert "message_stop" not in names
-            assert rig.stats.streams_broken == 2
-            assert rig.stats.engine_failures == {"aborted": 2}
-
-    run(main())
+            for reads, error in ((rest, openai.APIError), (rest_of_message, anthropic.APIError)):
+                with pytest.raises(error, match="before its answer was complete"):
+                    await reads()
+        assert set(got) == {None}
+        assert "message_stop" not in names
+        assert rig.stats.streams_broken == 2
+        assert rig.stats.engine_failures == {"aborted": 2}
 
 
 ERROR = {"message": "Internal server error", "type": "InternalServerError", "param": None}
@@ -142,36 +136,32 @@ def failed(code: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("code", "retries"), [(500, 1), (503, 1), ("odd", 1), (400, 0)])
-def test_a_stream_that_begins_with_an_error_has_the_status_that_it_names(code: Any, retries: int) -> None:
-    async def main() -> None:
-        good = writes(SSE_HEAD, chunk(event("a") + DONE), END)
-        async with (
-            Engine(writes(SSE_HEAD, failed(code))) as bad,
-            Engine(good) as other,
-            routing(bad.url, other.url) as rig,
-        ):
-            got = await ask(rig, request(STREAM))
-            assert got.status == 200
-            assert (b'"error"' in got.body) == (not retries)
-            assert rig.stats.retries == retries
-            assert rig.stats.engine_failures == ({"status": 1} if retries else {})
-            assert rig.planner.placements[0].told != ["first_byte", "finished"]
+async def test_a_stream_that_begins_with_an_error_has_the_status_that_it_names(
+    code: Any, retries: int
+) -> None:
+    good = writes(SSE_HEAD, chunk(event("a") + DONE), END)
+    async with (
+        Engine(writes(SSE_HEAD, failed(code))) as bad,
+        Engine(good) as other,
+        routing(bad.url, other.url) as rig,
+    ):
+        got = await ask(rig, request(STREAM))
+        assert got.status == 200
+        assert (b'"error"' in got.body) == (not retries)
+        assert rig.stats.retries == retries
+        assert rig.stats.engine_failures == ({"status": 1} if retries else {})
+        assert rig.planner.placements[0].told != ["first_byte", "finished"]
 
-    run(main())
 
-
-def test_an_error_that_every_engine_has_is_answered_as_one() -> None:
-    async def main() -> None:
-        async with (
-            Engine(writes(SSE_HEAD, failed(503))) as one,
-            Engine(writes(SSE_HEAD, failed(503))) as other,
-            routing(one.url, other.url) as rig,
-        ):
-            got = await ask(rig, request(STREAM))
-            assert (got.status, got.head["content-type"]) == (503, "application/json")
-            assert json.loads(got.body)["error"]["message"] == ERROR["message"]
-
-    run(main())
+async def test_an_error_that_every_engine_has_is_answered_as_one() -> None:
+    async with (
+        Engine(writes(SSE_HEAD, failed(503))) as one,
+        Engine(writes(SSE_HEAD, failed(503))) as other,
+        routing(one.url, other.url) as rig,
+    ):
+        got = await ask(rig, request(STREAM))
+        assert (got.status, got.head["content-type"]) == (503, "application/json")
+        assert json.loads(got.body)["error"]["message"] == ERROR["message"]
 
 
 def test_a_gateways_answer_is_never_replaced() -> None:
@@ -192,13 +182,10 @@ def test_a_gateways_answer_is_never_replaced() -> None:
         b'{"choices":[{"text":"abort","finish_reason":"length"}],"finish_reason":"abort"}',
     ],
 )
-def test_an_answer_that_speaks_of_giving_up_is_one(body: bytes) -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(200, body, "content-type: application/json")) as engine,
-            routing(engine.url) as rig,
-        ):
-            got = await ask(rig)
-            assert (got.status, got.body) == (200, body)
-
-    run(main())
+async def test_an_answer_that_speaks_of_giving_up_is_one(body: bytes) -> None:
+    async with (
+        Engine(says(200, body, "content-type: application/json")) as engine,
+        routing(engine.url) as rig,
+    ):
+        got = await ask(rig)
+        assert (got.status, got.body) == (200, body)

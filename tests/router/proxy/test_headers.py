@@ -79,86 +79,68 @@ def test_forwarded_for_is_appended() -> None:
     assert len([name for name, _ in call.head.fields if name == "x-forwarded-for"]) == 1
 
 
-def test_request_id_is_kept_or_made_and_given_back() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(b"{}", "x-request-id: mine"))
-            assert got.head["x-request-id"] == engine.calls[0].head["x-request-id"] == "mine"
-            first = await ask(rig, request(b"{}"))
-            second = await ask(rig, request(b"{}"))
-            assert first.head["x-request-id"] == engine.calls[1].head["x-request-id"]
-            assert len({first.head["x-request-id"], second.head["x-request-id"], ""}) == 3
-
-    run(main())
+async def test_request_id_is_kept_or_made_and_given_back() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(b"{}", "x-request-id: mine"))
+        assert got.head["x-request-id"] == engine.calls[0].head["x-request-id"] == "mine"
+        first = await ask(rig, request(b"{}"))
+        second = await ask(rig, request(b"{}"))
+        assert first.head["x-request-id"] == engine.calls[1].head["x-request-id"]
+        assert len({first.head["x-request-id"], second.head["x-request-id"], ""}) == 3
 
 
-def test_engines_own_request_id_is_not_doubled() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}", "X-Request-Id: theirs")) as engine, routing(engine.url) as rig:
-            assert (await ask(rig)).head["x-request-id"] == "theirs"
-
-    run(main())
+async def test_engines_own_request_id_is_not_doubled() -> None:
+    async with Engine(says(200, b"{}", "X-Request-Id: theirs")) as engine, routing(engine.url) as rig:
+        assert (await ask(rig)).head["x-request-id"] == "theirs"
 
 
-def test_answer_fields_pass_but_for_hop_by_hop() -> None:
-    async def main() -> None:
-        script = writes(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/x\r\nX-A: 1\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
-            b"Date: today\r\nServer: engine\r\nConnection: keep-alive, X-Hop\r\nX-Hop: 1\r\n"
-            b"Keep-Alive: timeout=5\r\nProxy-Authenticate: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b"2\r\nok\r\n0\r\n\r\n"
-        )
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            got = await ask(rig)
-            assert got.body == b"ok"
-            assert [f for f in got.head.fields if f[0] != "x-request-id"] == [
-                ("content-type", "text/x"),
-                ("x-a", "1"),
-                ("set-cookie", "a=1"),
-                ("set-cookie", "b=2"),
-                ("date", "today"),
-                ("server", "engine"),
-                ("transfer-encoding", "chunked"),
-            ]
-
-    run(main())
+async def test_answer_fields_pass_but_for_hop_by_hop() -> None:
+    script = writes(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/x\r\nX-A: 1\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
+        b"Date: today\r\nServer: engine\r\nConnection: keep-alive, X-Hop\r\nX-Hop: 1\r\n"
+        b"Keep-Alive: timeout=5\r\nProxy-Authenticate: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"2\r\nok\r\n0\r\n\r\n"
+    )
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        got = await ask(rig)
+        assert got.body == b"ok"
+        assert [f for f in got.head.fields if f[0] != "x-request-id"] == [
+            ("content-type", "text/x"),
+            ("x-a", "1"),
+            ("set-cookie", "a=1"),
+            ("set-cookie", "b=2"),
+            ("date", "today"),
+            ("server", "engine"),
+            ("transfer-encoding", "chunked"),
+        ]
 
 
-def test_placement_adds_fields_on_both_sides() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            rig.planner.engine_headers = ((b"X-data-parallel-rank", b"1"),)
-            rig.planner.client_headers = ((b"x-kvatlas-engine", b"e1"),)
-            got = await ask(rig, request(b"{}", "x-data-parallel-rank: 7"))
-            assert engine.calls[0].head["x-data-parallel-rank"] == "1"
-            assert got.head["x-kvatlas-engine"] == "e1"
-
-    run(main())
+async def test_placement_adds_fields_on_both_sides() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        rig.planner.engine_headers = ((b"X-data-parallel-rank", b"1"),)
+        rig.planner.client_headers = ((b"x-kvatlas-engine", b"e1"),)
+        got = await ask(rig, request(b"{}", "x-data-parallel-rank: 7"))
+        assert engine.calls[0].head["x-data-parallel-rank"] == "1"
+        assert got.head["x-kvatlas-engine"] == "e1"
 
 
-def test_streams_tell_proxies_in_front_not_to_buffer() -> None:
-    async def main() -> None:
-        body = b"data: [DONE]\n\n"
-        async with (
-            Engine(says(200, body, "content-type: text/event-stream")) as engine,
-            routing(engine.url) as rig,
-        ):
-            got = await ask(rig)
-            assert got.head["x-accel-buffering"] == "no"
-            assert got.head["content-length"] == str(len(body))
-
-    run(main())
+async def test_streams_tell_proxies_in_front_not_to_buffer() -> None:
+    body = b"data: [DONE]\n\n"
+    async with (
+        Engine(says(200, body, "content-type: text/event-stream")) as engine,
+        routing(engine.url) as rig,
+    ):
+        got = await ask(rig)
+        assert got.head["x-accel-buffering"] == "no"
+        assert got.head["content-length"] == str(len(body))
 
 
-def test_oversized_answer_head_is_no_answer() -> None:
-    async def main() -> None:
-        big = b"HTTP/1.1 200 OK\r\n" + b"".join(b"x-%d: %b\r\n" % (i, b"v" * 1000) for i in range(80))
-        async with Engine(writes(big, then="hang")) as engine, routing(engine.url) as rig:
-            got = await ask(rig)
-            assert (got.status, got.json()["error"]["code"]) == (502, "engine_unreachable")
-            assert rig.planner.placements[0].told == ["reset"]
-
-    run(main())
+async def test_oversized_answer_head_is_no_answer() -> None:
+    big = b"HTTP/1.1 200 OK\r\n" + b"".join(b"x-%d: %b\r\n" % (i, b"v" * 1000) for i in range(80))
+    async with Engine(writes(big, then="hang")) as engine, routing(engine.url) as rig:
+        got = await ask(rig)
+        assert (got.status, got.json()["error"]["code"]) == (502, "engine_unreachable")
+        assert rig.planner.placements[0].told == ["reset"]
 
 
 def test_what_is_said_twice_is_read_twice() -> None:

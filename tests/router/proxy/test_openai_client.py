@@ -44,35 +44,32 @@ async def _error(*scripts: Script, model: str = "m") -> openai.APIStatusError:
         return caught.value
 
 
-def test_answer_and_stream() -> None:
-    async def main() -> None:
-        body = (
-            b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":'
-            b'{"role":"assistant","content":"hello"},"finish_reason":"stop"}]}'
+async def test_answer_and_stream() -> None:
+    body = (
+        b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":'
+        b'{"role":"assistant","content":"hello"},"finish_reason":"stop"}]}'
+    )
+    async with (
+        Engine(says(200, body, "content-type: application/json")) as engine,
+        routing(engine.url) as rig,
+        client_key(rig) as client,
+    ):
+        raw = await client.chat.completions.with_raw_response.create(
+            model="m",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            extra_body={"cache_salt": "s", "priority": 1},
         )
-        async with (
-            Engine(says(200, body, "content-type: application/json")) as engine,
-            routing(engine.url) as rig,
-            client_key(rig) as client,
-        ):
-            raw = await client.chat.completions.with_raw_response.create(
-                model="m",
-                messages=MESSAGES,  # type: ignore[arg-type]
-                extra_body={"cache_salt": "s", "priority": 1},
-            )
-            assert raw.parse().choices[0].message.content == "hello"
-            assert raw.request_id == engine.calls[0].head["x-request-id"]
-            assert b'"cache_salt":"s"' in engine.calls[0].body.replace(b" ", b"")
-            engine.script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b") + DONE) + END)
-            stream = await client.chat.completions.create(
-                model="m",
-                messages=MESSAGES,  # type: ignore[arg-type]
-                stream=True,
-            )
-            text = "".join([part.choices[0].delta.content or "" async for part in stream])
-            assert text == "ab"
-
-    run(main())
+        assert raw.parse().choices[0].message.content == "hello"
+        assert raw.request_id == engine.calls[0].head["x-request-id"]
+        assert b'"cache_salt":"s"' in engine.calls[0].body.replace(b" ", b"")
+        engine.script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b") + DONE) + END)
+        stream = await client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            stream=True,
+        )
+        text = "".join([part.choices[0].delta.content or "" async for part in stream])
+        assert text == "ab"
 
 
 def test_unreachable_engine() -> None:
@@ -92,15 +89,12 @@ def test_engines_error_reaches_the_client_as_it_is() -> None:
     assert "too long" in error.message
 
 
-def test_error_in_place_of_a_stream() -> None:
-    async def main() -> None:
-        body = b'{"error":{"message":"no","type":"NotFoundError","param":null,"code":404}}'
-        async with (
-            Engine(says(404, body, "content-type: application/json")) as engine,
-            routing(engine.url) as rig,
-            client_key(rig) as client,
-        ):
-            with pytest.raises(openai.NotFoundError):
-                await client.completions.create(model="m", prompt="x", stream=True)
-
-    run(main())
+async def test_error_in_place_of_a_stream() -> None:
+    body = b'{"error":{"message":"no","type":"NotFoundError","param":null,"code":404}}'
+    async with (
+        Engine(says(404, body, "content-type: application/json")) as engine,
+        routing(engine.url) as rig,
+        client_key(rig) as client,
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="m", prompt="x", stream=True)

@@ -17,104 +17,82 @@ def different(number: int) -> bytes:
     return b'{"model": "m", "messages": [{"role": "user", "content": "%d"}]}' % number
 
 
-def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(429, b"busy", "retry-after: 1")) as busy,
-            Engine(GOOD) as good,
-            routing(busy.url, good.url) as rig,
-        ):
-            for number in range(5):
-                assert (await ask(rig, request(different(number)))).status == 200
-            assert len(busy.calls) == 2  # the second refusal shows that it was not the request
-            await until(lambda: rig.planner.available(busy.url), "the time is over")
-            await ask(rig)
-            assert len(busy.calls) == 3
-
-    run(main())
+async def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
+    async with (
+        Engine(says(429, b"busy", "retry-after: 1")) as busy,
+        Engine(GOOD) as good,
+        routing(busy.url, good.url) as rig,
+    ):
+        for number in range(5):
+            assert (await ask(rig, request(different(number)))).status == 200
+        assert len(busy.calls) == 2  # the second refusal shows that it was not the request
+        await until(lambda: rig.planner.available(busy.url), "the time is over")
+        await ask(rig)
+        assert len(busy.calls) == 3
 
 
-def test_one_refused_request_keeps_nobody_else_away() -> None:
-    async def main() -> None:
-        async def moody(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            bad = b"evil" in call.body
-            writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
+async def test_one_refused_request_keeps_nobody_else_away() -> None:
+    async def moody(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        bad = b"evil" in call.body
+        writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
 
-        async with Engine(moody) as engine, routing(engine.url) as rig:
-            rig.planner.now = lambda: 0.0  # all of it happens at once
-            for number in range(20):
-                assert (await ask(rig, request(b'{"model": "m", "messages": "evil"}'))).status == 429
-                assert (await ask(rig, request(different(number)))).status == 200
-                for more in range(3):
-                    assert (await ask(rig, request(b'{"model": "m", "evil": %d}' % more))).status == 429
-
-    run(main())
+    async with Engine(moody) as engine, routing(engine.url) as rig:
+        rig.planner.now = lambda: 0.0  # all of it happens at once
+        for number in range(20):
+            assert (await ask(rig, request(b'{"model": "m", "messages": "evil"}'))).status == 429
+            assert (await ask(rig, request(different(number)))).status == 200
+            for more in range(3):
+                assert (await ask(rig, request(b'{"model": "m", "evil": %d}' % more))).status == 429
 
 
-def test_a_client_that_is_refused_again_and_again_locks_no_other_out() -> None:
-    async def main() -> None:
-        async def moody(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            bad = b"evil" in call.body
-            writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
+async def test_a_client_that_is_refused_again_and_again_locks_no_other_out() -> None:
+    async def moody(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        bad = b"evil" in call.body
+        writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
 
-        async with Engine(moody) as one, Engine(moody) as two, routing(one.url, two.url) as rig:
-            now = 0.0
-            rig.planner.now = lambda: now
-            for number in range(20):
-                for evil in range(10):  # no other request succeeds for so long that a pause may hold
-                    now += 0.3
-                    body = b'{"model": "m", "evil": %d}' % (10 * number + evil)
-                    got = await ask(rig, request(body, "x-forwarded-for: 10.0.0.6"))
-                    assert got.status in (429, 503)
-                got = await ask(rig, request(different(number), "x-forwarded-for: 10.0.0.7"))
-                assert got.status == 200
-
-    run(main())
+    async with Engine(moody) as one, Engine(moody) as two, routing(one.url, two.url) as rig:
+        now = 0.0
+        rig.planner.now = lambda: now
+        for number in range(20):
+            for evil in range(10):  # no other request succeeds for so long that a pause may hold
+                now += 0.3
+                body = b'{"model": "m", "evil": %d}' % (10 * number + evil)
+                got = await ask(rig, request(body, "x-forwarded-for: 10.0.0.6"))
+                assert got.status in (429, 503)
+            got = await ask(rig, request(different(number), "x-forwarded-for: 10.0.0.7"))
+            assert got.status == 200
 
 
-def test_too_many_requests_without_a_time_is_no_failure() -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(429, b"busy")) as busy,
-            Engine(GOOD) as good,
-            routing(busy.url, good.url) as rig,
-        ):
-            for _ in range(30):
-                assert (await ask(rig)).status == 200
-            assert len(busy.calls) == 30
-            assert rig.planner.available(busy.url)
-
-    run(main())
+async def test_too_many_requests_without_a_time_is_no_failure() -> None:
+    async with Engine(says(429, b"busy")) as busy, Engine(GOOD) as good, routing(busy.url, good.url) as rig:
+        for _ in range(30):
+            assert (await ask(rig)).status == 200
+        assert len(busy.calls) == 30
+        assert rig.planner.available(busy.url)
 
 
-def test_all_busy_passes_the_last_answer_with_its_time() -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(429, b"one", "retry-after: 7")) as one,
-            Engine(says(429, b"two", "retry-after: 9")) as two,
-            routing(one.url, two.url) as rig,
-        ):
-            got = await ask(rig)
-            assert (got.status, got.body, got.head["retry-after"]) == (429, b"two", "9")
-            assert [p.told for p in rig.planner.placements] == [["status"], ["status"]]
-
-    run(main())
+async def test_all_busy_passes_the_last_answer_with_its_time() -> None:
+    async with (
+        Engine(says(429, b"one", "retry-after: 7")) as one,
+        Engine(says(429, b"two", "retry-after: 9")) as two,
+        routing(one.url, two.url) as rig,
+    ):
+        got = await ask(rig)
+        assert (got.status, got.body, got.head["retry-after"]) == (429, b"two", "9")
+        assert [p.told for p in rig.planner.placements] == [["status"], ["status"]]
 
 
-def test_retry_after_is_bounded() -> None:
-    async def main() -> None:
-        settings = ProxySettings(retry_after_s_max=0.2)
-        async with (
-            Engine(says(503, b"x", "retry-after: 86400")) as one,
-            Engine(GOOD) as two,
-            routing(one.url, two.url, settings=settings) as rig,
-        ):
-            await ask(rig)
-            await ask(rig, request(different(1)))
-            assert len(one.calls) == 2
-            await until(lambda: rig.planner.available(one.url), "back")
-
-    run(main())
+async def test_retry_after_is_bounded() -> None:
+    settings = ProxySettings(retry_after_s_max=0.2)
+    async with (
+        Engine(says(503, b"x", "retry-after: 86400")) as one,
+        Engine(GOOD) as two,
+        routing(one.url, two.url, settings=settings) as rig,
+    ):
+        await ask(rig)
+        await ask(rig, request(different(1)))
+        assert len(one.calls) == 2
+        await until(lambda: rig.planner.available(one.url), "back")
 
 
 def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
@@ -147,16 +125,13 @@ def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
     run(main())
 
 
-def test_poisonous_requests_do_not_close_the_fleet() -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(500, b"boom")) as one,
-            Engine(says(500, b"boom")) as two,
-            routing(one.url, two.url) as rig,
-        ):
-            for _ in range(5):
-                assert (await ask(rig)).status == 500
-            assert rig.planner.available(one.url)
-            assert rig.planner.available(two.url)
-
-    run(main())
+async def test_poisonous_requests_do_not_close_the_fleet() -> None:
+    async with (
+        Engine(says(500, b"boom")) as one,
+        Engine(says(500, b"boom")) as two,
+        routing(one.url, two.url) as rig,
+    ):
+        for _ in range(5):
+            assert (await ask(rig)).status == 500
+        assert rig.planner.available(one.url)
+        assert rig.planner.available(two.url)

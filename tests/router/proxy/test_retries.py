@@ -45,63 +45,48 @@ GOOD = says(200, b'{"good": 1}')
         (says(429, b"busy"), "status"),
     ],
 )
-def test_failure_before_the_first_byte_goes_to_another_engine(script: Script, reason: str) -> None:
-    async def main() -> None:
-        async with Engine(script) as bad, Engine(GOOD) as good, routing(bad.url, good.url) as rig:
-            got = await ask(rig)
-            assert (got.status, got.body) == (200, b'{"good": 1}')
-            assert len(bad.calls) == len(good.calls) == 1
-            assert bad.calls[0].body == good.calls[0].body
-            first, second = rig.planner.placements
-            assert first.told == [reason]
-            assert second.told == ["first_byte", "finished"]
-            assert rig.stats.retries == 1
-            assert rig.stats.engine_failures == {reason: 1}
-
-    run(main())
+async def test_failure_before_the_first_byte_goes_to_another_engine(script: Script, reason: str) -> None:
+    async with Engine(script) as bad, Engine(GOOD) as good, routing(bad.url, good.url) as rig:
+        got = await ask(rig)
+        assert (got.status, got.body) == (200, b'{"good": 1}')
+        assert len(bad.calls) == len(good.calls) == 1
+        assert bad.calls[0].body == good.calls[0].body
+        first, second = rig.planner.placements
+        assert first.told == [reason]
+        assert second.told == ["first_byte", "finished"]
+        assert rig.stats.retries == 1
+        assert rig.stats.engine_failures == {reason: 1}
 
 
-def test_refused_connection_goes_to_another_engine() -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{free_port()}", good.url) as rig:
-            assert (await ask(rig)).status == 200
-            assert rig.planner.placements[0].told == ["refused"]
-
-    run(main())
+async def test_refused_connection_goes_to_another_engine() -> None:
+    async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{free_port()}", good.url) as rig:
+        assert (await ask(rig)).status == 200
+        assert rig.planner.placements[0].told == ["refused"]
 
 
-def test_unresolvable_name_is_a_refusal() -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as good, routing("http://engine.invalid:8000", good.url) as rig:
-            assert (await ask(rig)).status == 200
-            assert rig.planner.placements[0].told == ["refused"]
-
-    run(main())
+async def test_unresolvable_name_is_a_refusal() -> None:
+    async with Engine(GOOD) as good, routing("http://engine.invalid:8000", good.url) as rig:
+        assert (await ask(rig)).status == 200
+        assert rig.planner.placements[0].told == ["refused"]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 501])
-def test_answers_to_the_client_are_not_retried(status: int) -> None:
-    async def main() -> None:
-        async with Engine(says(status, b"no")) as one, Engine(GOOD) as two, routing(one.url, two.url) as rig:
-            assert (await ask(rig)).status == status
-            assert not two.calls
-
-    run(main())
+async def test_answers_to_the_client_are_not_retried(status: int) -> None:
+    async with Engine(says(status, b"no")) as one, Engine(GOOD) as two, routing(one.url, two.url) as rig:
+        assert (await ask(rig)).status == status
+        assert not two.calls
 
 
-def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
-    async def main() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            engines = [
-                await stack.enter_async_context(Engine(says(503, b"from %d" % i, f"x-from: {i}")))
-                for i in range(4)
-            ]
-            rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
-            got = await ask(rig)
-            assert (got.status, got.body, got.head["x-from"]) == (503, b"from 2", "2")
-            assert [len(engine.calls) for engine in engines] == [1, 1, 1, 0]
-
-    run(main())
+async def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(Engine(says(503, b"from %d" % i, f"x-from: {i}")))
+            for i in range(4)
+        ]
+        rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
+        got = await ask(rig)
+        assert (got.status, got.body, got.head["x-from"]) == (503, b"from 2", "2")
+        assert [len(engine.calls) for engine in engines] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -125,102 +110,77 @@ def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -> None
     assert "not sent to another" in told[1]["event"]
 
 
-def test_a_request_that_ends_an_engine_over_a_kept_connection_counts_too() -> None:
+async def test_a_request_that_ends_an_engine_over_a_kept_connection_counts_too() -> None:
     """The engine takes the request on an old connection, ends, and refuses new ones: this was no refusal."""
 
-    async def main() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            engines = [await stack.enter_async_context(Engine(GOOD)) for _ in range(4)]
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Engine(GOOD)) for _ in range(4)]
 
-            async def mortal(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-                if b"poison" in call.body:
-                    engine.server.close()
-                    reset(writer)
-                else:
-                    writer.write(answer(200, b"{}"))
+        async def mortal(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            if b"poison" in call.body:
+                engine.server.close()
+                reset(writer)
+            else:
+                writer.write(answer(200, b"{}"))
 
-            for engine in engines:
-                engine.script = mortal
-            rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
-            for index in range(4):  # a kept connection to each
-                rig.planner.urls = [engine.url for engine in engines[index:]]
-                assert (await ask(rig)).status == 200
-            rig.planner.urls = [engine.url for engine in engines]
-            assert (await ask(rig, request(b'{"model": "poison"}'))).status == 502
-            assert [len(engine.calls) for engine in engines] == [2, 2, 1, 1]
-            assert rig.stats.requests_quarantined == 1
-
-    run(main())
+        for engine in engines:
+            engine.script = mortal
+        rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
+        for index in range(4):  # a kept connection to each
+            rig.planner.urls = [engine.url for engine in engines[index:]]
+            assert (await ask(rig)).status == 200
+        rig.planner.urls = [engine.url for engine in engines]
+        assert (await ask(rig, request(b'{"model": "poison"}'))).status == 502
+        assert [len(engine.calls) for engine in engines] == [2, 2, 1, 1]
+        assert rig.stats.requests_quarantined == 1
 
 
-def test_no_engine_left_passes_the_only_answer_on() -> None:
-    async def main() -> None:
-        async with Engine(says(503, b'{"e":1}', "retry-after: 3")) as engine, routing(engine.url) as rig:
-            got = await ask(rig)
-            assert (got.status, got.body, got.head["retry-after"]) == (503, b'{"e":1}', "3")
-
-    run(main())
+async def test_no_engine_left_passes_the_only_answer_on() -> None:
+    async with Engine(says(503, b'{"e":1}', "retry-after: 3")) as engine, routing(engine.url) as rig:
+        got = await ask(rig)
+        assert (got.status, got.body, got.head["retry-after"]) == (503, b'{"e":1}', "3")
 
 
-def test_all_refuse() -> None:
-    async def main() -> None:
-        ports = [free_port(), free_port()]
-        async with routing(*[f"http://127.0.0.1:{port}" for port in ports]) as rig:
-            got = await ask(rig)
-            assert (got.status, got.json()["error"]["code"]) == (502, "engine_unreachable")
-            assert not any(str(port).encode() in got.body for port in ports)
-            assert b"127.0.0.1" not in got.body
-
-    run(main())
+async def test_all_refuse() -> None:
+    ports = [free_port(), free_port()]
+    async with routing(*[f"http://127.0.0.1:{port}" for port in ports]) as rig:
+        got = await ask(rig)
+        assert (got.status, got.json()["error"]["code"]) == (502, "engine_unreachable")
+        assert not any(str(port).encode() in got.body for port in ports)
+        assert b"127.0.0.1" not in got.body
 
 
-def test_nobody_to_ask_is_the_planners_word() -> None:
-    async def main() -> None:
-        async with routing() as rig:
-            got = await ask(rig)
-            assert (got.status, got.json()["error"]["code"]) == (503, "no_ready_engine")
-            assert got.head["retry-after"] == "1"
-
-    run(main())
+async def test_nobody_to_ask_is_the_planners_word() -> None:
+    async with routing() as rig:
+        got = await ask(rig)
+        assert (got.status, got.json()["error"]["code"]) == (503, "no_ready_engine")
+        assert got.head["retry-after"] == "1"
 
 
-def test_retry_time_is_bounded() -> None:
-    async def main() -> None:
-        settings = ProxySettings(first_byte_timeout_s=0.2, retry_time_s_max=0.1)
-        async with (
-            Engine(writes(then="hang")) as hung,
-            Engine(GOOD) as good,
-            routing(hung.url, good.url, settings=settings) as rig,
-        ):
-            got = await ask(rig)
-            assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")
-            assert not good.calls
-
-    run(main())
+async def test_retry_time_is_bounded() -> None:
+    settings = ProxySettings(first_byte_timeout_s=0.2, retry_time_s_max=0.1)
+    async with (
+        Engine(writes(then="hang")) as hung,
+        Engine(GOOD) as good,
+        routing(hung.url, good.url, settings=settings) as rig,
+    ):
+        got = await ask(rig)
+        assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")
+        assert not good.calls
 
 
 @pytest.mark.parametrize("method", ["DELETE", "PUT", "PATCH"])
-def test_methods_that_change_things_are_sent_once(method: str) -> None:
-    async def main() -> None:
-        async with (
-            Engine(writes(then="reset")) as bad,
-            Engine(GOOD) as good,
-            routing(bad.url, good.url) as rig,
-        ):
-            got = await ask(rig, request(b"{}", method=method, target="/v1/files/x"))
-            assert got.status == 502
-            assert not good.calls
-
-    run(main())
+async def test_methods_that_change_things_are_sent_once(method: str) -> None:
+    async with Engine(writes(then="reset")) as bad, Engine(GOOD) as good, routing(bad.url, good.url) as rig:
+        got = await ask(rig, request(b"{}", method=method, target="/v1/files/x"))
+        assert got.status == 502
+        assert not good.calls
 
 
-def test_methods_that_change_things_may_go_elsewhere_while_unsent() -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{free_port()}", good.url) as rig:
-            got = await ask(rig, request(b"", method="DELETE", target="/v1/files/x"))
-            assert got.status == 200
-
-    run(main())
+async def test_methods_that_change_things_may_go_elsewhere_while_unsent() -> None:
+    async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{free_port()}", good.url) as rig:
+        got = await ask(rig, request(b"", method="DELETE", target="/v1/files/x"))
+        assert got.status == 200
 
 
 def _dies_when_reused(engine: Engine) -> Script:
@@ -233,69 +193,57 @@ def _dies_when_reused(engine: Engine) -> Script:
     return script
 
 
-def test_stale_connection_is_replaced_for_free() -> None:
-    async def main() -> None:
-        async with Engine(GOOD) as engine, routing(engine.url) as rig:
-            engine.script = _dies_when_reused(engine)
+async def test_stale_connection_is_replaced_for_free() -> None:
+    async with Engine(GOOD) as engine, routing(engine.url) as rig:
+        engine.script = _dies_when_reused(engine)
+        assert (await ask(rig)).status == 200
+        assert (await ask(rig)).status == 200
+        assert len(engine.calls) == 3
+        assert engine.connections == 2
+        assert rig.stats.stale_reconnects == 1
+        assert rig.stats.retries == 0
+        assert [p.told for p in rig.planner.placements] == [["first_byte", "finished"]] * 2
+
+
+async def test_stale_connection_is_replaced_once_only() -> None:
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        if len(engine.calls) == 1:
+            writer.write(answer(200, b"ok"))
+        else:
+            reset(writer)
+
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        await ask(rig)
+        assert (await ask(rig)).status == 502
+        assert len(engine.calls) == 3
+        assert rig.planner.placements[1].told == ["reset"]
+
+
+async def test_connection_closed_while_idle_is_not_used() -> None:
+    async with Engine(writes(answer(200, b"ok"), then="close")) as engine, routing(engine.url) as rig:
+        origin = rig.app.client.origin(engine.url)
+        for _ in range(3):
             assert (await ask(rig)).status == 200
-            assert (await ask(rig)).status == 200
-            assert len(engine.calls) == 3
-            assert engine.connections == 2
-            assert rig.stats.stale_reconnects == 1
-            assert rig.stats.retries == 0
-            assert [p.told for p in rig.planner.placements] == [["first_byte", "finished"]] * 2
-
-    run(main())
+            await until(lambda: not origin.idle, "the idle connection is dropped")
+        assert rig.stats.stale_reconnects == 0
+        assert origin.open == 0
 
 
-def test_stale_connection_is_replaced_once_only() -> None:
-    async def main() -> None:
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            if len(engine.calls) == 1:
-                writer.write(answer(200, b"ok"))
-            else:
-                reset(writer)
-
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            await ask(rig)
-            assert (await ask(rig)).status == 502
-            assert len(engine.calls) == 3
-            assert rig.planner.placements[1].told == ["reset"]
-
-    run(main())
-
-
-def test_connection_closed_while_idle_is_not_used() -> None:
-    async def main() -> None:
-        async with Engine(writes(answer(200, b"ok"), then="close")) as engine, routing(engine.url) as rig:
-            origin = rig.app.client.origin(engine.url)
-            for _ in range(3):
-                assert (await ask(rig)).status == 200
-                await until(lambda: not origin.idle, "the idle connection is dropped")
-            assert rig.stats.stale_reconnects == 0
-            assert origin.open == 0
-
-    run(main())
-
-
-def test_connections_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.upstream.IDLE_CONNECTIONS_MAX", 2)
 
-    async def main() -> None:
-        settings = ProxySettings(engine_connections_max=4)
+    settings = ProxySettings(engine_connections_max=4)
 
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            await engine.go.wait()
-            writer.write(answer(200, b"ok"))
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await engine.go.wait()
+        writer.write(answer(200, b"ok"))
 
-        async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
-            asked = [asyncio.ensure_future(ask(rig)) for _ in range(6)]
-            await until(lambda: rig.stats.engine_pool_overflows == 2, "overflow")
-            await until(lambda: len(engine.calls) == 4, "four are asked")
-            engine.go.set()
-            got = [await one for one in asked]
-            assert sorted(one.status for one in got) == [200] * 4 + [503] * 2
-            await until(lambda: rig.app.client.origin(engine.url).open == 2, "two are kept")
-            assert rig.planner.available(engine.url)
-
-    run(main())
+    async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
+        asked = [asyncio.ensure_future(ask(rig)) for _ in range(6)]
+        await until(lambda: rig.stats.engine_pool_overflows == 2, "overflow")
+        await until(lambda: len(engine.calls) == 4, "four are asked")
+        engine.go.set()
+        got = [await one for one in asked]
+        assert sorted(one.status for one in got) == [200] * 4 + [503] * 2
+        await until(lambda: rig.app.client.origin(engine.url).open == 2, "two are kept")
+        assert rig.planner.available(engine.url)

@@ -69,19 +69,16 @@ def test_everything_else_stays(body: bytes) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", None])
-def test_engine_never_sees_it(path: str, kind: str | None) -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            body = b'{"model":"m","kv_transfer_params":%b,"messages":[]}' % BAD
-            lines = [b"POST %b HTTP/1.1" % path.encode(), b"host: a", b"content-length: %d" % len(body)]
-            if kind is not None:
-                lines.append(b"content-type: " + kind.encode())
-            assert (await ask(rig, b"\r\n".join(lines) + b"\r\n\r\n" + body)).status == 200
-            assert engine.calls[0].body == b'{"model":"m","messages":[]}'
-            assert engine.calls[0].head["content-length"] == str(len(engine.calls[0].body))
-            assert rig.stats.kv_transfer_params_removed == 1
-
-    run(main())
+async def test_engine_never_sees_it(path: str, kind: str | None) -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        body = b'{"model":"m","kv_transfer_params":%b,"messages":[]}' % BAD
+        lines = [b"POST %b HTTP/1.1" % path.encode(), b"host: a", b"content-length: %d" % len(body)]
+        if kind is not None:
+            lines.append(b"content-type: " + kind.encode())
+        assert (await ask(rig, b"\r\n".join(lines) + b"\r\n\r\n" + body)).status == 200
+        assert engine.calls[0].body == b'{"model":"m","messages":[]}'
+        assert engine.calls[0].head["content-length"] == str(len(engine.calls[0].body))
+        assert rig.stats.kv_transfer_params_removed == 1
 
 
 @pytest.mark.parametrize("size", [0, 5 << 20], ids=["small", "above 4 MiB"])
@@ -89,42 +86,33 @@ def test_engine_never_sees_it(path: str, kind: str | None) -> None:
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/inference/v1/generate"]
 )
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "ec\\u005ftransfer_params"])
-def test_neither_kind_of_transfer_reaches_an_engine(path: str, name: str, size: int) -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            rest = b'{"model":"m","messages":["%b"],"token_ids":[1]' % (b"x" * size)
-            body = rest + b',"%b":{"host":"evil"}}' % name.encode()
-            assert (await ask(rig, request(body, target=path))).status == 200
-            assert engine.calls[0].body == rest + b"}"
-
-    run(main())
+async def test_neither_kind_of_transfer_reaches_an_engine(path: str, name: str, size: int) -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        rest = b'{"model":"m","messages":["%b"],"token_ids":[1]' % (b"x" * size)
+        body = rest + b',"%b":{"host":"evil"}}' % name.encode()
+        assert (await ask(rig, request(body, target=path))).status == 200
+        assert engine.calls[0].body == rest + b"}"
 
 
-def test_trusted_clients_may_say_it() -> None:
-    async def main() -> None:
-        trusting = ProxySettings(trust_client_kv_transfer_params=True)
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=trusting) as rig:
-            body = b'{"model":"m", "kv_transfer_params":{}}'
-            await ask(rig, request(body))
-            assert engine.calls[0].body == body
-
-    run(main())
+async def test_trusted_clients_may_say_it() -> None:
+    trusting = ProxySettings(trust_client_kv_transfer_params=True)
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=trusting) as rig:
+        body = b'{"model":"m", "kv_transfer_params":{}}'
+        await ask(rig, request(body))
+        assert engine.calls[0].body == body
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-def test_what_cannot_be_cut_in_its_encoding_is_refused(encoding: str) -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            for path in ("/v1/completions", "/v1/responses"):
-                body = '{"model":"m","kv_transfer_params":{}}'.encode(encoding)
-                got = await ask(rig, request(body, target=path))
-                assert (got.status, got.json()["error"]["code"]) == (400, "invalid_json")
-                harmless = '{"model":"m"}'.encode(encoding)
-                assert (await ask(rig, request(harmless, target=path))).status == 200
-                assert engine.calls.pop().body == harmless
-            assert not engine.calls
-
-    run(main())
+async def test_what_cannot_be_cut_in_its_encoding_is_refused(encoding: str) -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        for path in ("/v1/completions", "/v1/responses"):
+            body = '{"model":"m","kv_transfer_params":{}}'.encode(encoding)
+            got = await ask(rig, request(body, target=path))
+            assert (got.status, got.json()["error"]["code"]) == (400, "invalid_json")
+            harmless = '{"model":"m"}'.encode(encoding)
+            assert (await ask(rig, request(harmless, target=path))).status == 200
+            assert engine.calls.pop().body == harmless
+        assert not engine.calls
 
 
 ASKS = b'{"model":"m","vllm_xargs":{"kv_cache_report_mode":"full"}%b}'
@@ -140,19 +128,16 @@ ASKS = b'{"model":"m","vllm_xargs":{"kv_cache_report_mode":"full"}%b}'
     ids=["plain", "deep behind", "deep before"],
 )
 @pytest.mark.parametrize("fields", [(), ("content-type: text/plain",)], ids=["one type", "two types"])
-def test_refusing_the_report_mode_cannot_be_got_around(body: bytes, fields: tuple[str, ...]) -> None:
-    async def main() -> None:
-        strict = ProxySettings(kv_cache_report_mode="refuse")
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=strict) as rig:
-            for path in ("/v1/chat/completions", "/v1/responses"):
-                raw = request(body, target=path)
-                head, _, rest = raw.partition(b"\r\n\r\n")
-                for field in fields:
-                    head += b"\r\n" + field.encode()
-                assert (await ask(rig, head + b"\r\n\r\n" + rest)).status == 400
-            assert not engine.calls
-
-    run(main())
+async def test_refusing_the_report_mode_cannot_be_got_around(body: bytes, fields: tuple[str, ...]) -> None:
+    strict = ProxySettings(kv_cache_report_mode="refuse")
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=strict) as rig:
+        for path in ("/v1/chat/completions", "/v1/responses"):
+            raw = request(body, target=path)
+            head, _, rest = raw.partition(b"\r\n\r\n")
+            for field in fields:
+                head += b"\r\n" + field.encode()
+            assert (await ask(rig, head + b"\r\n\r\n" + rest)).status == 400
+        assert not engine.calls
 
 
 @pytest.mark.parametrize("mode", ["strip", "refuse"])
@@ -163,15 +148,12 @@ def test_refusing_the_report_mode_cannot_be_got_around(body: bytes, fields: tupl
         b'{"vllm_xargs":{"kv_cache_report_mode":"full"},"\xff\\n":1}',
     ],
 )
-def test_keys_that_are_no_text_are_the_clients_fault(mode: Any, body: bytes) -> None:
-    async def main() -> None:
-        settings = ProxySettings(kv_cache_report_mode=mode)
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=settings) as rig:
-            got = await ask(rig, request(body))
-            assert got.status == 400
-            assert not engine.calls
-
-    run(main())
+async def test_keys_that_are_no_text_are_the_clients_fault(mode: Any, body: bytes) -> None:
+    settings = ProxySettings(kv_cache_report_mode=mode)
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=settings) as rig:
+        got = await ask(rig, request(body))
+        assert got.status == 400
+        assert not engine.calls
 
 
 values = st.recursive(
@@ -244,50 +226,38 @@ def test_large_bodies_are_looked_at_in_steps(kind: str) -> None:
     run(main())
 
 
-def test_large_body_of_very_many_values_is_refused() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            body = b'{"model":"m","kv_transfer_params":1,"x":[%b1]}' % (b"[]," * (PAD // 3))
-            for path in ("/v1/completions", "/v1/responses"):
-                got = await ask(rig, request(body, target=path))
-                assert (got.status, got.json()["error"]["code"]) == (413, "body_too_complex")
-            assert not engine.calls
-
-    run(main())
+async def test_large_body_of_very_many_values_is_refused() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        body = b'{"model":"m","kv_transfer_params":1,"x":[%b1]}' % (b"[]," * (PAD // 3))
+        for path in ("/v1/completions", "/v1/responses"):
+            got = await ask(rig, request(body, target=path))
+            assert (got.status, got.json()["error"]["code"]) == (413, "body_too_complex")
+        assert not engine.calls
 
 
-def test_large_body_reaches_the_engine_whole() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            pad = b"A" * PAD
-            for key in (b"kv_transfer_params", b"kv\\u005ftransfer_params"):
-                body = b'{"model":"m","x":"%b","%b":{}}' % (pad, key)
-                assert (await ask(rig, request(body))).status == 200
-                assert engine.calls.pop().body == b'{"model":"m","x":"%b"}' % pad
-            assert rig.planner.requests[0].model == "m"
-
-    run(main())
+async def test_large_body_reaches_the_engine_whole() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        pad = b"A" * PAD
+        for key in (b"kv_transfer_params", b"kv\\u005ftransfer_params"):
+            body = b'{"model":"m","x":"%b","%b":{}}' % (pad, key)
+            assert (await ask(rig, request(body))).status == 200
+            assert engine.calls.pop().body == b'{"model":"m","x":"%b"}' % pad
+        assert rig.planner.requests[0].model == "m"
 
 
-def test_get_on_a_post_path_is_not_allowed() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            for path in ("/v1/chat/completions", "/v1/embeddings", "/tokenize"):
-                got = await ask(rig, request(b"", method="GET", target=path))
-                assert (got.status, got.json()["error"]["code"]) == (405, "method_not_allowed")
-                assert got.head["allow"] == "POST"
-            assert not engine.calls
-
-    run(main())
+async def test_get_on_a_post_path_is_not_allowed() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        for path in ("/v1/chat/completions", "/v1/embeddings", "/tokenize"):
+            got = await ask(rig, request(b"", method="GET", target=path))
+            assert (got.status, got.json()["error"]["code"]) == (405, "method_not_allowed")
+            assert got.head["allow"] == "POST"
+        assert not engine.calls
 
 
-def test_compressed_body_is_refused_by_name() -> None:
-    async def main() -> None:
-        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(b"\x1f\x8b", "content-encoding: gzip"))
-            assert (got.status, got.json()["error"]["code"]) == (415, "unsupported_content_encoding")
-            assert "gzip" in got.json()["error"]["message"]
-            assert (await ask(rig, request(b'{"model":"m"}', "content-encoding: identity"))).status == 200
-            assert len(engine.calls) == 1
-
-    run(main())
+async def test_compressed_body_is_refused_by_name() -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(b"\x1f\x8b", "content-encoding: gzip"))
+        assert (got.status, got.json()["error"]["code"]) == (415, "unsupported_content_encoding")
+        assert "gzip" in got.json()["error"]["message"]
+        assert (await ask(rig, request(b'{"model":"m"}', "content-encoding: identity"))).status == 200
+        assert len(engine.calls) == 1

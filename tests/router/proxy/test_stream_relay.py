@@ -125,20 +125,17 @@ async def _passed(relay: AnswerRelay) -> None:
     await rest
 
 
-def test_task_sleeps_while_pieces_come() -> None:
-    async def main() -> None:
-        stats, client = ProxyStats(), Client()
-        connection = _connection(stats)
-        connection.data_received(chunk(event("first")))
-        task = asyncio.ensure_future(_passed(_relay(connection, client, stats)))
-        await asyncio.sleep(0)
-        for number in range(3):
-            connection.data_received(chunk(event(str(number))))
-            assert client.got.endswith(event(str(number)))  # in the same turn of the loop
-        task.cancel()
-        connection.data_received(chunk(event("unasked")))
-        await asyncio.wait({task})
-        assert task.cancelled()
-        assert not client.got.endswith(event("unasked"))
-
-    run(main())
+async def test_task_sleeps_while_pieces_come() -> None:
+    stats, client = ProxyStats(), Client()
+    connection = _connection(stats)
+    connection.data_received(chunk(event("first")))
+    task = asyncio.ensure_future(_passed(_relay(connection, client, stats)))
+    await asyncio.sleep(0)
+    for number in range(3):
+        connection.data_received(chunk(event(str(number))))
+        assert client.got.endswith(event(str(number)))  # in the same turn of the loop
+    task.cancel()
+    connection.data_received(chunk(event("unasked")))
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert not client.got.endswith(event("unasked"))

@@ -5,75 +5,63 @@ from __future__ import annotations
 import structlog
 
 from tests.support.proxy_rig import CHAT, SSE_HEAD, Engine, ask, chunk, event, request, routing, says, writes
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 STREAM = CHAT.replace(b"{", b'{"stream": true, ', 1)
 PIECES = [chunk(event(text)) for text in ("one", "two", "three")]
 
 
-def test_a_retry_is_said_and_the_request_counts_for_the_engine_that_answered() -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(503, b"busy")) as busy,
-            Engine(says(200, b'{"good": 1}')) as good,
-            routing(busy.url, good.url) as rig,
-        ):
-            with structlog.testing.capture_logs() as logs:
-                await ask(rig, request(CHAT, "x-request-id: r-1"))
-            (line,) = [line for line in logs if line["event"] == "request retried"]
-            assert (line["engine"], line["next"], line["problem"]) == (busy.url, good.url, "status 503")
-            assert line["request_id"] == "r-1"
-            await until(lambda: bool(rig.app.requests.counts), "counted")
-            ((_, engine, status),) = rig.app.requests.counts
-            assert (engine, status) == (good.url, "200")
-
-    run(main())
+async def test_a_retry_is_said_and_the_request_counts_for_the_engine_that_answered() -> None:
+    async with (
+        Engine(says(503, b"busy")) as busy,
+        Engine(says(200, b'{"good": 1}')) as good,
+        routing(busy.url, good.url) as rig,
+    ):
+        with structlog.testing.capture_logs() as logs:
+            await ask(rig, request(CHAT, "x-request-id: r-1"))
+        (line,) = [line for line in logs if line["event"] == "request retried"]
+        assert (line["engine"], line["next"], line["problem"]) == (busy.url, good.url, "status 503")
+        assert line["request_id"] == "r-1"
+        await until(lambda: bool(rig.app.requests.counts), "counted")
+        ((_, engine, status),) = rig.app.requests.counts
+        assert (engine, status) == (good.url, "200")
 
 
-def test_an_answer_that_breaks_off_is_said_and_is_no_success() -> None:
-    async def main() -> None:
-        async with Engine(writes(SSE_HEAD, *PIECES, then="reset")) as bad, routing(bad.url) as rig:
-            with structlog.testing.capture_logs() as logs:
-                await ask(rig, request(STREAM))
-            (line,) = [line for line in logs if line["event"] == "answer broke off"]
-            assert (line["engine"], line["log_level"]) == (bad.url, "warning")
-            book = rig.app.requests
-            await until(lambda: bool(book.counts), "counted")
-            assert [status for _, _, status in book.counts] == ["broken_stream"]
-            (times,) = book.models.values()
-            assert sum(times.first_token.counts) == 1
-            assert sum(times.whole.counts) == 0
-
-    run(main())
+async def test_an_answer_that_breaks_off_is_said_and_is_no_success() -> None:
+    async with Engine(writes(SSE_HEAD, *PIECES, then="reset")) as bad, routing(bad.url) as rig:
+        with structlog.testing.capture_logs() as logs:
+            await ask(rig, request(STREAM))
+        (line,) = [line for line in logs if line["event"] == "answer broke off"]
+        assert (line["engine"], line["log_level"]) == (bad.url, "warning")
+        book = rig.app.requests
+        await until(lambda: bool(book.counts), "counted")
+        assert [status for _, _, status in book.counts] == ["broken_stream"]
+        (times,) = book.models.values()
+        assert sum(times.first_token.counts) == 1
+        assert sum(times.whole.counts) == 0
 
 
-def test_a_client_that_leaves_is_not_a_success() -> None:
-    async def main() -> None:
-        async with Engine(writes(SSE_HEAD, PIECES[0], then="hang")) as slow, routing(slow.url) as rig:
-            reader, writer = await rig.connect()
-            writer.write(request(STREAM))
-            await reader.readuntil(b"one")
-            writer.close()
-            await until(lambda: bool(rig.app.requests.counts), "counted")
-            assert [status for _, _, status in rig.app.requests.counts] == ["client_gone"]
-
-    run(main())
+async def test_a_client_that_leaves_is_not_a_success() -> None:
+    async with Engine(writes(SSE_HEAD, PIECES[0], then="hang")) as slow, routing(slow.url) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request(STREAM))
+        await reader.readuntil(b"one")
+        writer.close()
+        await until(lambda: bool(rig.app.requests.counts), "counted")
+        assert [status for _, _, status in rig.app.requests.counts] == ["client_gone"]
 
 
-def test_errors_of_the_routers_own_are_said_seldom_and_those_of_clients_never() -> None:
-    async def main() -> None:
-        async with routing() as rig:
-            with structlog.testing.capture_logs() as logs:
-                for _ in range(20):
-                    assert (await ask(rig)).status == 503
-                assert (await ask(rig, request(b"{"))).status == 400
-                assert (await ask(rig, request(b"", method="GET", target="/nothing"), "GET")).status == 404
-            told = [line for line in logs if line["event"] == "request not served"]
-            assert 1 <= len(told) < 5
-            assert told[0]["code"] == "no_ready_engine"
-            assert rig.stats.errors == {"no_ready_engine": 20, "invalid_json": 1}
-            assert rig.stats.not_found == {"path_not_found": 1}
-            assert rig.app.requests.counts["", "", "503"] == 20
-            assert rig.app.requests.models == {}
-
-    run(main())
+async def test_errors_of_the_routers_own_are_said_seldom_and_those_of_clients_never() -> None:
+    async with routing() as rig:
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(20):
+                assert (await ask(rig)).status == 503
+            assert (await ask(rig, request(b"{"))).status == 400
+            assert (await ask(rig, request(b"", method="GET", target="/nothing"), "GET")).status == 404
+        told = [line for line in logs if line["event"] == "request not served"]
+        assert 1 <= len(told) < 5
+        assert told[0]["code"] == "no_ready_engine"
+        assert rig.stats.errors == {"no_ready_engine": 20, "invalid_json": 1}
+        assert rig.stats.not_found == {"path_not_found": 1}
+        assert rig.app.requests.counts["", "", "503"] == 20
+        assert rig.app.requests.models == {}

@@ -22,7 +22,7 @@ from tests.support.proxy_rig import (
     says,
     writes,
 )
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 LAST = (
     b'data: {"choices":[],"usage":{"prompt_tokens":30,"total_tokens":32,"completion_tokens":2,'
@@ -49,73 +49,58 @@ WHOLE = Usage(30, 2, 16)
         (b'{"choices":[{"text":"say \\"usage\\": {}"}]}', None),
     ],
 )
-def test_plain_answer(body: bytes, usage: Usage | None) -> None:
-    async def main() -> None:
-        async with (
-            Engine(says(200, body, "content-type: application/json")) as engine,
-            routing(engine.url) as rig,
-        ):
-            await ask(rig)
-            placement = rig.planner.placements[0]
-            await until(lambda: placement.over, "told")
-            assert placement.usage == usage
-            assert placement.told == ["first_byte", "finished"]
-            assert rig.stats.usage_unreadable == 0
-
-    run(main())
+async def test_plain_answer(body: bytes, usage: Usage | None) -> None:
+    async with (
+        Engine(says(200, body, "content-type: application/json")) as engine,
+        routing(engine.url) as rig,
+    ):
+        await ask(rig)
+        placement = rig.planner.placements[0]
+        await until(lambda: placement.over, "told")
+        assert placement.usage == usage
+        assert placement.told == ["first_byte", "finished"]
+        assert rig.stats.usage_unreadable == 0
 
 
 @pytest.mark.parametrize("body", [b"not json", b'{"usage": 5}', b'{"usage": {"prompt_tokens": "x"}}', b"[1]"])
-def test_unreadable_usage_is_counted_and_passed(body: bytes) -> None:
-    async def main() -> None:
-        async with Engine(says(200, body)) as engine, routing(engine.url) as rig:
-            assert (await ask(rig)).body == body
-            await until(lambda: rig.stats.usage_unreadable == 1, "counted")
-            assert rig.planner.placements[0].usage is None
-
-    run(main())
+async def test_unreadable_usage_is_counted_and_passed(body: bytes) -> None:
+    async with Engine(says(200, body)) as engine, routing(engine.url) as rig:
+        assert (await ask(rig)).body == body
+        await until(lambda: rig.stats.usage_unreadable == 1, "counted")
+        assert rig.planner.placements[0].usage is None
 
 
-def test_too_long_an_answer_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_long_an_answer_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.proxy.forward.USAGE_BYTES_MAX", 1000)
 
-    async def main() -> None:
-        body = b'{"usage":{"prompt_tokens":5}, "x":"%b"}' % (b"x" * 5000)
-        async with Engine(says(200, body)) as engine, routing(engine.url) as rig:
-            assert (await ask(rig)).body == body
-            await until(lambda: rig.planner.placements[0].over, "told")
-            assert rig.planner.placements[0].usage is None
-
-    run(main())
+    body = b'{"usage":{"prompt_tokens":5}, "x":"%b"}' % (b"x" * 5000)
+    async with Engine(says(200, body)) as engine, routing(engine.url) as rig:
+        assert (await ask(rig)).body == body
+        await until(lambda: rig.planner.placements[0].over, "told")
+        assert rig.planner.placements[0].usage is None
 
 
 @pytest.mark.parametrize("status", [200, 400])
-def test_stream(status: int) -> None:
-    async def main() -> None:
-        head = SSE_HEAD.replace(b"200 OK", b"%d X" % status)
-        body = [event("a"), b'data: {"choices":[],"usage":null}\n\n', LAST, DONE]
-        async with (
-            Engine(writes(head, *[chunk(part) for part in body], END)) as engine,
-            routing(engine.url) as rig,
-        ):
-            assert (await ask(rig, request(STREAM))).body == b"".join(body)
-            placement = rig.planner.placements[0]
-            await until(lambda: placement.over, "told")
-            assert placement.usage == WHOLE
-            assert placement.told == (["first_byte", "finished"] if status == 200 else ["finished"])
-
-    run(main())
+async def test_stream(status: int) -> None:
+    head = SSE_HEAD.replace(b"200 OK", b"%d X" % status)
+    body = [event("a"), b'data: {"choices":[],"usage":null}\n\n', LAST, DONE]
+    async with (
+        Engine(writes(head, *[chunk(part) for part in body], END)) as engine,
+        routing(engine.url) as rig,
+    ):
+        assert (await ask(rig, request(STREAM))).body == b"".join(body)
+        placement = rig.planner.placements[0]
+        await until(lambda: placement.over, "told")
+        assert placement.usage == WHOLE
+        assert placement.told == (["first_byte", "finished"] if status == 200 else ["finished"])
 
 
-def test_first_byte_is_the_first_event_not_a_comment() -> None:
-    async def main() -> None:
-        relay = SseRelay()
-        assert relay.feed(b": ping\n\n") == b": ping\n\n"
-        assert not relay.begun
-        relay.feed(event("a"))
-        assert relay.begun
-
-    run(main())
+async def test_first_byte_is_the_first_event_not_a_comment() -> None:
+    relay = SseRelay()
+    assert relay.feed(b": ping\n\n") == b": ping\n\n"
+    assert not relay.begun
+    relay.feed(event("a"))
+    assert relay.begun
 
 
 @given(st.data())

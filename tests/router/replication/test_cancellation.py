@@ -9,7 +9,6 @@ import pytest
 from router.replication.mirror import MirroredIndex
 from router.replication.redis_client import Client
 from router.replication.settings import SharedSettings
-from tests.support.waiting import run
 
 
 async def rounds(count: int) -> None:
@@ -19,15 +18,12 @@ async def rounds(count: int) -> None:
 
 
 @pytest.mark.parametrize("turns", range(5))
-def test_a_writer_that_is_cancelled_ends_whatever_changed_just_before(turns: int) -> None:
-    async def main() -> None:
-        mirror = MirroredIndex(Client(SharedSettings(url="redis://127.0.0.1:1")), "tiny")
-        writing = asyncio.ensure_future(mirror.run())
-        await rounds(10)
-        mirror._changed()
-        await rounds(turns)
-        writing.cancel()
-        await rounds(20)
-        assert writing.cancelled()
-
-    run(main())
+async def test_a_writer_that_is_cancelled_ends_whatever_changed_just_before(turns: int) -> None:
+    mirror = MirroredIndex(Client(SharedSettings(url="redis://127.0.0.1:1")), "tiny")
+    writing = asyncio.ensure_future(mirror.run())
+    await rounds(10)
+    mirror._changed()
+    await rounds(turns)
+    writing.cancel()
+    await rounds(20)
+    assert writing.cancelled()

@@ -15,252 +15,223 @@ from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
 from tests.support.redis_servers import Cluster, Server
 
 
-def test_an_old_writer_is_fenced(servers: Server | Cluster) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(servers.url), "old", "new") as replicas:
-            old, new = replicas["old"], replicas["new"]
-            await old.take("e", "f")
-            old.mirror.store("e", FULL, blocks(*range(100)))
-            old.mirror.store("f", FULL, blocks(1))
-            await old.mirror.flush()
-            assert await new.leases.acquire("e") is None, "the lease is still held"
-            await replicas.end_lease("e")
-            await new.take("e")
-            assert await replicas.held("e", FULL, 1, 2) == [False, False], "forgotten by the take-over"
-            new.mirror.store("e", FULL, blocks(1))
-            await new.mirror.flush()
-            old.mirror.store("e", FULL, blocks(200))
-            old.mirror.remove("e", FULL, blocks(1))
-            old.mirror.describe("e", EngineFacts(mode="native", feed_state="ready"))
-            await old.mirror.flush()
-            assert old.lost == ["e"]
-            assert list(old.mirror.mirrored()) == ["f"]
-            assert await replicas.held("e", FULL, 1, 2, 200) == [True, False, False]
-            assert await replicas.held("f", FULL, 1, 2) == [True, False], (
-                "its other engines are its own still"
-            )
-            assert (await replicas.look([])).engines["e"].holder == "new"
-            assert await old.leases.renew({"e": 1, **old.mirror.mirrored()}) == {"e"}
-
-    asyncio.run(body())
+async def test_an_old_writer_is_fenced(servers: Server | Cluster) -> None:
+    async with Replicas(make_settings(servers.url), "old", "new") as replicas:
+        old, new = replicas["old"], replicas["new"]
+        await old.take("e", "f")
+        old.mirror.store("e", FULL, blocks(*range(100)))
+        old.mirror.store("f", FULL, blocks(1))
+        await old.mirror.flush()
+        assert await new.leases.acquire("e") is None, "the lease is still held"
+        await replicas.end_lease("e")
+        await new.take("e")
+        assert await replicas.held("e", FULL, 1, 2) == [False, False], "forgotten by the take-over"
+        new.mirror.store("e", FULL, blocks(1))
+        await new.mirror.flush()
+        old.mirror.store("e", FULL, blocks(200))
+        old.mirror.remove("e", FULL, blocks(1))
+        old.mirror.describe("e", EngineFacts(mode="native", feed_state="ready"))
+        await old.mirror.flush()
+        assert old.lost == ["e"]
+        assert list(old.mirror.mirrored()) == ["f"]
+        assert await replicas.held("e", FULL, 1, 2, 200) == [True, False, False]
+        assert await replicas.held("f", FULL, 1, 2) == [True, False], "its other engines are its own still"
+        assert (await replicas.look([])).engines["e"].holder == "new"
+        assert await old.leases.renew({"e": 1, **old.mirror.mirrored()}) == {"e"}
 
 
-def test_writes_alone_are_fenced_too(plain_server: Server) -> None:
+async def test_writes_alone_are_fenced_too(plain_server: Server) -> None:
     """Not only the books: a batch that was on its way when another took over changes nothing."""
 
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e")
-            writer.mirror.store("e", FULL, blocks(1))
-            await writer.mirror.flush()
-            registry = Registry(writer.client, MODEL)
-            scope, token = await registry.open(), writer.mirror.mirrored()["e"]
-            slot = (await registry.fetch()).slots["e"]  # type: ignore[union-attr]
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e")
+        writer.mirror.store("e", FULL, blocks(1))
+        await writer.mirror.flush()
+        registry = Registry(writer.client, MODEL)
+        scope, token = await registry.open(), writer.mirror.mirrored()["e"]
+        slot = (await registry.fetch()).slots["e"]  # type: ignore[union-attr]
 
-            async def write(token: int, number: int, *hashes: int) -> bytes:
-                words, _ = as_words(hashes)
-                records = pack_records(words, words.astype(int) * 0 + 1, slot.generation, 1)
-                prefix, fence = registry.keys.prefix(scope.epoch, 0, 1), registry.keys.fence(0, 1)
-                args = ("e", token, number, prefix, slot.number, 2, 60_000, 60_000, records)
-                word, *_ = await writer.client.run(scripts.WRITE, [fence], *args)
-                return bytes(word)
+        async def write(token: int, number: int, *hashes: int) -> bytes:
+            words, _ = as_words(hashes)
+            records = pack_records(words, words.astype(int) * 0 + 1, slot.generation, 1)
+            prefix, fence = registry.keys.prefix(scope.epoch, 0, 1), registry.keys.fence(0, 1)
+            args = ("e", token, number, prefix, slot.number, 2, 60_000, 60_000, records)
+            word, *_ = await writer.client.run(scripts.WRITE, [fence], *args)
+            return bytes(word)
 
-            assert await write(token, 10, 7) == b"OK"
-            assert await write(token, 10, 8) == b"LATE"
-            assert await write(token, 9, 8) == b"LATE"
-            assert await write(token - 1, 11, 8) == b"FENCED"
-            assert await write(token + 1, 11, 8) == b"FENCED"
-            await writer.client.command("DEL", registry.keys.fence(0, 1))
-            assert await write(token, 12, 8) == b"NOFENCE"
-            assert await replicas.held("e", FULL, 1, 7, 8) == [True, True, False]
-
-    asyncio.run(body())
+        assert await write(token, 10, 7) == b"OK"
+        assert await write(token, 10, 8) == b"LATE"
+        assert await write(token, 9, 8) == b"LATE"
+        assert await write(token - 1, 11, 8) == b"FENCED"
+        assert await write(token + 1, 11, 8) == b"FENCED"
+        await writer.client.command("DEL", registry.keys.fence(0, 1))
+        assert await write(token, 12, 8) == b"NOFENCE"
+        assert await replicas.held("e", FULL, 1, 7, 8) == [True, True, False]
 
 
-def test_tokens_only_rise(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
-            one, two = replicas["a"].leases, replicas["b"].leases
-            first = await one.acquire("e")
-            assert first is not None
-            assert await two.acquire("e") is None
-            assert await two.release("e", first + 1) is False
-            again = await one.acquire("e")
-            assert again is not None
-            assert again > first, "a replica that starts again fences its former self"
-            assert await one.renew({"e": first}) == {"e"}
-            assert await one.renew({"e": again}) == set()
-            assert await one.release("e", again) is True
-            second = await two.acquire("e")
-            assert second is not None
-            assert second > again
-            holders = await one.holders()
-            assert holders["e"].holder == "b"
-            assert holders["e"].token == second
-            assert holders["e"].held
-            await replicas["a"].client.command("DEL", replicas["a"].mirror.registry.keys.leases)
-            third = await one.acquire("e")
-            assert third is not None
-            assert third > second, "though the server forgot the last one"
-            far = third + 10**9
-            fourth = await one.acquire("e", above=far)
-            assert fourth is not None
-            assert fourth > far
-
-    asyncio.run(body())
+async def test_tokens_only_rise(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
+        one, two = replicas["a"].leases, replicas["b"].leases
+        first = await one.acquire("e")
+        assert first is not None
+        assert await two.acquire("e") is None
+        assert await two.release("e", first + 1) is False
+        again = await one.acquire("e")
+        assert again is not None
+        assert again > first, "a replica that starts again fences its former self"
+        assert await one.renew({"e": first}) == {"e"}
+        assert await one.renew({"e": again}) == set()
+        assert await one.release("e", again) is True
+        second = await two.acquire("e")
+        assert second is not None
+        assert second > again
+        holders = await one.holders()
+        assert holders["e"].holder == "b"
+        assert holders["e"].token == second
+        assert holders["e"].held
+        await replicas["a"].client.command("DEL", replicas["a"].mirror.registry.keys.leases)
+        third = await one.acquire("e")
+        assert third is not None
+        assert third > second, "though the server forgot the last one"
+        far = third + 10**9
+        fourth = await one.acquire("e", above=far)
+        assert fourth is not None
+        assert fourth > far
 
 
-def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
-            token = await replicas["a"].leases.acquire("e")
-            assert token is not None
-            await replicas["a"].mirror.take_over("e", token)
-            with pytest.raises(LeaseLost):
-                await replicas["b"].mirror.take_over("e", token - 1)
-            replicas["a"].mirror.store("e", FULL, blocks(1))
-            await replicas["a"].mirror.flush()
-            assert await replicas.held("e", FULL, 1) == [True]
-            with pytest.raises(LeaseLost):
-                await replicas["b"].mirror.take_over("e", token + 5)
-            assert not replicas["b"].mirror.mirrored()
-
-    asyncio.run(body())
+async def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
+        token = await replicas["a"].leases.acquire("e")
+        assert token is not None
+        await replicas["a"].mirror.take_over("e", token)
+        with pytest.raises(LeaseLost):
+            await replicas["b"].mirror.take_over("e", token - 1)
+        replicas["a"].mirror.store("e", FULL, blocks(1))
+        await replicas["a"].mirror.flush()
+        assert await replicas.held("e", FULL, 1) == [True]
+        with pytest.raises(LeaseLost):
+            await replicas["b"].mirror.take_over("e", token + 5)
+        assert not replicas["b"].mirror.mirrored()
 
 
-def test_an_engine_without_a_live_lease_is_stale(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e", "f")
-            writer.mirror.store("e", FULL, blocks(1))
-            writer.mirror.describe("e", EngineFacts(mode="native", feed_state="ready"))
-            await writer.mirror.flush()
-            found = await replicas.look(blocks(1))
-            assert not found.engines["e"].stale
-            assert found.engines["e"].feed_state == "ready"
+async def test_an_engine_without_a_live_lease_is_stale(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e", "f")
+        writer.mirror.store("e", FULL, blocks(1))
+        writer.mirror.describe("e", EngineFacts(mode="native", feed_state="ready"))
+        await writer.mirror.flush()
+        found = await replicas.look(blocks(1))
+        assert not found.engines["e"].stale
+        assert found.engines["e"].feed_state == "ready"
 
-            async def stale() -> bool:
-                engines = (await replicas.look([])).engines
-                assert not engines["f"].stale
-                return engines["e"].stale
+        async def stale() -> bool:
+            engines = (await replicas.look([])).engines
+            assert not engines["f"].stale
+            return engines["e"].stale
 
-            await replicas.end_lease("e")
-            await until(stale)
-            assert await replicas.held("e", FULL, 1, 2) == [True, False], "shown, for explanation"
-            assert replicas.reader.engines(MODEL)["e"].holder == ""
-            await writer.leases.renew(writer.mirror.mirrored())
+        await replicas.end_lease("e")
+        await until(stale)
+        assert await replicas.held("e", FULL, 1, 2) == [True, False], "shown, for explanation"
+        assert replicas.reader.engines(MODEL)["e"].holder == ""
+        await writer.leases.renew(writer.mirror.mirrored())
 
-            async def fresh() -> bool:
-                return not (await replicas.look([])).engines["e"].stale
+        async def fresh() -> bool:
+            return not (await replicas.look([])).engines["e"].stale
 
-            await until(fresh)
-
-    asyncio.run(body())
+        await until(fresh)
 
 
-def test_a_lost_fence_is_raised_again_by_its_owner_only(servers: Server | Cluster) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(servers.url), "a", "b") as replicas:
-            one, two = replicas["a"], replicas["b"]
-            await one.take("e", "f")
-            one.mirror.store("e", FULL, blocks(*range(64)))
-            await one.mirror.flush()
-            registry = one.mirror.registry
-            scope = await registry.open()
-            for partition in range(scope.partitions):
-                await one.client.command("DEL", registry.keys.fence(partition, scope.partitions))
-            one.mirror.remove("e", FULL, blocks(3))
-            one.mirror.store("e", CPU, blocks(3))
-            await one.mirror.flush()
-            assert one.mirror.counters.lost_fences >= 1
-            assert await replicas.exact(blocks(*range(64)))
-            assert await one.leases.release("f", one.mirror.mirrored()["f"])
-            await two.take("f")
-            one.mirror.store("f", FULL, blocks(*range(64)))
-            await one.mirror.flush()
-            assert one.lost == ["f"]
-            assert await replicas.held("f", FULL, 1, 2) == [False, False]
-
-    asyncio.run(body())
+async def test_a_lost_fence_is_raised_again_by_its_owner_only(servers: Server | Cluster) -> None:
+    async with Replicas(make_settings(servers.url), "a", "b") as replicas:
+        one, two = replicas["a"], replicas["b"]
+        await one.take("e", "f")
+        one.mirror.store("e", FULL, blocks(*range(64)))
+        await one.mirror.flush()
+        registry = one.mirror.registry
+        scope = await registry.open()
+        for partition in range(scope.partitions):
+            await one.client.command("DEL", registry.keys.fence(partition, scope.partitions))
+        one.mirror.remove("e", FULL, blocks(3))
+        one.mirror.store("e", CPU, blocks(3))
+        await one.mirror.flush()
+        assert one.mirror.counters.lost_fences >= 1
+        assert await replicas.exact(blocks(*range(64)))
+        assert await one.leases.release("f", one.mirror.mirrored()["f"])
+        await two.take("f")
+        one.mirror.store("f", FULL, blocks(*range(64)))
+        await one.mirror.flush()
+        assert one.lost == ["f"]
+        assert await replicas.held("f", FULL, 1, 2) == [False, False]
 
 
-def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e", "f")
-            writer.mirror.store("e", FULL, blocks(1, 2))
-            await writer.mirror.flush()
-            slot = (await replicas.look([])).engines["e"].slot
-            await writer.mirror.retire("e")
-            assert "e" not in (await replicas.look([])).engines
-            await writer.take("g")
-            found = await replicas.look([])
-            assert found.engines["g"].slot == slot
-            writer.mirror.store("g", FULL, blocks(2))
-            await writer.mirror.flush()
-            assert await replicas.held("g", FULL, 1, 2) == [False, True]
-            registry = writer.mirror.registry
-            scope = await registry.open()
-            assert not await registry.retire(scope, "f", None), "its lease is held"
-            await replicas.end_lease("f")
-            assert not await registry.retire(scope, "f", None, idle_s=60.0), "its lease ended just now"
-            assert await registry.retire(scope, "f", None)
-            assert "f" not in (await replicas.look([])).engines
-
-    asyncio.run(body())
+async def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e", "f")
+        writer.mirror.store("e", FULL, blocks(1, 2))
+        await writer.mirror.flush()
+        slot = (await replicas.look([])).engines["e"].slot
+        await writer.mirror.retire("e")
+        assert "e" not in (await replicas.look([])).engines
+        await writer.take("g")
+        found = await replicas.look([])
+        assert found.engines["g"].slot == slot
+        writer.mirror.store("g", FULL, blocks(2))
+        await writer.mirror.flush()
+        assert await replicas.held("g", FULL, 1, 2) == [False, True]
+        registry = writer.mirror.registry
+        scope = await registry.open()
+        assert not await registry.retire(scope, "f", None), "its lease is held"
+        await replicas.end_lease("f")
+        assert not await registry.retire(scope, "f", None, idle_s=60.0), "its lease ended just now"
+        assert await registry.retire(scope, "f", None)
+        assert "f" not in (await replicas.look([])).engines
 
 
-def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
-            writer, other = replicas["a"], replicas["b"]
-            await writer.take("gone", "lost", "kept")
-            for engine_id in ("gone", "lost", "kept"):
-                writer.mirror.store(engine_id, FULL, blocks(1))
-            await writer.mirror.flush()
-            registry = other.mirror.registry
-            keys = registry.keys
-            await other.client.command("HDEL", keys.leases, "lost")
-            await other.leases.release("gone", writer.mirror.mirrored()["gone"])
-            gc = RegistryGc(registry)
-            await gc.run(idle_s=60.0)
-            assert set((await replicas.look([])).engines) == {"gone", "lost", "kept"}
+async def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
+        writer, other = replicas["a"], replicas["b"]
+        await writer.take("gone", "lost", "kept")
+        for engine_id in ("gone", "lost", "kept"):
+            writer.mirror.store(engine_id, FULL, blocks(1))
+        await writer.mirror.flush()
+        registry = other.mirror.registry
+        keys = registry.keys
+        await other.client.command("HDEL", keys.leases, "lost")
+        await other.leases.release("gone", writer.mirror.mirrored()["gone"])
+        gc = RegistryGc(registry)
+        await gc.run(idle_s=60.0)
+        assert set((await replicas.look([])).engines) == {"gone", "lost", "kept"}
 
-            async def swept() -> bool:
-                await gc.run(idle_s=0.05)
-                return set((await replicas.look([])).engines) == {"kept"}
+        async def swept() -> bool:
+            await gc.run(idle_s=0.05)
+            return set((await replicas.look([])).engines) == {"kept"}
 
-            await until(swept)
-            assert set(await other.leases.holders()) == {"kept"}
-            fence = keys.fence(0, 1)
-            assert await other.client.command("HKEYS", fence) == [b"kept"]
-            writer.mirror.store("lost", FULL, blocks(2))
-            await writer.mirror.flush()
-            assert await replicas.held("lost", FULL, 1, 2) == [True, True], "it was there after all"
-
-    asyncio.run(body())
+        await until(swept)
+        assert set(await other.leases.holders()) == {"kept"}
+        fence = keys.fence(0, 1)
+        assert await other.client.command("HKEYS", fence) == [b"kept"]
+        writer.mirror.store("lost", FULL, blocks(2))
+        await writer.mirror.flush()
+        assert await replicas.held("lost", FULL, 1, 2) == [True, True], "it was there after all"
 
 
-def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e", "f")
-            writer.mirror.store("e", FULL, blocks(1))
-            writer.mirror.store("f", FULL, blocks(2))
-            await writer.mirror.flush()
-            token = writer.mirror.mirrored()["e"]
-            with pytest.raises(LeaseLost):
-                await writer.mirror.registry.invalidate("e", token - 1)
-            await writer.mirror.registry.invalidate("e", token)
-            assert "e" not in (await replicas.look([])).engines
-            running = asyncio.create_task(writer.mirror.run())
-            await until(lambda: replicas.exact(blocks(1, 2)))
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            assert writer.mirror.counters.lost_slots == 1
-
-    asyncio.run(body())
+async def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e", "f")
+        writer.mirror.store("e", FULL, blocks(1))
+        writer.mirror.store("f", FULL, blocks(2))
+        await writer.mirror.flush()
+        token = writer.mirror.mirrored()["e"]
+        with pytest.raises(LeaseLost):
+            await writer.mirror.registry.invalidate("e", token - 1)
+        await writer.mirror.registry.invalidate("e", token)
+        assert "e" not in (await replicas.look([])).engines
+        running = asyncio.create_task(writer.mirror.run())
+        await until(lambda: replicas.exact(blocks(1, 2)))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert writer.mirror.counters.lost_slots == 1

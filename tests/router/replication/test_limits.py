@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +23,7 @@ from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.examples import examples
 from tests.support.redis_servers import Server, any_program
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 FIELDS = [(b"authorization", b"Bearer key")]
@@ -290,52 +289,46 @@ async def connected(server: Server) -> AsyncIterator[Client]:
         await client.close()
 
 
-def test_the_server_goes_away_and_comes_back(server: Server, rules: Path) -> None:
-    async def main() -> None:
-        clock = Clock()
-        one, two = (Replica(rules, name, clock) for name in ("one", "two"))
-        async with connected(server) as client, connected(server) as another:
-            shared = [
-                SharedLimits(where, b"limits", who.name, 1, who.gate, clock=clock)
-                for where, who in ((client, one), (another, two))
-            ]
+async def test_the_server_goes_away_and_comes_back(server: Server, rules: Path) -> None:
+    clock = Clock()
+    one, two = (Replica(rules, name, clock) for name in ("one", "two"))
+    async with connected(server) as client, connected(server) as another:
+        shared = [
+            SharedLimits(where, b"limits", who.name, 1, who.gate, clock=clock)
+            for where, who in ((client, one), (another, two))
+        ]
 
-            async def left(count: int) -> bool:
-                for each in shared:
-                    await each.exchange()
-                return one.left == two.left == count
+        async def left(count: int) -> bool:
+            for each in shared:
+                await each.exchange()
+            return one.left == two.left == count
 
-            assert one.lets_in()
-            for _ in range(2):  # until each has heard the other
-                assert await left(PER_MINUTE - 1)
-            server.kill()
-            await shared[1].exchange()
-            assert sum(shared[1].stats.failures.values()) == 1
-            assert one.lets_in()  # each by its own counters
-            assert two.lets_in()
-            server.start()
-            await until(partial(left, PER_MINUTE - 3), "both know again")
-            await shared[0].withdraw()
-            assert server.command("HKEYS", "limits") == [b"two"]
-
-    asyncio.run(main())
+        assert one.lets_in()
+        for _ in range(2):  # until each has heard the other
+            assert await left(PER_MINUTE - 1)
+        server.kill()
+        await shared[1].exchange()
+        assert sum(shared[1].stats.failures.values()) == 1
+        assert one.lets_in()  # each by its own counters
+        assert two.lets_in()
+        server.start()
+        await until(partial(left, PER_MINUTE - 3), "both know again")
+        await shared[0].withdraw()
+        assert server.command("HKEYS", "limits") == [b"two"]
 
 
-def test_too_many_tenants_are_told_in_part(server: Server, tmp_path: Path) -> None:
-    async def main() -> None:
-        count = TENANTS_MAX + 3
-        path = tmp_path / "keys.toml"
-        path.write_text("".join(f"[tenants.t{n}]\nrequests_per_minute = 9\n" for n in range(count)))
-        clock = Clock()
-        gate = KeyGate(KeyFile(path, clock=clock), clock=clock)
-        for number in range(count):
-            gate.account(f"t{number}").enter(clock())
-        async with connected(server) as client:
-            shared = SharedLimits(client, b"limits", "one", 1, gate, clock=clock)
-            await shared.exchange()
-        assert (shared.stats.exchanges, shared.stats.omitted) == (1, 3)
-
-    asyncio.run(main())
+async def test_too_many_tenants_are_told_in_part(server: Server, tmp_path: Path) -> None:
+    count = TENANTS_MAX + 3
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(f"[tenants.t{n}]\nrequests_per_minute = 9\n" for n in range(count)))
+    clock = Clock()
+    gate = KeyGate(KeyFile(path, clock=clock), clock=clock)
+    for number in range(count):
+        gate.account(f"t{number}").enter(clock())
+    async with connected(server) as client:
+        shared = SharedLimits(client, b"limits", "one", 1, gate, clock=clock)
+        await shared.exchange()
+    assert (shared.stats.exchanges, shared.stats.omitted) == (1, 3)
 
 
 @asynccontextmanager
@@ -350,28 +343,23 @@ async def two_routers(server: Server, path: Path) -> AsyncIterator[list[Rig]]:
         yield rigs
 
 
-def test_two_routers_give_one_limit(server: Server, tmp_path: Path) -> None:
+async def test_two_routers_give_one_limit(server: Server, tmp_path: Path) -> None:
     path = key_file(tmp_path, "concurrent_requests = 1")
 
-    async def main() -> None:
-        async with two_routers(server, path) as (one, other):
+    async with two_routers(server, path) as (one, other):
 
-            async def lets_in() -> bool:
-                body = {"model": MODEL, "prompt": "hello", "max_tokens": 1}
-                async with other.session.post(
-                    f"{other.url}/v1/completions", json=body, headers=KEY
-                ) as answer:
-                    return answer.status == 200
+        async def lets_in() -> bool:
+            body = {"model": MODEL, "prompt": "hello", "max_tokens": 1}
+            async with other.session.post(f"{other.url}/v1/completions", json=body, headers=KEY) as answer:
+                return answer.status == 200
 
-            async def refuses() -> bool:
-                return not await lets_in()
+        async def refuses() -> bool:
+            return not await lets_in()
 
-            held = {"model": MODEL, "prompt": "hello", "max_tokens": 2000, "stream": True}
-            async with one.session.post(f"{one.url}/v1/completions", json=held, headers=KEY) as answer:
-                assert answer.status == 200
-                await until(refuses, "the other router has heard")
-            await until(lets_in, "and hears that it is over")
-            page = (await other.ask("GET", "/metrics"))[1]
-            assert "kvatlas_limits_exchanges_total" in page
-
-    run(main())
+        held = {"model": MODEL, "prompt": "hello", "max_tokens": 2000, "stream": True}
+        async with one.session.post(f"{one.url}/v1/completions", json=held, headers=KEY) as answer:
+            assert answer.status == 200
+            await until(refuses, "the other router has heard")
+        await until(lets_in, "and hears that it is over")
+        page = (await other.ask("GET", "/metrics"))[1]
+        assert "kvatlas_limits_exchanges_total" in page

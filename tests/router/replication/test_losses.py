@@ -46,71 +46,65 @@ async def never_wrong_until_exact(replicas: Replicas, hashes: list[int]) -> None
     await until(exact)
 
 
-def test_eviction_hides_and_refresh_heals(server: Server) -> None:
-    async def body() -> None:
-        settings = make_settings(server.url, block_ttl_s=6.0)
-        async with Replicas(settings, "a", "b") as replicas:
-            one, two = replicas["a"], replicas["b"]
-            await one.take("e")
-            await two.take("f")
-            one.mirror.store("e", FULL, MANY)
-            two.mirror.store("f", FULL, MANY[::2])
-            await asyncio.gather(one.mirror.flush(), two.mirror.flush())
-            assert await replicas.exact(MANY)
-            used = int(server.command("INFO", "memory").split(b"used_memory:")[1].split()[0])
-            server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
-            before = len(server.all_keys())
-            for number in range(40):  # random victims, the books among them sooner or later
-                server.command("CONFIG", "SET", "maxmemory", used - 4096 * number)
-                wrong, missing = await replicas.differences(MANY)
-                assert wrong == []
-            assert len(server.all_keys()) < before
-            assert missing
-            server.command("CONFIG", "SET", "maxmemory", 0)
-            tasks = [asyncio.create_task(writer.mirror.run()) for writer in replicas.writers.values()]
+async def test_eviction_hides_and_refresh_heals(server: Server) -> None:
+    settings = make_settings(server.url, block_ttl_s=6.0)
+    async with Replicas(settings, "a", "b") as replicas:
+        one, two = replicas["a"], replicas["b"]
+        await one.take("e")
+        await two.take("f")
+        one.mirror.store("e", FULL, MANY)
+        two.mirror.store("f", FULL, MANY[::2])
+        await asyncio.gather(one.mirror.flush(), two.mirror.flush())
+        assert await replicas.exact(MANY)
+        used = int(server.command("INFO", "memory").split(b"used_memory:")[1].split()[0])
+        server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
+        before = len(server.all_keys())
+        for number in range(40):  # random victims, the books among them sooner or later
+            server.command("CONFIG", "SET", "maxmemory", used - 4096 * number)
+            wrong, missing = await replicas.differences(MANY)
+            assert wrong == []
+        assert len(server.all_keys()) < before
+        assert missing
+        server.command("CONFIG", "SET", "maxmemory", 0)
+        tasks = [asyncio.create_task(writer.mirror.run()) for writer in replicas.writers.values()]
 
-            async def healed() -> bool:
-                for writer in replicas.writers.values():
-                    assert not await writer.leases.renew(writer.mirror.mirrored())
-                return await replicas.exact(MANY)
+        async def healed() -> bool:
+            for writer in replicas.writers.values():
+                assert not await writer.leases.renew(writer.mirror.mirrored())
+            return await replicas.exact(MANY)
 
-            await until(healed)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            assert not one.lost + two.lost
-
-    asyncio.run(body())
+        await until(healed)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not one.lost + two.lost
 
 
 @pytest.mark.parametrize("lost", ["scope", "leases", "fence", "everything"])
-def test_lost_books_are_written_again(server: Server, lost: str) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(server.url), "a", "b") as replicas:
-            one, two = replicas["a"], replicas["b"]
-            await one.take("e")
-            await two.take("f", "g")
-            one.mirror.store("e", FULL, MANY[:500])
-            two.mirror.store("f", CPU, MANY[200:700])
-            two.mirror.store("g", FULL, MANY[:10])
-            two.mirror.describe("g", EngineFacts(mode="native", feed_state="ready"))
-            for writer in (one, two):
-                await writer.mirror.flush()
-            assert await replicas.exact(MANY[:700])
-            keys = one.mirror.registry.keys
-            if lost == "everything":
-                server.command("FLUSHALL")
-            else:
-                key = {"scope": keys.scope, "leases": keys.leases, "fence": keys.fence(0, 1)}[lost]
-                assert server.command("DEL", key) == 1
-            one.mirror.remove("e", FULL, MANY[:100])
-            two.mirror.forget("f")
-            two.mirror.store("f", FULL, MANY[5:6])
-            await never_wrong_until_exact(replicas, list(MANY[:700]))
-            assert not one.lost + two.lost
-            assert (await replicas.look([])).engines["g"].feed_state == "ready"
-
-    asyncio.run(body())
+async def test_lost_books_are_written_again(server: Server, lost: str) -> None:
+    async with Replicas(make_settings(server.url), "a", "b") as replicas:
+        one, two = replicas["a"], replicas["b"]
+        await one.take("e")
+        await two.take("f", "g")
+        one.mirror.store("e", FULL, MANY[:500])
+        two.mirror.store("f", CPU, MANY[200:700])
+        two.mirror.store("g", FULL, MANY[:10])
+        two.mirror.describe("g", EngineFacts(mode="native", feed_state="ready"))
+        for writer in (one, two):
+            await writer.mirror.flush()
+        assert await replicas.exact(MANY[:700])
+        keys = one.mirror.registry.keys
+        if lost == "everything":
+            server.command("FLUSHALL")
+        else:
+            key = {"scope": keys.scope, "leases": keys.leases, "fence": keys.fence(0, 1)}[lost]
+            assert server.command("DEL", key) == 1
+        one.mirror.remove("e", FULL, MANY[:100])
+        two.mirror.forget("f")
+        two.mirror.store("f", FULL, MANY[5:6])
+        await never_wrong_until_exact(replicas, list(MANY[:700]))
+        assert not one.lost + two.lost
+        assert (await replicas.look([])).engines["g"].feed_state == "ready"
 
 
 @pytest.mark.parametrize("data", ["empty", "old"])
@@ -156,187 +150,166 @@ def test_a_restarted_server_is_believed_only_when_written_again(data: str) -> No
         server.close()
 
 
-def test_a_full_server_shows_nothing_that_is_gone(server: Server) -> None:
-    async def body() -> None:
-        settings = make_settings(server.url)
-        async with Replicas(settings, "a", "b") as replicas:
-            one, two = replicas["a"], replicas["b"]
-            await one.take("e", "f")
-            await two.take("g")
-            one.mirror.store("e", FULL, MANY[:400])
-            one.mirror.store("f", FULL, MANY[:400])
-            two.mirror.store("g", FULL, MANY[:400])
-            for writer in (one, two):
-                await writer.mirror.flush()
-            server.command("CONFIG", "SET", "maxmemory", 1)
-            one.mirror.remove("e", FULL, MANY[:100])
-            one.mirror.store("e", FULL, MANY[400:500])
-            with pytest.raises(IndexUnavailable, match="OOM"):
-                await one.mirror.flush()
-            wrong, missing = await replicas.differences(MANY[:500])
-            assert wrong == []
-            assert {entry.split()[0] for entry in missing} == {"e"}, "others' presence stays"
-            one.mirror.remove("e", FULL, MANY[100:200])
-            one.mirror.store("e", FULL, MANY[:50])
-            with pytest.raises(IndexUnavailable, match="OOM"):
-                await one.mirror.flush()
-            wrong, missing = await replicas.differences(MANY[:400])
-            assert wrong == []
-            one.mirror.forget("f")
-            with pytest.raises(IndexUnavailable, match="OOM"):
-                await one.mirror.flush()
-            assert "f" not in (await replicas.look([])).engines
-            assert await replicas.held("f", FULL, *MANY[:3]) == [False] * 3
-            server.command("CONFIG", "SET", "maxmemory", 0)
+async def test_a_full_server_shows_nothing_that_is_gone(server: Server) -> None:
+    settings = make_settings(server.url)
+    async with Replicas(settings, "a", "b") as replicas:
+        one, two = replicas["a"], replicas["b"]
+        await one.take("e", "f")
+        await two.take("g")
+        one.mirror.store("e", FULL, MANY[:400])
+        one.mirror.store("f", FULL, MANY[:400])
+        two.mirror.store("g", FULL, MANY[:400])
+        for writer in (one, two):
+            await writer.mirror.flush()
+        server.command("CONFIG", "SET", "maxmemory", 1)
+        one.mirror.remove("e", FULL, MANY[:100])
+        one.mirror.store("e", FULL, MANY[400:500])
+        with pytest.raises(IndexUnavailable, match="OOM"):
             await one.mirror.flush()
-            assert await replicas.exact(MANY[:500])
+        wrong, missing = await replicas.differences(MANY[:500])
+        assert wrong == []
+        assert {entry.split()[0] for entry in missing} == {"e"}, "others' presence stays"
+        one.mirror.remove("e", FULL, MANY[100:200])
+        one.mirror.store("e", FULL, MANY[:50])
+        with pytest.raises(IndexUnavailable, match="OOM"):
+            await one.mirror.flush()
+        wrong, missing = await replicas.differences(MANY[:400])
+        assert wrong == []
+        one.mirror.forget("f")
+        with pytest.raises(IndexUnavailable, match="OOM"):
+            await one.mirror.flush()
+        assert "f" not in (await replicas.look([])).engines
+        assert await replicas.held("f", FULL, *MANY[:3]) == [False] * 3
+        server.command("CONFIG", "SET", "maxmemory", 0)
+        await one.mirror.flush()
+        assert await replicas.exact(MANY[:500])
 
-    asyncio.run(body())
 
-
-def test_a_full_server_and_news_it_has_no_room_for(server: Server) -> None:
+async def test_a_full_server_and_news_it_has_no_room_for(server: Server) -> None:
     """New patterns and new descriptions cannot be written; removals in the same breath must be."""
 
-    async def body() -> None:
-        async with Replicas(make_settings(server.url), "a") as replicas:
-            mirror = replicas["a"].mirror
-            await replicas["a"].take("e", "f")
-            mirror.describe("f", EngineFacts(mode="native"))
-            for engine_id in ("e", "f"):
-                mirror.store(engine_id, FULL, MANY[:100])
-            await mirror.flush()
-            server.command("CONFIG", "SET", "maxmemory", 1)
-            mirror.remove("e", FULL, MANY[:50])
-            mirror.store("e", CPU, MANY[:100])
-            for _ in range(2):
-                with pytest.raises(IndexUnavailable, match="OOM"):
-                    await mirror.flush()
-            wrong, missing = await replicas.differences(MANY[:100])
-            assert wrong == []
-            assert missing
-            mirror.describe("f", EngineFacts(mode="unknown", why_unknown="another group was seen"))
+    async with Replicas(make_settings(server.url), "a") as replicas:
+        mirror = replicas["a"].mirror
+        await replicas["a"].take("e", "f")
+        mirror.describe("f", EngineFacts(mode="native"))
+        for engine_id in ("e", "f"):
+            mirror.store(engine_id, FULL, MANY[:100])
+        await mirror.flush()
+        server.command("CONFIG", "SET", "maxmemory", 1)
+        mirror.remove("e", FULL, MANY[:50])
+        mirror.store("e", CPU, MANY[:100])
+        for _ in range(2):
             with pytest.raises(IndexUnavailable, match="OOM"):
                 await mirror.flush()
-            assert (await replicas.look([])).engines.keys() == {"e"}
-            server.command("CONFIG", "SET", "maxmemory", 0)
+        wrong, missing = await replicas.differences(MANY[:100])
+        assert wrong == []
+        assert missing
+        mirror.describe("f", EngineFacts(mode="unknown", why_unknown="another group was seen"))
+        with pytest.raises(IndexUnavailable, match="OOM"):
             await mirror.flush()
-            assert await replicas.exact(MANY[:100])
-            assert (await replicas.look([])).engines["f"].mode == "unknown"
+        assert (await replicas.look([])).engines.keys() == {"e"}
+        server.command("CONFIG", "SET", "maxmemory", 0)
+        await mirror.flush()
+        assert await replicas.exact(MANY[:100])
+        assert (await replicas.look([])).engines["f"].mode == "unknown"
 
-    asyncio.run(body())
 
-
-def test_engines_whose_changes_cannot_be_written_are_not_believed(server: Server) -> None:
+async def test_engines_whose_changes_cannot_be_written_are_not_believed(server: Server) -> None:
     """The lease is renewed, only the writes fail: for ever so, if nobody did anything about it."""
 
-    async def body() -> None:
-        settings = make_settings(server.url, lease_s=0.5, renew_s=0.1)
-        async with Replicas(settings, "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e", "f")
-            for engine_id in ("e", "f"):
-                writer.mirror.store(engine_id, FULL, MANY[:100])
-            await writer.mirror.flush()
-            assert server.command("ACL", "SETUSER", "default", "-mget") == b"OK"
-            writer.mirror.remove("e", FULL, MANY[:50])
+    settings = make_settings(server.url, lease_s=0.5, renew_s=0.1)
+    async with Replicas(settings, "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e", "f")
+        for engine_id in ("e", "f"):
+            writer.mirror.store(engine_id, FULL, MANY[:100])
+        await writer.mirror.flush()
+        assert server.command("ACL", "SETUSER", "default", "-mget") == b"OK"
+        writer.mirror.remove("e", FULL, MANY[:50])
 
-            async def disowned() -> bool:
-                assert not await writer.leases.renew(writer.mirror.mirrored())
-                with pytest.raises(IndexUnavailable, match="script"):
-                    await writer.mirror.flush()
-                view = await writer.mirror.registry.fetch()
-                return view is not None and view.slots.keys() == {"f"}
+        async def disowned() -> bool:
+            assert not await writer.leases.renew(writer.mirror.mirrored())
+            with pytest.raises(IndexUnavailable, match="script"):
+                await writer.mirror.flush()
+            view = await writer.mirror.registry.fetch()
+            return view is not None and view.slots.keys() == {"f"}
 
-            await until(disowned)
-            assert server.command("ACL", "SETUSER", "default", "+mget") == b"OK"
-            await writer.mirror.flush()
-            assert await replicas.exact(MANY[:100])
-
-    asyncio.run(body())
+        await until(disowned)
+        assert server.command("ACL", "SETUSER", "default", "+mget") == b"OK"
+        await writer.mirror.flush()
+        assert await replicas.exact(MANY[:100])
 
 
 @pytest.mark.long
-def test_blocks_are_written_again_before_they_expire(server: Server) -> None:
-    async def body() -> None:
-        settings = make_settings(server.url, block_ttl_s=3.0, lease_s=1.2, renew_s=0.4)
-        async with Replicas(settings, "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e", "f")
-            writer.mirror.store("e", FULL, MANY[:200])
-            writer.mirror.store("f", CPU, MANY[100:120])
-            running = asyncio.create_task(writer.mirror.run())
-            await until(lambda: replicas.exact(MANY[:200]))
-            end = asyncio.get_running_loop().time() + 1.5 * settings.block_ttl_s
-            while asyncio.get_running_loop().time() < end:
-                assert not await writer.leases.renew(writer.mirror.mirrored())
-                assert await replicas.exact(MANY[:200])
-                await asyncio.sleep(0.05)
-            blocks_there = [key for key in server.all_keys() if len(key) == len(settings.namespace) + 15]
-            assert len(blocks_there) == 200
-            assert server.command("DEL", *blocks_there[:50]) == 50
-            await until(lambda: replicas.exact(MANY[:200]))
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(body())
-
-
-def test_scripts_may_be_flushed(server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e")
-            for number in range(4):
-                writer.mirror.store("e", FULL, MANY[number * 600 : number * 600 + 600])
-                await writer.mirror.flush()
-                server.command("SCRIPT", "FLUSH")
-            assert await replicas.exact(MANY)
+async def test_blocks_are_written_again_before_they_expire(server: Server) -> None:
+    settings = make_settings(server.url, block_ttl_s=3.0, lease_s=1.2, renew_s=0.4)
+    async with Replicas(settings, "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e", "f")
+        writer.mirror.store("e", FULL, MANY[:200])
+        writer.mirror.store("f", CPU, MANY[100:120])
+        running = asyncio.create_task(writer.mirror.run())
+        await until(lambda: replicas.exact(MANY[:200]))
+        end = asyncio.get_running_loop().time() + 1.5 * settings.block_ttl_s
+        while asyncio.get_running_loop().time() < end:
             assert not await writer.leases.renew(writer.mirror.mirrored())
-
-    asyncio.run(body())
-
-
-def test_a_silent_server_costs_no_more_than_the_deadline(server: Server) -> None:
-    async def body() -> None:
-        settings = make_settings(server.url, lookup_timeout_s=0.02, write_timeout_s=0.1)
-        async with Replicas(settings, "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e")
-            writer.mirror.store("e", FULL, MANY[:100])
-            await until(lambda: flushed(writer))
-            server.freeze()
-            for _ in range(3):
-                with pytest.raises(IndexUnavailable, match="timeout"):
-                    await replicas.look(MANY[:100])
-            writer.mirror.remove("e", FULL, MANY[:50])
-            with pytest.raises(IndexUnavailable):
-                await writer.mirror.flush()
-            server.thaw()
-            await until(lambda: flushed(writer))
-            await until(lambda: replicas.exact(MANY[:100]))
-            assert replicas.reader.counters.failures["timeout"] >= 3
-
-    asyncio.run(body())
+            assert await replicas.exact(MANY[:200])
+            await asyncio.sleep(0.05)
+        blocks_there = [key for key in server.all_keys() if len(key) == len(settings.namespace) + 15]
+        assert len(blocks_there) == 200
+        assert server.command("DEL", *blocks_there[:50]) == 50
+        await until(lambda: replicas.exact(MANY[:200]))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
-def test_another_schema_is_refused(server: Server) -> None:
-    async def body() -> None:
-        settings = make_settings(server.url)
-        server.command("SET", f"{settings.namespace}:schema", "2")
-        async with Replicas(settings, "a") as replicas:
-            writer = replicas["a"]
-            for attempt in (writer.mirror.registry.check, writer.mirror.flush):
-                with pytest.raises(IndexRefused, match=r"schema 2.*writes schema 1"):
-                    await attempt()
-            server.command("DEL", f"{settings.namespace}:schema")
-            await writer.take("e")
-            server.command("HSET", writer.mirror.registry.keys.scope, "schema", "3", "v", "x")
-            with pytest.raises(IndexRefused, match="schema 3"):
-                await replicas.look(MANY[:1])
-            with pytest.raises(IndexRefused, match="schema 3"):
-                await writer.mirror.registry.check()
+async def test_scripts_may_be_flushed(server: Server) -> None:
+    async with Replicas(make_settings(server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e")
+        for number in range(4):
+            writer.mirror.store("e", FULL, MANY[number * 600 : number * 600 + 600])
+            await writer.mirror.flush()
+            server.command("SCRIPT", "FLUSH")
+        assert await replicas.exact(MANY)
+        assert not await writer.leases.renew(writer.mirror.mirrored())
 
-    asyncio.run(body())
+
+async def test_a_silent_server_costs_no_more_than_the_deadline(server: Server) -> None:
+    settings = make_settings(server.url, lookup_timeout_s=0.02, write_timeout_s=0.1)
+    async with Replicas(settings, "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e")
+        writer.mirror.store("e", FULL, MANY[:100])
+        await until(lambda: flushed(writer))
+        server.freeze()
+        for _ in range(3):
+            with pytest.raises(IndexUnavailable, match="timeout"):
+                await replicas.look(MANY[:100])
+        writer.mirror.remove("e", FULL, MANY[:50])
+        with pytest.raises(IndexUnavailable):
+            await writer.mirror.flush()
+        server.thaw()
+        await until(lambda: flushed(writer))
+        await until(lambda: replicas.exact(MANY[:100]))
+        assert replicas.reader.counters.failures["timeout"] >= 3
+
+
+async def test_another_schema_is_refused(server: Server) -> None:
+    settings = make_settings(server.url)
+    server.command("SET", f"{settings.namespace}:schema", "2")
+    async with Replicas(settings, "a") as replicas:
+        writer = replicas["a"]
+        for attempt in (writer.mirror.registry.check, writer.mirror.flush):
+            with pytest.raises(IndexRefused, match=r"schema 2.*writes schema 1"):
+                await attempt()
+        server.command("DEL", f"{settings.namespace}:schema")
+        await writer.take("e")
+        server.command("HSET", writer.mirror.registry.keys.scope, "schema", "3", "v", "x")
+        with pytest.raises(IndexRefused, match="schema 3"):
+            await replicas.look(MANY[:1])
+        with pytest.raises(IndexRefused, match="schema 3"):
+            await writer.mirror.registry.check()
 
 
 @pytest.mark.long
@@ -370,17 +343,14 @@ def test_a_cluster_node_that_comes_back_empty() -> None:
         made.close()
 
 
-def test_the_model_is_part_of_every_key(server: Server) -> None:
+async def test_the_model_is_part_of_every_key(server: Server) -> None:
     """Another model in the same namespace shares nothing, though its hashes are the same."""
 
-    async def body() -> None:
-        async with Replicas(make_settings(server.url), "a") as replicas:
-            await replicas["a"].take("e")
-            replicas["a"].mirror.store("e", FULL, blocks(1))
-            await replicas["a"].mirror.flush()
-            other = await replicas.reader.lookup(blocks(1), "another/model")
-            assert not other.engines
-            assert not other.rows.columns
-            assert (await replicas.reader.lookup(blocks(1), MODEL)).engines
-
-    asyncio.run(body())
+    async with Replicas(make_settings(server.url), "a") as replicas:
+        await replicas["a"].take("e")
+        replicas["a"].mirror.store("e", FULL, blocks(1))
+        await replicas["a"].mirror.flush()
+        other = await replicas.reader.lookup(blocks(1), "another/model")
+        assert not other.engines
+        assert not other.rows.columns
+        assert (await replicas.reader.lookup(blocks(1), MODEL)).engines

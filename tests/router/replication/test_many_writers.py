@@ -82,9 +82,7 @@ def test_the_reader_sees_what_the_writers_hold(servers: Server | Cluster, seed: 
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"code_bytes": 2}, {"partitions": 8}],
-    ids=lambda changes: next(iter(changes)),
+    "changes", [{"code_bytes": 2}, {"partitions": 8}], ids=lambda changes: next(iter(changes))
 )
 def test_it_does_so_with_any_settings(plain_server: Server, changes: dict[str, Any]) -> None:
     asyncio.run(history(make_settings(plain_server.url, **changes), 7, engines=9, steps=25))
@@ -104,220 +102,193 @@ def test_more_engines_than_bits_in_a_word(plain_server: Server, code_bytes: int)
 
 
 @pytest.mark.parametrize("seed", some(range(6), 6))
-def test_changes_while_a_flush_is_under_way(
+async def test_changes_while_a_flush_is_under_way(
     plain_server: Server, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is changed while batches are on their way is written by the same or the next flush."""
     monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
 
-    async def body() -> None:
-        rng = random.Random(seed)
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e0", "e1")
-            for _ in range(60):
-                for _ in range(10):
-                    change(rng, writer, rng.choice(["e0", "e1"]))
-                flush = asyncio.create_task(writer.mirror.flush())
-                while not flush.done():
-                    change(rng, writer, rng.choice(["e0", "e1"]))
-                    await asyncio.sleep(0)
-                await flush
-                await writer.mirror.flush()
-                assert await replicas.exact(HASHES)
-
-    asyncio.run(body())
+    rng = random.Random(seed)
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e0", "e1")
+        for _ in range(60):
+            for _ in range(10):
+                change(rng, writer, rng.choice(["e0", "e1"]))
+            flush = asyncio.create_task(writer.mirror.flush())
+            while not flush.done():
+                change(rng, writer, rng.choice(["e0", "e1"]))
+                await asyncio.sleep(0)
+            await flush
+            await writer.mirror.flush()
+            assert await replicas.exact(HASHES)
 
 
-def test_a_flush_may_be_cancelled_at_any_moment(
+async def test_a_flush_may_be_cancelled_at_any_moment(
     plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had taken waits again."""
     monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
 
-    async def body() -> None:
-        rng = random.Random(9)
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e0", "e1")
-            for turns in range(40):
-                for _ in range(10):
-                    change(rng, writer, rng.choice(["e0", "e1"]))
-                flush = asyncio.create_task(writer.mirror.flush())
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                flush.cancel()
-                await asyncio.gather(flush, return_exceptions=True)
-                await writer.mirror.flush()
-                assert await replicas.exact(HASHES)
-                assert writer.mirror.written("e0")
-                assert writer.mirror.written("e1")
-
-    asyncio.run(body())
+    rng = random.Random(9)
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e0", "e1")
+        for turns in range(40):
+            for _ in range(10):
+                change(rng, writer, rng.choice(["e0", "e1"]))
+            flush = asyncio.create_task(writer.mirror.flush())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            flush.cancel()
+            await asyncio.gather(flush, return_exceptions=True)
+            await writer.mirror.flush()
+            assert await replicas.exact(HASHES)
+            assert writer.mirror.written("e0")
+            assert writer.mirror.written("e1")
 
 
-def test_changes_while_an_engine_is_taken_over(plain_server: Server) -> None:
+async def test_changes_while_an_engine_is_taken_over(plain_server: Server) -> None:
     """A feed may run on while its engine is taken over again under a new token."""
 
-    async def body() -> None:
-        rng = random.Random(8)
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            for turn in range(20):
-                token = await writer.leases.acquire("e0")
-                assert token is not None
-                taking = asyncio.create_task(writer.mirror.take_over("e0", token))
-                while not taking.done():
-                    if turn % 4:
-                        change(rng, writer, "e0")
-                    elif rng.random() < 0.2:
-                        writer.mirror.store("e0", FULL, rng.choices(HASHES, k=2))
-                    await asyncio.sleep(0)
-                await taking
-                await writer.mirror.flush()
-                assert await replicas.exact(HASHES)
-                if turn % 4 == 3:
-                    writer.mirror.drop("e0")
-
-    asyncio.run(body())
+    rng = random.Random(8)
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        for turn in range(20):
+            token = await writer.leases.acquire("e0")
+            assert token is not None
+            taking = asyncio.create_task(writer.mirror.take_over("e0", token))
+            while not taking.done():
+                if turn % 4:
+                    change(rng, writer, "e0")
+                elif rng.random() < 0.2:
+                    writer.mirror.store("e0", FULL, rng.choices(HASHES, k=2))
+                await asyncio.sleep(0)
+            await taking
+            await writer.mirror.flush()
+            assert await replicas.exact(HASHES)
+            if turn % 4 == 3:
+                writer.mirror.drop("e0")
 
 
-def test_two_hundred_and_fifty_five_generations(plain_server: Server) -> None:
+async def test_two_hundred_and_fifty_five_generations(plain_server: Server) -> None:
     """A slot whose generations are used up is left for another one, and for good."""
 
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e0", "e1")
-            writer.mirror.store("e1", FULL, blocks(1))
-            slots = set()
-            for turn in range(300):
-                writer.mirror.store("e0", FULL, blocks(turn, turn + 1))
-                await writer.mirror.flush()
-                if turn % 10 == 0:
-                    assert await replicas.exact(blocks(*range(turn + 2)))
-                    slots.add((await replicas.look([])).engines["e0"].slot)
-                writer.mirror.forget("e0")
-                await writer.mirror.flush()
-            assert await replicas.exact(blocks(*range(301)))
-            assert await replicas.held("e1", FULL, 0, 1) == [False, True]
-            assert len(slots) == 2
-
-    asyncio.run(body())
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e0", "e1")
+        writer.mirror.store("e1", FULL, blocks(1))
+        slots = set()
+        for turn in range(300):
+            writer.mirror.store("e0", FULL, blocks(turn, turn + 1))
+            await writer.mirror.flush()
+            if turn % 10 == 0:
+                assert await replicas.exact(blocks(*range(turn + 2)))
+                slots.add((await replicas.look([])).engines["e0"].slot)
+            writer.mirror.forget("e0")
+            await writer.mirror.flush()
+        assert await replicas.exact(blocks(*range(301)))
+        assert await replicas.held("e1", FULL, 0, 1) == [False, True]
+        assert len(slots) == 2
 
 
-def test_a_scope_without_free_slots_is_begun_anew(
+async def test_a_scope_without_free_slots_is_begun_anew(
     plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.replication.registry.SLOTS_MAX", 3)
 
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
-            one, two = replicas["a"], replicas["b"]
-            await one.take("e0")
-            await two.take("e1")
-            two.mirror.store("e1", FULL, blocks(5))
+    async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
+        one, two = replicas["a"], replicas["b"]
+        await one.take("e0")
+        await two.take("e1")
+        two.mirror.store("e1", FULL, blocks(5))
+        await two.mirror.flush()
+        for turn in range(600):
+            one.mirror.forget("e0")
+            one.mirror.store("e0", FULL, blocks(turn))
+            await one.mirror.flush()
+        wrong, _ = await replicas.differences(blocks(*range(600)))
+        assert wrong == []
+
+        async def whole() -> bool:
             await two.mirror.flush()
-            for turn in range(600):
-                one.mirror.forget("e0")
-                one.mirror.store("e0", FULL, blocks(turn))
-                await one.mirror.flush()
-            wrong, _ = await replicas.differences(blocks(*range(600)))
-            assert wrong == []
+            return await replicas.exact(blocks(*range(600)))
 
-            async def whole() -> bool:
-                await two.mirror.flush()
-                return await replicas.exact(blocks(*range(600)))
-
-            await until(whole)
-            assert two.mirror.counters.scope_changes >= 1
-
-    asyncio.run(body())
+        await until(whole)
+        assert two.mirror.counters.scope_changes >= 1
 
 
-def test_patterns_without_a_code_are_shown_in_part(
+async def test_patterns_without_a_code_are_shown_in_part(
     plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 2)
 
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            mirror = replicas["a"].mirror
-            await replicas["a"].take("e0")
-            mirror.store("e0", FULL, blocks(1, 2, 3))
-            await mirror.flush()
-            mirror.store("e0", WINDOW, blocks(2, 3))
-            await mirror.flush()
-            mirror.store("e0", CPU, blocks(3, 4))
-            await mirror.flush()
-            wrong, missing = await replicas.differences(blocks(1, 2, 3, 4))
-            assert wrong == []
-            assert len(missing) == 2, "block 3 and 4 in CPU"
-            assert await replicas.held("e0", WINDOW, 1, 2, 3) == [False, True, True]
-
-    asyncio.run(body())
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        mirror = replicas["a"].mirror
+        await replicas["a"].take("e0")
+        mirror.store("e0", FULL, blocks(1, 2, 3))
+        await mirror.flush()
+        mirror.store("e0", WINDOW, blocks(2, 3))
+        await mirror.flush()
+        mirror.store("e0", CPU, blocks(3, 4))
+        await mirror.flush()
+        wrong, missing = await replicas.differences(blocks(1, 2, 3, 4))
+        assert wrong == []
+        assert len(missing) == 2, "block 3 and 4 in CPU"
+        assert await replicas.held("e0", WINDOW, 1, 2, 3) == [False, True, True]
 
 
-def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
+async def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
     plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 8)
 
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            mirror = replicas["a"].mirror
-            await replicas["a"].take("e0")
-            offload = [Plane(f"CPU@{owner}", 0) for owner in "abcd"]
-            for number in range(16):  # as many sets of places outside the GPU
-                for position, plane in enumerate(offload):
-                    if number >> position & 1:
-                        mirror.store("e0", plane, blocks(number))
-                        await mirror.flush()
-            mirror.store("e0", FULL, blocks(*range(12)))
-            await mirror.flush()
-            mirror.store("e0", WINDOW, blocks(*range(6, 18)))
-            await mirror.flush()
-            everything = blocks(*range(20))
-            wrong, missing = await replicas.differences(everything)
-            assert wrong == []
-            assert missing
-            assert not any("GPU" in text for text in missing), missing
-            assert replicas["a"].mirror._queue.codes.without_code > 0
-
-    asyncio.run(body())
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        mirror = replicas["a"].mirror
+        await replicas["a"].take("e0")
+        offload = [Plane(f"CPU@{owner}", 0) for owner in "abcd"]
+        for number in range(16):  # as many sets of places outside the GPU
+            for position, plane in enumerate(offload):
+                if number >> position & 1:
+                    mirror.store("e0", plane, blocks(number))
+                    await mirror.flush()
+        mirror.store("e0", FULL, blocks(*range(12)))
+        await mirror.flush()
+        mirror.store("e0", WINDOW, blocks(*range(6, 18)))
+        await mirror.flush()
+        everything = blocks(*range(20))
+        wrong, missing = await replicas.differences(everything)
+        assert wrong == []
+        assert missing
+        assert not any("GPU" in text for text in missing), missing
+        assert replicas["a"].mirror._queue.codes.without_code > 0
 
 
-def test_a_shared_store_that_grew_old_leaves_the_rest_in_sight(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            mirror = replicas["a"].mirror
-            await replicas["a"].take("e0")
-            mirror.store("e0", FULL, blocks(*range(50)))
-            mirror.store("e0", SHARED, blocks(*range(30, 80)))
-            await mirror.flush()
-            seats = mirror.counters.claims
-            mirror.clear("e0", SHARED.medium)
-            assert await replicas.held("e0", FULL, 0, 49) == [True, True], "before the change is written, too"
-            await mirror.flush()
-            assert await replicas.exact(blocks(*range(80)))
-            assert mirror.counters.claims == seats, "no new generation"
-
-    asyncio.run(body())
+async def test_a_shared_store_that_grew_old_leaves_the_rest_in_sight(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        mirror = replicas["a"].mirror
+        await replicas["a"].take("e0")
+        mirror.store("e0", FULL, blocks(*range(50)))
+        mirror.store("e0", SHARED, blocks(*range(30, 80)))
+        await mirror.flush()
+        seats = mirror.counters.claims
+        mirror.clear("e0", SHARED.medium)
+        assert await replicas.held("e0", FULL, 0, 49) == [True, True], "before the change is written, too"
+        await mirror.flush()
+        assert await replicas.exact(blocks(*range(80)))
+        assert mirror.counters.claims == seats, "no new generation"
 
 
-def test_more_planes_than_fit_are_left_out(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "a") as replicas:
-            mirror = replicas["a"].mirror
-            await replicas["a"].take("e0")
-            for group in range(70):
-                mirror.store("e0", Plane("GPU", group), blocks(1, group + 2))
-            await mirror.flush()
-            wrong, missing = await replicas.differences(blocks(*range(1, 80)))
-            assert wrong == []
-            assert len(missing) == 2 * 6
-
-    asyncio.run(body())
+async def test_more_planes_than_fit_are_left_out(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        mirror = replicas["a"].mirror
+        await replicas["a"].take("e0")
+        for group in range(70):
+            mirror.store("e0", Plane("GPU", group), blocks(1, group + 2))
+        await mirror.flush()
+        wrong, missing = await replicas.differences(blocks(*range(1, 80)))
+        assert wrong == []
+        assert len(missing) == 2 * 6
 
 
 def test_every_key_expires(servers: Server | Cluster) -> None:

@@ -55,7 +55,7 @@ async def everything(replicas: Replicas) -> None:
     await registry.invalidate("e", writer.mirror.mirrored()["e"])
 
 
-def test_the_documented_rights_are_enough(servers: Server | Cluster) -> None:
+async def test_the_documented_rights_are_enough(servers: Server | Cluster) -> None:
     clustered = isinstance(servers, Cluster)
     nodes = servers.nodes if isinstance(servers, Cluster) else [servers]
     namespace = "rights"
@@ -63,11 +63,8 @@ def test_the_documented_rights_are_enough(servers: Server | Cluster) -> None:
         allow(node, "router", namespace, "-@all", *RIGHTS, *(CLUSTER_RIGHTS if clustered else []))
     url = servers.url.replace("://", "://router:hunter2@")
 
-    async def body() -> None:
-        async with Replicas(make_settings(url, namespace=namespace), "a") as replicas:
-            await everything(replicas)
-
-    asyncio.run(body())
+    async with Replicas(make_settings(url, namespace=namespace), "a") as replicas:
+        await everything(replicas)
 
 
 @pytest.mark.parametrize("right", RIGHTS)

@@ -50,42 +50,39 @@ def facts_of(fleet: FleetResidency, engine_id: str) -> EngineFacts:
     return engine_facts(fleet.engine(engine_id), fleet.residency(engine_id).query(), FeedState.READY, 0)
 
 
-def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_server: Server) -> None:
-    async def body() -> None:
-        async with Replicas(make_settings(plain_server.url), "one", "two") as replicas:
-            fleets = {name: FleetResidency(ModelFacts(), replicas[name].mirror) for name in ("one", "two")}
-            for name, engine_id in (("one", "writer"), ("two", "reader"), ("two", "stranger")):
-                await replicas[name].take(engine_id)
-                fleets[name].apply(engine_id, batch(WRITER.stored(PROMPT, stop=2)))
-            fleets["one"].apply("writer", batch(in_store(*HASHES[:8])))
-            fleets["two"].apply("reader", batch(in_store(HASHES[11])))
-            for name, engine_id in (("one", "writer"), ("two", "reader"), ("two", "stranger")):
-                replicas[name].mirror.describe(engine_id, facts_of(fleets[name], engine_id))
-            for name in ("one", "two"):
-                await replicas[name].mirror.flush()
+async def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_server: Server) -> None:
+    async with Replicas(make_settings(plain_server.url), "one", "two") as replicas:
+        fleets = {name: FleetResidency(ModelFacts(), replicas[name].mirror) for name in ("one", "two")}
+        for name, engine_id in (("one", "writer"), ("two", "reader"), ("two", "stranger")):
+            await replicas[name].take(engine_id)
+            fleets[name].apply(engine_id, batch(WRITER.stored(PROMPT, stop=2)))
+        fleets["one"].apply("writer", batch(in_store(*HASHES[:8])))
+        fleets["two"].apply("reader", batch(in_store(HASHES[11])))
+        for name, engine_id in (("one", "writer"), ("two", "reader"), ("two", "stranger")):
+            replicas[name].mirror.describe(engine_id, facts_of(fleets[name], engine_id))
+        for name in ("one", "two"):
+            await replicas[name].mirror.flush()
 
-            models = dict.fromkeys(("writer", "reader", "stranger"), MODEL)
-            lookup = IndexLookup(
-                lambda: replicas.reader, Own("reader"), LoadGossip("two", lambda now: {}, started=1),
-                clock=asyncio.get_running_loop().time,
-            )  # fmt: skip
-            look = await lookup.look(Prompt(PROMPT), models)
-            assert look.problem == ""
-            assert (look.hits["writer"].hit_tokens, look.hits["writer"].storage_tokens) == (32, 96)
-            assert (look.hits["stranger"].hit_tokens, look.hits["stranger"].storage_tokens) == (32, 0)
+        models = dict.fromkeys(("writer", "reader", "stranger"), MODEL)
+        lookup = IndexLookup(
+            lambda: replicas.reader, Own("reader"), LoadGossip("two", lambda now: {}, started=1),
+            clock=asyncio.get_running_loop().time,
+        )  # fmt: skip
+        look = await lookup.look(Prompt(PROMPT), models)
+        assert look.problem == ""
+        assert (look.hits["writer"].hit_tokens, look.hits["writer"].storage_tokens) == (32, 96)
+        assert (look.hits["stranger"].hit_tokens, look.hits["stranger"].storage_tokens) == (32, 0)
 
-            told = look.stores[MODEL]
-            own = fleets["two"].predict(Prompt(PROMPT), ["reader", "stranger"], elsewhere=told)
-            assert (own["reader"].hit_tokens, own["reader"].storage_tokens) == (32, 96)
-            assert (own["stranger"].hit_tokens, own["stranger"].storage_tokens) == (32, 0)
-            alone = fleets["two"].predict(Prompt(PROMPT), ["reader"])["reader"]
-            assert alone.storage_tokens == 0, "its own replica heard nothing of those blocks"
+        told = look.stores[MODEL]
+        own = fleets["two"].predict(Prompt(PROMPT), ["reader", "stranger"], elsewhere=told)
+        assert (own["reader"].hit_tokens, own["reader"].storage_tokens) == (32, 96)
+        assert (own["stranger"].hit_tokens, own["stranger"].storage_tokens) == (32, 0)
+        alone = fleets["two"].predict(Prompt(PROMPT), ["reader"])["reader"]
+        assert alone.storage_tokens == 0, "its own replica heard nothing of those blocks"
 
-            fleets["one"].age(0.0)
-            fleets["one"].age(1000.0)
-            fleets["one"].age(2000.0)
-            await replicas["one"].mirror.flush()
-            later = await lookup.look(Prompt(PROMPT), models)
-            assert (later.hits["writer"].hit_tokens, later.hits["writer"].storage_tokens) == (32, 0)
-
-    asyncio.run(body())
+        fleets["one"].age(0.0)
+        fleets["one"].age(1000.0)
+        fleets["one"].age(2000.0)
+        await replicas["one"].mirror.flush()
+        later = await lookup.look(Prompt(PROMPT), models)
+        assert (later.hits["writer"].hit_tokens, later.hits["writer"].storage_tokens) == (32, 0)

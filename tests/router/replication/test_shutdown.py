@@ -44,29 +44,23 @@ def test_a_router_with_several_leases_ends_without_a_fault_and_releases_each(
     assert "Traceback" not in capsys.readouterr().out
 
 
-def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: Server) -> None:
+async def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: Server) -> None:
     settings = _settings(plain_server)
 
-    async def main() -> None:
-        async with (
-            running({}, {}) as engines,
-            routing(configure(*engines, index=settings)) as rig,
-        ):
-            index = rig.router.peers.index
-            await _all_followed(index, engines)
-            assert index is not None
-            first = asyncio.create_task(index.release_leases())
-            await asyncio.sleep(0)
-            first.cancel()  # its caller ends first
-            await index.release_leases()
-            assert not index.lease_manager.held
-            client = Client(settings)
-            assert await client.start(10)
-            holders = await Leases(client, MODEL, "observer").holders()
-            await client.close()
-            assert [lease.held for lease in holders.values()] == [False, False]
-
-    run(main())
+    async with running({}, {}) as engines, routing(configure(*engines, index=settings)) as rig:
+        index = rig.router.peers.index
+        await _all_followed(index, engines)
+        assert index is not None
+        first = asyncio.create_task(index.release_leases())
+        await asyncio.sleep(0)
+        first.cancel()  # its caller ends first
+        await index.release_leases()
+        assert not index.lease_manager.held
+        client = Client(settings)
+        assert await client.start(10)
+        holders = await Leases(client, MODEL, "observer").holders()
+        await client.close()
+        assert [lease.held for lease in holders.values()] == [False, False]
 
 
 async def _all_followed(index: SharedIndex | None, engines: list[SimulatedEngine]) -> None:

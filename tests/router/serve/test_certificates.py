@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.pki import make_authority, make_certificate
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -34,7 +34,7 @@ async def chat(router: Serving, session: aiohttp.ClientSession) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_renewed_certificate_is_shown_after_sighup_and_without(tmp_path: Path, workers: int) -> None:
+async def test_a_renewed_certificate_is_shown_after_sighup_and_without(tmp_path: Path, workers: int) -> None:
     make_authority(tmp_path)
     for name in ("first", "second"):
         make_certificate(tmp_path, name)
@@ -43,37 +43,34 @@ def test_a_renewed_certificate_is_shown_after_sighup_and_without(tmp_path: Path,
         for kind in KINDS:
             shutil.copy(tmp_path / f"{name}.{kind}", tmp_path / f"used.{kind}")
 
-    async def main() -> None:
-        trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-        router = Serving(tmp_path, workers)
-        files = "".join(f'{key} = "{tmp_path}/used.{kind}"\n' for kind, key in KINDS.items())
-        async with (
-            running({}) as engines,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust, limit=1)) as session,
-        ):
-            router.engines = [engines[0].base_url]
-            renew("first")
-            router.write("one", server=files)
-            await router.start()
-            try:
-                await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
-                assert shows(router, tmp_path, "first")
-                assert await chat(router, session) == 200
+    trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    router = Serving(tmp_path, workers)
+    files = "".join(f'{key} = "{tmp_path}/used.{kind}"\n' for kind, key in KINDS.items())
+    async with (
+        running({}) as engines,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust, limit=1)) as session,
+    ):
+        router.engines = [engines[0].base_url]
+        renew("first")
+        router.write("one", server=files)
+        await router.start()
+        try:
+            await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
+            assert shows(router, tmp_path, "first")
+            assert await chat(router, session) == 200
 
-                renew("second")
-                router.hup()
-                await until(lambda: shows(router, tmp_path, "second"), lambda: router.log[-3000:])
-                assert await chat(router, session) == 200, "on the connection from before"
+            renew("second")
+            router.hup()
+            await until(lambda: shows(router, tmp_path, "second"), lambda: router.log[-3000:])
+            assert await chat(router, session) == 200, "on the connection from before"
 
-                renew("first")  # nobody says so: the files are looked at
-                await until(lambda: shows(router, tmp_path, "first"), lambda: router.log[-3000:])
+            renew("first")  # nobody says so: the files are looked at
+            await until(lambda: shows(router, tmp_path, "first"), lambda: router.log[-3000:])
 
-                (tmp_path / "used.crt").write_text("half a certificate")
-                router.hup()
-                await router.counts("unchanged", 2)
-                assert shows(router, tmp_path, "first")
-                assert "certificate not renewed" in router.log
-            finally:
-                assert await router.stop() == 0, router.log
-
-    run(main())
+            (tmp_path / "used.crt").write_text("half a certificate")
+            router.hup()
+            await router.counts("unchanged", 2)
+            assert shows(router, tmp_path, "first")
+            assert "certificate not renewed" in router.log
+        finally:
+            assert await router.stop() == 0, router.log

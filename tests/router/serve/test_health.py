@@ -12,7 +12,6 @@ import pytest
 
 from router import health_check
 from router.config.schema import OPS_PORT, ServerConfig
-from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
 
 OPS = f"http://127.0.0.1:{OPS_PORT}/health"
@@ -49,15 +48,12 @@ def test_ports_by_the_configuration_file_which_flags_override(tmp_path: Path) ->
     assert health_check.urls(["kvatlas", "serve", f"--config={file}"], {})[0] == OPS
 
 
-def test_a_running_router_is_healthy_and_a_closed_port_is_not() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            assert await asyncio.to_thread(health_check._answers, f"{rig.ops_url}/health")
-            assert await asyncio.to_thread(health_check._answers, f"{rig.url}/health")
-            url = rig.url
-        assert not await asyncio.to_thread(health_check._answers, f"{url}/health")
-
-    run(main())
+async def test_a_running_router_is_healthy_and_a_closed_port_is_not() -> None:
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        assert await asyncio.to_thread(health_check._answers, f"{rig.ops_url}/health")
+        assert await asyncio.to_thread(health_check._answers, f"{rig.url}/health")
+        url = rig.url
+    assert not await asyncio.to_thread(health_check._answers, f"{url}/health")
 
 
 def test_the_image_runs_a_check_that_exists_and_imports_only_the_standard_library() -> None:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from tests.support.ports import free_port
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -116,60 +116,51 @@ async def serving(folder: Path, workers: int) -> AsyncIterator[Serving]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path, workers: int) -> None:
-    async def main() -> None:
-        async with serving(tmp_path, workers) as router:
-            router.write("two", server='log_format = "json"', more="[feeds]\nhold_batches_max = 7")
+async def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path, workers: int) -> None:
+    async with serving(tmp_path, workers) as router:
+        router.write("two", server='log_format = "json"', more="[feeds]\nhold_batches_max = 7")
+        router.hup()
+        await router.is_known("two")
+        await router.counts("applied", 1)
+        assert await router.metric("kvatlas_config_waiting") == 1
+        assert "feeds.hold_batches_max" in router.log
+
+        router.write("three", more="[policy]\nbeta = -1")
+        router.hup()
+        await router.counts("refused", 1)
+        assert await router.knows("two")
+        assert "policy.beta" in router.log
+
+        router.write("three", more='[models.m]\ntokenizer = "/nowhere"')
+        router.hup()
+        await router.counts("refused", 2)
+        assert await router.knows("two")
+
+        router.write("two")
+        router.hup()
+        await router.counts("applied", 2)  # of the log's format
+        router.hup()
+        await router.counts("unchanged", 1)
+        assert await router.metric("kvatlas_config_waiting") == 0
+
+
+async def test_who_takes_a_dead_workers_place_has_what_was_taken(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as router:
+        router.write("two")
+        router.hup()
+        await router.is_known("two")
+        before = router.children()
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(set(router.children()) - set(before)) == 2, "both are replaced")
+        await router.is_known("two")
+
+
+async def test_many_signals_at_once_end_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as router:
+        pids = router.children()
+        for number in range(20):
+            router.write(f"name{number}")
             router.hup()
-            await router.is_known("two")
-            await router.counts("applied", 1)
-            assert await router.metric("kvatlas_config_waiting") == 1
-            assert "feeds.hold_batches_max" in router.log
-
-            router.write("three", more="[policy]\nbeta = -1")
-            router.hup()
-            await router.counts("refused", 1)
-            assert await router.knows("two")
-            assert "policy.beta" in router.log
-
-            router.write("three", more='[models.m]\ntokenizer = "/nowhere"')
-            router.hup()
-            await router.counts("refused", 2)
-            assert await router.knows("two")
-
-            router.write("two")
-            router.hup()
-            await router.counts("applied", 2)  # of the log's format
-            router.hup()
-            await router.counts("unchanged", 1)
-            assert await router.metric("kvatlas_config_waiting") == 0
-
-    run(main())
-
-
-def test_who_takes_a_dead_workers_place_has_what_was_taken(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path, 2) as router:
-            router.write("two")
-            router.hup()
-            await router.is_known("two")
-            before = router.children()
-            for pid in before:
-                os.kill(pid, signal.SIGKILL)
-            await until(lambda: len(set(router.children()) - set(before)) == 2, "both are replaced")
-            await router.is_known("two")
-
-    run(main())
-
-
-def test_many_signals_at_once_end_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path, 2) as router:
-            pids = router.children()
-            for number in range(20):
-                router.write(f"name{number}")
-                router.hup()
-            await router.is_known("name19")
-            assert router.children() == pids
-
-    run(main())
+        await router.is_known("name19")
+        assert router.children() == pids

@@ -73,45 +73,39 @@ def test_tasks_that_do_not_end_are_named_with_where_they_wait(capfd: pytest.Capt
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_redis_that_accepts_and_never_answers_holds_nothing_up(tmp_path: Path, workers: int) -> None:
-    async def main() -> None:
-        held: list[asyncio.StreamWriter] = []
-        silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
-        index = f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        async with silent, running({}) as engines:
-            router = Serving(tmp_path, workers)
-            router.engines = [engines[0].base_url]
-            router.write("one", more=f'[index]\nurl = "{index}"\n')
-            await router.start()
-            await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
-            assert held
-            assert await router.stop() == 0, router.log
-            assert GIVES_UP not in router.log
-            for writer in held:
-                writer.close()
-
-    run(main())
+async def test_a_redis_that_accepts_and_never_answers_holds_nothing_up(tmp_path: Path, workers: int) -> None:
+    held: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
+    index = f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with silent, running({}) as engines:
+        router = Serving(tmp_path, workers)
+        router.engines = [engines[0].base_url]
+        router.write("one", more=f'[index]\nurl = "{index}"\n')
+        await router.start()
+        await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
+        assert held
+        assert await router.stop() == 0, router.log
+        assert GIVES_UP not in router.log
+        for writer in held:
+            writer.close()
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_task_that_does_not_end_is_named_and_left(number: int) -> None:
-    async def main() -> None:
-        async with running({}) as engines:
-            words = ["--engine", engines[0].base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--port", "0"]
-            words += ["--ops-port", "0", "--set", "listen.drain_s_max=0.1", "--set", "server.log_format=json"]
-            pipe = asyncio.subprocess.PIPE
-            router = await asyncio.create_subprocess_exec(sys.executable, "-c", HANGS, *words, stderr=pipe)
-            assert router.stderr is not None
-            lines = await listened(router.stderr)
-            router.send_signal(number)
-            lines += [msgspec.json.decode(line) async for line in router.stderr]
-            assert await router.wait() == 1, lines
-        (line,) = [line for line in lines if GIVES_UP in line["event"]]
-        assert "deaf" in " ".join(line["tasks"])
-        assert line["after_s"] == 0.6
-
-    run(main())
+async def test_a_task_that_does_not_end_is_named_and_left(number: int) -> None:
+    async with running({}) as engines:
+        words = ["--engine", engines[0].base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--port", "0"]
+        words += ["--ops-port", "0", "--set", "listen.drain_s_max=0.1", "--set", "server.log_format=json"]
+        pipe = asyncio.subprocess.PIPE
+        router = await asyncio.create_subprocess_exec(sys.executable, "-c", HANGS, *words, stderr=pipe)
+        assert router.stderr is not None
+        lines = await listened(router.stderr)
+        router.send_signal(number)
+        lines += [msgspec.json.decode(line) async for line in router.stderr]
+        assert await router.wait() == 1, lines
+    (line,) = [line for line in lines if GIVES_UP in line["event"]]
+    assert "deaf" in " ".join(line["tasks"])
+    assert line["after_s"] == 0.6
 
 
 async def listened(stderr: asyncio.StreamReader) -> list[dict[str, Any]]:

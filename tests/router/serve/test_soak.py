@@ -113,10 +113,7 @@ class Soak:
 
     def request(self, tenant: str, text: str) -> tuple[str, dict[str, Any]]:
         """A chat, a response that the engine stores, or a completion with several prompts."""
-        body: dict[str, Any] = {
-            "model": self.rng.choice([MODEL, "name"]),
-            "stream": self.rng.random() < 0.7,
-        }
+        body: dict[str, Any] = {"model": self.rng.choice([MODEL, "name"]), "stream": self.rng.random() < 0.7}
         kind, tokens = self.rng.random(), self.rng.randint(1, 200)
         if kind < 0.1:
             return "responses", {**body, "stream": False, "input": text, "max_output_tokens": tokens}
@@ -198,40 +195,37 @@ class Soak:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_request_is_answered_or_refused_by_a_rule(tmp_path: Path, workers: int) -> None:
-    async def main() -> None:
-        soak = Soak(tmp_path, workers)
-        router = soak.router
-        for _ in range(ENGINES):
-            await soak.engine()
-        soak.write()
-        await router.start()
-        try:
-            await until(router.listens, lambda: router.log[-3000:], ignoring=(OSError, aiohttp.ClientError))
-            end = time.monotonic() + SECONDS
-            async with asyncio.TaskGroup() as tasks:
-                for tenant in (*LIMITS, "late", "nobody"):
-                    for _ in range(CLIENTS.get(tenant, 4)):
-                        tasks.create_task(soak.client(tenant, end))
-                tasks.create_task(soak.trouble(end))
-            await until(soak.over, lambda: f"every account is back to zero: {soak.open}")
-            refused = await router.metric("kvatlas_config_reloads_total", outcome="refused")
-            admitted = await router.metric("kvatlas_load_admitted_total")
-            closed = [await router.metric(f"kvatlas_load_{name}_total") for name in ("finished", "failed")]
-        finally:
-            status = await router.stop()
-            for engine in soak.engines:
-                await engine.kill()
-        print(
-            f"{SECONDS:.0f} s, {workers} workers, {soak.kills} kills, {soak.terminations} terminations, "
-            f"{soak.reloads} reloads, {soak.looked} looks at responses: {dict(soak.outcomes)}"
-        )
-        assert soak.faults == []
-        assert (status, refused) == (0, 0), router.log[-5000:]
-        assert admitted == sum(closed)
-        codes = Counter(code for _, code in soak.outcomes.elements())
-        rules = REFUSALS if SECONDS >= QUEUE_FULL_S else [code for code in REFUSALS if "queue" not in code]
-        seen = [codes[code] for code in ("", *rules)]
-        assert min(*seen, soak.kills + soak.terminations, soak.reloads, soak.looked) > 0, soak.outcomes
-
-    asyncio.run(main())
+async def test_every_request_is_answered_or_refused_by_a_rule(tmp_path: Path, workers: int) -> None:
+    soak = Soak(tmp_path, workers)
+    router = soak.router
+    for _ in range(ENGINES):
+        await soak.engine()
+    soak.write()
+    await router.start()
+    try:
+        await until(router.listens, lambda: router.log[-3000:], ignoring=(OSError, aiohttp.ClientError))
+        end = time.monotonic() + SECONDS
+        async with asyncio.TaskGroup() as tasks:
+            for tenant in (*LIMITS, "late", "nobody"):
+                for _ in range(CLIENTS.get(tenant, 4)):
+                    tasks.create_task(soak.client(tenant, end))
+            tasks.create_task(soak.trouble(end))
+        await until(soak.over, lambda: f"every account is back to zero: {soak.open}")
+        refused = await router.metric("kvatlas_config_reloads_total", outcome="refused")
+        admitted = await router.metric("kvatlas_load_admitted_total")
+        closed = [await router.metric(f"kvatlas_load_{name}_total") for name in ("finished", "failed")]
+    finally:
+        status = await router.stop()
+        for engine in soak.engines:
+            await engine.kill()
+    print(
+        f"{SECONDS:.0f} s, {workers} workers, {soak.kills} kills, {soak.terminations} terminations, "
+        f"{soak.reloads} reloads, {soak.looked} looks at responses: {dict(soak.outcomes)}"
+    )
+    assert soak.faults == []
+    assert (status, refused) == (0, 0), router.log[-5000:]
+    assert admitted == sum(closed)
+    codes = Counter(code for _, code in soak.outcomes.elements())
+    rules = REFUSALS if SECONDS >= QUEUE_FULL_S else [code for code in REFUSALS if "queue" not in code]
+    seen = [codes[code] for code in ("", *rules)]
+    assert min(*seen, soak.kills + soak.terminations, soak.reloads, soak.looked) > 0, soak.outcomes

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.router.serve.test_reload import Serving
-from tests.support.waiting import run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -23,22 +22,19 @@ class Beside(Serving):
         )
 
 
-def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path) -> None:
-    async def main() -> None:
-        sidecar = Beside(tmp_path, 1)
-        sidecar.allow("10.0.0.0/8:8000")
-        await sidecar.start()
-        try:
-            await sidecar.counts("applied", 0)
-            sidecar.allow("no port")
-            sidecar.hup()
-            await sidecar.counts("refused", 1)
-            assert "sidecar.prefills" in sidecar.log
-            sidecar.allow("10.0.0.0/16:8000")
-            sidecar.hup()
-            await sidecar.counts("applied", 1)
-        finally:
-            status = await sidecar.stop()
-        assert status == 0, sidecar.log
-
-    run(main())
+async def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    sidecar = Beside(tmp_path, 1)
+    sidecar.allow("10.0.0.0/8:8000")
+    await sidecar.start()
+    try:
+        await sidecar.counts("applied", 0)
+        sidecar.allow("no port")
+        sidecar.hup()
+        await sidecar.counts("refused", 1)
+        assert "sidecar.prefills" in sidecar.log
+        sidecar.allow("10.0.0.0/16:8000")
+        sidecar.hup()
+        await sidecar.counts("applied", 1)
+    finally:
+        status = await sidecar.stop()
+    assert status == 0, sidecar.log

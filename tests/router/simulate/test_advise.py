@@ -26,7 +26,6 @@ from router.simulate.setup import FleetSetup
 from router.simulate.tiers import TierSetup, TierSpec
 from tests.router.simulate.support import FULL, HYBRID, line, request, write_lines
 from tests.support.paths import DATA
-from tests.support.waiting import run
 from tests.support.whole_router import TEXT, configure, routing, running
 
 CAPTURE = DATA / "captures" / "simulated.jsonl.gz"
@@ -262,18 +261,15 @@ def test_a_pool_too_small_for_every_prompt_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_the_fleet_of_a_running_router() -> None:
+async def test_the_fleet_of_a_running_router() -> None:
     """Groups as the router learned them."""
 
-    async def main() -> None:
-        settings = {"groups": "gptoss-like", "num_blocks": 300}
-        async with running(settings, settings) as engines, routing(configure(*engines)) as rig:
-            for number in range(6):
-                await rig.chat(f"{number} {TEXT * 6}", max_tokens=2)
-            await rig.caught_up(*engines)
-            seen = await asyncio.to_thread(see, rig.ops_url)
-            assert (seen.engines, seen.blocks) == (2, 300)
-            assert seen.groups is not None
-            assert {group.sliding_window for group in seen.groups} == {None, 128}
-
-    run(main())
+    settings = {"groups": "gptoss-like", "num_blocks": 300}
+    async with running(settings, settings) as engines, routing(configure(*engines)) as rig:
+        for number in range(6):
+            await rig.chat(f"{number} {TEXT * 6}", max_tokens=2)
+        await rig.caught_up(*engines)
+        seen = await asyncio.to_thread(see, rig.ops_url)
+        assert (seen.engines, seen.blocks) == (2, 300)
+        assert seen.groups is not None
+        assert {group.sliding_window for group in seen.groups} == {None, 128}

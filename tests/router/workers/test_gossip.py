@@ -27,7 +27,7 @@ from router.placement.engine import PromptView, candidates
 from router.placement.others import NO_OTHERS, OthersLoad
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 E = "http://e"
 KEYS = f"""
@@ -110,155 +110,129 @@ class Worker:
         return dict(self.gossip.peer_state().load)
 
 
-def test_siblings_see_each_others_load_and_add_it_up() -> None:
-    async def main() -> None:
-        with seats(3) as places:
-            one, two, three = (Worker(place) for place in places)
-            async with one.running(), two.running(), three.running():
-                one.load = {E: OthersLoad(1, 2, 300)}
-                two.load = {E: OthersLoad(3, 0, 0), "http://f": OthersLoad(1, 0, 0)}
-                both = {E: OthersLoad(4, 2, 300), "http://f": OthersLoad(1, 0, 0)}
-                await until(lambda: three.gossip.others() == both, "the third sees both")
-                assert three.sees() == both
-                one.load = two.load = {}
-                await until(lambda: not three.gossip.others(), "the load is gone")
-
-    run(main())
+async def test_siblings_see_each_others_load_and_add_it_up() -> None:
+    with seats(3) as places:
+        one, two, three = (Worker(place) for place in places)
+        async with one.running(), two.running(), three.running():
+            one.load = {E: OthersLoad(1, 2, 300)}
+            two.load = {E: OthersLoad(3, 0, 0), "http://f": OthersLoad(1, 0, 0)}
+            both = {E: OthersLoad(4, 2, 300), "http://f": OthersLoad(1, 0, 0)}
+            await until(lambda: three.gossip.others() == both, "the third sees both")
+            assert three.sees() == both
+            one.load = two.load = {}
+            await until(lambda: not three.gossip.others(), "the load is gone")
 
 
-def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            router, sibling = Router(Config(engines=(EngineAddress(E),)), worker=places[0]), Worker(places[1])
-            assert router.peers.gossip is not None
-            async with sibling.running(), running(router.peers.gossip):
-                sibling.load = {E: OthersLoad(3, 0, 0)}
-                gossip = router.peers.gossip
-                await until(lambda: gossip.others() == sibling.load, "it is told")
-                (engine,) = router.fleet
-                router.lifecycle.engine_load(engine, running=4, waiting=0)  # one of another client
-                now = router.clock()
-                rate = engine.rates.prefill_s_per_token(now)
-                assert engine.load.ahead(now, gossip.others()[E], rate)[1] == 4
-                assert engine.load.ahead(now, NO_OTHERS, rate)[1] == 1  # when the sibling's have ended
-
-    run(main())
+async def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
+    with seats(2) as places:
+        router, sibling = Router(Config(engines=(EngineAddress(E),)), worker=places[0]), Worker(places[1])
+        assert router.peers.gossip is not None
+        async with sibling.running(), running(router.peers.gossip):
+            sibling.load = {E: OthersLoad(3, 0, 0)}
+            gossip = router.peers.gossip
+            await until(lambda: gossip.others() == sibling.load, "it is told")
+            (engine,) = router.fleet
+            router.lifecycle.engine_load(engine, running=4, waiting=0)  # one of another client
+            now = router.clock()
+            rate = engine.rates.prefill_s_per_token(now)
+            assert engine.load.ahead(now, gossip.others()[E], rate)[1] == 4
+            assert engine.load.ahead(now, NO_OTHERS, rate)[1] == 1  # when the sibling's have ended
 
 
-def test_recent_work_of_a_sibling_counts_where_a_prompt_is_placed() -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            config = Config(engines=(EngineAddress(E),))
-            one, two = (Router(config, worker=place) for place in places)
-            gossips = [router.peers.gossip for router in (one, two)]
-            assert gossips[0] is not None and gossips[1] is not None  # noqa: PT018
-            hearing = gossips[1]
-            async with running(gossips[0]), running(hearing):
-                (engine,), (mirrored,) = one.fleet, two.fleet
-                now = one.clock()
-                work = round(8.0 / engine.rates.prefill_s_per_token(now))
-                engine.load.finish(engine.load.admit(uncached_tokens=work, now=now), now)
-                await until(lambda: E in hearing.others(), "it is reported")
-                assert hearing.others()[E].in_flight == (0, 0, 0)
-                asked = PromptView(1000, others=hearing.peer_state().load)
-                (candidate,) = candidates([mirrored], asked, two.clock())
-                assert 1.0 < candidate.recent_s <= 8.05
-                assert candidate.queue_s == 0.0
-                assert two.peers.own_load(two.clock()) == {}
-
-    run(main())
+async def test_recent_work_of_a_sibling_counts_where_a_prompt_is_placed() -> None:
+    with seats(2) as places:
+        config = Config(engines=(EngineAddress(E),))
+        one, two = (Router(config, worker=place) for place in places)
+        gossips = [router.peers.gossip for router in (one, two)]
+        assert gossips[0] is not None and gossips[1] is not None  # noqa: PT018
+        hearing = gossips[1]
+        async with running(gossips[0]), running(hearing):
+            (engine,), (mirrored,) = one.fleet, two.fleet
+            now = one.clock()
+            work = round(8.0 / engine.rates.prefill_s_per_token(now))
+            engine.load.finish(engine.load.admit(uncached_tokens=work, now=now), now)
+            await until(lambda: E in hearing.others(), "it is reported")
+            assert hearing.others()[E].in_flight == (0, 0, 0)
+            asked = PromptView(1000, others=hearing.peer_state().load)
+            (candidate,) = candidates([mirrored], asked, two.clock())
+            assert 1.0 < candidate.recent_s <= 8.05
+            assert candidate.queue_s == 0.0
+            assert two.peers.own_load(two.clock()) == {}
 
 
-def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            one, two = (Worker(place) for place in places)
-            async with one.running(), two.running():
-                prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(2, 4))
-                one.gossip.responses.record("resp_1", E, "acme")
-                one.gossip.affinity.record([7, 1 << 63], E)
-                await until(lambda: two.gossip.stats.received >= 2, "heard")
-                common = two.gossip.inflight.common(HASHES, time.monotonic())
-                assert (common.blocks, common.coming) == ({E: 4}, {E: 4})
-                assert two.gossip.responses.known("resp_1") == (E, "acme")
-                assert two.gossip.affinity.match([7, 1 << 63, 9]) == {E: 2}
-                assert two.served == []
-                one.gossip.inflight.end(prompt, time.monotonic())
-                await until(lambda: two.served == [E], "the engine has computed it")
-                heard = two.gossip.stats.received
-                assert two.gossip.delays.buckets()[-1][1] == heard
-                assert (one.gossip.stats.missed, two.gossip.stats.malformed) == (0, 0)
-
-    run(main())
+async def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> None:
+    with seats(2) as places:
+        one, two = (Worker(place) for place in places)
+        async with one.running(), two.running():
+            prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(2, 4))
+            one.gossip.responses.record("resp_1", E, "acme")
+            one.gossip.affinity.record([7, 1 << 63], E)
+            await until(lambda: two.gossip.stats.received >= 2, "heard")
+            common = two.gossip.inflight.common(HASHES, time.monotonic())
+            assert (common.blocks, common.coming) == ({E: 4}, {E: 4})
+            assert two.gossip.responses.known("resp_1") == (E, "acme")
+            assert two.gossip.affinity.match([7, 1 << 63, 9]) == {E: 2}
+            assert two.served == []
+            one.gossip.inflight.end(prompt, time.monotonic())
+            await until(lambda: two.served == [E], "the engine has computed it")
+            heard = two.gossip.stats.received
+            assert two.gossip.delays.buckets()[-1][1] == heard
+            assert (one.gossip.stats.missed, two.gossip.stats.malformed) == (0, 0)
 
 
-def test_what_a_dead_worker_told_ends_when_its_successor_speaks() -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            one, two = Worker(places[0]), Worker(places[1])
-            async with two.running():
-                async with one.running():
-                    one.load = {E: OthersLoad(1, 1, 100)}
-                    one.gossip.inflight.add(E, HASHES, time.monotonic())
-                    await until(
-                        lambda: two.gossip.others() and two.gossip.inflight.stats.prompts, "it is known"
-                    )
-                async with Worker(places[0], life=1).running():
-                    await until(lambda: not two.gossip.inflight.stats.prompts, "its prompts are gone")
-                    assert two.gossip.others() == {}
-
-    run(main())
-
-
-def test_a_sibling_that_does_not_read_costs_messages_and_no_time() -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            one = Worker(places[0])  # nobody reads at the other end
+async def test_what_a_dead_worker_told_ends_when_its_successor_speaks() -> None:
+    with seats(2) as places:
+        one, two = Worker(places[0]), Worker(places[1])
+        async with two.running():
             async with one.running():
-                long = [BlockHash(number) for number in range(8000)]
-                for _ in range(64):
-                    one.gossip.inflight.add(E, long, time.monotonic())
-                assert one.gossip.stats.missed > 0
-                assert one.gossip.stats.sent > one.gossip.stats.missed
+                one.load = {E: OthersLoad(1, 1, 100)}
+                one.gossip.inflight.add(E, HASHES, time.monotonic())
+                await until(lambda: two.gossip.others() and two.gossip.inflight.stats.prompts, "it is known")
+            async with Worker(places[0], life=1).running():
+                await until(lambda: not two.gossip.inflight.stats.prompts, "its prompts are gone")
+                assert two.gossip.others() == {}
 
-    run(main())
+
+async def test_a_sibling_that_does_not_read_costs_messages_and_no_time() -> None:
+    with seats(2) as places:
+        one = Worker(places[0])  # nobody reads at the other end
+        async with one.running():
+            long = [BlockHash(number) for number in range(8000)]
+            for _ in range(64):
+                one.gossip.inflight.add(E, long, time.monotonic())
+            assert one.gossip.stats.missed > 0
+            assert one.gossip.stats.sent > one.gossip.stats.missed
 
 
 @pytest.mark.parametrize("message", [b"\xc1", b"\x91\x01", b"x" * 1000])
-def test_a_message_that_cannot_be_read_is_counted(message: bytes) -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            two = Worker(places[1])
-            async with two.running():
-                places[0].mesh[1].send(message)
-                await until(lambda: two.gossip.stats.malformed == 1, "counted")
-                assert two.gossip.others() == {}
-
-    run(main())
+async def test_a_message_that_cannot_be_read_is_counted(message: bytes) -> None:
+    with seats(2) as places:
+        two = Worker(places[1])
+        async with two.running():
+            places[0].mesh[1].send(message)
+            await until(lambda: two.gossip.stats.malformed == 1, "counted")
+            assert two.gossip.others() == {}
 
 
-def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) -> None:
+async def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(KEYS)
 
-    async def main() -> None:
-        with seats(2) as places:
-            gates = [
-                KeyGate(KeyFile(tmp_path / "keys", clock=time.monotonic), clock=time.monotonic) for _ in "ab"
-            ]
-            one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
-            async with one.running(), two.running():
-                entry = gates[0].enter(gates[0].tenant_of(FIELDS))
-                await until(gates[1].tenants, "the other has heard")
-                with pytest.raises(ApiError, match="concurrent"):
-                    gates[1].enter(gates[1].tenant_of(FIELDS))
-                entry.leave(None)
-                heard = two.gossip.stats.received
-                await until(lambda: two.gossip.stats.received > heard, "it is told that the request left")
-                gates[1].enter(gates[1].tenant_of(FIELDS)).leave(None)
-                with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
-                    gates[1].enter(gates[1].tenant_of(FIELDS))
-
-    run(main())
+    with seats(2) as places:
+        gates = [
+            KeyGate(KeyFile(tmp_path / "keys", clock=time.monotonic), clock=time.monotonic) for _ in "ab"
+        ]
+        one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
+        async with one.running(), two.running():
+            entry = gates[0].enter(gates[0].tenant_of(FIELDS))
+            await until(gates[1].tenants, "the other has heard")
+            with pytest.raises(ApiError, match="concurrent"):
+                gates[1].enter(gates[1].tenant_of(FIELDS))
+            entry.leave(None)
+            heard = two.gossip.stats.received
+            await until(lambda: two.gossip.stats.received > heard, "it is told that the request left")
+            gates[1].enter(gates[1].tenant_of(FIELDS)).leave(None)
+            with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
+                gates[1].enter(gates[1].tenant_of(FIELDS))
 
 
 def gate_of(folder: Path, rules: str) -> KeyGate:
@@ -275,76 +249,67 @@ def lets_in(gate: KeyGate) -> bool:
     return True
 
 
-def test_a_lost_message_on_what_a_tenant_uses_is_made_up_for_by_the_next(tmp_path: Path) -> None:
+async def test_a_lost_message_on_what_a_tenant_uses_is_made_up_for_by_the_next(tmp_path: Path) -> None:
     """The sibling reads nothing until its buffer has overflowed: of all messages the last ones are lost."""
 
-    async def main() -> None:
-        with seats(2) as places:
-            gates = [gate_of(tmp_path, "concurrent_requests = 1") for _ in "ab"]
-            one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
-            async with one.running():
-                entry = gates[0].enter(gates[0].tenant_of(FIELDS))
-                await until(lambda: one.gossip.stats.sent > 1, "the sibling would know of it")
-                with contextlib.suppress(BlockingIOError):
-                    while True:
-                        places[0].mesh[1].send(b"\x90")
-                missed = one.gossip.stats.missed
-                entry.leave(None)
-                await until(lambda: one.gossip.stats.missed > missed, "what says that it left is lost")
-                async with two.running():
-                    await until(lambda: lets_in(gates[1]), "the place is free for the sibling")
-
-    run(main())
-
-
-def test_a_replaced_worker_finds_limits_as_far_used_as_its_siblings_do(tmp_path: Path) -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            gates = [gate_of(tmp_path, "requests_per_minute = 3\nconcurrent_requests = 2") for _ in "abc"]
-            one = Worker(places[0], gate=gates[0])
-            async with one.running():
-                async with Worker(places[1], gate=gates[1]).running():
-                    assert lets_in(gates[1])
-                    held = (
-                        gates[0].enter(gates[0].tenant_of(FIELDS)),
-                        gates[0].enter(gates[0].tenant_of(FIELDS)),
-                    )
-                    ada = gates[0].account("ada")
-                    await until(lambda: ada.headers(time.monotonic())[1][1] == b"0", "the one knows")
-                    await until(lambda: not lets_in(gates[1]), "the other one knows")
-                two = Worker(places[1], life=1, gate=gates[2])
-                async with two.running():
-                    await until(lambda: two.gossip.stats.received, "the new worker hears")
-                    with pytest.raises(ApiError, match="concurrent"):
-                        gates[2].enter(gates[2].tenant_of(FIELDS))
-                    for entry in held:
-                        entry.leave(None)
-                    await until(lambda: not gates[2].account("ada")._active_elsewhere, "the places are free")
-                    with pytest.raises(ApiError, match="requests_per_minute"):
-                        gates[2].enter(gates[2].tenant_of(FIELDS))
-
-    run(main())
-
-
-def test_the_places_of_a_worker_that_is_gone_are_free_without_a_successor(tmp_path: Path) -> None:
-    async def main() -> None:
-        with seats(2) as places:
-            gates = [gate_of(tmp_path, "concurrent_requests = 1") for _ in "ab"]
-            now_s = time.monotonic
-            ahead = [0.0]
-            one, two = Worker(places[0], gate=gates[0]), Worker(places[1], gate=gates[1])
-            two.gossip._clock = lambda: now_s() + ahead[0]
+    with seats(2) as places:
+        gates = [gate_of(tmp_path, "concurrent_requests = 1") for _ in "ab"]
+        one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
+        async with one.running():
+            entry = gates[0].enter(gates[0].tenant_of(FIELDS))
+            await until(lambda: one.gossip.stats.sent > 1, "the sibling would know of it")
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    places[0].mesh[1].send(b"\x90")
+            missed = one.gossip.stats.missed
+            entry.leave(None)
+            await until(lambda: one.gossip.stats.missed > missed, "what says that it left is lost")
             async with two.running():
-                async with one.running():
-                    gates[0].enter(gates[0].tenant_of(FIELDS))
-                    await until(lambda: not lets_in(gates[1]), "the sibling knows")
-                ahead[0] = SILENCE_S + 1
-                await until(lambda: lets_in(gates[1]), "the place is free")
-
-    run(main())
+                await until(lambda: lets_in(gates[1]), "the place is free for the sibling")
 
 
-def test_what_very_many_tenants_use_is_told_in_turns(tmp_path: Path) -> None:
+async def test_a_replaced_worker_finds_limits_as_far_used_as_its_siblings_do(tmp_path: Path) -> None:
+    with seats(2) as places:
+        gates = [gate_of(tmp_path, "requests_per_minute = 3\nconcurrent_requests = 2") for _ in "abc"]
+        one = Worker(places[0], gate=gates[0])
+        async with one.running():
+            async with Worker(places[1], gate=gates[1]).running():
+                assert lets_in(gates[1])
+                held = (
+                    gates[0].enter(gates[0].tenant_of(FIELDS)),
+                    gates[0].enter(gates[0].tenant_of(FIELDS)),
+                )
+                ada = gates[0].account("ada")
+                await until(lambda: ada.headers(time.monotonic())[1][1] == b"0", "the one knows")
+                await until(lambda: not lets_in(gates[1]), "the other one knows")
+            two = Worker(places[1], life=1, gate=gates[2])
+            async with two.running():
+                await until(lambda: two.gossip.stats.received, "the new worker hears")
+                with pytest.raises(ApiError, match="concurrent"):
+                    gates[2].enter(gates[2].tenant_of(FIELDS))
+                for entry in held:
+                    entry.leave(None)
+                await until(lambda: not gates[2].account("ada")._active_elsewhere, "the places are free")
+                with pytest.raises(ApiError, match="requests_per_minute"):
+                    gates[2].enter(gates[2].tenant_of(FIELDS))
+
+
+async def test_the_places_of_a_worker_that_is_gone_are_free_without_a_successor(tmp_path: Path) -> None:
+    with seats(2) as places:
+        gates = [gate_of(tmp_path, "concurrent_requests = 1") for _ in "ab"]
+        now_s = time.monotonic
+        ahead = [0.0]
+        one, two = Worker(places[0], gate=gates[0]), Worker(places[1], gate=gates[1])
+        two.gossip._clock = lambda: now_s() + ahead[0]
+        async with two.running():
+            async with one.running():
+                gates[0].enter(gates[0].tenant_of(FIELDS))
+                await until(lambda: not lets_in(gates[1]), "the sibling knows")
+            ahead[0] = SILENCE_S + 1
+            await until(lambda: lets_in(gates[1]), "the place is free")
+
+
+async def test_what_very_many_tenants_use_is_told_in_turns(tmp_path: Path) -> None:
     count = 1200
     keys = "".join(
         f'[tenants.t{n}]\nconcurrent_requests = 1\n[[keys]]\ntenant = "t{n}"\n'
@@ -353,19 +318,15 @@ def test_what_very_many_tenants_use_is_told_in_turns(tmp_path: Path) -> None:
     )
     (tmp_path / "keys").write_text(keys)
 
-    async def main() -> None:
-        with seats(2) as places:
-            gates = [
-                KeyGate(KeyFile(tmp_path / "keys", clock=time.monotonic), clock=time.monotonic) for _ in "ab"
-            ]
-            for number in range(count):
-                gates[0].account(f"t{number}").enter(time.monotonic())
-            one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
-            async with one.running(), two.running():
-                await until(
-                    lambda: all(gates[1].account(f"t{n}")._active_elsewhere for n in range(count)),
-                    "all known",
-                )
-            assert two.gossip.stats.refused == 0
-
-    run(main())
+    with seats(2) as places:
+        gates = [
+            KeyGate(KeyFile(tmp_path / "keys", clock=time.monotonic), clock=time.monotonic) for _ in "ab"
+        ]
+        for number in range(count):
+            gates[0].account(f"t{number}").enter(time.monotonic())
+        one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
+        async with one.running(), two.running():
+            await until(
+                lambda: all(gates[1].account(f"t{n}")._active_elsewhere for n in range(count)), "all known"
+            )
+        assert two.gossip.stats.refused == 0

@@ -196,22 +196,19 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_response_is_found_by_the_successor_of_a_worker(tmp_path: Path) -> None:
+async def test_a_response_is_found_by_the_successor_of_a_worker(tmp_path: Path) -> None:
     """A new worker asks its siblings for what they were told before it began."""
 
-    async def main() -> None:
-        async with running(QUICK, QUICK, QUICK) as engines, serving(engines, tmp_path) as router:
-            made = await router.response(TEXT)
+    async with running(QUICK, QUICK, QUICK) as engines, serving(engines, tmp_path) as router:
+        made = await router.response(TEXT)
 
-            async def found_by_all() -> bool:
-                return all([await router.has(made) for _ in range(24)])  # by any worker each
+        async def found_by_all() -> bool:
+            return all([await router.has(made) for _ in range(24)])  # by any worker each
 
-            # A worker that is killed before it has told its siblings takes what it knows with it.
-            await until(found_by_all, "every worker finds it")
-            before = set(router.workers())
-            os.kill(max(before), signal.SIGKILL)
-            await until(lambda: len(set(router.workers()) - before) == 1, "there is another one")
-            await router.ready()
-            await until(found_by_all, "every worker finds it, the new one too")
-
-    run(main())
+        # A worker that is killed before it has told its siblings takes what it knows with it.
+        await until(found_by_all, "every worker finds it")
+        before = set(router.workers())
+        os.kill(max(before), signal.SIGKILL)
+        await until(lambda: len(set(router.workers()) - before) == 1, "there is another one")
+        await router.ready()
+        await until(found_by_all, "every worker finds it, the new one too")

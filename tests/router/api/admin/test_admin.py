@@ -25,126 +25,111 @@ from tests.support.whole_router import QUICK, configure, routing, running
 NOBODY = "http://127.0.0.1:9"
 
 
-def test_it_is_off_unless_switched_on() -> None:
-    async def main() -> None:
-        async with running({}) as engines, routing(configure(*engines)) as rig:
-            for method, path in (("GET", "/admin/engines"), ("POST", "/admin/engines/drain")):
-                status, body = await rig.ask(method, path)
-                assert (status, body["error"]["code"]) == (404, "path_not_found")
-
-    run(main())
+async def test_it_is_off_unless_switched_on() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        for method, path in (("GET", "/admin/engines"), ("POST", "/admin/engines/drain")):
+            status, body = await rig.ask(method, path)
+            assert (status, body["error"]["code"]) == (404, "path_not_found")
 
 
 @pytest.mark.parametrize("own_port", [False, True])
-def test_an_engine_is_added_drained_undrained_and_removed(tmp_path: Path, own_port: bool) -> None:
-    async def main() -> None:
-        settings = {"port": 0} if own_port else {}
-        async with running({}, {}) as (one, two), administered(tmp_path, one, **settings) as admin:
-            await admin.rig.ready()
-            status, body, _ = await admin.ask("POST", "", {"base_url": two.base_url + "/"})
-            assert (status, body) == (201, {"engine": two.base_url, "sources": ["admin"]})
-            await admin.rig.ready()
-            assert (await admin.ask("POST", "", {"base_url": two.base_url}))[0] == 200
-            listed = await admin.listed()
-            assert set(listed) == {one.base_url, two.base_url}
-            assert listed[one.base_url]["sources"] == ["static"]
-            assert listed[two.base_url]["up"]
+async def test_an_engine_is_added_drained_undrained_and_removed(tmp_path: Path, own_port: bool) -> None:
+    settings = {"port": 0} if own_port else {}
+    async with running({}, {}) as (one, two), administered(tmp_path, one, **settings) as admin:
+        await admin.rig.ready()
+        status, body, _ = await admin.ask("POST", "", {"base_url": two.base_url + "/"})
+        assert (status, body) == (201, {"engine": two.base_url, "sources": ["admin"]})
+        await admin.rig.ready()
+        assert (await admin.ask("POST", "", {"base_url": two.base_url}))[0] == 200
+        listed = await admin.listed()
+        assert set(listed) == {one.base_url, two.base_url}
+        assert listed[one.base_url]["sources"] == ["static"]
+        assert listed[two.base_url]["up"]
 
-            status, body, _ = await admin.ask("POST", "/drain", {"engine": one.base_url})
-            assert (status, body) == (200, {"engine": one.base_url, "requests": 0})
-            for _ in range(5):
-                answer = await admin.rig.chat("a question of any kind")
-                assert answer.headers["x-kvatlas-engine"] == two.base_url
-            assert (await admin.listed())[one.base_url]["held"] == "drained by ann"
-            status, body, _ = await admin.ask("POST", "/undrain", {"engine": one.base_url})
-            assert (status, body) == (200, {"engine": one.base_url, "was_drained": True, "held": ""})
+        status, body, _ = await admin.ask("POST", "/drain", {"engine": one.base_url})
+        assert (status, body) == (200, {"engine": one.base_url, "requests": 0})
+        for _ in range(5):
+            answer = await admin.rig.chat("a question of any kind")
+            assert answer.headers["x-kvatlas-engine"] == two.base_url
+        assert (await admin.listed())[one.base_url]["held"] == "drained by ann"
+        status, body, _ = await admin.ask("POST", "/undrain", {"engine": one.base_url})
+        assert (status, body) == (200, {"engine": one.base_url, "was_drained": True, "held": ""})
 
-            status, body, _ = await admin.ask("DELETE", params={"engine": two.base_url})
-            assert (status, body) == (200, {"engine": two.base_url, "kept_out": False})
-            status, body, _ = await admin.ask("DELETE", params={"engine": one.base_url})
-            assert (status, body) == (200, {"engine": one.base_url, "kept_out": True})
-            status, body, _ = await admin.ask("GET")
-            assert body["engines"] == []
-            assert body["removed"] == [{"base_url": one.base_url, "by": "ann"}]
-            assert body["sources"]["static"]["synced"] is True
-            assert (await admin.ask("POST", "", {"base_url": one.base_url}))[0] == 201
-            await admin.rig.ready()
-            await admin.rig.chat("and it serves again")
-
-    run(main())
+        status, body, _ = await admin.ask("DELETE", params={"engine": two.base_url})
+        assert (status, body) == (200, {"engine": two.base_url, "kept_out": False})
+        status, body, _ = await admin.ask("DELETE", params={"engine": one.base_url})
+        assert (status, body) == (200, {"engine": one.base_url, "kept_out": True})
+        status, body, _ = await admin.ask("GET")
+        assert body["engines"] == []
+        assert body["removed"] == [{"base_url": one.base_url, "by": "ann"}]
+        assert body["sources"]["static"]["synced"] is True
+        assert (await admin.ask("POST", "", {"base_url": one.base_url}))[0] == 201
+        await admin.rig.ready()
+        await admin.rig.chat("and it serves again")
 
 
-def test_a_stream_goes_on_while_its_engine_is_drained_and_removed(tmp_path: Path) -> None:
-    async def main() -> None:
-        slow = {"decode_s_per_token": 0.01}
-        async with running(slow, {}) as (one, two), administered(tmp_path, one) as admin:
-            await admin.rig.ready()
-            stream = await admin.rig.api.chat.completions.create(
-                model="kvatlas-demo",
-                messages=[{"role": "user", "content": "tell"}],
-                max_tokens=100,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            pieces = [await anext(stream)]
-            assert (await admin.ask("POST", "", {"base_url": two.base_url}))[0] == 201
-            status, body, _ = await admin.ask("POST", "/drain", {"engine": one.base_url})
-            assert (status, body["requests"]) == (200, 1)
-            assert (await admin.ask("DELETE", params={"engine": one.base_url}))[0] == 200
-            pieces += [piece async for piece in stream]
-            assert len(pieces) >= 100
-            assert pieces[-1].choices[0].finish_reason == "length"
-            await until(lambda: admin.rig.idle, "answered")
-            await admin.rig.ready()
-            admin.rig.check_books()
-
-    run(main())
+async def test_a_stream_goes_on_while_its_engine_is_drained_and_removed(tmp_path: Path) -> None:
+    slow = {"decode_s_per_token": 0.01}
+    async with running(slow, {}) as (one, two), administered(tmp_path, one) as admin:
+        await admin.rig.ready()
+        stream = await admin.rig.api.chat.completions.create(
+            model="kvatlas-demo",
+            messages=[{"role": "user", "content": "tell"}],
+            max_tokens=100,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        pieces = [await anext(stream)]
+        assert (await admin.ask("POST", "", {"base_url": two.base_url}))[0] == 201
+        status, body, _ = await admin.ask("POST", "/drain", {"engine": one.base_url})
+        assert (status, body["requests"]) == (200, 1)
+        assert (await admin.ask("DELETE", params={"engine": one.base_url}))[0] == 200
+        pieces += [piece async for piece in stream]
+        assert len(pieces) >= 100
+        assert pieces[-1].choices[0].finish_reason == "length"
+        await until(lambda: admin.rig.idle, "answered")
+        await admin.rig.ready()
+        admin.rig.check_books()
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", f"ann:{TOKEN}", "\xff" * 20])
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-def test_without_a_token_nobody_gets_in(tmp_path: Path, token: str | None, method: str) -> None:
-    async def main() -> None:
-        async with running({}) as (one,), administered(tmp_path, one) as admin:
-            with audited() as lines:
-                status, body, headers = await admin.ask(method, "", {"base_url": NOBODY}, token=token)
-            assert (status, body["error"]["code"]) == (401, "admin_unauthorized")
-            assert headers["www-authenticate"].startswith("Bearer ")
-            assert list(await admin.listed()) == [one.base_url]
-            written = [(line["who"], line["refused"], line["status"]) for line in lines]
-            assert written == ([] if method == "GET" else [("unknown", "admin_unauthorized", 401)])
-            stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
-            assert stats.refused == {"admin_unauthorized": 1}
-
-    run(main())
+async def test_without_a_token_nobody_gets_in(tmp_path: Path, token: str | None, method: str) -> None:
+    async with running({}) as (one,), administered(tmp_path, one) as admin:
+        with audited() as lines:
+            status, body, headers = await admin.ask(method, "", {"base_url": NOBODY}, token=token)
+        assert (status, body["error"]["code"]) == (401, "admin_unauthorized")
+        assert headers["www-authenticate"].startswith("Bearer ")
+        assert list(await admin.listed()) == [one.base_url]
+        written = [(line["who"], line["refused"], line["status"]) for line in lines]
+        assert written == ([] if method == "GET" else [("unknown", "admin_unauthorized", 401)])
+        stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
+        assert stats.refused == {"admin_unauthorized": 1}
 
 
-def test_every_change_is_in_the_log_with_who_and_what_became_of_it(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as (one,), administered(tmp_path, one) as admin:
-            with audited() as lines:
-                await admin.ask("GET")
-                await admin.ask("POST", "", {"base_url": NOBODY})
-                await admin.ask("POST", "/drain", {"engine": NOBODY}, token=OTHER)
-                await admin.ask("POST", "/undrain", {"engine": NOBODY})
-                await admin.ask("DELETE", params={"engine": NOBODY})
-                await admin.ask("DELETE", params={"engine": NOBODY})
-                await admin.ask("POST", "", raw=b"{")
-            told = [(x["action"], x["who"], x["engine"], x.get("refused", "done")) for x in lines]
-            assert told == [
-                ("add", "ann", NOBODY, "done"),
-                ("drain", "bob", NOBODY, "done"),
-                ("undrain", "ann", NOBODY, "done"),
-                ("remove", "ann", NOBODY, "done"),
-                ("remove", "ann", NOBODY, "engine_not_found"),
-                ("add", "ann", "", "invalid_json"),
-            ]
-            assert {line["client"] for line in lines} == {"127.0.0.1"}
-            assert all(TOKEN not in repr(line) for line in lines)
-            stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
-            assert stats.changes == {"add": 1, "drain": 1, "undrain": 1, "remove": 1}
-
-    run(main())
+async def test_every_change_is_in_the_log_with_who_and_what_became_of_it(tmp_path: Path) -> None:
+    async with running({}) as (one,), administered(tmp_path, one) as admin:
+        with audited() as lines:
+            await admin.ask("GET")
+            await admin.ask("POST", "", {"base_url": NOBODY})
+            await admin.ask("POST", "/drain", {"engine": NOBODY}, token=OTHER)
+            await admin.ask("POST", "/undrain", {"engine": NOBODY})
+            await admin.ask("DELETE", params={"engine": NOBODY})
+            await admin.ask("DELETE", params={"engine": NOBODY})
+            await admin.ask("POST", "", raw=b"{")
+        told = [(x["action"], x["who"], x["engine"], x.get("refused", "done")) for x in lines]
+        assert told == [
+            ("add", "ann", NOBODY, "done"),
+            ("drain", "bob", NOBODY, "done"),
+            ("undrain", "ann", NOBODY, "done"),
+            ("remove", "ann", NOBODY, "done"),
+            ("remove", "ann", NOBODY, "engine_not_found"),
+            ("add", "ann", "", "invalid_json"),
+        ]
+        assert {line["client"] for line in lines} == {"127.0.0.1"}
+        assert all(TOKEN not in repr(line) for line in lines)
+        stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
+        assert stats.changes == {"add": 1, "drain": 1, "undrain": 1, "remove": 1}
 
 
 @pytest.mark.parametrize(
@@ -166,61 +151,49 @@ def test_every_change_is_in_the_log_with_who_and_what_became_of_it(tmp_path: Pat
         ("GET", "/elsewhere", None, 404, "path_not_found"),
     ],
 )
-def test_errors_have_the_shape_of_the_house(
+async def test_errors_have_the_shape_of_the_house(
     tmp_path: Path, method: str, path: str, body: Any, status: int, code: str
 ) -> None:
-    async def main() -> None:
-        async with running({}) as (one,), administered(tmp_path, one) as admin:
-            got, answer, _ = await admin.ask(method, path, body)
-            assert (got, answer["error"]["code"]) == (status, code)
-            assert set(answer["error"]) == {"message", "type", "param", "code"}
-            assert list(await admin.listed()) == [one.base_url]
-
-    run(main())
+    async with running({}) as (one,), administered(tmp_path, one) as admin:
+        got, answer, _ = await admin.ask(method, path, body)
+        assert (got, answer["error"]["code"]) == (status, code)
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert list(await admin.listed()) == [one.base_url]
 
 
-def test_who_asks_too_often_waits_and_others_do_not(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as (one,), administered(tmp_path, one, requests_per_minute=12.0) as admin:
-            answers = [await admin.ask("GET") for _ in range(5)]
-            assert [status for status, _, _ in answers] == [200, 200, 200, 429, 429]
-            _, body, headers = answers[-1]
-            assert body["error"]["code"] == "admin_rate_limited"
-            assert 1 <= int(headers["retry-after"]) <= 5
-            assert (await admin.ask("GET", token=OTHER))[0] == 200
-            wrong = [(await admin.ask("GET", token="wrong"))[0] for _ in range(5)]
-            assert wrong == [401, 401, 401, 429, 429]
-            assert (await admin.ask("GET", token=OTHER))[0] == 200
-
-    run(main())
+async def test_who_asks_too_often_waits_and_others_do_not(tmp_path: Path) -> None:
+    async with running({}) as (one,), administered(tmp_path, one, requests_per_minute=12.0) as admin:
+        answers = [await admin.ask("GET") for _ in range(5)]
+        assert [status for status, _, _ in answers] == [200, 200, 200, 429, 429]
+        _, body, headers = answers[-1]
+        assert body["error"]["code"] == "admin_rate_limited"
+        assert 1 <= int(headers["retry-after"]) <= 5
+        assert (await admin.ask("GET", token=OTHER))[0] == 200
+        wrong = [(await admin.ask("GET", token="wrong"))[0] for _ in range(5)]
+        assert wrong == [401, 401, 401, 429, 429]
+        assert (await admin.ask("GET", token=OTHER))[0] == 200
 
 
-def test_a_rotated_token_counts_at_once_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as (one,), administered(tmp_path, one) as admin:
-            assert (await admin.ask("GET"))[0] == 200
-            token_file(tmp_path, "new-0123456789abcdefgh\n")
-            assert (await admin.ask("GET"))[0] == 401
-            assert (await admin.ask("GET", token="new-0123456789abcdefgh"))[0] == 200
-            token_file(tmp_path, "short\n")
-            assert (await admin.ask("GET", token="short"))[0] == 401
-            assert (await admin.ask("GET", token="new-0123456789abcdefgh"))[0] == 200
-            (tmp_path / "tokens").unlink()
-            assert (await admin.ask("GET", token="new-0123456789abcdefgh"))[0] == 200
-
-    run(main())
+async def test_a_rotated_token_counts_at_once_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
+    async with running({}) as (one,), administered(tmp_path, one) as admin:
+        assert (await admin.ask("GET"))[0] == 200
+        token_file(tmp_path, "new-0123456789abcdefgh\n")
+        assert (await admin.ask("GET"))[0] == 401
+        assert (await admin.ask("GET", token="new-0123456789abcdefgh"))[0] == 200
+        token_file(tmp_path, "short\n")
+        assert (await admin.ask("GET", token="short"))[0] == 401
+        assert (await admin.ask("GET", token="new-0123456789abcdefgh"))[0] == 200
+        (tmp_path / "tokens").unlink()
+        assert (await admin.ask("GET", token="new-0123456789abcdefgh"))[0] == 200
 
 
-def test_with_a_port_of_its_own_the_routers_port_has_no_admin_api(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running({}) as (one,), administered(tmp_path, one, port=0) as admin:
-            status, body = await admin.rig.ask("GET", "/admin/engines")
-            assert (status, body["error"]["code"]) == (404, "path_not_found")
-            assert (await admin.ask("GET"))[0] == 200
-            async with admin._session.get(f"{admin.url}/metrics") as answer:  # and the other way round
-                assert answer.status == 404
-
-    run(main())
+async def test_with_a_port_of_its_own_the_routers_port_has_no_admin_api(tmp_path: Path) -> None:
+    async with running({}) as (one,), administered(tmp_path, one, port=0) as admin:
+        status, body = await admin.rig.ask("GET", "/admin/engines")
+        assert (status, body["error"]["code"]) == (404, "path_not_found")
+        assert (await admin.ask("GET"))[0] == 200
+        async with admin._session.get(f"{admin.url}/metrics") as answer:  # and the other way round
+            assert answer.status == 404
 
 
 def test_a_port_that_is_taken_is_said_and_nothing_starts(tmp_path: Path) -> None:
@@ -240,31 +213,25 @@ def test_a_port_that_is_taken_is_said_and_nothing_starts(tmp_path: Path) -> None
         run(main())
 
 
-def test_without_any_engine_the_router_starts_and_takes_them(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with administered(tmp_path, changes={"fleet": FleetSettings(poll_interval_s=0.1)}) as admin:
-            status, body = await admin.rig.ask("GET", "/ready")
-            assert (status, body["reason"]) == (503, "no engine answers yet")
-            engine = SimulatedEngine(EngineSettings(**QUICK))
-            await engine.start()
-            try:
-                await admin.ask("POST", "", {"base_url": engine.base_url})
-                await admin.rig.ready()
-                await admin.rig.chat("hello")
-            finally:
-                await engine.stop()
-
-    run(main())
+async def test_without_any_engine_the_router_starts_and_takes_them(tmp_path: Path) -> None:
+    async with administered(tmp_path, changes={"fleet": FleetSettings(poll_interval_s=0.1)}) as admin:
+        status, body = await admin.rig.ask("GET", "/ready")
+        assert (status, body["reason"]) == (503, "no engine answers yet")
+        engine = SimulatedEngine(EngineSettings(**QUICK))
+        await engine.start()
+        try:
+            await admin.ask("POST", "", {"base_url": engine.base_url})
+            await admin.rig.ready()
+            await admin.rig.chat("hello")
+        finally:
+            await engine.stop()
 
 
-def test_a_full_fleet_takes_no_more(tmp_path: Path) -> None:
-    async def main() -> None:
-        fleet = {"fleet": FleetSettings(engines_max=1)}
-        async with running({}) as (one,), administered(tmp_path, one, changes=fleet) as admin:
-            status, body, _ = await admin.ask("POST", "", {"base_url": NOBODY})
-            assert (status, body["error"]["code"]) == (409, "fleet_full")
-
-    run(main())
+async def test_a_full_fleet_takes_no_more(tmp_path: Path) -> None:
+    fleet = {"fleet": FleetSettings(engines_max=1)}
+    async with running({}) as (one,), administered(tmp_path, one, changes=fleet) as admin:
+        status, body, _ = await admin.ask("POST", "", {"base_url": NOBODY})
+        assert (status, body["error"]["code"]) == (409, "fleet_full")
 
 
 @pytest.mark.parametrize(

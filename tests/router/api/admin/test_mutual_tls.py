@@ -13,7 +13,6 @@ from router.config.errors import ConfigError
 from router.server_process import check
 from tests.router.api.admin.admin_rig import administered, audited
 from tests.support.pki import make_authority, make_certificate
-from tests.support.waiting import run
 from tests.support.whole_router import configure, running
 
 
@@ -45,52 +44,45 @@ def client(pki: Path, name: str | None) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize(("name", "authority"), [("ann", "ca"), ("olga", "old")])
-def test_a_certificate_is_enough_and_its_name_is_written_down(
+async def test_a_certificate_is_enough_and_its_name_is_written_down(
     tmp_path: Path, pki: Path, name: str, authority: str
 ) -> None:
     """Of an old authority too: one without key usage, which strict verification would refuse."""
     given = {**settings(pki), "client_ca_file": str(pki / f"{authority}.crt")}
 
-    async def main() -> None:
-        async with (
-            running({}) as (one,),
-            administered(tmp_path, one, tls=client(pki, name), token_file=None, **given) as admin,
-        ):
-            with audited() as lines:
-                status, _, _ = await admin.ask("POST", "/drain", {"engine": one.base_url}, token=None)
-            assert status == 200
-            assert [(line["who"], line["action"]) for line in lines] == [(name, "drain")]
-
-    run(main())
+    async with (
+        running({}) as (one,),
+        administered(tmp_path, one, tls=client(pki, name), token_file=None, **given) as admin,
+    ):
+        with audited() as lines:
+            status, _, _ = await admin.ask("POST", "/drain", {"engine": one.base_url}, token=None)
+        assert status == 200
+        assert [(line["who"], line["action"]) for line in lines] == [(name, "drain")]
 
 
-def test_certificate_and_token_are_both_wanted_where_both_are_configured(tmp_path: Path, pki: Path) -> None:
-    async def main() -> None:
-        async with (
-            running({}) as (one,),
-            administered(tmp_path, one, tls=client(pki, "ann"), **settings(pki)) as admin,
-        ):
-            assert (await admin.ask("GET", token=None))[0] == 401
-            assert (await admin.ask("GET"))[0] == 200
-
-    run(main())
+async def test_certificate_and_token_are_both_wanted_where_both_are_configured(
+    tmp_path: Path, pki: Path
+) -> None:
+    async with (
+        running({}) as (one,),
+        administered(tmp_path, one, tls=client(pki, "ann"), **settings(pki)) as admin,
+    ):
+        assert (await admin.ask("GET", token=None))[0] == 401
+        assert (await admin.ask("GET"))[0] == 200
 
 
 @pytest.mark.parametrize("name", [None, "eve"])
-def test_without_a_certificate_of_the_authority_not_a_byte_is_read(
+async def test_without_a_certificate_of_the_authority_not_a_byte_is_read(
     tmp_path: Path, pki: Path, name: str | None
 ) -> None:
-    async def main() -> None:
-        async with (
-            running({}) as (one,),
-            administered(tmp_path, one, tls=client(pki, name), **settings(pki)) as admin,
-        ):
-            with pytest.raises(aiohttp.ClientError):
-                await admin.ask("GET")
-            stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
-            assert (stats.requests, stats.refused) == (0, {})
-
-    run(main())
+    async with (
+        running({}) as (one,),
+        administered(tmp_path, one, tls=client(pki, name), **settings(pki)) as admin,
+    ):
+        with pytest.raises(aiohttp.ClientError):
+            await admin.ask("GET")
+        stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
+        assert (stats.requests, stats.refused) == (0, {})
 
 
 def test_tls_files_of_no_use_are_named_at_start(tmp_path: Path, pki: Path) -> None:

@@ -66,155 +66,125 @@ async def ask(server: DnsServer, name: str, kind: RdataType, **changes: Any) -> 
     return [record.to_text() for record in answer], answer.chaining_result.minimum_ttl
 
 
-def test_addresses_come_and_go() -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["vllm.example"] = [a("10.0.0.2"), a("10.0.0.1")]
-            async with seeing(server, "vllm.example.:8000") as seen:
-                await seen.sees("http://10.0.0.1:8000", "http://10.0.0.2:8000")
-                assert seen.source.stats.synced
-                server.records["vllm.example"] = [a("10.0.0.3")]
-                await seen.sees("http://10.0.0.3:8000")
-                assert seen.source.stats.updates == 2
-
-    asyncio.run(main())
+async def test_addresses_come_and_go() -> None:
+    async with dns_server() as server:
+        server.records["vllm.example"] = [a("10.0.0.2"), a("10.0.0.1")]
+        async with seeing(server, "vllm.example.:8000") as seen:
+            await seen.sees("http://10.0.0.1:8000", "http://10.0.0.2:8000")
+            assert seen.source.stats.synced
+            server.records["vllm.example"] = [a("10.0.0.3")]
+            await seen.sees("http://10.0.0.3:8000")
+            assert seen.source.stats.updates == 2
 
 
-def test_srv_records_tell_ports_and_the_lowest_priority_counts() -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["_http._tcp.vllm.example"] = [
-                srv(10, 8001, "a.example"),
-                srv(10, 8002, "b.example"),
-                srv(20, 8003, "c.example"),
-            ]
-            server.records |= {"a.example": [a("10.0.0.1")], "c.example": [a("10.0.0.3")]}
-            server.extra = [("b.example", a("10.0.0.2"))]  # sent along, so it is not asked for
-            async with seeing(server, "_http._tcp.vllm.example.", events_port=5557, replay_port=5558) as seen:
-                await seen.sees("http://10.0.0.1:8001", "http://10.0.0.2:8002")
-                assert seen.latest[0].engine == EngineAddress(
-                    "http://10.0.0.1:8001", None, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"
-                )
-                assert ("b.example", A) not in server.asked
-                assert ("c.example", A) not in server.asked
-
-    asyncio.run(main())
+async def test_srv_records_tell_ports_and_the_lowest_priority_counts() -> None:
+    async with dns_server() as server:
+        server.records["_http._tcp.vllm.example"] = [
+            srv(10, 8001, "a.example"),
+            srv(10, 8002, "b.example"),
+            srv(20, 8003, "c.example"),
+        ]
+        server.records |= {"a.example": [a("10.0.0.1")], "c.example": [a("10.0.0.3")]}
+        server.extra = [("b.example", a("10.0.0.2"))]  # sent along, so it is not asked for
+        async with seeing(server, "_http._tcp.vllm.example.", events_port=5557, replay_port=5558) as seen:
+            await seen.sees("http://10.0.0.1:8001", "http://10.0.0.2:8002")
+            assert seen.latest[0].engine == EngineAddress(
+                "http://10.0.0.1:8001", None, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"
+            )
+            assert ("b.example", A) not in server.asked
+            assert ("c.example", A) not in server.asked
 
 
-def test_ipv6_is_asked_for_where_there_is_no_ipv4() -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["six.example"] = [a("fd00::1")]
-            server.records["both.example"] = [a("10.0.0.1"), a("fd00::2")]
-            async with seeing(server, "six.example.:80", "both.example.:80") as seen:
-                await seen.sees("http://10.0.0.1:80", "http://[fd00::1]:80")
-
-    asyncio.run(main())
+async def test_ipv6_is_asked_for_where_there_is_no_ipv4() -> None:
+    async with dns_server() as server:
+        server.records["six.example"] = [a("fd00::1")]
+        server.records["both.example"] = [a("10.0.0.1"), a("fd00::2")]
+        async with seeing(server, "six.example.:80", "both.example.:80") as seen:
+            await seen.sees("http://10.0.0.1:80", "http://[fd00::1]:80")
 
 
-def test_an_alias_is_followed_with_the_shortest_ttl() -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["vllm.example"] = [(CNAME, 3, name("real.example"))]
-            server.records["real.example"] = [a("10.0.0.1", ttl=600)]
-            assert await ask(server, "vllm.example.", A) == (["10.0.0.1"], 3)
-
-    asyncio.run(main())
+async def test_an_alias_is_followed_with_the_shortest_ttl() -> None:
+    async with dns_server() as server:
+        server.records["vllm.example"] = [(CNAME, 3, name("real.example"))]
+        server.records["real.example"] = [a("10.0.0.1", ttl=600)]
+        assert await ask(server, "vllm.example.", A) == (["10.0.0.1"], 3)
 
 
 @pytest.mark.parametrize("trouble", ["silent", "servfail", "refused"])
-def test_while_it_fails_what_was_known_stays(trouble: str) -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["vllm.example"] = [a("10.0.0.1")]
-            async with seeing(server, "vllm.example.:8000", timeout_s=0.05) as seen:
-                await seen.sees("http://10.0.0.1:8000")
-                server.silent = trouble == "silent"
-                server.code = {"servfail": 2, "refused": 5}.get(trouble, 0)
-                await seen.until(lambda: seen.source.stats.errors.get("resolve", 0) >= 3, "failures")
-                assert seen.source.stats.failing
-                assert "vllm.example" in seen.source.stats.last_error
-                assert len(seen.told) == 1
-                server.silent, server.code = False, 0
-                await seen.until(lambda: not seen.source.stats.failing, "recovered")
-
-    asyncio.run(main())
+async def test_while_it_fails_what_was_known_stays(trouble: str) -> None:
+    async with dns_server() as server:
+        server.records["vllm.example"] = [a("10.0.0.1")]
+        async with seeing(server, "vllm.example.:8000", timeout_s=0.05) as seen:
+            await seen.sees("http://10.0.0.1:8000")
+            server.silent = trouble == "silent"
+            server.code = {"servfail": 2, "refused": 5}.get(trouble, 0)
+            await seen.until(lambda: seen.source.stats.errors.get("resolve", 0) >= 3, "failures")
+            assert seen.source.stats.failing
+            assert "vllm.example" in seen.source.stats.last_error
+            assert len(seen.told) == 1
+            server.silent, server.code = False, 0
+            await seen.until(lambda: not seen.source.stats.failing, "recovered")
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_an_empty_answer_is_believed_after_some_in_a_row(
+async def test_an_empty_answer_is_believed_after_some_in_a_row(
     exists: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.fleet.dns_source.EMPTY_ANSWERS", 4)
 
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["vllm.example"] = [a("10.0.0.1")]
-            async with seeing(server, "vllm.example.:8000") as seen:
-                await seen.sees("http://10.0.0.1:8000")
-                full = server.records.pop("vllm.example")
-                if exists:
-                    server.records["vllm.example"] = []
-                asked = len(server.asked)
-                await seen.sees()
-                assert server.asked[asked:].count(("vllm.example", A)) >= 4
-                server.records["vllm.example"] = full
-                await seen.sees("http://10.0.0.1:8000")
-
-    asyncio.run(main())
+    async with dns_server() as server:
+        server.records["vllm.example"] = [a("10.0.0.1")]
+        async with seeing(server, "vllm.example.:8000") as seen:
+            await seen.sees("http://10.0.0.1:8000")
+            full = server.records.pop("vllm.example")
+            if exists:
+                server.records["vllm.example"] = []
+            asked = len(server.asked)
+            await seen.sees()
+            assert server.asked[asked:].count(("vllm.example", A)) >= 4
+            server.records["vllm.example"] = full
+            await seen.sees("http://10.0.0.1:8000")
 
 
-def test_the_ttl_says_when_to_ask_again() -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["long.example"] = [a("10.0.0.1", ttl=1000)]
-            server.records["short.example"] = [a("10.0.0.2", ttl=0)]
-            async with seeing(server, "long.example.:80", "short.example.:80", interval_s_max=1000.0) as seen:
-                await seen.until(lambda: server.asked.count(("short.example", A)) >= 5, "asked often")
-                assert server.asked.count(("long.example", A)) == 1
-
-    asyncio.run(main())
+async def test_the_ttl_says_when_to_ask_again() -> None:
+    async with dns_server() as server:
+        server.records["long.example"] = [a("10.0.0.1", ttl=1000)]
+        server.records["short.example"] = [a("10.0.0.2", ttl=0)]
+        async with seeing(server, "long.example.:80", "short.example.:80", interval_s_max=1000.0) as seen:
+            await seen.until(lambda: server.asked.count(("short.example", A)) >= 5, "asked often")
+            assert server.asked.count(("long.example", A)) == 1
 
 
-def test_a_truncated_answer_is_fetched_over_tcp() -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.truncate = True
-            server.records["vllm.example"] = [a(f"10.0.{n // 200}.{n % 200 + 1}") for n in range(400)]
-            async with seeing(server, "vllm.example.:8000") as seen:
-                await seen.until(lambda: bool(seen.told), "told")
-                assert len(seen.told[0]) == 400
-                assert server.by_tcp >= 1
-
-    asyncio.run(main())
+async def test_a_truncated_answer_is_fetched_over_tcp() -> None:
+    async with dns_server() as server:
+        server.truncate = True
+        server.records["vllm.example"] = [a(f"10.0.{n // 200}.{n % 200 + 1}") for n in range(400)]
+        async with seeing(server, "vllm.example.:8000") as seen:
+            await seen.until(lambda: bool(seen.told), "told")
+            assert len(seen.told[0]) == 400
+            assert server.by_tcp >= 1
 
 
-def test_answers_to_other_questions_are_dropped() -> None:
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records["vllm.example"] = [a("10.0.0.1")]
-            server.records["evil.example"] = [a("6.6.6.6")]
-            evil, own = (dns.message.make_query(f"{who}.example", A).to_wire() for who in ("evil", "vllm"))
-            wrong_name = server.answer(evil, udp=True)
-            wrong_number = server.answer(own, udp=True)[2:]
-            server.forge = [b"", b"\x00" * 11, wrong_name, b"\xff\xff" + wrong_number[:-4] + b"\x06" * 4]
-            async with seeing(server, "vllm.example.:8000") as seen:
-                await seen.sees("http://10.0.0.1:8000")
-
-    asyncio.run(main())
+async def test_answers_to_other_questions_are_dropped() -> None:
+    async with dns_server() as server:
+        server.records["vllm.example"] = [a("10.0.0.1")]
+        server.records["evil.example"] = [a("6.6.6.6")]
+        evil, own = (dns.message.make_query(f"{who}.example", A).to_wire() for who in ("evil", "vllm"))
+        wrong_name = server.answer(evil, udp=True)
+        wrong_number = server.answer(own, udp=True)[2:]
+        server.forge = [b"", b"\x00" * 11, wrong_name, b"\xff\xff" + wrong_number[:-4] + b"\x06" * 4]
+        async with seeing(server, "vllm.example.:8000") as seen:
+            await seen.sees("http://10.0.0.1:8000")
 
 
-def test_the_next_server_is_asked_where_one_fails() -> None:
-    async def main() -> None:
-        async with dns_server() as bad, dns_server() as good:
-            bad.code = 2
-            good.records["vllm.example"] = [a("10.0.0.1")]
-            servers = tuple(f"127.0.0.1:{s.port}" for s in (bad, good))
-            async with seeing(good, "vllm.example.:80", servers=servers) as seen:
-                await seen.sees("http://10.0.0.1:80")
-                assert bad.asked
-
-    asyncio.run(main())
+async def test_the_next_server_is_asked_where_one_fails() -> None:
+    async with dns_server() as bad, dns_server() as good:
+        bad.code = 2
+        good.records["vllm.example"] = [a("10.0.0.1")]
+        servers = tuple(f"127.0.0.1:{s.port}" for s in (bad, good))
+        async with seeing(good, "vllm.example.:80", servers=servers) as seen:
+            await seen.sees("http://10.0.0.1:80")
+            assert bad.asked
 
 
 def resolv_conf(path: Path, *lines: str) -> str:
@@ -231,49 +201,40 @@ def resolv_conf(path: Path, *lines: str) -> str:
         ("vllm.", ["vllm"]),
     ],
 )
-def test_short_names_are_completed_as_resolv_conf_says(
+async def test_short_names_are_completed_as_resolv_conf_says(
     tmp_path: Path, asked: str, in_turn: list[str]
 ) -> None:
     conf = resolv_conf(
         tmp_path / "resolv.conf", "nameserver 10.96.0.10", "search a.example b.example .", "options ndots:2"
     )
 
-    async def main() -> None:
-        async with dns_server() as server:
-            assert await ask(server, asked, A, resolv_conf=conf) is None
-            assert [name for name, _ in server.asked] == in_turn
-
-    asyncio.run(main())
+    async with dns_server() as server:
+        assert await ask(server, asked, A, resolv_conf=conf) is None
+        assert [name for name, _ in server.asked] == in_turn
 
 
-def test_the_first_completed_name_with_an_address_counts(tmp_path: Path) -> None:
+async def test_the_first_completed_name_with_an_address_counts(tmp_path: Path) -> None:
     """Also behind one that exists without an address, as a wildcard for mail makes it."""
     conf = resolv_conf(tmp_path / "resolv.conf", "nameserver 10.96.0.10", "search a.example b.example")
 
-    async def main() -> None:
-        async with dns_server() as server:
-            server.records |= {"vllm.a.example": [], "vllm.b.example": [a("10.0.0.1")]}
-            assert await ask(server, "vllm", A, resolv_conf=conf) == (["10.0.0.1"], 5)
-            assert [name for name, _ in server.asked] == ["vllm.a.example", "vllm.b.example"]
-
-    asyncio.run(main())
+    async with dns_server() as server:
+        server.records |= {"vllm.a.example": [], "vllm.b.example": [a("10.0.0.1")]}
+        assert await ask(server, "vllm", A, resolv_conf=conf) == (["10.0.0.1"], 5)
+        assert [name for name, _ in server.asked] == ["vllm.a.example", "vllm.b.example"]
 
 
-def test_without_servers_those_of_resolv_conf_are_asked_at_every_question(tmp_path: Path) -> None:
+async def test_without_servers_those_of_resolv_conf_are_asked_at_every_question(tmp_path: Path) -> None:
     path = tmp_path / "resolv.conf"
     resolver = Resolver([], timeout_s=0.2, resolv_conf=str(path))
 
-    async def main() -> None:
-        with pytest.raises(ResolveError, match=r"resolv\.conf: cannot open"):
-            await resolver.ask("vllm.", A)
-        resolv_conf(path, "search x")
-        with pytest.raises(ResolveError, match="no nameservers"):
-            await resolver.ask("vllm.", A)
-        resolv_conf(path, "nameserver 192.0.2.1", "options timeout:60")  # nobody is there
-        with pytest.raises(ResolveError, match=r"vllm\.: .*192\.0\.2\.1"):
-            await resolver.ask("vllm.", A)
-
-    asyncio.run(main())
+    with pytest.raises(ResolveError, match=r"resolv\.conf: cannot open"):
+        await resolver.ask("vllm.", A)
+    resolv_conf(path, "search x")
+    with pytest.raises(ResolveError, match="no nameservers"):
+        await resolver.ask("vllm.", A)
+    resolv_conf(path, "nameserver 192.0.2.1", "options timeout:60")  # nobody is there
+    with pytest.raises(ResolveError, match=r"vllm\.: .*192\.0\.2\.1"):
+        await resolver.ask("vllm.", A)
 
 
 @pytest.mark.parametrize(
@@ -290,16 +251,13 @@ def test_servers_as_they_are_written(text: str, server: tuple[str, int]) -> None
 
 
 @pytest.mark.parametrize("bad", ["a..b", "x" * 64 + ".example", ".".join(["abcdefgh"] * 30), "a\udc80."])
-def test_names_that_cannot_be_asked_for(bad: str) -> None:
-    async def main() -> None:
-        with pytest.raises(ResolveError, match=r".+"):
-            await Resolver(["127.0.0.1:9"], timeout_s=1).ask(bad, A)
-
-    asyncio.run(main())
+async def test_names_that_cannot_be_asked_for(bad: str) -> None:
+    with pytest.raises(ResolveError, match=r".+"):
+        await Resolver(["127.0.0.1:9"], timeout_s=1).ask(bad, A)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_damaged_answer_is_read_or_refused(seed: int) -> None:
+async def test_a_damaged_answer_is_read_or_refused(seed: int) -> None:
     rng = random.Random(seed)
 
     def damage(whole: bytes) -> bytes:
@@ -308,16 +266,13 @@ def test_a_damaged_answer_is_read_or_refused(seed: int) -> None:
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         return bytes(damaged[: rng.randint(0, len(damaged))] if rng.random() < 0.5 else damaged)
 
-    async def main() -> None:
-        async with dns_server() as server:
-            server.truncate, server.damage = True, damage
-            server.records["x.example"] = [srv(1, 2, "t.example"), srv(3, 4, "a.very.long.name.example")]
-            refused = 0
-            for _ in range(25):
-                try:
-                    await ask(server, "x.example.", SRV, timeout_s=0.05)
-                except ResolveError:
-                    refused += 1
-            assert refused
-
-    asyncio.run(main())
+    async with dns_server() as server:
+        server.truncate, server.damage = True, damage
+        server.records["x.example"] = [srv(1, 2, "t.example"), srv(3, 4, "a.very.long.name.example")]
+        refused = 0
+        for _ in range(25):
+            try:
+                await ask(server, "x.example.", SRV, timeout_s=0.05)
+            except ResolveError:
+                refused += 1
+        assert refused

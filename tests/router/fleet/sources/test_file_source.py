@@ -55,53 +55,44 @@ def replace(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def test_what_the_file_says_is_followed(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        path.write_text(ONE)
-        async with seeing(path) as seen:
-            await seen.sees({"http://a:1": ""})
-            assert seen.source.stats.synced
-            replace(path, TWO)
-            await seen.sees({"http://a:1": "", "http://b:2": "drained in the file"})
-            path.write_text(ONE)  # in place works too
-            await seen.sees({"http://a:1": ""})
-            replace(path, "engines = []")
-            await seen.sees({})
-            assert not seen.source.stats.failing
-
-    asyncio.run(main())
+async def test_what_the_file_says_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    path.write_text(ONE)
+    async with seeing(path) as seen:
+        await seen.sees({"http://a:1": ""})
+        assert seen.source.stats.synced
+        replace(path, TWO)
+        await seen.sees({"http://a:1": "", "http://b:2": "drained in the file"})
+        path.write_text(ONE)  # in place works too
+        await seen.sees({"http://a:1": ""})
+        replace(path, "engines = []")
+        await seen.sees({})
+        assert not seen.source.stats.failing
 
 
-def test_a_change_of_the_same_size_and_time_is_seen(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        path.write_text(ONE)
-        stamp = path.stat()
-        async with seeing(path) as seen:
-            await seen.sees({"http://a:1": ""})
-            path.write_text(ONE.replace("a:1", "c:1"))
-            os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-            await seen.sees({"http://c:1": ""})
-
-    asyncio.run(main())
+async def test_a_change_of_the_same_size_and_time_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    path.write_text(ONE)
+    stamp = path.stat()
+    async with seeing(path) as seen:
+        await seen.sees({"http://a:1": ""})
+        path.write_text(ONE.replace("a:1", "c:1"))
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        await seen.sees({"http://c:1": ""})
 
 
-def test_a_mounted_config_map_is_swapped_by_its_directory(tmp_path: Path) -> None:
-    async def main() -> None:
-        for version, text in (("v1", ONE), ("v2", TWO)):
-            (tmp_path / version).mkdir()
-            (tmp_path / version / "engines.toml").write_text(text)
-        (tmp_path / "..data").symlink_to("v1")
-        path = tmp_path / "engines.toml"
-        path.symlink_to("..data/engines.toml")
-        async with seeing(path) as seen:
-            await seen.sees({"http://a:1": ""})
-            (tmp_path / "..tmp").symlink_to("v2")
-            (tmp_path / "..tmp").replace(tmp_path / "..data")
-            await seen.sees({"http://a:1": "", "http://b:2": "drained in the file"})
-
-    asyncio.run(main())
+async def test_a_mounted_config_map_is_swapped_by_its_directory(tmp_path: Path) -> None:
+    for version, text in (("v1", ONE), ("v2", TWO)):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "engines.toml").write_text(text)
+    (tmp_path / "..data").symlink_to("v1")
+    path = tmp_path / "engines.toml"
+    path.symlink_to("..data/engines.toml")
+    async with seeing(path) as seen:
+        await seen.sees({"http://a:1": ""})
+        (tmp_path / "..tmp").symlink_to("v2")
+        (tmp_path / "..tmp").replace(tmp_path / "..data")
+        await seen.sees({"http://a:1": "", "http://b:2": "drained in the file"})
 
 
 def test_a_list_that_is_just_being_written_is_not_believed() -> None:
@@ -128,57 +119,48 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
         (None, "unreadable", "no such file"),
     ],
 )
-def test_what_is_no_list_changes_nothing_and_is_said(
+async def test_what_is_no_list_changes_nothing_and_is_said(
     tmp_path: Path, content: str | None, reason: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.fleet.sources.FILE_BYTES_MAX", 10_000)
 
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        path.write_text(ONE)
-        async with seeing(path) as seen:
-            await seen.sees({"http://a:1": ""})
-            if content is None:
-                path.unlink()
-            else:
-                replace(path, content)
-            await seen.until(lambda: seen.source.stats.failing, "the failure")
-            assert told in seen.source.stats.last_error
-            assert str(path) in seen.source.stats.last_error
-            assert seen.source.stats.errors[reason] >= 1
-            assert len(seen.told) == 1
-            replace(path, TWO)
-            await seen.until(lambda: not seen.source.stats.failing, "recovered")
-            assert len(seen.told) == 2
-
-    asyncio.run(main())
-
-
-def test_the_old_content_again_ends_the_failure(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "engines.toml"
-        path.write_text(ONE)
-        async with seeing(path) as seen:
-            await seen.sees({"http://a:1": ""})
+    path = tmp_path / "engines.toml"
+    path.write_text(ONE)
+    async with seeing(path) as seen:
+        await seen.sees({"http://a:1": ""})
+        if content is None:
             path.unlink()
-            await seen.until(lambda: seen.source.stats.failing, "the failure")
-            path.write_text(ONE)
-            await seen.until(lambda: not seen.source.stats.failing, "recovered")
-            assert len(seen.told) == 1
+        else:
+            replace(path, content)
+        await seen.until(lambda: seen.source.stats.failing, "the failure")
+        assert told in seen.source.stats.last_error
+        assert str(path) in seen.source.stats.last_error
+        assert seen.source.stats.errors[reason] >= 1
+        assert len(seen.told) == 1
+        replace(path, TWO)
+        await seen.until(lambda: not seen.source.stats.failing, "recovered")
+        assert len(seen.told) == 2
 
-    asyncio.run(main())
+
+async def test_the_old_content_again_ends_the_failure(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    path.write_text(ONE)
+    async with seeing(path) as seen:
+        await seen.sees({"http://a:1": ""})
+        path.unlink()
+        await seen.until(lambda: seen.source.stats.failing, "the failure")
+        path.write_text(ONE)
+        await seen.until(lambda: not seen.source.stats.failing, "recovered")
+        assert len(seen.told) == 1
 
 
-def test_a_file_that_comes_later_is_read_then(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "engines.json"
-        async with seeing(path) as seen:
-            await seen.until(lambda: seen.source.stats.failing, "the failure")
-            assert not seen.source.stats.synced
-            path.write_text('{"engines": [{"base_url": "http://j:1", "dp_rank": 1, "topic": "t"}]}')
-            await seen.sees({"http://j:1": ""})
-
-    asyncio.run(main())
+async def test_a_file_that_comes_later_is_read_then(tmp_path: Path) -> None:
+    path = tmp_path / "engines.json"
+    async with seeing(path) as seen:
+        await seen.until(lambda: seen.source.stats.failing, "the failure")
+        assert not seen.source.stats.synced
+        path.write_text('{"engines": [{"base_url": "http://j:1", "dp_rank": 1, "topic": "t"}]}')
+        await seen.sees({"http://j:1": ""})
 
 
 def test_json_and_toml_say_the_same() -> None:

@@ -66,21 +66,18 @@ def test_a_token_of_no_use_is_named(tmp_path: Path, content: bytes) -> None:
         find_access(settings, IN_CLUSTER)
 
 
-def test_a_token_that_is_none_later_is_not_told_to_the_log(tmp_path: Path) -> None:
-    async def main() -> None:
-        (tmp_path / "token").write_text("old")
-        async with kube_api() as kube, seeing(kube, tmp_path) as seen:
-            await seen.sees({})
-            kube.tokens = {"new"}
-            (tmp_path / "token").write_text("secret\nlines")
-            await kube.cut()
-            await seen.until(lambda: "unauthorized" in seen.source.stats.errors, "refused")
-            await seen.until(lambda: "one line of text" in seen.source.stats.last_error, "said why")
-            assert "secret" not in seen.source.stats.last_error
-            (tmp_path / "token").write_text("new")
-            await seen.until(lambda: kube.seen_tokens[-1] == "new", "logged in again")
-
-    asyncio.run(main())
+async def test_a_token_that_is_none_later_is_not_told_to_the_log(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("old")
+    async with kube_api() as kube, seeing(kube, tmp_path) as seen:
+        await seen.sees({})
+        kube.tokens = {"new"}
+        (tmp_path / "token").write_text("secret\nlines")
+        await kube.cut()
+        await seen.until(lambda: "unauthorized" in seen.source.stats.errors, "refused")
+        await seen.until(lambda: "one line of text" in seen.source.stats.last_error, "said why")
+        assert "secret" not in seen.source.stats.last_error
+        (tmp_path / "token").write_text("new")
+        await seen.until(lambda: kube.seen_tokens[-1] == "new", "logged in again")
 
 
 def test_a_ca_of_no_use_is_named(tmp_path: Path) -> None:
@@ -142,25 +139,22 @@ def plug_in(tmp_path: Path, script: str, version: str = "v1") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
-def test_a_login_plug_in_is_run_again_when_its_token_is_refused(tmp_path: Path, version: str) -> None:
+async def test_a_login_plug_in_is_run_again_when_its_token_is_refused(tmp_path: Path, version: str) -> None:
     token = tmp_path / "answer.json"
     user = plug_in(
         tmp_path, f"import os; assert os.environ['WHO']; print(open({str(token)!r}).read())", version
     )
     token.write_text('{"status": {"token": "first"}}')
 
-    async def main() -> None:
-        async with kube_api() as kube:
-            kube.tokens = {"first"}
-            path = kubeconfig(tmp_path / "config", user, server=kube.url)
-            async with seeing(kube, tmp_path, api=None, kubeconfig=str(path), namespaces=()) as seen:
-                await seen.sees({})
-                kube.tokens = {"second"}
-                token.write_text('{"status": {"token": "second"}}')
-                await kube.cut()
-                await seen.until(lambda: kube.seen_tokens[-1] == "second", "logged in again")
-
-    asyncio.run(main())
+    async with kube_api() as kube:
+        kube.tokens = {"first"}
+        path = kubeconfig(tmp_path / "config", user, server=kube.url)
+        async with seeing(kube, tmp_path, api=None, kubeconfig=str(path), namespaces=()) as seen:
+            await seen.sees({})
+            kube.tokens = {"second"}
+            token.write_text('{"status": {"token": "second"}}')
+            await kube.cut()
+            await seen.until(lambda: kube.seen_tokens[-1] == "second", "logged in again")
 
 
 @pytest.mark.parametrize(
@@ -171,16 +165,13 @@ def test_a_login_plug_in_is_run_again_when_its_token_is_refused(tmp_path: Path, 
         ("import sys; sys.exit('not logged in')", "not logged in"),
     ],
 )
-def test_a_login_plug_in_that_fails_says_why(tmp_path: Path, script: str, told: str) -> None:
-    async def main() -> None:
-        async with kube_api() as kube:
-            path = kubeconfig(tmp_path / "config", plug_in(tmp_path, script), server=kube.url)
-            async with seeing(kube, tmp_path, api=None, kubeconfig=str(path)) as seen:
-                await seen.until(lambda: "access" in seen.source.stats.errors, "refused")
-                assert told in seen.source.stats.last_error
-                assert kube.seen_tokens == []
-
-    asyncio.run(main())
+async def test_a_login_plug_in_that_fails_says_why(tmp_path: Path, script: str, told: str) -> None:
+    async with kube_api() as kube:
+        path = kubeconfig(tmp_path / "config", plug_in(tmp_path, script), server=kube.url)
+        async with seeing(kube, tmp_path, api=None, kubeconfig=str(path)) as seen:
+            await seen.until(lambda: "access" in seen.source.stats.errors, "refused")
+            assert told in seen.source.stats.last_error
+            assert kube.seen_tokens == []
 
 
 @pytest.mark.parametrize(
@@ -208,7 +199,7 @@ def test_what_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
         read_kubeconfig(tmp_path / "nowhere")
 
 
-def test_a_client_certificate_by_kubeconfig_over_real_tls(tmp_path: Path) -> None:
+async def test_a_client_certificate_by_kubeconfig_over_real_tls(tmp_path: Path) -> None:
     certificates(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(tmp_path / "ca.crt"))
     context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
@@ -217,19 +208,16 @@ def test_a_client_certificate_by_kubeconfig_over_real_tls(tmp_path: Path) -> Non
     def data(name: str) -> str:
         return base64.b64encode((tmp_path / name).read_bytes()).decode()
 
-    async def main() -> None:
-        async with kube_api(context) as kube:
-            path = kubeconfig(
-                tmp_path / "config",
-                {"client-certificate-data": data("server.crt"), "client-key-data": data("server.key")},
-                server=kube.url,
-                **{"certificate-authority-data": data("ca.crt")},
-            )
-            await kube.put(PODS, pod("a", "10.0.0.1"))
-            async with seeing(kube, tmp_path, api=None, kubeconfig=str(path), namespaces=()) as seen:
-                await seen.sees({"http://10.0.0.1:8000": ""})
-
-    asyncio.run(main())
+    async with kube_api(context) as kube:
+        path = kubeconfig(
+            tmp_path / "config",
+            {"client-certificate-data": data("server.crt"), "client-key-data": data("server.key")},
+            server=kube.url,
+            **{"certificate-authority-data": data("ca.crt")},
+        )
+        await kube.put(PODS, pod("a", "10.0.0.1"))
+        async with seeing(kube, tmp_path, api=None, kubeconfig=str(path), namespaces=()) as seen:
+            await seen.sees({"http://10.0.0.1:8000": ""})
 
 
 @given(st.lists(st.binary(max_size=12), max_size=8), st.integers(1, 7))

@@ -14,97 +14,81 @@ from router.fleet.settings import KubernetesSettings
 from tests.router.fleet.sources.test_kube_source import A, B, seeing
 from tests.support.kube_api import PODS, POOLS, SLICES, kube_api
 from tests.support.kube_objects import LABELS, endpoint, endpoint_slice, inference_pool, pod
-from tests.support.waiting import run
 
 BY_POOL: dict[str, Any] = {"selector": "", "inference_pool": "qwen"}
 C = "http://10.0.0.3:8000"
 NO_POOL = "there is no InferencePool qwen"
 
 
-def test_engines_follow_the_pool(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with kube_api() as kube:
-            await kube.put(PODS, pod("a", "10.0.0.1"))
-            await kube.put(PODS, pod("b", "10.0.0.2", labels={"app": "other"}))
+async def test_engines_follow_the_pool(tmp_path: Path) -> None:
+    async with kube_api() as kube:
+        await kube.put(PODS, pod("a", "10.0.0.1"))
+        await kube.put(PODS, pod("b", "10.0.0.2", labels={"app": "other"}))
+        await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
+        await kube.put(POOLS, inference_pool("another", {"app": "other"}, [8000]))
+        async with seeing(kube, tmp_path, **BY_POOL) as seen:
+            await seen.sees({A: ""})
+            await kube.put(PODS, pod("c", "10.0.0.3", ready=False))
+            await seen.sees({A: "", C: "not ready"})
+            await kube.put(POOLS, inference_pool("qwen", LABELS, [9000]))
+            await seen.sees({"http://10.0.0.1:9000": "", "http://10.0.0.3:9000": "not ready"})
+            await kube.put(POOLS, inference_pool("qwen", {"app": "other"}, [8000]))
+            await seen.sees({B: ""})
+            await kube.put(PODS, pod("a", "10.0.0.1", ready=False))  # of the selector before
+            await kube.put(PODS, pod("b", "10.0.0.2", labels={"app": "other"}, terminating=True))
+            await seen.sees({B: "terminating"})
+            assert {} not in seen.told  # nor was there a moment without engines
+            assert not seen.source.stats.failing
+
+
+async def test_a_pool_that_is_not_there_has_no_engines(tmp_path: Path) -> None:
+    async with kube_api() as kube:
+        await kube.put(PODS, pod("a", "10.0.0.1"))
+        async with seeing(kube, tmp_path, **BY_POOL) as seen:
+            await seen.sees({})
+            assert seen.source.stats.synced
+            assert seen.source.stats.last_error == NO_POOL
             await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
-            await kube.put(POOLS, inference_pool("another", {"app": "other"}, [8000]))
-            async with seeing(kube, tmp_path, **BY_POOL) as seen:
-                await seen.sees({A: ""})
-                await kube.put(PODS, pod("c", "10.0.0.3", ready=False))
-                await seen.sees({A: "", C: "not ready"})
-                await kube.put(POOLS, inference_pool("qwen", LABELS, [9000]))
-                await seen.sees({"http://10.0.0.1:9000": "", "http://10.0.0.3:9000": "not ready"})
-                await kube.put(POOLS, inference_pool("qwen", {"app": "other"}, [8000]))
-                await seen.sees({B: ""})
-                await kube.put(PODS, pod("a", "10.0.0.1", ready=False))  # of the selector before
-                await kube.put(PODS, pod("b", "10.0.0.2", labels={"app": "other"}, terminating=True))
-                await seen.sees({B: "terminating"})
-                assert {} not in seen.told  # nor was there a moment without engines
-                assert not seen.source.stats.failing
-
-    run(main())
+            await seen.sees({A: ""})
+            await kube.delete(POOLS, "qwen")
+            await seen.sees({})
+            assert seen.source.stats.errors == {"malformed": 2}
 
 
-def test_a_pool_that_is_not_there_has_no_engines(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with kube_api() as kube:
-            await kube.put(PODS, pod("a", "10.0.0.1"))
-            async with seeing(kube, tmp_path, **BY_POOL) as seen:
-                await seen.sees({})
-                assert seen.source.stats.synced
-                assert seen.source.stats.last_error == NO_POOL
-                await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
-                await seen.sees({A: ""})
-                await kube.delete(POOLS, "qwen")
-                await seen.sees({})
-                assert seen.source.stats.errors == {"malformed": 2}
-
-    run(main())
+async def test_a_pool_whose_api_is_not_there_is_a_failure(tmp_path: Path) -> None:
+    async with kube_api() as kube:
+        kube.fail(404, times=3)
+        await kube.put(PODS, pod("a", "10.0.0.1"))
+        await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
+        async with seeing(kube, tmp_path, **BY_POOL) as seen:
+            await seen.sees({A: ""})
+            assert seen.told == [{A: ""}]  # nothing was told before
+            assert seen.source.stats.errors == {"not_found": 3}
+            assert "InferencePool in serving" in seen.source.stats.last_error
 
 
-def test_a_pool_whose_api_is_not_there_is_a_failure(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with kube_api() as kube:
-            kube.fail(404, times=3)
-            await kube.put(PODS, pod("a", "10.0.0.1"))
-            await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
-            async with seeing(kube, tmp_path, **BY_POOL) as seen:
-                await seen.sees({A: ""})
-                assert seen.told == [{A: ""}]  # nothing was told before
-                assert seen.source.stats.errors == {"not_found": 3}
-                assert "InferencePool in serving" in seen.source.stats.last_error
-
-    run(main())
+async def test_a_pool_that_says_nothing_of_use_changes_nothing(tmp_path: Path) -> None:
+    async with kube_api() as kube:
+        await kube.put(PODS, pod("a", "10.0.0.1"))
+        await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
+        async with seeing(kube, tmp_path, **BY_POOL) as seen:
+            await seen.sees({A: ""})
+            await kube.put(POOLS, inference_pool("qwen", {}, [8000]))
+            await seen.until(lambda: "malformed" in seen.source.stats.errors, "it is told")
+            await kube.put(PODS, pod("b", "10.0.0.2"))
+            await seen.sees({A: "", B: ""})
 
 
-def test_a_pool_that_says_nothing_of_use_changes_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with kube_api() as kube:
-            await kube.put(PODS, pod("a", "10.0.0.1"))
-            await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
-            async with seeing(kube, tmp_path, **BY_POOL) as seen:
-                await seen.sees({A: ""})
-                await kube.put(POOLS, inference_pool("qwen", {}, [8000]))
-                await seen.until(lambda: "malformed" in seen.source.stats.errors, "it is told")
-                await kube.put(PODS, pod("b", "10.0.0.2"))
-                await seen.sees({A: "", B: ""})
-
-    run(main())
-
-
-def test_slices_say_which_pods_of_a_pool_are_ready(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with kube_api() as kube:
-            one = pod("a", "10.0.0.1")
-            await kube.put(PODS, one)
-            await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
-            by = {**BY_POOL, "service_selector": "kubernetes.io/service-name=vllm"}
-            async with seeing(kube, tmp_path, **by) as seen:
-                await seen.sees({A: "in no EndpointSlice"})
-                await kube.put(SLICES, endpoint_slice("s", [endpoint("10.0.0.1", of=one)]))
-                await seen.sees({A: ""})
-
-    run(main())
+async def test_slices_say_which_pods_of_a_pool_are_ready(tmp_path: Path) -> None:
+    async with kube_api() as kube:
+        one = pod("a", "10.0.0.1")
+        await kube.put(PODS, one)
+        await kube.put(POOLS, inference_pool("qwen", LABELS, [8000]))
+        by = {**BY_POOL, "service_selector": "kubernetes.io/service-name=vllm"}
+        async with seeing(kube, tmp_path, **by) as seen:
+            await seen.sees({A: "in no EndpointSlice"})
+            await kube.put(SLICES, endpoint_slice("s", [endpoint("10.0.0.1", of=one)]))
+            await seen.sees({A: ""})
 
 
 def engines(ports: list[int], **annotations: str) -> list[EngineAddress]:

@@ -19,7 +19,6 @@ from router.index.learn.knowledge import BLOCKS_BURST, BLOCKS_PER_S, LearningBud
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency, ModelIndexes
 from tests.support.event_writer import Prompt, Writer, batch, random_chain, tokens
-from tests.support.waiting import run
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1 << 17)), max_size=40))
@@ -106,34 +105,31 @@ def test_a_step_is_one_slice_of_one_search(monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(slices) == sorted(names * 2)
 
 
-def test_a_search_leaves_the_loop_to_others() -> None:
+async def test_a_search_leaves_the_loop_to_others() -> None:
     """The shell sleeps three times as long as a slice took."""
 
-    async def main() -> None:
-        now = [0.0]
-        scopes = ModelIndexes(lambda model: ModelFacts())
-        searching(scopes, 1)
-        engine = scopes.scope("m").engine("e0")
+    now = [0.0]
+    scopes = ModelIndexes(lambda model: ModelFacts())
+    searching(scopes, 1)
+    engine = scopes.scope("m").engine("e0")
 
-        def slice_of_a_second() -> None:
-            now[0] += 0.01
+    def slice_of_a_second() -> None:
+        now[0] += 0.01
 
-        engine.advance_detection = slice_of_a_second  # type: ignore[method-assign]
-        pauses: list[float] = []
+    engine.advance_detection = slice_of_a_second  # type: ignore[method-assign]
+    pauses: list[float] = []
 
-        async def sleep(pause_s: float) -> None:
-            pauses.append(pause_s)
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await real(0)
+
+    real = asyncio.sleep
+    feeds = FeedManager(scopes, clock=time.monotonic, settings=FeedSettings())
+    audit = ResidencyAudit((), scopes, feeds, clock=lambda: now[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.feeds.manager.asyncio.sleep", sleep)
+        task = asyncio.create_task(audit.detect())
+        while len(pauses) < 3:
             await real(0)
-
-        real = asyncio.sleep
-        feeds = FeedManager(scopes, clock=time.monotonic, settings=FeedSettings())
-        audit = ResidencyAudit((), scopes, feeds, clock=lambda: now[0])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("router.feeds.manager.asyncio.sleep", sleep)
-            task = asyncio.create_task(audit.detect())
-            while len(pauses) < 3:
-                await real(0)
-            task.cancel()
-        assert pauses[:3] == pytest.approx([0.03] * 3)
-
-    run(main())
+        task.cancel()
+    assert pauses[:3] == pytest.approx([0.03] * 3)

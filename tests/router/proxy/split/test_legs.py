@@ -138,36 +138,30 @@ def all_over(rig: Rig) -> bool:
     return all(placement.over for placement in rig.planner.placements)
 
 
-def test_the_decode_engine_answers_with_what_the_prefill_engine_holds() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rig, (p,), (d,) = await apart(stack, [Numbered().script()], [GOOD])
-            got = await ask(rig)
-            assert (got.status, got.body) == (200, b'{"good": 1}')
-            assert json.loads(p.calls[0].body)["max_tokens"] == 1
-            assert told(d) == [1]
-            assert d.calls[0].body.endswith(CHAT[1:])
-            first, second = (call.head["x-request-id"] for call in (p.calls[0], d.calls[0]))
-            assert first == second
-            assert all_over(rig)
-            stats = rig.app.pd_stats
-            assert (stats.split, stats.handoffs, stats.prefill_failures) == (1, 1, {})
-
-    run(main())
+async def test_the_decode_engine_answers_with_what_the_prefill_engine_holds() -> None:
+    async with AsyncExitStack() as stack:
+        rig, (p,), (d,) = await apart(stack, [Numbered().script()], [GOOD])
+        got = await ask(rig)
+        assert (got.status, got.body) == (200, b'{"good": 1}')
+        assert json.loads(p.calls[0].body)["max_tokens"] == 1
+        assert told(d) == [1]
+        assert d.calls[0].body.endswith(CHAT[1:])
+        first, second = (call.head["x-request-id"] for call in (p.calls[0], d.calls[0]))
+        assert first == second
+        assert all_over(rig)
+        stats = rig.app.pd_stats
+        assert (stats.split, stats.handoffs, stats.prefill_failures) == (1, 1, {})
 
 
-def test_a_stream_is_the_decode_engines() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            stream = writes(SSE_HEAD, chunk(event("a")), chunk(event("b") + DONE), END)
-            rig, (p,), (d,) = await apart(stack, [Numbered().script()], [stream])
-            got = await ask(rig, request(STREAM))
-            assert got.body == event("a") + event("b") + DONE
-            assert json.loads(p.calls[0].body)["stream"] is False
-            assert json.loads(d.calls[0].body)["stream"] is True
-            assert all_over(rig)
-
-    run(main())
+async def test_a_stream_is_the_decode_engines() -> None:
+    async with AsyncExitStack() as stack:
+        stream = writes(SSE_HEAD, chunk(event("a")), chunk(event("b") + DONE), END)
+        rig, (p,), (d,) = await apart(stack, [Numbered().script()], [stream])
+        got = await ask(rig, request(STREAM))
+        assert got.body == event("a") + event("b") + DONE
+        assert json.loads(p.calls[0].body)["stream"] is False
+        assert json.loads(d.calls[0].body)["stream"] is True
+        assert all_over(rig)
 
 
 @pytest.mark.parametrize(
@@ -180,16 +174,13 @@ def test_a_stream_is_the_decode_engines() -> None:
         (writes(b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n{", then="reset"), "broken_stream"),
     ],
 )
-def test_after_a_failed_prefill_another_engine_is_asked(script: Script, reason: str) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rig, (bad, _), (d,) = await apart(stack, [script, Numbered().script()], [GOOD])
-            got = await ask(rig)
-            assert (got.status, len(bad.calls), told(d)) == (200, 1, [1])
-            assert rig.app.pd_stats.prefill_failures == {reason: 1}
-            assert all_over(rig)
-
-    run(main())
+async def test_after_a_failed_prefill_another_engine_is_asked(script: Script, reason: str) -> None:
+    async with AsyncExitStack() as stack:
+        rig, (bad, _), (d,) = await apart(stack, [script, Numbered().script()], [GOOD])
+        got = await ask(rig)
+        assert (got.status, len(bad.calls), told(d)) == (200, 1, [1])
+        assert rig.app.pd_stats.prefill_failures == {reason: 1}
+        assert all_over(rig)
 
 
 @pytest.mark.parametrize(
@@ -201,173 +192,142 @@ def test_after_a_failed_prefill_another_engine_is_asked(script: Script, reason: 
         (says(200, b"<html>"), "unreadable"),
     ],
 )
-def test_where_nothing_is_held_the_decode_engine_gets_the_clients_body(script: Script, reason: str) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rig, (p, unasked), (d,) = await apart(stack, [script, Numbered().script()], [GOOD])
-            got = await ask(rig)
-            assert (got.status, len(p.calls), len(unasked.calls)) == (200, 1, 0)
-            assert [call.body for call in d.calls] == [CHAT]
-            assert rig.app.pd_stats.prefill_failures == {reason: 1}
-            assert all_over(rig)
-
-    run(main())
-
-
-def test_without_a_prefill_engine_that_works_the_decode_engine_computes_the_prompt() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rig, _, (d,) = await apart(stack, [says(503, b""), says(503, b"")], [GOOD])
-            got = await ask(rig)
-            assert (got.status, told(d)) == (200, [None])
-            assert all_over(rig)
-
-    run(main())
+async def test_where_nothing_is_held_the_decode_engine_gets_the_clients_body(
+    script: Script, reason: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        rig, (p, unasked), (d,) = await apart(stack, [script, Numbered().script()], [GOOD])
+        got = await ask(rig)
+        assert (got.status, len(p.calls), len(unasked.calls)) == (200, 1, 0)
+        assert [call.body for call in d.calls] == [CHAT]
+        assert rig.app.pd_stats.prefill_failures == {reason: 1}
+        assert all_over(rig)
 
 
-def test_a_request_that_breaks_two_prefill_engines_breaks_no_third() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            breaks = writes(then="reset")
-            rig, _, (d,) = await apart(stack, [breaks, breaks], [GOOD])
-            got = await ask(rig)
-            assert (got.status, d.calls) == (502, [])
-            assert rig.stats.requests_quarantined == 1
-            assert all_over(rig)
-
-    run(main())
+async def test_without_a_prefill_engine_that_works_the_decode_engine_computes_the_prompt() -> None:
+    async with AsyncExitStack() as stack:
+        rig, _, (d,) = await apart(stack, [says(503, b""), says(503, b"")], [GOOD])
+        got = await ask(rig)
+        assert (got.status, told(d)) == (200, [None])
+        assert all_over(rig)
 
 
-def test_a_decode_engine_that_cannot_be_reached_leaves_the_blocks_to_another() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rig, (p,), (d,) = await apart(stack, [Numbered().script()], [GOOD])
-            rig.planner.urls.insert(0, f"http://127.0.0.1:{free_port()}")
-            got = await ask(rig)
-            assert (got.status, len(p.calls), told(d)) == (200, 1, [1])
-            assert rig.app.pd_stats.handoffs_redirected == 1
-            assert all_over(rig)
+async def test_a_request_that_breaks_two_prefill_engines_breaks_no_third() -> None:
+    async with AsyncExitStack() as stack:
+        breaks = writes(then="reset")
+        rig, _, (d,) = await apart(stack, [breaks, breaks], [GOOD])
+        got = await ask(rig)
+        assert (got.status, d.calls) == (502, [])
+        assert rig.stats.requests_quarantined == 1
+        assert all_over(rig)
 
-    run(main())
+
+async def test_a_decode_engine_that_cannot_be_reached_leaves_the_blocks_to_another() -> None:
+    async with AsyncExitStack() as stack:
+        rig, (p,), (d,) = await apart(stack, [Numbered().script()], [GOOD])
+        rig.planner.urls.insert(0, f"http://127.0.0.1:{free_port()}")
+        got = await ask(rig)
+        assert (got.status, len(p.calls), told(d)) == (200, 1, [1])
+        assert rig.app.pd_stats.handoffs_redirected == 1
+        assert all_over(rig)
 
 
 @pytest.mark.parametrize("script", [says(503, b"paused"), says(429, b"busy"), writes(then="reset")])
-def test_a_decode_engine_that_was_told_and_failed_spoils_the_parameters(script: Script) -> None:
+async def test_a_decode_engine_that_was_told_and_failed_spoils_the_parameters(script: Script) -> None:
     """It may have read the blocks, so that their engine has let go of them."""
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rig, (p,), (bad, good) = await apart(stack, [Numbered().script()], [script, GOOD])
-            got = await ask(rig)
-            assert (got.status, len(p.calls)) == (200, 2)
-            assert (told(bad), told(good)) == ([1], [2])
-            assert rig.app.pd_stats.handoffs_lost == 1
-            assert all_over(rig)
-
-    run(main())
+    async with AsyncExitStack() as stack:
+        rig, (p,), (bad, good) = await apart(stack, [Numbered().script()], [script, GOOD])
+        got = await ask(rig)
+        assert (got.status, len(p.calls)) == (200, 2)
+        assert (told(bad), told(good)) == ([1], [2])
+        assert rig.app.pd_stats.handoffs_lost == 1
+        assert all_over(rig)
 
 
-def test_a_kept_connection_that_the_engine_closed_is_not_written_to_again() -> None:
+async def test_a_kept_connection_that_the_engine_closed_is_not_written_to_again() -> None:
     """The engine may have read the request before, so the parameters are gone; it is asked with others."""
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            script = in_turn(GOOD, writes(then="close"), GOOD)
-            rig, (p,), (d,) = await apart(stack, [Numbered().script()], [script])
-            assert [(await ask(rig)).status for _ in range(2)] == [200, 200]
-            assert (len(p.calls), told(d), d.connections) == (3, [1, 2, 3], 2)
-            assert rig.app.pd_stats.handoffs_lost == 1
-            assert rig.stats.engine_failures == {}
-            assert all_over(rig)
-
-    run(main())
+    async with AsyncExitStack() as stack:
+        script = in_turn(GOOD, writes(then="close"), GOOD)
+        rig, (p,), (d,) = await apart(stack, [Numbered().script()], [script])
+        assert [(await ask(rig)).status for _ in range(2)] == [200, 200]
+        assert (len(p.calls), told(d), d.connections) == (3, [1, 2, 3], 2)
+        assert rig.app.pd_stats.handoffs_lost == 1
+        assert rig.stats.engine_failures == {}
+        assert all_over(rig)
 
 
-def test_a_decode_engine_that_could_not_fetch_computes_the_prompt_itself() -> None:
+async def test_a_decode_engine_that_could_not_fetch_computes_the_prompt_itself() -> None:
     """vLLM's default for a fetch that failed is a 500; the engine is well."""
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            script = in_turn(says(500, b"fetch failed"), GOOD)
-            rig, (p,), (d,) = await apart(stack, [Numbered().script()], [script])
-            with capture_logs() as lines:
-                got = await ask(rig)
-            assert (got.status, len(p.calls), told(d)) == (200, 1, [1, None])
-            said = [line["problem"] for line in lines if line["event"] == "prefill not fetched"]
-            assert said == ["fetch failed"]
-            assert all_over(rig)
-
-    run(main())
-
-
-def test_a_refusal_of_the_request_itself_is_the_clients() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            rig, _, (d,) = await apart(stack, [Numbered().script()], [says(400, b'{"error": "too long"}')])
+    async with AsyncExitStack() as stack:
+        script = in_turn(says(500, b"fetch failed"), GOOD)
+        rig, (p,), (d,) = await apart(stack, [Numbered().script()], [script])
+        with capture_logs() as lines:
             got = await ask(rig)
-            assert (got.status, got.body, len(d.calls)) == (400, b'{"error": "too long"}', 1)
-            assert all_over(rig)
+        assert (got.status, len(p.calls), told(d)) == (200, 1, [1, None])
+        said = [line["problem"] for line in lines if line["event"] == "prefill not fetched"]
+        assert said == ["fetch failed"]
+        assert all_over(rig)
 
-    run(main())
+
+async def test_a_refusal_of_the_request_itself_is_the_clients() -> None:
+    async with AsyncExitStack() as stack:
+        rig, _, (d,) = await apart(stack, [Numbered().script()], [says(400, b'{"error": "too long"}')])
+        got = await ask(rig)
+        assert (got.status, got.body, len(d.calls)) == (400, b'{"error": "too long"}', 1)
+        assert all_over(rig)
 
 
-def test_blocks_that_grew_old_are_computed_again_and_never_fetched() -> None:
+async def test_blocks_that_grew_old_are_computed_again_and_never_fetched() -> None:
     """The router, or its way to the engine, stood still for 25 s of the 30 s."""
 
-    async def main() -> None:
-        now = [1000.0]
+    now = [1000.0]
 
-        def stands_still() -> None:
-            now[0] += 25.0 if now[0] < 1001.0 else 0.0
+    def stands_still() -> None:
+        now[0] += 25.0 if now[0] < 1001.0 else 0.0
 
-        async with AsyncExitStack() as stack:
-            script = Numbered().script(stands_still)
-            rig, (p,), (d,) = await apart(stack, [script], [GOOD], now=lambda: now[0])
-            with capture_logs() as lines:
-                got = await ask(rig)
-            assert (got.status, len(p.calls), told(d)) == (200, 2, [2])
-            assert rig.app.pd_stats.leases_late == 1
-            assert [line["problem"] for line in lines if line["event"] == "prefill not fetched"] == ["late"]
-            assert all_over(rig)
-
-    run(main())
-
-
-def test_blocks_that_are_always_old_are_given_up() -> None:
-    async def main() -> None:
-        now = [1000.0]
-
-        def stands_still() -> None:
-            now[0] += 25.0
-
-        async with AsyncExitStack() as stack:
-            script = Numbered().script(stands_still)
-            rig, (p,), (d,) = await apart(stack, [script], [GOOD], now=lambda: now[0])
+    async with AsyncExitStack() as stack:
+        script = Numbered().script(stands_still)
+        rig, (p,), (d,) = await apart(stack, [script], [GOOD], now=lambda: now[0])
+        with capture_logs() as lines:
             got = await ask(rig)
-            assert (got.status, len(p.calls), told(d)) == (200, 2, [None])
-            assert all_over(rig)
+        assert (got.status, len(p.calls), told(d)) == (200, 2, [2])
+        assert rig.app.pd_stats.leases_late == 1
+        assert [line["problem"] for line in lines if line["event"] == "prefill not fetched"] == ["late"]
+        assert all_over(rig)
 
-    run(main())
+
+async def test_blocks_that_are_always_old_are_given_up() -> None:
+    now = [1000.0]
+
+    def stands_still() -> None:
+        now[0] += 25.0
+
+    async with AsyncExitStack() as stack:
+        script = Numbered().script(stands_still)
+        rig, (p,), (d,) = await apart(stack, [script], [GOOD], now=lambda: now[0])
+        got = await ask(rig)
+        assert (got.status, len(p.calls), told(d)) == (200, 2, [None])
+        assert all_over(rig)
 
 
 @pytest.mark.parametrize("during", ["prefill", "decode"])
-def test_a_client_that_leaves_closes_the_open_request(during: str) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            hangs = writes(then="hang")
-            first = hangs if during == "prefill" else Numbered().script()
-            rig, (p,), (d,) = await apart(stack, [first], [hangs])
-            _, writer = await rig.connect()
-            writer.write(request())
-            open_one = p if during == "prefill" else d
-            await until(lambda: open_one.calls, "the engine is asked")
-            writer.close()
-            await until(open_one.calls[0].closed.is_set, "its connection is closed")
-            await until(lambda: all_over(rig), "nothing is kept")
-            assert len(d.calls) == (during == "decode")
-            assert rig.stats.clients_gone == 1
-
-    run(main())
+async def test_a_client_that_leaves_closes_the_open_request(during: str) -> None:
+    async with AsyncExitStack() as stack:
+        hangs = writes(then="hang")
+        first = hangs if during == "prefill" else Numbered().script()
+        rig, (p,), (d,) = await apart(stack, [first], [hangs])
+        _, writer = await rig.connect()
+        writer.write(request())
+        open_one = p if during == "prefill" else d
+        await until(lambda: open_one.calls, "the engine is asked")
+        writer.close()
+        await until(open_one.calls[0].closed.is_set, "its connection is closed")
+        await until(lambda: all_over(rig), "nothing is kept")
+        assert len(d.calls) == (during == "decode")
+        assert rig.stats.clients_gone == 1
 
 
 _PREFILLS = st.sampled_from(["held", "late", "503", "500", "reset", "null", "400"])

@@ -74,14 +74,11 @@ def test_a_scheme_not_shown_yet() -> None:
     found.expect("cache.scheme", Severity.INFO, "not known yet", "--probe")
 
 
-def test_a_numeric_seed_is_found_and_told() -> None:
-    async def main() -> None:
-        async with running({"hash_seed": "42"}) as (engine,):
-            found = await examined(engine.base_url, probe=True)
-            found.expect("cache.scheme", Severity.OK, "PYTHONHASHSEED=42")
-            found.expect("probe.exact", Severity.OK, "exact")
-
-    run(main())
+async def test_a_numeric_seed_is_found_and_told() -> None:
+    async with running({"hash_seed": "42"}) as (engine,):
+        found = await examined(engine.base_url, probe=True)
+        found.expect("cache.scheme", Severity.OK, "PYTHONHASHSEED=42")
+        found.expect("probe.exact", Severity.OK, "exact")
 
 
 def test_an_attention_chunk_that_is_not_configured() -> None:
@@ -92,11 +89,7 @@ def test_an_attention_chunk_that_is_not_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configured", "said", "words"),
-    [
-        (None, None, "is not set"),
-        ("all", "align", "the configuration 'all'"),
-    ],
+    ("configured", "said", "words"), [(None, None, "is not set"), ("all", "align", "the configuration 'all'")]
 )
 def test_a_mamba_mode_that_nobody_told(configured: str | None, said: str | None, words: str) -> None:
     answers = {} if said is None else {"metrics": page(cache_config_info=f'mamba_cache_mode="{said}"')}
@@ -235,7 +228,7 @@ def test_adapters_whose_path_nobody_told() -> None:
     run(heard(one(lora_name="heard"), models=models, model=paths)).expect("cache.lora", Severity.OK)
 
 
-def test_another_chat_template_than_the_engines(tmp_path: Path) -> None:
+async def test_another_chat_template_than_the_engines(tmp_path: Path) -> None:
     shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -247,67 +240,53 @@ def test_another_chat_template_than_the_engines(tmp_path: Path) -> None:
         config.write_text(json.dumps(fields))
     model = ModelConfig(tokenizer=str(tmp_path / "other"))
 
-    async def main() -> None:
-        async with running({}) as (engine,):
-            found = await examined(engine.base_url, model=model)
-            found.expect("tokens.parity", Severity.ERROR, "chat:", "chat template")
-            found.expect("tokens.parity", Severity.OK, "completion")
-
-    run(main())
+    async with running({}) as (engine,):
+        found = await examined(engine.base_url, model=model)
+        found.expect("tokens.parity", Severity.ERROR, "chat:", "chat template")
+        found.expect("tokens.parity", Severity.OK, "completion")
 
 
-def test_another_date_than_the_engines(tmp_path: Path) -> None:
+async def test_another_date_than_the_engines(tmp_path: Path) -> None:
     shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
     template = "{{ strftime_now('%H') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "other" / "chat_template.jinja").write_text(template)
 
-    async def main() -> None:
-        async with running({}) as (engine,):
-            found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "other")))
-            found.expect(
-                "tokens.parity", Severity.ERROR, "chat:", "a different date", "models.NAME.time_zone"
-            )
-            found.expect("tokens.parity", Severity.INFO, "time zone", "models.NAME.time_zone")
-            model = ModelConfig(tokenizer=str(tmp_path / "other"), time_zone="UTC")
-            found = await examined(engine.base_url, model=model)
-            found.expect("tokens.parity", Severity.ERROR, "here in time zone UTC")
-            assert not [one for one in found.of("tokens.parity") if "of the router's time zone" in str(one)]
-
-    run(main())
+    async with running({}) as (engine,):
+        found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "other")))
+        found.expect("tokens.parity", Severity.ERROR, "chat:", "a different date", "models.NAME.time_zone")
+        found.expect("tokens.parity", Severity.INFO, "time zone", "models.NAME.time_zone")
+        model = ModelConfig(tokenizer=str(tmp_path / "other"), time_zone="UTC")
+        found = await examined(engine.base_url, model=model)
+        found.expect("tokens.parity", Severity.ERROR, "here in time zone UTC")
+        assert not [one for one in found.of("tokens.parity") if "of the router's time zone" in str(one)]
 
 
-def test_another_tokenizer_than_the_engines(tmp_path: Path) -> None:
+async def test_another_tokenizer_than_the_engines(tmp_path: Path) -> None:
     shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     fields = json.loads(file.read_text())
     fields["model"]["merges"] = fields["model"]["merges"][:50]
     file.write_text(json.dumps(fields))
 
-    async def main() -> None:
-        async with running({}) as (engine,):
-            model = ModelConfig(tokenizer=str(tmp_path / "other"))
-            found = await examined(engine.base_url, model=model, probe=True)
-            found.expect("tokens.parity", Severity.ERROR, "completion:", "a different tokenizer")
-            found.expect("probe.exact", Severity.ERROR, "tokens here", "tokens.parity")
-
-    run(main())
+    async with running({}) as (engine,):
+        model = ModelConfig(tokenizer=str(tmp_path / "other"))
+        found = await examined(engine.base_url, model=model, probe=True)
+        found.expect("tokens.parity", Severity.ERROR, "completion:", "a different tokenizer")
+        found.expect("probe.exact", Severity.ERROR, "tokens here", "tokens.parity")
 
 
-def test_an_engine_without_tokenize() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,), fronting(engine) as front:
-            front.overrides["/tokenize"] = lambda: (404, {})
-            found = await examined(at(front.base_url, engine.publisher))  # type: ignore[arg-type]
-            found.expect("tokens.parity", Severity.INFO, "no endpoint")
-            assert len(found.of("tokens.parity")) == 1
-            front.overrides["/tokenize"] = lambda: (200, {"x": 1})
-            found = await examined(front.base_url)
-            found.expect("tokens.parity", Severity.INFO, "a response without tokens")
-
-    run(main())
+async def test_an_engine_without_tokenize() -> None:
+    async with running({}) as (engine,), fronting(engine) as front:
+        front.overrides["/tokenize"] = lambda: (404, {})
+        found = await examined(at(front.base_url, engine.publisher))  # type: ignore[arg-type]
+        found.expect("tokens.parity", Severity.INFO, "no endpoint")
+        assert len(found.of("tokens.parity")) == 1
+        front.overrides["/tokenize"] = lambda: (200, {"x": 1})
+        found = await examined(front.base_url)
+        found.expect("tokens.parity", Severity.INFO, "a response without tokens")
 
 
-def test_a_template_that_cannot_be_used_here(tmp_path: Path) -> None:
+async def test_a_template_that_cannot_be_used_here(tmp_path: Path) -> None:
     shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "none")
     config = tmp_path / "none" / "tokenizer_config.json"
     fields = json.loads(config.read_text())
@@ -315,12 +294,9 @@ def test_a_template_that_cannot_be_used_here(tmp_path: Path) -> None:
     config.write_text(json.dumps(fields))
     (tmp_path / "none" / "chat_template.jinja").unlink(missing_ok=True)
 
-    async def main() -> None:
-        async with running({}) as (engine,):
-            found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "none")))
-            found.expect("tokens.parity", Severity.WARNING, "cannot be tokenized here", "no_template")
-
-    run(main())
+    async with running({}) as (engine,):
+        found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "none")))
+        found.expect("tokens.parity", Severity.WARNING, "cannot be tokenized here", "no_template")
 
 
 def usage(prompt_tokens: int, cached: int | None) -> dict[str, Any]:
@@ -335,20 +311,17 @@ def usage(prompt_tokens: int, cached: int | None) -> dict[str, Any]:
         ({"model_type": "gpt_oss"}, "pip install '.[harmony]'"),
     ],
 )
-def test_chats_that_only_code_renders(
+async def test_chats_that_only_code_renders(
     config: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harmony, "library", None)
     shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    async def main() -> None:
-        async with running({}) as (engine,):
-            found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path)))
-            found.expect("tokens.family", Severity.WARNING, remedy)
-            assert not (await examined(engine.base_url)).of("tokens.family")
-
-    run(main())
+    async with running({}) as (engine,):
+        found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path)))
+        found.expect("tokens.family", Severity.WARNING, remedy)
+        assert not (await examined(engine.base_url)).of("tokens.family")
 
 
 @pytest.mark.parametrize(
@@ -360,38 +333,31 @@ def test_chats_that_only_code_renders(
         ((0, {}), "probe.exact", Severity.ERROR, "POST /v1/completions"),
     ],
 )
-def test_a_probe_that_fails(answer: tuple[int, Any], check: str, severity: Severity, words: str) -> None:
-    async def main() -> None:
-        async with running({}) as (engine,), fronting(engine) as front:
-            front.overrides["/v1/completions"] = lambda: answer
-            found = await examined(front.base_url, probe=True)
-            found.expect(check, severity, words)
+async def test_a_probe_that_fails(
+    answer: tuple[int, Any], check: str, severity: Severity, words: str
+) -> None:
+    async with running({}) as (engine,), fronting(engine) as front:
+        front.overrides["/v1/completions"] = lambda: answer
+        found = await examined(front.base_url, probe=True)
+        found.expect(check, severity, words)
 
-    run(main())
 
-
-def test_a_hit_that_was_not_foreseen() -> None:
+async def test_a_hit_that_was_not_foreseen() -> None:
     """The engine keeps a drafter's block rule that the configuration denies: it reports less than is
     resident. Without a setting its metrics tell of the drafter."""
 
-    async def main() -> None:
-        async with running({"groups": (msgspec.structs.replace(FULL, is_eagle=True),)}) as (engine,):
-            denied = msgspec.structs.replace(LOCAL, eagle_groups=())
-            found = await examined(engine.base_url, model=denied, probe=True)
-            found.expect("probe.exact", Severity.ERROR, "predicted", "a setting of the model is missing")
-            for model in (LOCAL, msgspec.structs.replace(LOCAL, eagle_groups=(0,))):
-                found = await examined(engine.base_url, model=model, probe=True)
-                found.expect("probe.exact", Severity.OK, "exact")
-
-    run(main())
+    async with running({"groups": (msgspec.structs.replace(FULL, is_eagle=True),)}) as (engine,):
+        denied = msgspec.structs.replace(LOCAL, eagle_groups=())
+        found = await examined(engine.base_url, model=denied, probe=True)
+        found.expect("probe.exact", Severity.ERROR, "predicted", "a setting of the model is missing")
+        for model in (LOCAL, msgspec.structs.replace(LOCAL, eagle_groups=(0,))):
+            found = await examined(engine.base_url, model=model, probe=True)
+            found.expect("probe.exact", Severity.OK, "exact")
 
 
 @pytest.mark.long
-def test_nothing_reused() -> None:
-    async def main() -> None:
-        limits = {"groups": "full", "block_size": 512, "max_model_len": 400}
-        async with running(limits) as (engine,):
-            found = await examined(engine.base_url, probe=True)
-            assert found.worst("probe.exact") is Severity.WARNING
-
-    run(main())
+async def test_nothing_reused() -> None:
+    limits = {"groups": "full", "block_size": 512, "max_model_len": 400}
+    async with running(limits) as (engine,):
+        found = await examined(engine.base_url, probe=True)
+        assert found.worst("probe.exact") is Severity.WARNING

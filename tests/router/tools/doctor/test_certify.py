@@ -31,7 +31,6 @@ from router.tools.doctor.findings import (
 )
 from router.tools.doctor.prober import LoadPlan
 from tests.support.paths import ROOT
-from tests.support.waiting import run
 from tests.support.whole_router import LOCAL, MODEL, running
 
 DOWN = "http://127.0.0.1:9"
@@ -98,31 +97,25 @@ def each(change: Callable[[Event], Event | None]) -> Change:
 @pytest.mark.parametrize(
     "groups", ["full", pytest.param("gptoss-like", marks=pytest.mark.long), "mamba-hybrid"]
 )
-def test_an_engine_in_good_health_is_certified(groups: str) -> None:
-    async def main() -> None:
-        async with running({"groups": groups, "num_blocks": 400}) as (engine,):
-            facts = ModelConfig(tokenizer=LOCAL.tokenizer, mamba_cache_mode="align")
-            verdict = await certify(engine.base_url, model=facts, name=MODEL)
-            assert bad_checks(verdict) == set()
-            assert set(states(verdict).values()) == {"pass"}, states(verdict)
-            assert verdict.certified
-
-    run(main())
+async def test_an_engine_in_good_health_is_certified(groups: str) -> None:
+    async with running({"groups": groups, "num_blocks": 400}) as (engine,):
+        facts = ModelConfig(tokenizer=LOCAL.tokenizer, mamba_cache_mode="align")
+        verdict = await certify(engine.base_url, model=facts, name=MODEL)
+        assert bad_checks(verdict) == set()
+        assert set(states(verdict).values()) == {"pass"}, states(verdict)
+        assert verdict.certified
 
 
 @pytest.mark.long
-def test_a_pool_that_is_not_filled_shows_no_removal_and_is_certified() -> None:
-    async def main() -> None:
-        async with running({"groups": "full", "num_blocks": 1 << 16}) as (engine,):
-            verdict = await certify(engine.base_url)
-            assert states(verdict)["removals"] == "not_shown"
-            assert verdict.certified
-
-    run(main())
+async def test_a_pool_that_is_not_filled_shows_no_removal_and_is_certified() -> None:
+    async with running({"groups": "full", "num_blocks": 1 << 16}) as (engine,):
+        verdict = await certify(engine.base_url)
+        assert states(verdict)["removals"] == "not_shown"
+        assert verdict.certified
 
 
 @pytest.mark.long
-def test_batches_that_are_lost_are_a_gap() -> None:
+async def test_batches_that_are_lost_are_a_gap() -> None:
     batches = 0
 
     def lose(events: list[Event]) -> list[Event] | None:
@@ -130,18 +123,15 @@ def test_batches_that_are_lost_are_a_gap() -> None:
         batches += 1
         return None if batches % 4 == 0 else events
 
-    async def main() -> None:
-        async with publishing_otherwise(lose) as engine:
-            verdict = await certify(engine.base_url, timeout_s=0.5)
-            assert not verdict.certified
-            assert states(verdict)["complete"] == "fail"
-            assert "events.flow" in bad_checks(verdict)
-
-    run(main())
+    async with publishing_otherwise(lose) as engine:
+        verdict = await certify(engine.base_url, timeout_s=0.5)
+        assert not verdict.certified
+        assert states(verdict)["complete"] == "fail"
+        assert "events.flow" in bad_checks(verdict)
 
 
 @pytest.mark.long
-def test_stores_that_are_never_published_are_hits_not_predicted() -> None:
+async def test_stores_that_are_never_published_are_hits_not_predicted() -> None:
     stores = 0
 
     def lose(event: Event) -> Event | None:
@@ -149,19 +139,16 @@ def test_stores_that_are_never_published_are_hits_not_predicted() -> None:
         stores += isinstance(event, BlockStored)
         return None if isinstance(event, BlockStored) and stores % 4 == 0 else event
 
-    async def main() -> None:
-        async with publishing_otherwise(each(lose)) as engine:
-            verdict = await certify(engine.base_url, timeout_s=0.5)
-            assert not verdict.certified
-            assert {"load.hits", "events.removals"} <= bad_checks(verdict)
-            assert (states(verdict)["hits"], states(verdict)["removals"]) == ("fail", "fail")
-            assert states(verdict)["complete"] == "pass"
-
-    run(main())
+    async with publishing_otherwise(each(lose)) as engine:
+        verdict = await certify(engine.base_url, timeout_s=0.5)
+        assert not verdict.certified
+        assert {"load.hits", "events.removals"} <= bad_checks(verdict)
+        assert (states(verdict)["hits"], states(verdict)["removals"]) == ("fail", "fail")
+        assert states(verdict)["complete"] == "pass"
 
 
 @pytest.mark.parametrize("all_of_them", [True, False], ids=["all hashes", "one hash in each event"])
-def test_wrong_hashes(all_of_them: bool) -> None:
+async def test_wrong_hashes(all_of_them: bool) -> None:
     def twist(event: Event) -> Event:
         if not isinstance(event, BlockStored) or len(event.block_hashes) < 2:
             return event
@@ -169,121 +156,97 @@ def test_wrong_hashes(all_of_them: bool) -> None:
         kept = hashes if all_of_them else [*event.block_hashes[:-1], hashes[-1]]
         return msgspec.structs.replace(event, block_hashes=kept)
 
-    async def main() -> None:
-        async with publishing_otherwise(each(twist)) as engine:
-            verdict = await certify(engine.base_url, timeout_s=0.5)
-            assert not verdict.certified
-            assert states(verdict)["hashes"] == "fail"
-            assert "load.hashes" in bad_checks(verdict)
-
-    run(main())
+    async with publishing_otherwise(each(twist)) as engine:
+        verdict = await certify(engine.base_url, timeout_s=0.5)
+        assert not verdict.certified
+        assert states(verdict)["hashes"] == "fail"
+        assert "load.hashes" in bad_checks(verdict)
 
 
 @pytest.mark.long
-def test_blocks_whose_removal_is_not_published_are_phantoms() -> None:
+async def test_blocks_whose_removal_is_not_published_are_phantoms() -> None:
     def keep(event: Event) -> Event | None:
         return None if isinstance(event, BlockRemoved) else event
 
-    async def main() -> None:
-        async with publishing_otherwise(each(keep)) as engine:
-            verdict = await certify(engine.base_url)
-            assert not verdict.certified
-            assert bad_checks(verdict) == {"load.phantoms", "cache.pool"}
-            assert [name for name, state in states(verdict).items() if state == "fail"] == ["no_phantoms"]
-
-    run(main())
+    async with publishing_otherwise(each(keep)) as engine:
+        verdict = await certify(engine.base_url)
+        assert not verdict.certified
+        assert bad_checks(verdict) == {"load.phantoms", "cache.pool"}
+        assert [name for name, state in states(verdict).items() if state == "fail"] == ["no_phantoms"]
 
 
 @pytest.mark.long
-def test_removals_of_blocks_that_were_never_stored() -> None:
+async def test_removals_of_blocks_that_were_never_stored() -> None:
     def invent(events: list[Event]) -> list[Event]:
         return [*events, BlockRemoved([4711], "GPU", 0)]
 
-    async def main() -> None:
-        async with publishing_otherwise(invent) as engine:
-            verdict = await certify(engine.base_url)
-            assert bad_checks(verdict) == {"events.removals"}
-            assert states(verdict)["removals"] == "fail"
-
-    run(main())
+    async with publishing_otherwise(invent) as engine:
+        verdict = await certify(engine.base_url)
+        assert bad_checks(verdict) == {"events.removals"}
+        assert states(verdict)["removals"] == "fail"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("untrue", [lambda cached: 0, lambda cached: cached + 16], ids=["nothing", "more"])
-def test_untrue_cached_tokens(untrue: Callable[[int], int]) -> None:
-    async def main() -> None:
-        async with running(SMALL_POOL) as (engine,):
-            count = engine.scheduler._count_hit
+async def test_untrue_cached_tokens(untrue: Callable[[int], int]) -> None:
+    async with running(SMALL_POOL) as (engine,):
+        count = engine.scheduler._count_hit
 
-            def lie(request: Any, hit: int, cached: int) -> None:
-                count(request, hit, untrue(cached))
+        def lie(request: Any, hit: int, cached: int) -> None:
+            count(request, hit, untrue(cached))
 
-            engine.scheduler._count_hit = lie  # type: ignore[method-assign]
-            verdict = await certify(engine.base_url)
-            assert not verdict.certified
-            assert states(verdict)["usage"] == "fail"
-            assert "load.usage" in bad_checks(verdict)
-            assert "load.hits" not in bad_checks(verdict)
-            assert states(verdict)["no_phantoms"] == "pass"
-
-    run(main())
-
-
-def test_prefix_caching_off() -> None:
-    async def main() -> None:
-        async with publishing_otherwise(lambda _events: []) as engine:
-            find, cache = engine.pool.start, engine.model._cache
-
-            def start(*arguments: Any, **options: Any) -> int | None:
-                engine.pool.reset()
-                return find(*arguments, **options)
-
-            engine.pool.start = start  # type: ignore[method-assign]
-            engine.model._cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
-            verdict = await certify(engine.base_url, timeout_s=0.3)
-            assert not verdict.certified
-            assert states(verdict)["hits"] == "fail"
-            assert {"cache.prefix_caching", "events.flow"} <= bad_checks(verdict)
-
-    run(main())
-
-
-def test_events_off() -> None:
-    async def main() -> None:
-        async with running({**SMALL_POOL, "publish_events": False}) as (engine,):
-            verdict = await certify(engine.base_url)
-            assert not verdict.certified
-            assert states(verdict)["complete"] == "fail"
-            assert states(verdict)["answers"] == "pass"
-            assert "http.event_sources" in bad_checks(verdict)
-
-    run(main())
-
-
-def test_an_engine_that_is_not_there() -> None:
-    async def main() -> None:
-        verdict = await certify(DOWN)
+        engine.scheduler._count_hit = lie  # type: ignore[method-assign]
+        verdict = await certify(engine.base_url)
         assert not verdict.certified
+        assert states(verdict)["usage"] == "fail"
+        assert "load.usage" in bad_checks(verdict)
+        assert "load.hits" not in bad_checks(verdict)
+        assert states(verdict)["no_phantoms"] == "pass"
+
+
+async def test_prefix_caching_off() -> None:
+    async with publishing_otherwise(lambda _events: []) as engine:
+        find, cache = engine.pool.start, engine.model._cache
+
+        def start(*arguments: Any, **options: Any) -> int | None:
+            engine.pool.reset()
+            return find(*arguments, **options)
+
+        engine.pool.start = start  # type: ignore[method-assign]
+        engine.model._cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
+        verdict = await certify(engine.base_url, timeout_s=0.3)
+        assert not verdict.certified
+        assert states(verdict)["hits"] == "fail"
+        assert {"cache.prefix_caching", "events.flow"} <= bad_checks(verdict)
+
+
+async def test_events_off() -> None:
+    async with running({**SMALL_POOL, "publish_events": False}) as (engine,):
+        verdict = await certify(engine.base_url)
+        assert not verdict.certified
+        assert states(verdict)["complete"] == "fail"
+        assert states(verdict)["answers"] == "pass"
+        assert "http.event_sources" in bad_checks(verdict)
+
+
+async def test_an_engine_that_is_not_there() -> None:
+    verdict = await certify(DOWN)
+    assert not verdict.certified
+    assert states(verdict)["answers"] == "fail"
+    assert "http.health" in bad_checks(verdict)
+
+
+@pytest.mark.long
+async def test_another_model_than_expected() -> None:
+    async with running(SMALL_POOL) as (engine,):
+        verdict = await certify(engine.base_url, name="llama")
+        assert not verdict.certified
+        assert bad_checks(verdict) == {"http.models"}
         assert states(verdict)["answers"] == "fail"
-        assert "http.health" in bad_checks(verdict)
-
-    run(main())
 
 
 @pytest.mark.long
-def test_another_model_than_expected() -> None:
-    async def main() -> None:
-        async with running(SMALL_POOL) as (engine,):
-            verdict = await certify(engine.base_url, name="llama")
-            assert not verdict.certified
-            assert bad_checks(verdict) == {"http.models"}
-            assert states(verdict)["answers"] == "fail"
-
-    run(main())
-
-
-@pytest.mark.long
-def test_the_tokenizer_of_another_model(tmp_path: Any) -> None:
+async def test_the_tokenizer_of_another_model(tmp_path: Any) -> None:
     vocabulary = json.loads((DEMO_TOKENIZER_DIR / "tokenizer.json").read_text())
     names = sorted(vocabulary["model"]["vocab"], key=vocabulary["model"]["vocab"].__getitem__)
     one, other = names[-1], names[-2]
@@ -296,14 +259,11 @@ def test_the_tokenizer_of_another_model(tmp_path: Any) -> None:
     for template in DEMO_TOKENIZER_DIR.glob("*.jinja"):
         (tmp_path / template.name).write_text(template.read_text())
 
-    async def main() -> None:
-        async with running(SMALL_POOL) as (engine,):
-            verdict = await certify(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path)))
-            assert not verdict.certified
-            assert states(verdict)["tokens"] == "fail"
-            assert {"tokens.parity", "load.tokens"} <= bad_checks(verdict)
-
-    run(main())
+    async with running(SMALL_POOL) as (engine,):
+        verdict = await certify(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path)))
+        assert not verdict.certified
+        assert states(verdict)["tokens"] == "fail"
+        assert {"tokens.parity", "load.tokens"} <= bad_checks(verdict)
 
 
 def test_every_check_of_an_engine_is_part_of_a_verdict() -> None:
@@ -349,19 +309,16 @@ def test_an_engine_that_is_down_ends_with_status_1(
 
 @pytest.mark.process
 @pytest.mark.long
-def test_the_command_certifies_an_engine() -> None:
-    async def main() -> None:
-        async with running(SMALL_POOL) as (engine,):
-            words = ["certify", "--engine", engine.base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--json"]
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "router", *words, cwd=ROOT, stdout=subprocess.PIPE
-            )
-            out, _ = await process.communicate()
-            report = json.loads(out)
-            assert process.returncode == 0, report
-            assert report["certified"]
-            (only,) = report["engines"]
-            assert (only["engine"], only["certified"]) == (engine.base_url, True)
-            assert {each["name"] for each in only["properties"]} == {each.name for each in PROPERTIES}
-
-    run(main())
+async def test_the_command_certifies_an_engine() -> None:
+    async with running(SMALL_POOL) as (engine,):
+        words = ["certify", "--engine", engine.base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--json"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router", *words, cwd=ROOT, stdout=subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+        report = json.loads(out)
+        assert process.returncode == 0, report
+        assert report["certified"]
+        (only,) = report["engines"]
+        assert (only["engine"], only["certified"]) == (engine.base_url, True)
+        assert {each["name"] for each in only["properties"]} == {each.name for each in PROPERTIES}

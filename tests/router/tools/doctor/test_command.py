@@ -14,7 +14,6 @@ import pytest
 
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from tests.support.paths import ROOT
-from tests.support.waiting import run
 from tests.support.whole_router import running
 
 DOWN = "http://127.0.0.1:9"
@@ -78,13 +77,10 @@ def test_an_engine_that_is_down_ends_with_status_1_and_a_remedy() -> None:
     assert {"check", "severity", "subject", "seen", "cause", "remedy"} == set(report["findings"][0])
 
 
-def test_a_healthy_engine_ends_with_status_0() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,):
-            arguments = ("--engine", engine.base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--probe")
-            ended = await asyncio.to_thread(doctor, *arguments, "--seconds", "0", "--json")
-            assert ended.returncode == 0, ended
-            assert ended.stderr == ""
-            assert json.loads(ended.stdout)["worst"] in {"ok", "info"}
-
-    run(main())
+async def test_a_healthy_engine_ends_with_status_0() -> None:
+    async with running({}) as (engine,):
+        arguments = ("--engine", engine.base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--probe")
+        ended = await asyncio.to_thread(doctor, *arguments, "--seconds", "0", "--json")
+        assert ended.returncode == 0, ended
+        assert ended.stderr == ""
+        assert json.loads(ended.stdout)["worst"] in {"ok", "info"}

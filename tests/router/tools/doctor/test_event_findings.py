@@ -57,62 +57,47 @@ async def heard(prepare: Callable[[ZmqPublisher], Any], **changes: Any) -> Findi
             return await examined(at(url, publisher, **changes), seconds=0.1)
 
 
-def test_event_sockets_that_nobody_has_bound() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            found = await examined(EngineAddress(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
-            found.expect("events.reach", Severity.ERROR, "nothing accepts connections")
-            found.expect("events.replay", Severity.ERROR, "nothing accepts connections")
-
-    run(main())
+async def test_event_sockets_that_nobody_has_bound() -> None:
+    async with http_server(server()) as url:
+        found = await examined(EngineAddress(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
+        found.expect("events.reach", Severity.ERROR, "nothing accepts connections")
+        found.expect("events.replay", Severity.ERROR, "nothing accepts connections")
 
 
 @pytest.mark.long
-def test_http_ports_given_as_event_sockets() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            port = url.replace("http://", "tcp://")
-            found = await examined(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=2.0)
-            found.expect("events.reach", Severity.ERROR, "not a ZMQ publisher")
-            found.expect("events.replay", Severity.ERROR, "not a replay socket")
-
-    run(main())
+async def test_http_ports_given_as_event_sockets() -> None:
+    async with http_server(server()) as url:
+        port = url.replace("http://", "tcp://")
+        found = await examined(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=2.0)
+        found.expect("events.reach", Severity.ERROR, "not a ZMQ publisher")
+        found.expect("events.replay", Severity.ERROR, "not a replay socket")
 
 
 @pytest.mark.long
-def test_events_and_replay_exchanged() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing() as publisher:
-                engine = EngineAddress(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
-                found = await examined(engine, seconds=0.5, timeout_s=4.0)
-                found.expect("events.reach", Severity.ERROR, "swap events= and replay=")
-                found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
-
-    run(main())
+async def test_events_and_replay_exchanged() -> None:
+    async with http_server(server()) as url:
+        with publishing() as publisher:
+            engine = EngineAddress(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
+            found = await examined(engine, seconds=0.5, timeout_s=4.0)
+            found.expect("events.reach", Severity.ERROR, "swap events= and replay=")
+            found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
 
 
-def test_an_address_that_is_none() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            found = await examined(
-                EngineAddress(url, events="tcp://nonsense", replay="tcp://nonsense"), timeout_s=0.5
-            )
-            found.expect("events.reach", Severity.ERROR, "not an address")
-            assert found.worst("events.replay") is Severity.ERROR
-
-    run(main())
+async def test_an_address_that_is_none() -> None:
+    async with http_server(server()) as url:
+        found = await examined(
+            EngineAddress(url, events="tcp://nonsense", replay="tcp://nonsense"), timeout_s=0.5
+        )
+        found.expect("events.reach", Severity.ERROR, "not an address")
+        assert found.worst("events.replay") is Severity.ERROR
 
 
-def test_no_replay_socket() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing(replay=False) as publisher:
-                found = await examined(at(url, publisher))
-                found.expect("events.reach", Severity.OK)
-                found.expect("events.replay", Severity.WARNING, "no replay socket", "replay_endpoint")
-
-    run(main())
+async def test_no_replay_socket() -> None:
+    async with http_server(server()) as url:
+        with publishing(replay=False) as publisher:
+            found = await examined(at(url, publisher))
+            found.expect("events.reach", Severity.OK)
+            found.expect("events.replay", Severity.WARNING, "no replay socket", "replay_endpoint")
 
 
 @pytest.mark.parametrize(
@@ -120,16 +105,13 @@ def test_no_replay_socket() -> None:
     [(0, Severity.ERROR, "connected, but no response"), (2, Severity.WARNING, "2 batches, then silence")],
     ids=["silent", "cut short"],
 )
-def test_a_replay_socket_that_breaks_off(answers: int, severity: Severity, words: str) -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing(replay=False) as publisher, bound(zmq.ROUTER) as (router, replay):
-                task = asyncio.create_task(reply(router, answers))
-                found = await examined(at(url, publisher, replay=replay), timeout_s=0.5)
-                task.cancel()
-                found.expect("events.replay", severity, words)
-
-    run(main())
+async def test_a_replay_socket_that_breaks_off(answers: int, severity: Severity, words: str) -> None:
+    async with http_server(server()) as url:
+        with publishing(replay=False) as publisher, bound(zmq.ROUTER) as (router, replay):
+            task = asyncio.create_task(reply(router, answers))
+            found = await examined(at(url, publisher, replay=replay), timeout_s=0.5)
+            task.cancel()
+            found.expect("events.replay", severity, words)
 
 
 async def reply(router: zmq.Socket[bytes], answers: int) -> None:
@@ -141,63 +123,51 @@ async def reply(router: zmq.Socket[bytes], answers: int) -> None:
         router.send_multipart([peer, b"", b"", seq.to_bytes(8, "big"), payload])
 
 
-def test_history_that_has_left_the_buffer() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing(buffer_steps=3) as publisher:
-                for _ in range(8):
-                    publisher.publish([stored()])
-                found = await examined(at(url, publisher))
-                found.expect("events.replay", Severity.INFO, "3 batches", "number 5", "buffer_steps")
-
-    run(main())
+async def test_history_that_has_left_the_buffer() -> None:
+    async with http_server(server()) as url:
+        with publishing(buffer_steps=3) as publisher:
+            for _ in range(8):
+                publisher.publish([stored()])
+            found = await examined(at(url, publisher))
+            found.expect("events.replay", Severity.INFO, "3 batches", "number 5", "buffer_steps")
 
 
 @pytest.mark.long
-def test_events_of_another_engine() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,):
-            with publishing() as silent:
-                found = await examined(at(engine.base_url, silent), probe=True)
-                found.expect("events.flow", Severity.ERROR, "answered the probe")
-                found.expect("probe.exact", Severity.WARNING, "no stored blocks seen yet")
-
-    run(main())
+async def test_events_of_another_engine() -> None:
+    async with running({}) as (engine,):
+        with publishing() as silent:
+            found = await examined(at(engine.base_url, silent), probe=True)
+            found.expect("events.flow", Severity.ERROR, "answered the probe")
+            found.expect("probe.exact", Severity.WARNING, "no stored blocks seen yet")
 
 
-def test_lost_numbers_are_told() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing(replay=False) as publisher:
+async def test_lost_numbers_are_told() -> None:
+    async with http_server(server()) as url:
+        with publishing(replay=False) as publisher:
 
-                def skip() -> None:
-                    publisher.publish([stored()])
-                    publisher._next_seq += 3
+            def skip() -> None:
+                publisher.publish([stored()])
+                publisher._next_seq += 3
 
-                async with doing(skip):
-                    found = await examined(at(url, publisher), seconds=0.5)
-                found.expect("events.flow", Severity.INFO, "missing")
-
-    run(main())
+            async with doing(skip):
+                found = await examined(at(url, publisher), seconds=0.5)
+            found.expect("events.flow", Severity.INFO, "missing")
 
 
-def test_a_restart_while_listening() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing(replay=False) as publisher:
-                restarted: list[bool] = []
+async def test_a_restart_while_listening() -> None:
+    async with http_server(server()) as url:
+        with publishing(replay=False) as publisher:
+            restarted: list[bool] = []
 
-                def step() -> None:
-                    publisher.publish([stored()])
-                    if publisher.next_seq == 12 and not restarted:
-                        restarted.append(True)
-                        publisher._next_seq = 0
+            def step() -> None:
+                publisher.publish([stored()])
+                if publisher.next_seq == 12 and not restarted:
+                    restarted.append(True)
+                    publisher._next_seq = 0
 
-                async with doing(step):
-                    found = await examined(at(url, publisher), seconds=1.0)
-                found.expect("events.flow", Severity.INFO, "restart(s)")
-
-    run(main())
+            async with doing(step):
+                found = await examined(at(url, publisher), seconds=1.0)
+            found.expect("events.flow", Severity.INFO, "restart(s)")
 
 
 class Recorder:
@@ -213,35 +183,29 @@ class Recorder:
         self.told.append("forget")
 
 
-def test_what_was_before_a_restart_is_forgotten() -> None:
-    async def main() -> None:
-        sink = Recorder()
-        with publishing(replay=False) as publisher:
-            tap = EventListener("e", publisher.endpoint, None, sink, replay_timeout_s=1.0)
-            listening = asyncio.create_task(tap.run())
-            async with doing(lambda: publisher.publish([stored()] * 2)):
-                await until(lambda: len(sink.told) > 2, "batches")
-                publisher._next_seq = 0
-                await until(lambda: "forget" in sink.told, "the restart")
-            assert sink.told.count("forget") == 1
-            assert set(sink.told) == {"batch of 2", "forget"}
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-
-    run(main())
+async def test_what_was_before_a_restart_is_forgotten() -> None:
+    sink = Recorder()
+    with publishing(replay=False) as publisher:
+        tap = EventListener("e", publisher.endpoint, None, sink, replay_timeout_s=1.0)
+        listening = asyncio.create_task(tap.run())
+        async with doing(lambda: publisher.publish([stored()] * 2)):
+            await until(lambda: len(sink.told) > 2, "batches")
+            publisher._next_seq = 0
+            await until(lambda: "forget" in sink.told, "the restart")
+        assert sink.told.count("forget") == 1
+        assert set(sink.told) == {"batch of 2", "forget"}
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
 
 
-def test_a_topic_that_does_not_fit() -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing(topic="kv") as publisher:
-                async with doing(lambda: publisher.publish([stored()])):
-                    wrong = await examined(at(url, publisher, topic="events"), seconds=0.5)
-                    right = await examined(at(url, publisher, topic="kv"), seconds=0.5)
-                wrong.expect("events.topic", Severity.ERROR, "'kv'", "'events'")
-                right.expect("events.topic", Severity.OK)
-
-    run(main())
+async def test_a_topic_that_does_not_fit() -> None:
+    async with http_server(server()) as url:
+        with publishing(topic="kv") as publisher:
+            async with doing(lambda: publisher.publish([stored()])):
+                wrong = await examined(at(url, publisher, topic="events"), seconds=0.5)
+                right = await examined(at(url, publisher, topic="kv"), seconds=0.5)
+            wrong.expect("events.topic", Severity.ERROR, "'kv'", "'events'")
+            right.expect("events.topic", Severity.OK)
 
 
 def test_array_encoding_and_raw_hashes_are_told() -> None:
@@ -284,15 +248,12 @@ def test_the_events_of_another_rank() -> None:
 
 
 @pytest.mark.parametrize("bound_to", ["tcp://10.0.0.1:5557", "tcp://0.0.0.0:5557"])
-def test_an_endpoint_that_the_engine_connects_to_instead_of_listening(bound_to: str) -> None:
-    async def main() -> None:
-        sources = {"0": {"endpoint": bound_to, "enable_kv_cache_events": True}}
-        async with http_server(server(sources=sources)) as url:
-            found = await examined(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
-            found.expect("events.reach", Severity.ERROR, bound_to, "without *", '"endpoint":"tcp://*:5557"')
-        sources = {"0": {"endpoint": "tcp://*:5557", "enable_kv_cache_events": True}}
-        async with http_server(server(sources=sources)) as url:
-            found = await examined(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
-            found.expect("events.reach", Severity.ERROR, "wrong address or port")
-
-    run(main())
+async def test_an_endpoint_that_the_engine_connects_to_instead_of_listening(bound_to: str) -> None:
+    sources = {"0": {"endpoint": bound_to, "enable_kv_cache_events": True}}
+    async with http_server(server(sources=sources)) as url:
+        found = await examined(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
+        found.expect("events.reach", Severity.ERROR, bound_to, "without *", '"endpoint":"tcp://*:5557"')
+    sources = {"0": {"endpoint": "tcp://*:5557", "enable_kv_cache_events": True}}
+    async with http_server(server(sources=sources)) as url:
+        found = await examined(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
+        found.expect("events.reach", Severity.ERROR, "wrong address or port")

@@ -13,7 +13,6 @@ from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info, run_checks
 from tests.router.tools.doctor.rig import Answers, at, examined, http_server, publishing, server, stored
 from tests.support.examples import some
-from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
 
 ENGINE = "http://127.0.0.1:9"
@@ -30,74 +29,56 @@ UP: dict[str, Any] = {
 }
 
 
-def test_one_engine_under_two_names() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,):
-            await examined(engine.base_url, probe=True)
-            other = engine.base_url.replace("127.0.0.1", "localhost")
-            addresses = {"events": engine.events_endpoint, "replay": engine.replay_endpoint}
-            found = await examined(engine.base_url, EngineAddress(other, **addresses))
-            found.expect("fleet.duplicates", Severity.ERROR, "the same", "two names")
-
-    run(main())
+async def test_one_engine_under_two_names() -> None:
+    async with running({}) as (engine,):
+        await examined(engine.base_url, probe=True)
+        other = engine.base_url.replace("127.0.0.1", "localhost")
+        addresses = {"events": engine.events_endpoint, "replay": engine.replay_endpoint}
+        found = await examined(engine.base_url, EngineAddress(other, **addresses))
+        found.expect("fleet.duplicates", Severity.ERROR, "the same", "two names")
 
 
-def test_seeds_that_differ() -> None:
-    async def main() -> None:
-        async with running({"hash_seed": "1"}, {"hash_seed": "2"}) as engines:
-            found = await examined(*(e.base_url for e in engines), probe=True)
-            found.expect("fleet.hash_seeds", Severity.WARNING, "PYTHONHASHSEED differs", "'1'", "'2'")
-            assert len([f for f in found.of("probe.exact") if f.severity is Severity.OK]) == 2
-
-    run(main())
+async def test_seeds_that_differ() -> None:
+    async with running({"hash_seed": "1"}, {"hash_seed": "2"}) as engines:
+        found = await examined(*(e.base_url for e in engines), probe=True)
+        found.expect("fleet.hash_seeds", Severity.WARNING, "PYTHONHASHSEED differs", "'1'", "'2'")
+        assert len([f for f in found.of("probe.exact") if f.severity is Severity.OK]) == 2
 
 
-def test_algorithms_and_layouts_that_differ() -> None:
-    async def main() -> None:
-        other = {"hash_algo": "sha256_cbor", "groups": "full"}
-        async with running({"groups": "gptoss-like"}, other) as engines:
-            found = await examined(*(e.base_url for e in engines), probe=True)
-            found.expect("fleet.hash_seeds", Severity.WARNING, "prefix_caching_hash_algo")
-            found.expect("fleet.layouts", Severity.WARNING, "sliding_window/16")
-
-    run(main())
+async def test_algorithms_and_layouts_that_differ() -> None:
+    other = {"hash_algo": "sha256_cbor", "groups": "full"}
+    async with running({"groups": "gptoss-like"}, other) as engines:
+        found = await examined(*(e.base_url for e in engines), probe=True)
+        found.expect("fleet.hash_seeds", Severity.WARNING, "prefix_caching_hash_algo")
+        found.expect("fleet.layouts", Severity.WARNING, "sliding_window/16")
 
 
 DRAFTS: Answers = {"metrics": (200, b'vllm:spec_decode_num_drafts_total{engine="0"} 7.0', {})}
 
 
 @pytest.mark.parametrize("ahead", some([[[16]], None], 2))
-def test_hashes_that_look_ahead_in_some_engines_only(ahead: list[list[int]] | None) -> None:
-    async def main() -> None:
-        async with http_server(server(**DRAFTS)) as first, http_server(server(**DRAFTS)) as second:
-            with publishing() as plain, publishing() as other:
-                plain.publish([stored()])
-                other.publish([stored(tokens=32, lookahead_token_ids=ahead)])
-                found = await examined(at(first, plain), at(second, other))
-                if ahead is None:
-                    assert found.of("fleet.lookahead") == []
-                else:
-                    found.expect("fleet.lookahead", Severity.WARNING, "KV connector", first, second)
-
-    run(main())
+async def test_hashes_that_look_ahead_in_some_engines_only(ahead: list[list[int]] | None) -> None:
+    async with http_server(server(**DRAFTS)) as first, http_server(server(**DRAFTS)) as second:
+        with publishing() as plain, publishing() as other:
+            plain.publish([stored()])
+            other.publish([stored(tokens=32, lookahead_token_ids=ahead)])
+            found = await examined(at(first, plain), at(second, other))
+            if ahead is None:
+                assert found.of("fleet.lookahead") == []
+            else:
+                found.expect("fleet.lookahead", Severity.WARNING, "KV connector", first, second)
 
 
-def test_releases_that_differ() -> None:
-    async def main() -> None:
-        async with http_server(server()) as new, http_server(server(version={"version": "0.30.1"})) as old:
-            found = await examined(new, old)
-            found.expect("fleet.versions", Severity.INFO, "0.30.1, 0.32.0")
-
-    run(main())
+async def test_releases_that_differ() -> None:
+    async with http_server(server()) as new, http_server(server(version={"version": "0.30.1"})) as old:
+        found = await examined(new, old)
+        found.expect("fleet.versions", Severity.INFO, "0.30.1, 0.32.0")
 
 
-def test_no_engine_at_all() -> None:
-    async def main() -> None:
-        async with http_server({"/kvatlas/engines": [], "/ready": {"ready": True}}) as url:
-            found = await examined(router=url)
-            found.expect("fleet.engines", Severity.ERROR, "no engine to examine")
-
-    run(main())
+async def test_no_engine_at_all() -> None:
+    async with http_server({"/kvatlas/engines": [], "/ready": {"ready": True}}) as url:
+        found = await examined(router=url)
+        found.expect("fleet.engines", Severity.ERROR, "no engine to examine")
 
 
 def router(**changes: Any) -> Answers:
@@ -152,16 +133,13 @@ def router(**changes: Any) -> Answers:
         ({"receipts": {"exact": 3, "over": 1}}, "router.predictions", Severity.OK, "75% of 4"),
     ],
 )
-def test_the_routers_view_of_an_engine(
+async def test_the_routers_view_of_an_engine(
     changes: dict[str, Any], check: str, severity: Severity, words: str
 ) -> None:
-    async def main() -> None:
-        async with http_server(router(**changes)) as url:
-            found = await examined(ENGINE, router=url, timeout_s=0.5)
-            finding = found.expect(check, severity, words)
-            assert finding.subject == ENGINE
-
-    run(main())
+    async with http_server(router(**changes)) as url:
+        found = await examined(ENGINE, router=url, timeout_s=0.5)
+        finding = found.expect(check, severity, words)
+        assert finding.subject == ENGINE
 
 
 @pytest.mark.parametrize(
@@ -182,64 +160,52 @@ def test_the_routers_view_of_an_engine(
         ({"synced": True, "refused": 4, "last_error": "pod a"}, Severity.INFO, ("4 entries", "pod a")),
     ],
 )
-def test_where_the_routers_engines_come_from(
+async def test_where_the_routers_engines_come_from(
     source: dict[str, Any], severity: Severity, words: tuple[str, ...]
 ) -> None:
-    async def main() -> None:
-        told = {"static": {"synced": True, "engines": 0}, "kubernetes": source}
-        async with http_server({**router(), "/kvatlas/sources": told}) as url:
-            found = await examined(ENGINE, router=url, timeout_s=0.5)
-            assert found.expect("router.sources", severity, *words).subject == url
-            assert len(found.of("router.sources")) == 1
-
-    run(main())
+    told = {"static": {"synced": True, "engines": 0}, "kubernetes": source}
+    async with http_server({**router(), "/kvatlas/sources": told}) as url:
+        found = await examined(ENGINE, router=url, timeout_s=0.5)
+        assert found.expect("router.sources", severity, *words).subject == url
+        assert len(found.of("router.sources")) == 1
 
 
-def test_a_held_engine_is_told() -> None:
-    async def main() -> None:
-        async with http_server(router(held="drained by ann")) as url:
-            found = await examined(ENGINE, router=url, timeout_s=0.5)
-            found.expect("router.engines", Severity.INFO, "gets no new requests: drained by ann")
-
-    run(main())
+async def test_a_held_engine_is_told() -> None:
+    async with http_server(router(held="drained by ann")) as url:
+        found = await examined(ENGINE, router=url, timeout_s=0.5)
+        found.expect("router.engines", Severity.INFO, "gets no new requests: drained by ann")
 
 
-def test_a_router_that_sees_another_engine_than_the_doctor() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,):
-            view = {"engine": engine.base_url, "scheme": None, "layout": {"groups": []}}
-            async with http_server(router(**view, mode="learned")) as url:
-                found = await examined(engine.base_url, router=url, probe=True)
-                found.expect("router.engines", Severity.WARNING, "the router learns hashes")
-                found.expect("router.engines", Severity.WARNING, "0 group(s) in a layout different")
-            async with http_server(router(**view)) as url:
-                found = await examined(engine.base_url, router=url)
-                found.expect("router.engines", Severity.ERROR, "another hash scheme")
-            async with http_server(router(engine=engine.base_url, feed_state="none")) as url:
-                found = await examined(engine.base_url, router=url)
-                found.expect("router.engines", Severity.WARNING, "no feed for this engine")
-
-    run(main())
+async def test_a_router_that_sees_another_engine_than_the_doctor() -> None:
+    async with running({}) as (engine,):
+        view = {"engine": engine.base_url, "scheme": None, "layout": {"groups": []}}
+        async with http_server(router(**view, mode="learned")) as url:
+            found = await examined(engine.base_url, router=url, probe=True)
+            found.expect("router.engines", Severity.WARNING, "the router learns hashes")
+            found.expect("router.engines", Severity.WARNING, "0 group(s) in a layout different")
+        async with http_server(router(**view)) as url:
+            found = await examined(engine.base_url, router=url)
+            found.expect("router.engines", Severity.ERROR, "another hash scheme")
+        async with http_server(router(engine=engine.base_url, feed_state="none")) as url:
+            found = await examined(engine.base_url, router=url)
+            found.expect("router.engines", Severity.WARNING, "no feed for this engine")
 
 
-def test_a_router_that_is_not_there_or_not_ready() -> None:
-    async def main() -> None:
-        async with http_server(server()) as engine:
-            found = await examined(engine, router="http://127.0.0.1:9")
-            found.expect("router.reach", Severity.ERROR, "cannot connect")
-            found = await examined(engine, router=engine)
-            found.expect("router.reach", Severity.ERROR, "status 404")
-            answers = router() | {"/ready": (503, b'{"ready": false, "reason": "draining"}', {})}
-            async with http_server(answers) as url:
-                found = await examined(engine, router=url)
-                found.expect("router.reach", Severity.ERROR, "draining")
-                found.expect("router.engines", Severity.WARNING, "does not know this engine")
-                found.expect("router.engines", Severity.INFO, "not examined")
-
-    run(main())
+async def test_a_router_that_is_not_there_or_not_ready() -> None:
+    async with http_server(server()) as engine:
+        found = await examined(engine, router="http://127.0.0.1:9")
+        found.expect("router.reach", Severity.ERROR, "cannot connect")
+        found = await examined(engine, router=engine)
+        found.expect("router.reach", Severity.ERROR, "status 404")
+        answers = router() | {"/ready": (503, b'{"ready": false, "reason": "draining"}', {})}
+        async with http_server(answers) as url:
+            found = await examined(engine, router=url)
+            found.expect("router.reach", Severity.ERROR, "draining")
+            found.expect("router.engines", Severity.WARNING, "does not know this engine")
+            found.expect("router.engines", Severity.INFO, "not examined")
 
 
-def test_what_the_routers_metrics_show() -> None:
+async def test_what_the_routers_metrics_show() -> None:
     page = (
         b'kvatlas_prompt_mismatches_total{engine="http://e:1"} 3.0\n'
         b"kvatlas_prompts_template_mismatches_total 1.0\n"
@@ -253,21 +219,18 @@ def test_what_the_routers_metrics_show() -> None:
         b'kvatlas_prompts_not_local_total{reason="no_tokenizer"} 3.0\n'
     )
 
-    async def main() -> None:
-        async with http_server(router() | {"/metrics": (200, page, {})}) as url:
-            found = await examined(ENGINE, router=url, timeout_s=0.5)
-            mismatch = found.expect("router.predictions", Severity.ERROR, "3 prompt(s)")
-            assert mismatch.subject == "http://e:1"
-            found.expect("router.predictions", Severity.INFO, "jinja2")
-            found.expect("router.predictions", Severity.INFO, "2 removals")
-            by_text = found.expect("router.prompts", Severity.INFO, "75% placed by text")
-            assert "tokenizer" in by_text.remedy
-            found.expect("router.prompts", Severity.INFO, "50% by render servers, 50% by engines")
-
-    run(main())
+    async with http_server(router() | {"/metrics": (200, page, {})}) as url:
+        found = await examined(ENGINE, router=url, timeout_s=0.5)
+        mismatch = found.expect("router.predictions", Severity.ERROR, "3 prompt(s)")
+        assert mismatch.subject == "http://e:1"
+        found.expect("router.predictions", Severity.INFO, "jinja2")
+        found.expect("router.predictions", Severity.INFO, "2 removals")
+        by_text = found.expect("router.prompts", Severity.INFO, "75% placed by text")
+        assert "tokenizer" in by_text.remedy
+        found.expect("router.prompts", Severity.INFO, "50% by render servers, 50% by engines")
 
 
-def test_render_servers_that_give_no_answer() -> None:
+async def test_render_servers_that_give_no_answer() -> None:
     def page(failures: int) -> bytes:
         return (
             b'kvatlas_prompts_reads_total{api="chat",how="affinity"} 8.0\n'
@@ -278,28 +241,22 @@ def test_render_servers_that_give_no_answer() -> None:
             b"kvatlas_prompts_renderer_skipped_total 1.0\n" % failures
         )
 
-    async def main() -> None:
-        async with http_server(router() | {"/metrics": (200, page(4), {})}) as url:
-            found = await examined(ENGINE, router=url, timeout_s=0.5)
-            found.expect("router.prompts", Severity.WARNING, "no usable result for 5 prompt(s)")
-            assert "start them" in found.expect("router.prompts", Severity.INFO, "placed by text").remedy
-        async with http_server(router() | {"/metrics": (200, page(0), {})}) as url:
-            found = await examined(ENGINE, router=url, timeout_s=0.5)
-            assert found.worst("router.prompts") is Severity.INFO
-            assert "one request for each set" in found.expect("router.prompts", Severity.INFO).remedy
-
-    run(main())
+    async with http_server(router() | {"/metrics": (200, page(4), {})}) as url:
+        found = await examined(ENGINE, router=url, timeout_s=0.5)
+        found.expect("router.prompts", Severity.WARNING, "no usable result for 5 prompt(s)")
+        assert "start them" in found.expect("router.prompts", Severity.INFO, "placed by text").remedy
+    async with http_server(router() | {"/metrics": (200, page(0), {})}) as url:
+        found = await examined(ENGINE, router=url, timeout_s=0.5)
+        assert found.worst("router.prompts") is Severity.INFO
+        assert "one request for each set" in found.expect("router.prompts", Severity.INFO).remedy
 
 
-def test_the_router_and_the_doctor_agree_on_the_layout_of_a_real_engine() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,), routing(configure(engine)) as rig:
-            await rig.chat("tell " * 60)
-            await rig.caught_up(engine)
-            found = await examined(engine.base_url, router=rig.ops_url)
-            assert [f.severity for f in found.of("router.engines")] == [Severity.OK]
-
-    run(main())
+async def test_the_router_and_the_doctor_agree_on_the_layout_of_a_real_engine() -> None:
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        await rig.chat("tell " * 60)
+        await rig.caught_up(engine)
+        found = await examined(engine.base_url, router=rig.ops_url)
+        assert [f.severity for f in found.of("router.engines")] == [Severity.OK]
 
 
 def test_a_check_that_stumbles_is_a_finding_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,17 +285,14 @@ def test_status_is_that_of_the_worst_finding() -> None:
     assert exit_status([]) == 0
 
 
-def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
     monkeypatch.setattr("router.index.model.ModelIndexes.apply", broken)
 
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing() as publisher:
-                publisher.publish([stored()])
-                found = await examined(at(url, publisher), model=ModelConfig())
-                found.expect("events.encoding", Severity.ERROR, "ZeroDivisionError: boom")
-
-    run(main())
+    async with http_server(server()) as url:
+        with publishing() as publisher:
+            publisher.publish([stored()])
+            found = await examined(at(url, publisher), model=ModelConfig())
+            found.expect("events.encoding", Severity.ERROR, "ZeroDivisionError: boom")

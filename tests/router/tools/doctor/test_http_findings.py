@@ -91,46 +91,35 @@ def test_old_releases_lack_everything_that_came_later() -> None:
     assert len(found.of("http.version")) == 5
 
 
-def test_a_server_that_never_answers_is_given_up() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            async with http_server(server()) as good:
-                found = await examined(url, good, timeout_s=0.3)
-            found.expect("http.models", Severity.OK, "serves m")
-            found.expect("http.health", Severity.ERROR, "no response within 0.3 s")
-
-    run(main())
+async def test_a_server_that_never_answers_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with http_server(server()) as good:
+            found = await examined(url, good, timeout_s=0.3)
+        found.expect("http.models", Severity.OK, "serves m")
+        found.expect("http.health", Severity.ERROR, "no response within 0.3 s")
 
 
-def test_configured_endpoints_against_those_the_engine_names() -> None:
-    async def main() -> None:
-        async with running({}) as (engine,):
-            with publishing() as other:
-                found = await examined(at(engine.base_url, other))
-                found.expect("http.event_sources", Severity.WARNING, "events= says port")
-            events = engine.events_endpoint
-            found = await examined(EngineAddress(engine.base_url, events=events))
-            found.expect("http.event_sources", Severity.WARNING, "replay socket that is not used")
-            found = await examined(
-                EngineAddress(engine.base_url, events=events, replay=engine.replay_endpoint)
-            )
-            found.expect("http.event_sources", Severity.OK, "as given")
-
-    run(main())
+async def test_configured_endpoints_against_those_the_engine_names() -> None:
+    async with running({}) as (engine,):
+        with publishing() as other:
+            found = await examined(at(engine.base_url, other))
+            found.expect("http.event_sources", Severity.WARNING, "events= says port")
+        events = engine.events_endpoint
+        found = await examined(EngineAddress(engine.base_url, events=events))
+        found.expect("http.event_sources", Severity.WARNING, "replay socket that is not used")
+        found = await examined(EngineAddress(engine.base_url, events=events, replay=engine.replay_endpoint))
+        found.expect("http.event_sources", Severity.OK, "as given")
 
 
 @pytest.mark.parametrize(
     ("ahead_s", "words"), [(30.0, "clocks differ"), (-30.0, "events are delayed")], ids=["ahead", "behind"]
 )
-def test_events_with_another_clock(ahead_s: float, words: str) -> None:
-    async def main() -> None:
-        async with http_server(server()) as url:
-            with publishing() as publisher, repeating(publisher, ahead_s):
-                found = await examined(at(url, publisher), seconds=1.0)
-                found.expect("clock.skew", Severity.WARNING, words)
-
-    run(main())
+async def test_events_with_another_clock(ahead_s: float, words: str) -> None:
+    async with http_server(server()) as url:
+        with publishing() as publisher, repeating(publisher, ahead_s):
+            found = await examined(at(url, publisher), seconds=1.0)
+            found.expect("clock.skew", Severity.WARNING, words)
 
 
 @contextmanager
@@ -166,12 +155,9 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("told", STRANGE, ids=range(len(STRANGE)))
-def test_nothing_crashes_on_a_strange_engine(told: tuple[int, bytes, dict[str, str]]) -> None:
-    async def main() -> None:
-        paths = [*server(), "/metrics", "/tokenize", "/v1/completions", "/kvatlas/engines", "/ready"]
-        async with http_server(dict.fromkeys(paths, told)) as url:
-            found = await examined(url, router=url, probe=True, timeout_s=0.5)
-            assert found.bad()
-            assert not [f for f in found if "the check itself failed" in f.seen]
-
-    run(main())
+async def test_nothing_crashes_on_a_strange_engine(told: tuple[int, bytes, dict[str, str]]) -> None:
+    paths = [*server(), "/metrics", "/tokenize", "/v1/completions", "/kvatlas/engines", "/ready"]
+    async with http_server(dict.fromkeys(paths, told)) as url:
+        found = await examined(url, router=url, probe=True, timeout_s=0.5)
+        assert found.bad()
+        assert not [f for f in found if "the check itself failed" in f.seen]

@@ -14,48 +14,41 @@ from router.config.schema import ModelConfig
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.rig import examined, http_server, server
 from tests.support.stand_in_hub import Repository, stand_in_hub
-from tests.support.waiting import run
 from tests.support.whole_router import running
 
 AUTO = ModelConfig()
 
 
-def test_the_tokenizer_that_an_engine_names() -> None:
-    async def main() -> None:
-        async with running({"root": str(DEMO_TOKENIZER_DIR)}) as (engine,):
-            found = await examined(engine.base_url, model=AUTO)
-            found.expect("tokens.parity", Severity.OK, str(DEMO_TOKENIZER_DIR), "chat of three turns")
-
-    run(main())
+async def test_the_tokenizer_that_an_engine_names() -> None:
+    async with running({"root": str(DEMO_TOKENIZER_DIR)}) as (engine,):
+        found = await examined(engine.base_url, model=AUTO)
+        found.expect("tokens.parity", Severity.OK, str(DEMO_TOKENIZER_DIR), "chat of three turns")
 
 
-def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     other = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
     config = json.loads((other / "tokenizer_config.json").read_text())
     config["chat_template"] += "x"
     (other / "tokenizer_config.json").write_text(json.dumps(config))
 
-    async def main() -> None:
-        with stand_in_hub() as hub:
-            monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-            hub.repositories["org/gated"] = Repository({}, error=(401, "GatedRepo"))
-            roots = ("/elsewhere", "org/gated", "org/unknown", str(other))
-            async with running(*({"root": root} for root in roots)) as engines:
-                wrong = [await examined(engine.base_url, model=AUTO) for engine in engines]
-        for found, *words in zip(
-            wrong[:3],
-            ("/elsewhere", "gated", "no such repository"),
-            ("--tokenizer ORG/NAME or DIR", "HF_TOKEN", "--tokenizer"),
-            strict=True,
-        ):
-            found.expect("tokens.parity", Severity.WARNING, *words)
-        wrong[3].expect("tokens.parity", Severity.ERROR, "chat", "the first difference at token")
-
-    run(main())
+    with stand_in_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        hub.repositories["org/gated"] = Repository({}, error=(401, "GatedRepo"))
+        roots = ("/elsewhere", "org/gated", "org/unknown", str(other))
+        async with running(*({"root": root} for root in roots)) as engines:
+            wrong = [await examined(engine.base_url, model=AUTO) for engine in engines]
+    for found, *words in zip(
+        wrong[:3],
+        ("/elsewhere", "gated", "no such repository"),
+        ("--tokenizer ORG/NAME or DIR", "HF_TOKEN", "--tokenizer"),
+        strict=True,
+    ):
+        found.expect("tokens.parity", Severity.WARNING, *words)
+    wrong[3].expect("tokens.parity", Severity.ERROR, "chat", "the first difference at token")
 
 
-def test_what_a_router_says_of_it() -> None:
+async def test_what_a_router_says_of_it() -> None:
     prompts = {
         "a": {"how": "here", "source": "org/a@1", "problem": "", "reason": "", "remedy": ""},
         "b": {"how": "engine", "problem": "org/b is gated", "reason": "gated", "remedy": "set HF_TOKEN"},
@@ -70,16 +63,13 @@ def test_what_a_router_says_of_it() -> None:
         "/version": {"version": "1"},
     }
 
-    async def main() -> None:
-        async with http_server(server()) as engine, http_server(answers) as url:
-            found = await examined(engine, router=url)
-            found.expect(
-                "router.prompts",
-                Severity.WARNING,
-                "b: its prompts are tokenized by engines",
-                "is gated",
-                "HF_TOKEN",
-            )
-            found.expect("router.prompts", Severity.WARNING, "d: the configured", "(differs)", "give another")
-
-    run(main())
+    async with http_server(server()) as engine, http_server(answers) as url:
+        found = await examined(engine, router=url)
+        found.expect(
+            "router.prompts",
+            Severity.WARNING,
+            "b: its prompts are tokenized by engines",
+            "is gated",
+            "HF_TOKEN",
+        )
+        found.expect("router.prompts", Severity.WARNING, "d: the configured", "(differs)", "give another")

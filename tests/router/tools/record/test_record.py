@@ -87,120 +87,99 @@ class Stage:
         await until(lambda: b"first" in self.kept.payloads)
 
 
-def test_history_then_live_without_a_seam() -> None:
-    async def scenario() -> None:
-        stage = Stage(replay=True)
-        stage.publish(*range(500))
-        async with stage:
-            await until(lambda: stage.stats.connected)
-            stage.publish(*range(500, 700))
-            await until(lambda: stage.stats.last_seq == 699)
-        assert stage.kept.seqs == list(range(700))
-        assert stage.kept.payloads == [b"%d" % n for n in range(700)]
-        assert (stage.stats.lost_frames, stage.stats.restarts) == (0, 0)
-        assert stage.stats.history_frames >= 500
-
-    asyncio.run(scenario())
+async def test_history_then_live_without_a_seam() -> None:
+    stage = Stage(replay=True)
+    stage.publish(*range(500))
+    async with stage:
+        await until(lambda: stage.stats.connected)
+        stage.publish(*range(500, 700))
+        await until(lambda: stage.stats.last_seq == 699)
+    assert stage.kept.seqs == list(range(700))
+    assert stage.kept.payloads == [b"%d" % n for n in range(700)]
+    assert (stage.stats.lost_frames, stage.stats.restarts) == (0, 0)
+    assert stage.stats.history_frames >= 500
 
 
-def test_a_gap_is_asked_for_again() -> None:
-    async def scenario() -> None:
-        stage = Stage(replay=True)
-        async with stage:
-            await stage.subscribed()
-            stage.publish(1)
-            stage.miss(2, 3)
-            stage.publish(4, 5)
-            await until(lambda: stage.stats.last_seq == 5)
-        assert stage.kept.seqs == [0, 1, 2, 3, 4, 5]
-        assert (stage.stats.gaps, stage.stats.lost_frames, stage.stats.restarts) == (1, 0, 0)
-
-    asyncio.run(scenario())
+async def test_a_gap_is_asked_for_again() -> None:
+    stage = Stage(replay=True)
+    async with stage:
+        await stage.subscribed()
+        stage.publish(1)
+        stage.miss(2, 3)
+        stage.publish(4, 5)
+        await until(lambda: stage.stats.last_seq == 5)
+    assert stage.kept.seqs == [0, 1, 2, 3, 4, 5]
+    assert (stage.stats.gaps, stage.stats.lost_frames, stage.stats.restarts) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_what_nobody_has_any_more_is_counted(replay: bool) -> None:
-    async def scenario() -> None:
-        stage = Stage(replay=replay)
-        async with stage:
-            await stage.subscribed() if replay else await until(lambda: stage.stats.connected)
-            await until(lambda: stage.kept.seqs, meanwhile=lambda: stage.publish(1))
-            stage.publish(7, 8)
-            await until(lambda: stage.stats.last_seq == 8)
-        assert stage.kept.seqs[-2:] == [7, 8]
-        assert (stage.stats.gaps, stage.stats.lost_frames, stage.stats.restarts) == (1, 6 if replay else 5, 0)
-
-    asyncio.run(scenario())
+async def test_what_nobody_has_any_more_is_counted(replay: bool) -> None:
+    stage = Stage(replay=replay)
+    async with stage:
+        await stage.subscribed() if replay else await until(lambda: stage.stats.connected)
+        await until(lambda: stage.kept.seqs, meanwhile=lambda: stage.publish(1))
+        stage.publish(7, 8)
+        await until(lambda: stage.stats.last_seq == 8)
+    assert stage.kept.seqs[-2:] == [7, 8]
+    assert (stage.stats.gaps, stage.stats.lost_frames, stage.stats.restarts) == (1, 6 if replay else 5, 0)
 
 
-def test_history_that_rolled_past_is_no_loss() -> None:
-    async def scenario() -> None:
-        stage = Stage(replay=True, buffer_steps=3)
-        stage.publish(*range(9))
-        async with stage:
-            await until(lambda: stage.stats.last_seq == 8)
-        assert stage.kept.seqs == [6, 7, 8]
-        assert (stage.stats.first_seq, stage.stats.lost_frames) == (6, 0)
-
-    asyncio.run(scenario())
+async def test_history_that_rolled_past_is_no_loss() -> None:
+    stage = Stage(replay=True, buffer_steps=3)
+    stage.publish(*range(9))
+    async with stage:
+        await until(lambda: stage.stats.last_seq == 8)
+    assert stage.kept.seqs == [6, 7, 8]
+    assert (stage.stats.first_seq, stage.stats.lost_frames) == (6, 0)
 
 
-def test_history_that_begins_after_what_was_held() -> None:
+async def test_history_that_begins_after_what_was_held() -> None:
     """The ring has rolled past the frame that showed the gap: it is written first, nothing restarts."""
 
-    async def scenario() -> None:
-        stage = Stage(replay=True, buffer_steps=2)
+    stage = Stage(replay=True, buffer_steps=2)
+    async with stage:
+        await stage.subscribed()
+        stage.publish(1)
+        await until(lambda: stage.stats.last_seq == 1)
+        stage.publish(5, 6, 7, 8, 9)  # 2..4 are lost, the ring holds 8 and 9
+        await until(lambda: stage.stats.last_seq == 9)
+    assert stage.kept.seqs == [0, 1, 5, 6, 7, 8, 9]
+    assert (stage.stats.gaps, stage.stats.lost_frames, stage.stats.restarts) == (1, 3, 0)
+
+
+async def test_a_restarted_engine_is_recorded_from_its_first_batch() -> None:
+    stage = Stage(replay=True)
+    stage.publish(0, 1, 2)
+    async with stage:
+        await until(lambda: stage.stats.connected and stage.stats.last_seq == 2)
+        stage.publish(3)
+        await until(lambda: stage.stats.last_seq == 3)
+        stage.publisher.renumber(0)
+        stage.publisher._ring.append((0, b"again 0"))
+        stage.publisher.renumber(1)
+        stage.publisher.publish_payload(b"again 1")
+        await until(lambda: b"again 1" in stage.kept.payloads)
+    assert stage.kept.seqs == [0, 1, 2, 3, 0, 1]
+    assert stage.kept.payloads[-2:] == [b"again 0", b"again 1"]
+    assert (stage.stats.restarts, stage.stats.lost_frames) == (1, 0)
+
+
+async def test_a_silent_replay_socket_ends_in_live_frames() -> None:
+    stage = Stage(replay=False)
+    with stage.context.socket(zmq.ROUTER) as silent:
+        silent.bind(ANY)
+        endpoint = silent.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+        source = RecordSource("engine", stage.publisher.endpoint, endpoint)
+        settings = FeedSettings(replay_timeout_s=0.05)
+        stage.recorder = SourceRecorder(source, stage.kept, settings=settings, context=stage.context)
+        stage.stats = stage.recorder.stats
         async with stage:
             await stage.subscribed()
-            stage.publish(1)
-            await until(lambda: stage.stats.last_seq == 1)
-            stage.publish(5, 6, 7, 8, 9)  # 2..4 are lost, the ring holds 8 and 9
-            await until(lambda: stage.stats.last_seq == 9)
-        assert stage.kept.seqs == [0, 1, 5, 6, 7, 8, 9]
-        assert (stage.stats.gaps, stage.stats.lost_frames, stage.stats.restarts) == (1, 3, 0)
-
-    asyncio.run(scenario())
-
-
-def test_a_restarted_engine_is_recorded_from_its_first_batch() -> None:
-    async def scenario() -> None:
-        stage = Stage(replay=True)
-        stage.publish(0, 1, 2)
-        async with stage:
-            await until(lambda: stage.stats.connected and stage.stats.last_seq == 2)
-            stage.publish(3)
-            await until(lambda: stage.stats.last_seq == 3)
-            stage.publisher.renumber(0)
-            stage.publisher._ring.append((0, b"again 0"))
-            stage.publisher.renumber(1)
-            stage.publisher.publish_payload(b"again 1")
-            await until(lambda: b"again 1" in stage.kept.payloads)
-        assert stage.kept.seqs == [0, 1, 2, 3, 0, 1]
-        assert stage.kept.payloads[-2:] == [b"again 0", b"again 1"]
-        assert (stage.stats.restarts, stage.stats.lost_frames) == (1, 0)
-
-    asyncio.run(scenario())
-
-
-def test_a_silent_replay_socket_ends_in_live_frames() -> None:
-    async def scenario() -> None:
-        stage = Stage(replay=False)
-        with stage.context.socket(zmq.ROUTER) as silent:
-            silent.bind(ANY)
-            endpoint = silent.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
-            source = RecordSource("engine", stage.publisher.endpoint, endpoint)
-            settings = FeedSettings(replay_timeout_s=0.05)
-            stage.recorder = SourceRecorder(source, stage.kept, settings=settings, context=stage.context)
-            stage.stats = stage.recorder.stats
-            async with stage:
-                await stage.subscribed()
-                stage.publish(1, 2)
-                await until(lambda: stage.stats.last_seq == 2)
-                silent.close(linger=0)
-        assert stage.kept.seqs == [0, 1, 2]
-        assert stage.stats.replay_failures >= 1
-
-    asyncio.run(scenario())
+            stage.publish(1, 2)
+            await until(lambda: stage.stats.last_seq == 2)
+            silent.close(linger=0)
+    assert stage.kept.seqs == [0, 1, 2]
+    assert stage.stats.replay_failures >= 1
 
 
 def fill(writer: CaptureWriter, count: int, size: int = 4000, *, settle: bool = False) -> None:
@@ -383,36 +362,23 @@ def test_an_engine_that_is_not_reached_is_status_1(
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_close_the_file(number: int, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-        publisher.start()
-        for _ in range(50):
-            publisher.publish([stored(tokens(3 * BLOCK))])
-        path = tmp_path / "c.jsonl.gz"
-        engine = f"events={publisher.endpoint},replay={publisher.replay_endpoint},source=e"
-        command = [
-            sys.executable,
-            "-m",
-            "router",
-            "record",
-            "--engine",
-            engine,
-            "-o",
-            str(path),
-            "--json",
-        ]
-        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.PIPE)
-        await until(lambda: path.exists() and path.stat().st_size > 0)  # flushed: all history is in
-        process.send_signal(number)
-        async with asyncio.timeout(DEADLINE_S):
-            out, _ = await process.communicate()
-        publisher.close()
-        context.term()
-        assert process.returncode == 0
-        assert json.loads(out)["sources"][0]["frames"] == 50
-        with gzip.open(path) as lines:
-            assert len(lines.readlines()) == 50
-
-    asyncio.run(scenario())
+async def test_signals_close_the_file(number: int, tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
+    publisher.start()
+    for _ in range(50):
+        publisher.publish([stored(tokens(3 * BLOCK))])
+    path = tmp_path / "c.jsonl.gz"
+    engine = f"events={publisher.endpoint},replay={publisher.replay_endpoint},source=e"
+    command = [sys.executable, "-m", "router", "record", "--engine", engine, "-o", str(path), "--json"]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.PIPE)
+    await until(lambda: path.exists() and path.stat().st_size > 0)  # flushed: all history is in
+    process.send_signal(number)
+    async with asyncio.timeout(DEADLINE_S):
+        out, _ = await process.communicate()
+    publisher.close()
+    context.term()
+    assert process.returncode == 0
+    assert json.loads(out)["sources"][0]["frames"] == 50
+    with gzip.open(path) as lines:
+        assert len(lines.readlines()) == 50

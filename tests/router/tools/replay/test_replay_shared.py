@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -61,27 +60,22 @@ def test_removals_resets_and_restarts_are_seen(
     ]
 
 
-def test_what_only_one_side_holds_is_listed(server: Server) -> None:
-    async def body() -> None:
-        index = IndexSettings(url=server.url)
-        frames = list(read_capture([CAPTURES[0]]))
-        source = frames[0].source
-        async with open_shared_replay(
-            index, facts_of([CAPTURES[0]]), {frame.source for frame in frames}
-        ) as play:
-            play.player.play_all(frames)
-            before = await play.compare()
-            assert not any(plane.differs for plane in before)
-            plane = Plane(before[0].medium, before[0].group)
-            gone = next(iter(play.player.ledger.held(source, plane)))
-            behind_the_mirror = play.player.ledger
-            behind_the_mirror.store(source, plane, [BlockHash(77)])
-            behind_the_mirror.set_copies(source, plane, gone, 0)
-            after = await play.compare()
-            assert after[0].only_a == [f"{77:016x}"]
-            assert after[0].only_b == [f"{gone:016x}"]
-
-    asyncio.run(body())
+async def test_what_only_one_side_holds_is_listed(server: Server) -> None:
+    index = IndexSettings(url=server.url)
+    frames = list(read_capture([CAPTURES[0]]))
+    source = frames[0].source
+    async with open_shared_replay(index, facts_of([CAPTURES[0]]), {frame.source for frame in frames}) as play:
+        play.player.play_all(frames)
+        before = await play.compare()
+        assert not any(plane.differs for plane in before)
+        plane = Plane(before[0].medium, before[0].group)
+        gone = next(iter(play.player.ledger.held(source, plane)))
+        behind_the_mirror = play.player.ledger
+        behind_the_mirror.store(source, plane, [BlockHash(77)])
+        behind_the_mirror.set_copies(source, plane, gone, 0)
+        after = await play.compare()
+        assert after[0].only_a == [f"{77:016x}"]
+        assert after[0].only_b == [f"{gone:016x}"]
 
 
 def test_a_run_leaves_other_namespaces_alone(tmp_path: Path, server: Server) -> None:

@@ -23,7 +23,6 @@ from router.tools.top import EngineRow, RouterSnapshot, make_snapshot, render, s
 from tests.router.tools.doctor.rig import http_server
 from tests.support.examples import examples
 from tests.support.paths import ROOT
-from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
 
 TOP = [sys.executable, "-m", "router", "top"]
@@ -37,52 +36,46 @@ def shown(snapshot: RouterSnapshot) -> str:
         return console.export_text()
 
 
-def test_a_running_router() -> None:
-    async def main() -> None:
-        async with running({}, {"publish_events": False}) as engines, routing(configure(*engines)) as rig:
-            async with aclosing(snapshots(rig.ops_url, 0.05)) as stream:
-                first = await anext(stream)
-                for _ in range(3):
-                    await rig.chat("tell a story " * 40)
-                snapshot = await anext(stream)
-            assert [row.engine for row in snapshot.engines] == [e.base_url for e in engines]
-            assert all(row.up and not row.breaker_open for row in snapshot.engines)
-            events, silent = snapshot.engines
-            assert (events.feed, silent.feed, silent.mode) == ("ready", "none", "shadow")
-            totals = snapshot.totals
-            assert first.totals is not None
-            assert totals is not None
-            assert (first.totals.requests, totals.requests) == (0, 3)
-            assert totals.requests_per_s is not None
-            assert totals.requests_per_s > 0
-            assert totals.hit_share is not None
-            assert totals.hit_share > 0.5
-            assert (totals.active, totals.errors, totals.retries) == (0, 0, 0)
-            text = shown(snapshot)
-            assert engines[0].base_url.removeprefix("http://") in text
-            assert "total" in text
-
-    run(main())
+async def test_a_running_router() -> None:
+    async with running({}, {"publish_events": False}) as engines, routing(configure(*engines)) as rig:
+        async with aclosing(snapshots(rig.ops_url, 0.05)) as stream:
+            first = await anext(stream)
+            for _ in range(3):
+                await rig.chat("tell a story " * 40)
+            snapshot = await anext(stream)
+        assert [row.engine for row in snapshot.engines] == [e.base_url for e in engines]
+        assert all(row.up and not row.breaker_open for row in snapshot.engines)
+        events, silent = snapshot.engines
+        assert (events.feed, silent.feed, silent.mode) == ("ready", "none", "shadow")
+        totals = snapshot.totals
+        assert first.totals is not None
+        assert totals is not None
+        assert (first.totals.requests, totals.requests) == (0, 3)
+        assert totals.requests_per_s is not None
+        assert totals.requests_per_s > 0
+        assert totals.hit_share is not None
+        assert totals.hit_share > 0.5
+        assert (totals.active, totals.errors, totals.retries) == (0, 0, 0)
+        text = shown(snapshot)
+        assert engines[0].base_url.removeprefix("http://") in text
+        assert "total" in text
 
 
-def test_a_router_that_goes_away_and_comes_back() -> None:
+async def test_a_router_that_goes_away_and_comes_back() -> None:
     answers: dict[str, Any] = {}
     here = {"/kvatlas/engines": [{"engine": "http://e:1", "up": True, "receipts": {"exact": 5}}]}
 
-    async def main() -> None:
-        async with http_server(answers) as url, aclosing(snapshots(url, 0.05)) as stream:
-            answers.update(here)
-            assert (await anext(stream)).engines
-            answers.clear()
-            snapshot = await anext(stream)
-            assert snapshot.problem == "GET /kvatlas/engines: status 404"
-            assert snapshot.problem in shown(snapshot)
-            answers.update(here)
-            snapshot = await anext(stream)
-            assert snapshot.engines[0].requests_per_s is None, "a restarted router has no rate yet"
-            assert (await anext(stream)).engines[0].requests_per_s == 0
-
-    run(main())
+    async with http_server(answers) as url, aclosing(snapshots(url, 0.05)) as stream:
+        answers.update(here)
+        assert (await anext(stream)).engines
+        answers.clear()
+        snapshot = await anext(stream)
+        assert snapshot.problem == "GET /kvatlas/engines: status 404"
+        assert snapshot.problem in shown(snapshot)
+        answers.update(here)
+        snapshot = await anext(stream)
+        assert snapshot.engines[0].requests_per_s is None, "a restarted router has no rate yet"
+        assert (await anext(stream)).engines[0].requests_per_s == 0
 
 
 def test_states_that_matter_are_shown() -> None:
