@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from types import ModuleType
 
 import pytest
 import pytest_timeout
@@ -98,3 +99,11 @@ def kvatlas(
         return subprocess.CompletedProcess(words, status, told.out, told.err)
 
     return call
+
+
+@pytest.fixture
+def anthropic() -> ModuleType:
+    """The client library, imported by the tests that use it: that takes two seconds of every worker."""
+    import anthropic as library  # noqa: PLC0415
+
+    return library

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -66,7 +65,7 @@ def until_waiting(engine: VllmEngine, count: int, threads: list[threading.Thread
 
 
 def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goes_by_priority(
-    router: tuple[str, RouterProcess, VllmEngine],
+    router: tuple[str, RouterProcess, VllmEngine], anthropic: Any
 ) -> None:
     scheduling, front, engine = router
     rng = random.Random(1)

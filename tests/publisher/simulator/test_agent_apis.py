@@ -19,9 +19,7 @@ SLOW: dict[str, Any] = {"decode_s_per_token": 5.0}
 """No such response ends within a test."""
 
 
-async def test_counted_rendered_and_answered_prompts_have_the_same_tokens() -> None:
-    import anthropic  # noqa: PLC0415 - two seconds, which each worker would spend while it collects tests
-
+async def test_counted_rendered_and_answered_prompts_have_the_same_tokens(anthropic: Any) -> None:
     async with engine(enable_scale_out=True) as running:
         url = running.base_url
         asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}

@@ -149,50 +149,55 @@ BLOCKED = NO_WINDOW + b"".join(
 TURNS = settings_frame({h2.SETTINGS_INITIAL_WINDOW_SIZE: 1}) + settings_frame(
     {h2.SETTINGS_INITIAL_WINDOW_SIZE: 0}
 )
-HTTP2 = {
-    "streams": HELLO + opened(*STREAMS),
-    "streams that end": HELLO + opened(*STREAMS, end=True),
-    "streams beyond their number": HELLO + opened(*range(1, 40_000, 2)),
-    "settings beside streams": BLOCKED + settings_frame({}) * 15_000,
-    "settings that change windows": BLOCKED + TURNS * 7_000,
-    "settings of many values": HELLO + settings_frame(dict.fromkeys(range(100, 10_000), 0)) * 20,
-    "bytes of the connection's window": BLOCKED
-    + window_update_frame(0, 1) * 10_000
-    + settings_frame({h2.SETTINGS_INITIAL_WINDOW_SIZE: 100}),
-    "bytes of one stream's window": BLOCKED + window_update_frame(1, 1) * 15_000,
-    "windows beyond the limit": BLOCKED
-    + b"".join(window_update_frame(n, h2.WINDOW_MAX) * 2 for n in STREAMS),
-    "pings": HELLO + frame(h2.PING, 0, 0, bytes(8)) * 19_000,
-    "priorities": HELLO + opened(1) + frame(h2.PRIORITY, 0, 1, bytes(5)) * 19_000,
-    "unknown frames": HELLO + frame(0xEE, 0, 1) * 19_000,
-    "bytes of data": HELLO + opened(1) + frame(h2.DATA, 0, 1, b"\0") * 100_000,
-    "bytes of a request": HELLO
-    + opened(1)
-    + frame(h2.DATA, 0, 1, POST)
-    + frame(h2.DATA, 0, 1, b"\0" * 5) * 100_000,
-    "empty messages": HELLO
-    + opened(1)
-    + frame(h2.DATA, 0, 1, POST)
-    + frame(h2.DATA, 0, 1, bytes(60_000)) * 20,
-    "padded data": HELLO + opened(1) + frame(h2.DATA, h2.PADDED, 1, b"\xff" + bytes(255)) * 3000,
-    "heads of short codes": HELLO + heads(b"a" * 30_000),
-    "heads of long codes": HELLO + heads(b"\xff" * 9000),
-    "heads of many fields": HELLO
-    + b"".join(
-        frame(h2.HEADERS, h2.END_HEADERS, n, b"\x82" * 900 + bytes([0x80 | n % 60 + 1])) for n in STREAMS
-    ),
-    "continuations": HELLO + frame(h2.HEADERS, 0, 1, HEAD) + frame(h2.CONTINUATION, 0, 1) * 60,
-    "resets": HELLO + b"".join(opened(n) + h2.rst_stream_frame(n, h2.CANCEL) for n in STREAMS),
-}
+
+
+def http2_attacks() -> dict[str, bytes]:
+    return {
+        "streams": HELLO + opened(*STREAMS),
+        "streams that end": HELLO + opened(*STREAMS, end=True),
+        "streams beyond their number": HELLO + opened(*range(1, 40_000, 2)),
+        "settings beside streams": BLOCKED + settings_frame({}) * 15_000,
+        "settings that change windows": BLOCKED + TURNS * 7_000,
+        "settings of many values": HELLO + settings_frame(dict.fromkeys(range(100, 10_000), 0)) * 20,
+        "bytes of the connection's window": BLOCKED
+        + window_update_frame(0, 1) * 10_000
+        + settings_frame({h2.SETTINGS_INITIAL_WINDOW_SIZE: 100}),
+        "bytes of one stream's window": BLOCKED + window_update_frame(1, 1) * 15_000,
+        "windows beyond the limit": BLOCKED
+        + b"".join(window_update_frame(n, h2.WINDOW_MAX) * 2 for n in STREAMS),
+        "pings": HELLO + frame(h2.PING, 0, 0, bytes(8)) * 19_000,
+        "priorities": HELLO + opened(1) + frame(h2.PRIORITY, 0, 1, bytes(5)) * 19_000,
+        "unknown frames": HELLO + frame(0xEE, 0, 1) * 19_000,
+        "bytes of data": HELLO + opened(1) + frame(h2.DATA, 0, 1, b"\0") * 100_000,
+        "bytes of a request": HELLO
+        + opened(1)
+        + frame(h2.DATA, 0, 1, POST)
+        + frame(h2.DATA, 0, 1, b"\0" * 5) * 100_000,
+        "empty messages": HELLO
+        + opened(1)
+        + frame(h2.DATA, 0, 1, POST)
+        + frame(h2.DATA, 0, 1, bytes(60_000)) * 20,
+        "padded data": HELLO + opened(1) + frame(h2.DATA, h2.PADDED, 1, b"\xff" + bytes(255)) * 3000,
+        "heads of short codes": HELLO + heads(b"a" * 30_000),
+        "heads of long codes": HELLO + heads(b"\xff" * 9000),
+        "heads of many fields": HELLO
+        + b"".join(
+            frame(h2.HEADERS, h2.END_HEADERS, n, b"\x82" * 900 + bytes([0x80 | n % 60 + 1])) for n in STREAMS
+        ),
+        "continuations": HELLO + frame(h2.HEADERS, 0, 1, HEAD) + frame(h2.CONTINUATION, 0, 1) * 60,
+        "resets": HELLO + b"".join(opened(n) + h2.rst_stream_frame(n, h2.CANCEL) for n in STREAMS),
+    }
 
 
 @pytest.mark.long
 def test_no_frames_hold_the_loop() -> None:
+    attacks = http2_attacks()  # made outside of the loop that is looked at
+
     async def main() -> None:
         async with paused_router() as (rig, found):
             assert rig.router.picker is not None
             port = rig.router.picker.addresses["listen"][1]
-            for name, sent in HTTP2.items():
+            for name, sent in attacks.items():
 
                 async def send(sent: bytes = sent) -> None:
                     await asyncio.to_thread(talk, port, sent + LAST, until_said=b"the last")

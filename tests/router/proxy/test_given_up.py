@@ -8,7 +8,6 @@ import json
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 
@@ -95,7 +94,7 @@ async def begun(decode_s: float = 0.02) -> SimulatedEngine:
     return engine
 
 
-async def test_a_stream_with_text_ends_with_the_apis_error() -> None:
+async def test_a_stream_with_text_ends_with_the_apis_error(anthropic: Any) -> None:
     engine = await begun()
     async with routing(engine.base_url) as rig:
         url = rig.url
