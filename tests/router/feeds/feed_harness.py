@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import zmq
 
 from publisher.events import DecodedBatch
-from router.feeds.base import FeedSettings
+from router.feeds.base import FeedSettings, FeedSink
 from router.feeds.subscriber import Feed
 
 ANY = "tcp://127.0.0.1:*"
@@ -52,14 +52,17 @@ class RecordingSink:
 async def following(
     events: str,
     replay: str | None,
-    sink: RecordingSink,
+    sink: FeedSink,
     *,
     topic: str = "",
     settings: FeedSettings = FAST,
+    snapshot: str | None = None,
 ) -> AsyncIterator[Feed]:
     """A running feed in its own ZMQ context, closed at the end."""
     with zmq.Context() as context:
-        feed = Feed("e", events, replay, topic, sink, settings=settings, context=context)
+        feed = Feed(
+            "e", events, replay, topic, sink, settings=settings, context=context, snapshot_endpoint=snapshot
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(feed.run())
             try:
