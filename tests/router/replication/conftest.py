@@ -20,6 +20,13 @@ def plain_server() -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server to break, for one test."""
+    with Server(any_program()) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """A Cluster of whatever kind there is."""

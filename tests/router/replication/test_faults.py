@@ -24,32 +24,28 @@ def other(made: Fleet, member: Replica) -> Replica:
 
 
 @pytest.mark.long
-def test_two_replicas_share_the_feeds_and_are_exact() -> None:
-    async def main(server: Server) -> None:
-        async with fleet(server.url, engines=4) as made:
+async def test_two_replicas_share_the_feeds_and_are_exact(server: Server) -> None:
+    async with fleet(server.url, engines=4) as made:
 
-            async def even() -> bool:
-                held = list((await made.holders()).values())
-                return {held.count(member.name) for member in made.members} == {2}
+        async def even() -> bool:
+            held = list((await made.holders()).values())
+            return {held.count(member.name) for member in made.members} == {2}
 
-            await until(even, "two engines for each replica")
-            await made.clients.more(60)
-            await made.check_exact()
-            for member in made.members:
-                assert await made.metric(member, "kvatlas_shared_index_lookups_total") > 10
-            over = [pair for pair in made.clients.compared if pair[0] > pair[1]]
-            exact = [pair for pair in made.clients.compared if pair[0] == pair[1]]
-            assert len(over) <= len(made.clients.compared) // 20, over  # blocks evicted between look and step
-            assert len(exact) >= 0.9 * len(made.clients.compared), made.clients.compared
-
-    with Server(any_program()) as server:
-        run(main(server))
+        await until(even, "two engines for each replica")
+        await made.clients.more(60)
+        await made.check_exact()
+        for member in made.members:
+            assert await made.metric(member, "kvatlas_shared_index_lookups_total") > 10
+        over = [pair for pair in made.clients.compared if pair[0] > pair[1]]
+        exact = [pair for pair in made.clients.compared if pair[0] == pair[1]]
+        assert len(over) <= len(made.clients.compared) // 20, over  # blocks evicted between look and step
+        assert len(exact) >= 0.9 * len(made.clients.compared), made.clients.compared
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("keep_data", [False, True], ids=["empty", "with-data"])
-def test_the_server_killed_and_restarted(keep_data: bool) -> None:
-    async def main(server: Server) -> None:
+async def test_the_server_killed_and_restarted(keep_data: bool) -> None:
+    with Server(any_program(), *(PERSISTENT if keep_data else ())) as server:
         async with fleet(server.url) as made:
             server.kill()
             await made.clients.more(20)  # placed without the index
@@ -65,91 +61,67 @@ def test_the_server_killed_and_restarted(keep_data: bool) -> None:
             server.start()
             await recovered(made)
 
-    with Server(any_program(), *(PERSISTENT if keep_data else ())) as server:
-        run(main(server))
+
+@pytest.mark.process
+async def test_the_server_frozen_for_a_while(server: Server) -> None:
+    async with fleet(server.url) as made:
+        server.freeze()
+        await made.clients.more(20)
+        server.thaw()
+        await recovered(made)
 
 
 @pytest.mark.process
-def test_the_server_frozen_for_a_while() -> None:
-    async def main(server: Server) -> None:
-        async with fleet(server.url) as made:
-            server.freeze()
-            await made.clients.more(20)
-            server.thaw()
-            await recovered(made)
-
-    with Server(any_program()) as server:
-        run(main(server))
+async def test_the_server_forgets_everything_while_it_runs(server: Server) -> None:
+    async with fleet(server.url) as made:
+        server.command("FLUSHALL")
+        await recovered(made)
 
 
 @pytest.mark.process
-def test_the_server_forgets_everything_while_it_runs() -> None:
-    async def main(server: Server) -> None:
-        async with fleet(server.url) as made:
-            server.command("FLUSHALL")
-            await recovered(made)
-
-    with Server(any_program()) as server:
-        run(main(server))
-
-
-@pytest.mark.process
-def test_a_replica_killed_with_its_leases() -> None:
-    async def main(server: Server) -> None:
-        async with fleet(server.url) as made:
-            victim = made.members[0]
-            assert victim.name in (await made.holders()).values()
-            victim.kill()
-            await recovered(made, {made.members[1].name})
-            assert made.clients.retried > 0
-
-    with Server(any_program()) as server:
-        run(main(server))
+async def test_a_replica_killed_with_its_leases(server: Server) -> None:
+    async with fleet(server.url) as made:
+        victim = made.members[0]
+        assert victim.name in (await made.holders()).values()
+        victim.kill()
+        await recovered(made, {made.members[1].name})
+        assert made.clients.retried > 0
 
 
 @pytest.mark.process
-def test_a_replica_stopped_in_order_gives_its_leases_at_once() -> None:
-    async def main(server: Server) -> None:
-        async with fleet(server.url) as made:
-            assert made.members[0].stop() == 0
-            await recovered(made, {made.members[1].name})
-
-    with Server(any_program()) as server:
-        run(main(server))
+async def test_a_replica_stopped_in_order_gives_its_leases_at_once(server: Server) -> None:
+    async with fleet(server.url) as made:
+        assert made.members[0].stop() == 0
+        await recovered(made, {made.members[1].name})
 
 
 @pytest.mark.process
-def test_a_replica_that_slept_past_its_leases_cannot_write() -> None:
+async def test_a_replica_that_slept_past_its_leases_cannot_write(server: Server) -> None:
     """While it sleeps the other takes everything; on waking both believe that they hold leases."""
+    async with fleet(server.url) as made:
+        sleeper, waker = made.members
+        theirs = {e for e, holder in (await made.holders()).items() if holder == sleeper.name}
+        assert theirs
+        sleeper.signal(signal.SIGSTOP)
+        await made.settled({waker.name})
+        await made.clients.more()
+        sleeper.signal(signal.SIGCONT)
 
-    async def main(server: Server) -> None:
-        async with fleet(server.url) as made:
-            sleeper, waker = made.members
-            theirs = {e for e, holder in (await made.holders()).items() if holder == sleeper.name}
-            assert theirs
-            sleeper.signal(signal.SIGSTOP)
-            await made.settled({waker.name})
-            await made.clients.more()
-            sleeper.signal(signal.SIGCONT)
+        async def noticed() -> bool:
+            return await made.metric(sleeper, "kvatlas_lease_lost_total") >= len(theirs)
 
-            async def noticed() -> bool:
-                return await made.metric(sleeper, "kvatlas_lease_lost_total") >= len(theirs)
+        await until(noticed, "the sleeper drops its engines")
+        await recovered(made)
 
-            await until(noticed, "the sleeper drops its engines")
-            await recovered(made)
+        async def shared() -> bool:
+            return set((await made.holders()).values()) == {sleeper.name, waker.name}
 
-            async def shared() -> bool:
-                return set((await made.holders()).values()) == {sleeper.name, waker.name}
-
-            await until(shared, "the sleeper gets its share again")
-
-    with Server(any_program()) as server:
-        run(main(server))
+        await until(shared, "the sleeper gets its share again")
 
 
 @pytest.mark.process
-def test_a_full_server_costs_hits_and_no_request() -> None:
-    async def main(server: Server) -> None:
+async def test_a_full_server_costs_hits_and_no_request() -> None:
+    with Server(any_program(), "--maxmemory-policy", "noeviction") as server:
         async with fleet(server.url) as made:
             server.command("CONFIG", "SET", "maxmemory", "1mb")
             await made.clients.more(40)
@@ -158,21 +130,14 @@ def test_a_full_server_costs_hits_and_no_request() -> None:
             server.command("CONFIG", "SET", "maxmemory", "0")
             await recovered(made)
 
-    with Server(any_program(), "--maxmemory-policy", "noeviction") as server:
-        run(main(server))
-
 
 @pytest.mark.process
-def test_a_server_turned_read_only_costs_no_request() -> None:
-    async def main(server: Server) -> None:
-        async with fleet(server.url) as made:
-            server.command("REPLICAOF", "127.0.0.1", "1")
-            await made.clients.more(20)
-            server.command("REPLICAOF", "NO", "ONE")
-            await recovered(made)
-
-    with Server(any_program()) as server:
-        run(main(server))
+async def test_a_server_turned_read_only_costs_no_request(server: Server) -> None:
+    async with fleet(server.url) as made:
+        server.command("REPLICAOF", "127.0.0.1", "1")
+        await made.clients.more(20)
+        server.command("REPLICAOF", "NO", "ONE")
+        await recovered(made)
 
 
 @pytest.mark.process
@@ -193,18 +158,13 @@ def test_a_cluster_node_down_and_up_again() -> None:
 
 
 @pytest.mark.process
-def test_the_network_between_a_replica_and_the_server_is_cut() -> None:
+async def test_the_network_between_a_replica_and_the_server_is_cut(server: Server) -> None:
     """Packets vanish, connections stay: one replica is cut off while the other goes on."""
-
-    async def main(server: Server) -> None:
-        async with Relay(server.port) as relay, fleet(server.url, cut=relay.url) as made:
-            lonely, other_one = made.members
-            relay.cut = True
-            await made.settled({other_one.name})
-            await made.clients.more(20)
-            relay.cut = False
-            await recovered(made)
-            assert await made.metric(lonely, "kvatlas_shared_index_fallbacks_total") > 0
-
-    with Server(any_program()) as server:
-        run(main(server))
+    async with Relay(server.port) as relay, fleet(server.url, cut=relay.url) as made:
+        lonely, other_one = made.members
+        relay.cut = True
+        await made.settled({other_one.name})
+        await made.clients.more(20)
+        relay.cut = False
+        await recovered(made)
+        assert await made.metric(lonely, "kvatlas_shared_index_fallbacks_total") > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from router.replication.redis_client import Client
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.examples import examples
-from tests.support.redis_servers import Server, any_program
+from tests.support.redis_servers import Server
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
@@ -270,13 +270,6 @@ def test_whatever_a_field_holds_requests_go_on(rules: Path, field: bytes) -> Non
 
 
 # -- through a server ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server(any_program())
-    yield made
-    made.close()
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -14,14 +14,6 @@ from tests.router.replication.replicas import CPU, FULL, Replicas, Writer, block
 from tests.support.redis_servers import Cluster, Server, any_program
 
 MANY = blocks(*(n * 7_919_000_000_000_003 % (1 << 64) for n in range(3000)))
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """A server to break."""
-    made = Server(any_program())
-    yield made
-    made.close()
 
 
 async def flushed(writer: Writer) -> bool:
@@ -108,46 +100,38 @@ async def test_lost_books_are_written_again(server: Server, lost: str) -> None:
 
 
 @pytest.mark.parametrize("data", ["empty", "old"])
-def test_a_restarted_server_is_believed_only_when_written_again(data: str) -> None:
+async def test_a_restarted_server_is_believed_only_when_written_again(data: str, server: Server) -> None:
     """With old data: what was saved before the last removals and forgets comes back with the server."""
-    server = Server(any_program())
-
-    async def body() -> None:
-        async with Replicas(make_settings(server.url), "a") as replicas:
-            writer = replicas["a"]
-            await writer.take("e", "f")
-            writer.mirror.store("e", FULL, MANY[:300])
-            writer.mirror.store("f", FULL, MANY[:300])
+    async with Replicas(make_settings(server.url), "a") as replicas:
+        writer = replicas["a"]
+        await writer.take("e", "f")
+        writer.mirror.store("e", FULL, MANY[:300])
+        writer.mirror.store("f", FULL, MANY[:300])
+        await writer.mirror.flush()
+        if data == "old":
+            assert server.command("SAVE") == b"OK"
+        writer.mirror.remove("e", FULL, MANY[:200])
+        writer.mirror.forget("f")
+        writer.mirror.store("f", FULL, MANY[7:8])
+        await writer.mirror.flush()
+        assert await replicas.exact(MANY[:300])
+        server.kill()
+        with pytest.raises(IndexUnavailable):
+            await replicas.look(MANY[:10])
+        writer.mirror.store("e", FULL, MANY[300:301])
+        with pytest.raises(IndexUnavailable):
             await writer.mirror.flush()
-            if data == "old":
-                assert server.command("SAVE") == b"OK"
-            writer.mirror.remove("e", FULL, MANY[:200])
-            writer.mirror.forget("f")
-            writer.mirror.store("f", FULL, MANY[7:8])
-            await writer.mirror.flush()
-            assert await replicas.exact(MANY[:300])
-            server.kill()
-            with pytest.raises(IndexUnavailable):
-                await replicas.look(MANY[:10])
-            writer.mirror.store("e", FULL, MANY[300:301])
-            with pytest.raises(IndexUnavailable):
-                await writer.mirror.flush()
-            server.start()
+        server.start()
 
-            async def answers() -> bool:
-                return await replicas.look(MANY[:300]) is not None
+        async def answers() -> bool:
+            return await replicas.look(MANY[:300]) is not None
 
-            await until(answers)
-            found = await replicas.look(MANY[:300])
-            assert all(engine.stale for engine in found.engines.values())
-            assert bool(found.engines) == (data == "old")
-            await never_wrong_until_exact(replicas, list(MANY[:301]))
-            assert not writer.lost
-
-    try:
-        asyncio.run(body())
-    finally:
-        server.close()
+        await until(answers)
+        found = await replicas.look(MANY[:300])
+        assert all(engine.stale for engine in found.engines.values())
+        assert bool(found.engines) == (data == "old")
+        await never_wrong_until_exact(replicas, list(MANY[:301]))
+        assert not writer.lost
 
 
 async def test_a_full_server_shows_nothing_that_is_gone(server: Server) -> None:
@@ -313,10 +297,8 @@ async def test_another_schema_is_refused(server: Server) -> None:
 
 
 @pytest.mark.long
-def test_a_cluster_node_that_comes_back_empty() -> None:
-    made = Cluster(any_program())
-
-    async def body() -> None:
+async def test_a_cluster_node_that_comes_back_empty() -> None:
+    with closing(Cluster(any_program())) as made:
         async with Replicas(make_settings(made.url, write_timeout_s=1.0), "a", "b") as replicas:
             one, two = replicas["a"], replicas["b"]
             await one.take("e")
@@ -336,11 +318,6 @@ def test_a_cluster_node_that_comes_back_empty() -> None:
             await never_wrong_until_exact(replicas, list(MANY[:300]))
             found = await replicas.look([])
             assert found.engines.keys() == {"e", "f"}
-
-    try:
-        asyncio.run(body())
-    finally:
-        made.close()
 
 
 async def test_the_model_is_part_of_every_key(server: Server) -> None:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import pytest
 
 from router.placement.others import OthersLoad
 from router.replication.settings import IndexSettings
-from tests.support.redis_servers import Server, any_program
+from tests.support.redis_servers import Server
 from tests.support.waiting import until
 from tests.support.whole_router import configure, routing, running
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server(any_program())
-    yield made
-    made.close()
 
 
 async def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:

@@ -107,27 +107,19 @@ def refusals(server: Server, user: str) -> set[str]:
 
 
 @pytest.mark.parametrize("userinfo", ["router:wrong@", "nobody:hunter2@", ""])
-def test_without_rights_nothing_connects_and_nothing_leaks(
-    userinfo: str, capsys: pytest.CaptureFixture[str]
+async def test_without_rights_nothing_connects_and_nothing_leaks(
+    userinfo: str, capsys: pytest.CaptureFixture[str], server: Server
 ) -> None:
-    server = Server(any_program())
     server.command("ACL", "SETUSER", "default", "off")
-
-    async def body() -> None:
-        client = Client(make_settings(server.url.replace("://", f"://{userinfo}")))
-        assert not await client.start(0.5)
-        assert "AUTH" in client.last_error or "WRONGPASS" in client.last_error
-        with pytest.raises(IndexUnavailable):
-            _ = client.identity
-        await client.close()
-        told = client.last_error + capsys.readouterr().out
-        assert "wrong" not in told.replace("WRONGPASS", "")
-        assert "hunter2" not in told
-
-    try:
-        asyncio.run(body())
-    finally:
-        server.close()
+    client = Client(make_settings(server.url.replace("://", f"://{userinfo}")))
+    assert not await client.start(0.5)
+    assert "AUTH" in client.last_error or "WRONGPASS" in client.last_error
+    with pytest.raises(IndexUnavailable):
+        _ = client.identity
+    await client.close()
+    told = client.last_error + capsys.readouterr().out
+    assert "wrong" not in told.replace("WRONGPASS", "")
+    assert "hunter2" not in told
 
 
 def tls_server(folder: Path, *options: str) -> tuple[Server, str]:
@@ -143,11 +135,11 @@ def tls_server(folder: Path, *options: str) -> tuple[Server, str]:
         pytest.skip("this server is built without TLS")
 
 
-def test_tls_with_a_client_certificate(tmp_path: Path) -> None:
+async def test_tls_with_a_client_certificate(tmp_path: Path) -> None:
     server, url = tls_server(tmp_path)
     own = f"cert={tmp_path}/server.crt&key={tmp_path}/server.key"
 
-    async def body() -> None:
+    with server:
         async with Replicas(make_settings(f"{url}?ca={tmp_path}/ca.crt&{own}"), "a") as replicas:
             await everything(replicas)
         stranger = Client(make_settings(f"{url}?{own}"))
@@ -157,13 +149,8 @@ def test_tls_with_a_client_certificate(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match="TLS files"):
             Client(make_settings(f"{url}?ca=/nowhere.pem"))
 
-    try:
-        asyncio.run(body())
-    finally:
-        server.close()
 
-
-def test_an_authority_given_in_the_url_replaces_those_of_the_system(
+async def test_an_authority_given_in_the_url_replaces_those_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, url = tls_server(tmp_path, "--tls-auth-clients", "no")
@@ -179,21 +166,16 @@ def test_an_authority_given_in_the_url_replaces_those_of_the_system(
         await client.close()
         return client.last_error
 
-    async def body() -> None:
+    with server:
         assert await problem(url) == ""
         assert "SENTINEL" in await problem(as_sentinel), "it is none, but its certificate is accepted"
         other = f"?ca={tmp_path}/other.crt"
         assert "CERTIFICATE_VERIFY_FAILED" in await problem(url + other)
         assert "does not answer" in await problem(as_sentinel + other)
 
-    try:
-        asyncio.run(body())
-    finally:
-        server.close()
-
 
 @pytest.mark.process
-def test_sentinel(tmp_path: Path) -> None:
+async def test_sentinel(tmp_path: Path) -> None:
     binary = any_program()
     master = Server(binary)
     config, port = tmp_path / "sentinel.conf", free_port()
@@ -203,7 +185,7 @@ def test_sentinel(tmp_path: Path) -> None:
     )
     sentinel = subprocess.Popen([binary, str(config), "--sentinel"])
 
-    async def body() -> None:
+    try:
         settings = make_settings(
             f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/main/2", connect_timeout_s=5.0
         )
@@ -217,27 +199,18 @@ def test_sentinel(tmp_path: Path) -> None:
         assert "no master named 'other'" in stranger.last_error
         await stranger.close()
 
-    try:
-        asyncio.run(body())
     finally:
         sentinel.kill()
         sentinel.wait()
         master.close()
 
 
-def test_a_replica_is_not_written_to() -> None:
+async def test_a_replica_is_not_written_to() -> None:
     binary = any_program()
     master = Server(binary)
-    replica = Server(binary, "--replicaof", f"127.0.0.1 {master.port}")
-
-    async def body() -> None:
+    with Server(binary, "--replicaof", f"127.0.0.1 {master.port}") as replica:
         client = Client(make_settings(replica.url))
         assert not await client.start(0.3)
         assert "replica" in client.last_error
         await client.close()
-
-    try:
-        asyncio.run(body())
-    finally:
-        replica.close()
         master.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -17,19 +17,12 @@ from router.replication.redis_client import Client
 from router.replication.service import ResponseDirectory
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
-from tests.support.redis_servers import Server, any_program
+from tests.support.redis_servers import Server
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running
 
 HELD = HeldResponse("http://engine:8000", "ada")
 KEY = "kvatlas:response:resp_1"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server(any_program())
-    yield made
-    made.close()
 
 
 def key_file(folder: Path, *tenants: str) -> Path:
