@@ -68,4 +68,5 @@ def test_each_line_is_held_by_tests_that_exist() -> None:
         for test in tests.split():
             file, _, name = test.partition("::")
             tree = ast.parse((ROOT / "tests/router" / file).read_text(encoding="utf-8"))
-            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+            functions = ast.FunctionDef | ast.AsyncFunctionDef
+            assert name in {node.name for node in tree.body if isinstance(node, functions)}, test
