@@ -13,7 +13,7 @@ import zmq
 
 from publisher.simulator.server import LoadStat
 from router.feeds.sockets import LOAD_FRESH_S, LoadReading, LoadSockets
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 
 class World:
@@ -64,24 +64,21 @@ STAT = LoadStat(3, 4, 50, 600)
 READ = LoadReading(3, 4, 50, 600)
 
 
-def test_readings_are_fresh_for_three_heartbeats() -> None:
-    async def main() -> None:
-        async with world() as w:
-            w.follow("a")
-            assert not w.sockets.is_fresh("a")
-            await w.hears(STAT, READ)
-            assert w.sockets.is_fresh("a")
-            assert not w.sockets.is_fresh("b")
-            w.now += LOAD_FRESH_S
-            assert w.sockets.is_fresh("a")
-            w.now += 0.1
-            assert not w.sockets.is_fresh("a")
-            await w.hears(LoadStat(0, 0, 0, 0), LoadReading(0, 0, 0, 0))
-            assert w.sockets.is_fresh("a")
-            w.sockets.stop("a")
-            assert not w.sockets.is_fresh("a")
-
-    run(main())
+async def test_readings_are_fresh_for_three_heartbeats() -> None:
+    async with world() as w:
+        w.follow("a")
+        assert not w.sockets.is_fresh("a")
+        await w.hears(STAT, READ)
+        assert w.sockets.is_fresh("a")
+        assert not w.sockets.is_fresh("b")
+        w.now += LOAD_FRESH_S
+        assert w.sockets.is_fresh("a")
+        w.now += 0.1
+        assert not w.sockets.is_fresh("a")
+        await w.hears(LoadStat(0, 0, 0, 0), LoadReading(0, 0, 0, 0))
+        assert w.sockets.is_fresh("a")
+        w.sockets.stop("a")
+        assert not w.sockets.is_fresh("a")
 
 
 @pytest.mark.parametrize(
@@ -96,63 +93,51 @@ def test_readings_are_fresh_for_three_heartbeats() -> None:
         None,
     ],
 )
-def test_a_malformed_message_is_reported_and_the_next_one_is_read(stat: Any) -> None:
-    async def main() -> None:
-        async with world() as w:
-            w.follow("a")
-            await w.hears(stat, None)
-            assert not w.sockets.is_fresh("a")
-            w.send(b"load")
-            await w.hears([*msgspec.to_builtins(STAT), "more", 12], READ)
-
-    run(main())
+async def test_a_malformed_message_is_reported_and_the_next_one_is_read(stat: Any) -> None:
+    async with world() as w:
+        w.follow("a")
+        await w.hears(stat, None)
+        assert not w.sockets.is_fresh("a")
+        w.send(b"load")
+        await w.hears([*msgspec.to_builtins(STAT), "more", 12], READ)
 
 
-def test_a_moved_socket_is_followed_and_the_old_one_is_not() -> None:
-    async def main() -> None:
-        async with world() as w, world() as other:
-            w.follow("a")
-            await w.hears(STAT, READ)
-            w.sockets.follow("a", other.source, w.tasks)
-            assert not w.sockets.is_fresh("a")
-            w.read.clear()
+async def test_a_moved_socket_is_followed_and_the_old_one_is_not() -> None:
+    async with world() as w, world() as other:
+        w.follow("a")
+        await w.hears(STAT, READ)
+        w.sockets.follow("a", other.source, w.tasks)
+        assert not w.sockets.is_fresh("a")
+        w.read.clear()
 
-            def heard() -> bool:
-                w.tell(STAT)
-                other.tell(LoadStat(9, 9, 9, 9))
-                return bool(w.read)
+        def heard() -> bool:
+            w.tell(STAT)
+            other.tell(LoadStat(9, 9, 9, 9))
+            return bool(w.read)
 
-            await until(heard, "read")
-            assert w.read[0] == ("a", LoadReading(9, 9, 9, 9))
-            w.sockets.follow("a", None, w.tasks)
-            assert not w.sockets.is_fresh("a")
-
-    run(main())
+        await until(heard, "read")
+        assert w.read[0] == ("a", LoadReading(9, 9, 9, 9))
+        w.sockets.follow("a", None, w.tasks)
+        assert not w.sockets.is_fresh("a")
 
 
-def test_of_a_burst_the_latest_is_read() -> None:
-    async def main() -> None:
-        async with world() as w:
-            w.follow("a")
-            await w.hears(STAT, READ)
-            await asyncio.sleep(0)
-            w.read.clear()
-            for number in range(1000):
-                w.tell(LoadStat(number, 0, 0, 0))
-            # Messages beyond the queue are lost, and the socket is read a few times a second.
-            await until(lambda: bool(w.read), "read")
-            await w.hears(LoadStat(5000, 0, 0, 0), LoadReading(5000, 0, 0, 0))
-            assert len(w.read) < 200
-
-    run(main())
+async def test_of_a_burst_the_latest_is_read() -> None:
+    async with world() as w:
+        w.follow("a")
+        await w.hears(STAT, READ)
+        await asyncio.sleep(0)
+        w.read.clear()
+        for number in range(1000):
+            w.tell(LoadStat(number, 0, 0, 0))
+        # Messages beyond the queue are lost, and the socket is read a few times a second.
+        await until(lambda: bool(w.read), "read")
+        await w.hears(LoadStat(5000, 0, 0, 0), LoadReading(5000, 0, 0, 0))
+        assert len(w.read) < 200
 
 
-def test_an_address_that_cannot_be_used_ends_nothing() -> None:
-    async def main() -> None:
-        async with world() as w:
-            w.sockets.follow("b", ("tcp://no port", "load"), w.tasks)
-            w.follow("a")
-            await w.hears(STAT, READ)
-            assert not w.sockets.is_fresh("b")
-
-    run(main())
+async def test_an_address_that_cannot_be_used_ends_nothing() -> None:
+    async with world() as w:
+        w.sockets.follow("b", ("tcp://no port", "load"), w.tasks)
+        w.follow("a")
+        await w.hears(STAT, READ)
+        assert not w.sockets.is_fresh("b")

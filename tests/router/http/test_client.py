@@ -12,7 +12,7 @@ import pytest
 from router.http import client as module
 from router.http.client import HttpClient, ResponseError, TooLongError
 from router.http.sockets import NotConnectedError, describe_error
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 Writer = asyncio.StreamWriter
@@ -59,49 +59,40 @@ async def get(client: HttpClient, url: str, timeout_s: float | None = 5.0) -> by
         return await answer.body(1000)
 
 
-def test_a_connection_is_reused_after_a_whole_response_and_only_then() -> None:
-    async def main() -> None:
-        async with served() as (server, url), HttpClient() as client:
-            for _ in range(3):
-                assert await get(client, url) == b"hi"
-            assert server.opened == 1
-            server.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"
-            async with client.exchange("GET", url, 5.0) as answer:
-                assert answer.status == 200  # left before its end
-            await until(lambda: server.open == 0, "the connection is closed")
-            server.answer = OK
+async def test_a_connection_is_reused_after_a_whole_response_and_only_then() -> None:
+    async with served() as (server, url), HttpClient() as client:
+        for _ in range(3):
             assert await get(client, url) == b"hi"
-            assert server.opened == 2
+        assert server.opened == 1
+        server.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"
+        async with client.exchange("GET", url, 5.0) as answer:
+            assert answer.status == 200  # left before its end
+        await until(lambda: server.open == 0, "the connection is closed")
+        server.answer = OK
+        assert await get(client, url) == b"hi"
+        assert server.opened == 2
 
-    run(main())
 
-
-def test_a_request_says_where_it_goes_and_what_it_carries() -> None:
-    async def main() -> None:
-        async with served() as (server, url), HttpClient({"authorization": "Bearer k"}) as client:
-            async with client.exchange("POST", f"{url}/a/b?c=d%20e", 5.0, b"{}", {"x-more": "1"}) as answer:
-                assert answer.header(b"content-length") == "2"
-            (head,) = server.heads
-            lines = head.decode().split("\r\n")
-            assert lines[0] == "POST /a/b?c=d%20e HTTP/1.1"
-            fields = {"authorization: Bearer k", "x-more: 1", "content-length: 2"}
-            assert {f"host: {url.removeprefix('http://')}", *fields} <= set(lines)
-
-    run(main())
+async def test_a_request_says_where_it_goes_and_what_it_carries() -> None:
+    async with served() as (server, url), HttpClient({"authorization": "Bearer k"}) as client:
+        async with client.exchange("POST", f"{url}/a/b?c=d%20e", 5.0, b"{}", {"x-more": "1"}) as answer:
+            assert answer.header(b"content-length") == "2"
+        (head,) = server.heads
+        lines = head.decode().split("\r\n")
+        assert lines[0] == "POST /a/b?c=d%20e HTTP/1.1"
+        fields = {"authorization: Bearer k", "x-more: 1", "content-length: 2"}
+        assert {f"host: {url.removeprefix('http://')}", *fields} <= set(lines)
 
 
 @pytest.mark.parametrize(
     ("url", "headers"), [("/a b", {}), ("/a\x7f", {}), ("/", {"x": "1\r\ny: 2"}), ("/", {"x": "a\nb"})]
 )
-def test_nothing_can_end_the_request_line_or_a_field(url: str, headers: dict[str, str]) -> None:
-    async def main() -> None:
-        async with served() as (server, base_url), HttpClient() as client:
-            with pytest.raises(ValueError, match="must not have"):
-                async with client.exchange("GET", base_url + url, 5.0, headers=headers):
-                    pass
-            assert server.opened == 0
-
-    run(main())
+async def test_nothing_can_end_the_request_line_or_a_field(url: str, headers: dict[str, str]) -> None:
+    async with served() as (server, base_url), HttpClient() as client:
+        with pytest.raises(ValueError, match="must not have"):
+            async with client.exchange("GET", base_url + url, 5.0, headers=headers):
+                pass
+        assert server.opened == 0
 
 
 @pytest.mark.parametrize(
@@ -112,97 +103,76 @@ def test_nothing_can_end_the_request_line_or_a_field(url: str, headers: dict[str
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", "the answer ended early"),
     ],
 )
-def test_an_incomplete_response_is_told_in_words(answer: bytes, words: str) -> None:
-    async def main() -> None:
-        async with served(answer) as (server, url), HttpClient() as client:
-            server.closes = True
-            with pytest.raises(ResponseError) as found:
-                await get(client, url)
-            assert describe_error(found.value) == words
-
-    run(main())
-
-
-def test_a_response_over_the_limit_is_not_read() -> None:
-    async def main() -> None:
-        longer = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nnine more"
-        async with (
-            served(longer) as (_, url),
-            HttpClient() as client,
-            client.exchange("GET", url, 5.0) as answer,
-        ):
-            with pytest.raises(TooLongError, match="answer over 8 bytes"):
-                await answer.body(8)
-
-    run(main())
-
-
-def test_redirects_are_answers() -> None:
-    async def main() -> None:
-        moved = b"HTTP/1.1 302 Found\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n"
-        async with served(moved) as (server, url), HttpClient() as client:
-            async with client.exchange("GET", url, 5.0) as answer:
-                assert (answer.status, answer.header(b"location")) == (302, "/elsewhere")
-            assert len(server.heads) == 1
-
-    run(main())
-
-
-def test_a_silent_server_costs_the_time_out_and_no_connection() -> None:
-    async def main() -> None:
-        async with served() as (server, url):
-            server.before = asyncio.Event().wait
-            for limits in ({"timeout_s": 0.05}, {"timeout_s": None}):
-                async with HttpClient(pause_s_max=0.05) as client:
-                    with pytest.raises(TimeoutError):
-                        await get(client, url, **limits)
-                    await until(lambda: not client._client._owner, "it is closed")
-
-    run(main())
-
-
-def test_no_more_requests_at_once_than_allowed() -> None:
-    async def main() -> None:
-        async with served() as (server, url), HttpClient(requests_max=2) as client:
-            held = asyncio.Event()
-            server.before = held.wait
-            asking = [asyncio.create_task(get(client, url)) for _ in range(5)]
-            await until(lambda: len(server.heads) == 2, "two are asked")
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert server.opened == 2
-            held.set()
-            assert await asyncio.gather(*asking) == [b"hi"] * 5
-
-    run(main())
-
-
-def test_addresses_of_servers_that_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(module, "_ORIGINS_MIN", 4)
-        async with served() as (server, url), HttpClient() as client:
+async def test_an_incomplete_response_is_told_in_words(answer: bytes, words: str) -> None:
+    async with served(answer) as (server, url), HttpClient() as client:
+        server.closes = True
+        with pytest.raises(ResponseError) as found:
             await get(client, url)
-            for number in range(20):
-                with pytest.raises(NotConnectedError):
-                    await get(client, f"http://127.0.0.{number + 2}:1")
-            assert len(client._origins) <= 4
-            assert await get(client, url) == b"hi"
-            assert server.opened == 1  # one with a connection is kept
-
-    run(main())
+        assert describe_error(found.value) == words
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
-    async def main() -> None:
-        server = Server(OK)
-        path = str(tmp_path / "socket")
-        async with (
-            await asyncio.start_unix_server(server.serve, path),
-            HttpClient(socket_path=path) as client,
-        ):
-            assert await get(client, "http://anyone/x") == b"hi"
-        async with HttpClient(socket_path=str(tmp_path / "none")) as client:
-            with pytest.raises(NotConnectedError, match="no such file"):
-                await get(client, "http://anyone/x")
+async def test_a_response_over_the_limit_is_not_read() -> None:
+    longer = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nnine more"
+    async with (
+        served(longer) as (_, url),
+        HttpClient() as client,
+        client.exchange("GET", url, 5.0) as answer,
+    ):
+        with pytest.raises(TooLongError, match="answer over 8 bytes"):
+            await answer.body(8)
 
-    run(main())
+
+async def test_redirects_are_answers() -> None:
+    moved = b"HTTP/1.1 302 Found\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n"
+    async with served(moved) as (server, url), HttpClient() as client:
+        async with client.exchange("GET", url, 5.0) as answer:
+            assert (answer.status, answer.header(b"location")) == (302, "/elsewhere")
+        assert len(server.heads) == 1
+
+
+async def test_a_silent_server_costs_the_time_out_and_no_connection() -> None:
+    async with served() as (server, url):
+        server.before = asyncio.Event().wait
+        for limits in ({"timeout_s": 0.05}, {"timeout_s": None}):
+            async with HttpClient(pause_s_max=0.05) as client:
+                with pytest.raises(TimeoutError):
+                    await get(client, url, **limits)
+                await until(lambda: not client._client._owner, "it is closed")
+
+
+async def test_no_more_requests_at_once_than_allowed() -> None:
+    async with served() as (server, url), HttpClient(requests_max=2) as client:
+        held = asyncio.Event()
+        server.before = held.wait
+        asking = [asyncio.create_task(get(client, url)) for _ in range(5)]
+        await until(lambda: len(server.heads) == 2, "two are asked")
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert server.opened == 2
+        held.set()
+        assert await asyncio.gather(*asking) == [b"hi"] * 5
+
+
+async def test_addresses_of_servers_that_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ORIGINS_MIN", 4)
+    async with served() as (server, url), HttpClient() as client:
+        await get(client, url)
+        for number in range(20):
+            with pytest.raises(NotConnectedError):
+                await get(client, f"http://127.0.0.{number + 2}:1")
+        assert len(client._origins) <= 4
+        assert await get(client, url) == b"hi"
+        assert server.opened == 1  # one with a connection is kept
+
+
+async def test_a_unix_socket(tmp_path: Path) -> None:
+    server = Server(OK)
+    path = str(tmp_path / "socket")
+    async with (
+        await asyncio.start_unix_server(server.serve, path),
+        HttpClient(socket_path=path) as client,
+    ):
+        assert await get(client, "http://anyone/x") == b"hi"
+    async with HttpClient(socket_path=str(tmp_path / "none")) as client:
+        with pytest.raises(NotConnectedError, match="no such file"):
+            await get(client, "http://anyone/x")
