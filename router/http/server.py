@@ -135,7 +135,8 @@ class ProxyServer(uvicorn.Server):
         if self._draining:
             return
         self._draining = True
-        connections = list(self.server_state.connections)
+        # Uvicorn's types know its own protocols only.
+        connections: list[Any] = list(self.server_state.connections)
         if not self.silent:
             _log.info("draining", connections=len(connections), delay_s=self._listen.drain_delay_s)
         self.on_drain()
@@ -144,7 +145,7 @@ class ProxyServer(uvicorn.Server):
             return
         self._config.draining = True
         for connection in connections:
-            setattr(connection, "draining", True)  # noqa: B010  # uvicorn's types know its own protocols only
+            connection.draining = True
         self._loop.call_later(self._listen.drain_delay_s, self._close)
 
     def _close(self) -> None:
