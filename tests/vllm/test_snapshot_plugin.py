@@ -38,7 +38,7 @@ def engine(
         yield running
 
 
-def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
+async def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
     assert "kvatlas publishes" in engine.log.read_text(errors="replace")
     rng = random.Random(5)
     shared_prefixes = [[rng.randrange(10, 1000) for _ in range(300)] for _ in range(3)]
@@ -52,30 +52,23 @@ def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
     sent = [prompt() for _ in range(40)]
     for token_ids in sent:
         complete(engine, token_ids)
-
-    async def scenario() -> list[tuple[int, int]]:
-        fleet = FleetResidency(ModelFacts())
-        feed = Feed(
-            "e", engine.events, engine.replay, "kv", fleet, settings=FeedSettings(replay_timeout_s=10.0)
-        )
-        pairs = []
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(feed.run())
-            try:
-                await ready(feed)
-                assert feed.stats.snapshots == 1
-                for _ in range(12):
-                    await quiet(feed)
-                    token_ids = rng.choice([prompt(), rng.choice(sent)])
-                    predicted = fleet.predict(TokenPrompt(token_ids), ["e"])["e"]
-                    assert predicted.mode == "native", predicted.why_unknown
-                    actual = await asyncio.to_thread(complete, engine, token_ids)
-                    pairs.append((predicted.hit_tokens, actual))
-                assert fleet.index.stats().unknown_removals == 0
-            finally:
-                feed.close()
-        return pairs
-
-    pairs = asyncio.run(scenario())
+    fleet = FleetResidency(ModelFacts())
+    feed = Feed("e", engine.events, engine.replay, "kv", fleet, settings=FeedSettings(replay_timeout_s=10.0))
+    pairs = []
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed.run())
+        try:
+            await ready(feed)
+            assert feed.stats.snapshots == 1
+            for _ in range(12):
+                await quiet(feed)
+                token_ids = rng.choice([prompt(), rng.choice(sent)])
+                predicted = fleet.predict(TokenPrompt(token_ids), ["e"])["e"]
+                assert predicted.mode == "native", predicted.why_unknown
+                actual = await asyncio.to_thread(complete, engine, token_ids)
+                pairs.append((predicted.hit_tokens, actual))
+            assert fleet.index.stats().unknown_removals == 0
+        finally:
+            feed.close()
     assert [predicted for predicted, _ in pairs] == [actual for _, actual in pairs]
     assert sum(actual > 0 for _, actual in pairs) >= 3

@@ -20,7 +20,7 @@ from router.proxy.app import ProxyApp
 from router.server_process import check
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import TEXT, configure, routing, running
 
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -54,22 +54,18 @@ def facts(span: Any) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
-def test_spans_of_a_request_with_prediction_and_receipt() -> None:
-    async def main() -> list[Any]:
-        async with collecting() as (endpoint, spans), running({}) as engines:
-            settings = TraceSettings(endpoint=endpoint, sample_ratio=0.0)
-            async with routing(configure(*engines, traces=settings)) as rig:
-                await rig.chat(TEXT * 20)
-                await until(lambda: rig.idle, "request over")
-                await rig.caught_up(*engines)
-                await rig.chat(TEXT * 20, extra_headers={"traceparent": PARENT})
-                await rig.chat("hi", extra_headers={"traceparent": NOT_SAMPLED})
-                await until(lambda: rig.idle, "requests over")
-                _, page = await rig.ask("GET", "/metrics")
-                assert "kvatlas_traces_requests_total 1.0" in page
-            return spans
-
-    spans = run(main())
+async def test_spans_of_a_request_with_prediction_and_receipt() -> None:
+    async with collecting() as (endpoint, spans), running({}) as engines:
+        settings = TraceSettings(endpoint=endpoint, sample_ratio=0.0)
+        async with routing(configure(*engines, traces=settings)) as rig:
+            await rig.chat(TEXT * 20)
+            await until(lambda: rig.idle, "request over")
+            await rig.caught_up(*engines)
+            await rig.chat(TEXT * 20, extra_headers={"traceparent": PARENT})
+            await rig.chat("hi", extra_headers={"traceparent": NOT_SAMPLED})
+            await until(lambda: rig.idle, "requests over")
+            _, page = await rig.ask("GET", "/metrics")
+            assert "kvatlas_traces_requests_total 1.0" in page
     by_name = {span.name: span for span in spans}
     assert sorted(by_name) == ["POST /v1/chat/completions", "decide", "read body", "read prompt", "upstream"]
     root = by_name.pop("POST /v1/chat/completions")
@@ -86,24 +82,21 @@ def test_spans_of_a_request_with_prediction_and_receipt() -> None:
     assert ended["gen_ai.usage.output_tokens"] == 3
 
 
-def test_each_leg_is_a_span_with_its_engine_and_the_second_one_has_the_gap() -> None:
-    async def main() -> tuple[list[Any], list[str]]:
-        async with (
-            collecting() as (endpoint, spans),
-            running({"role": "prefill"}, {"role": "decode"}) as (p, d),
-        ):
-            settings = TraceSettings(endpoint=endpoint, sample_ratio=1.0)
-            addresses = EngineAddress(p.base_url, role="prefill"), EngineAddress(d.base_url, role="decode")
-            pd = PdSettings(min_remote_tokens=0, leg_overhead_s=0.0, transfer_s_per_token=0.0)
-            async with routing(configure(*addresses, traces=settings, pd=pd)) as rig:
-                load = next(engine.load for engine in rig.router.fleet if engine.engine.decodes)
-                held = load.reserve(time.monotonic())  # a sequence that a prefill would hold up
-                await rig.chat(TEXT * 20)
-                load.finish(held, time.monotonic())
-                await until(lambda: rig.idle, "requests over")
-            return spans, [p.base_url, d.base_url]
-
-    spans, engines = run(main())
+async def test_each_leg_is_a_span_with_its_engine_and_the_second_one_has_the_gap() -> None:
+    async with (
+        collecting() as (endpoint, spans),
+        running({"role": "prefill"}, {"role": "decode"}) as (p, d),
+    ):
+        settings = TraceSettings(endpoint=endpoint, sample_ratio=1.0)
+        addresses = EngineAddress(p.base_url, role="prefill"), EngineAddress(d.base_url, role="decode")
+        pd = PdSettings(min_remote_tokens=0, leg_overhead_s=0.0, transfer_s_per_token=0.0)
+        async with routing(configure(*addresses, traces=settings, pd=pd)) as rig:
+            load = next(engine.load for engine in rig.router.fleet if engine.engine.decodes)
+            held = load.reserve(time.monotonic())  # a sequence that a prefill would hold up
+            await rig.chat(TEXT * 20)
+            load.finish(held, time.monotonic())
+            await until(lambda: rig.idle, "requests over")
+        engines = [p.base_url, d.base_url]
     root = next(span for span in spans if not span.parent_span_id)
     legs = sorted(
         (span for span in spans if span.name == "upstream"), key=lambda span: int(span.start_time_unix_nano)
@@ -118,25 +111,22 @@ def test_each_leg_is_a_span_with_its_engine_and_the_second_one_has_the_gap() -> 
     assert legs[0].end_time_unix_nano <= legs[1].start_time_unix_nano
 
 
-def test_the_wait_in_the_queue_is_a_span() -> None:
-    async def main() -> list[Any]:
-        slow = {"decode_s_per_token": 0.05}
-        async with collecting() as (endpoint, spans), running(slow) as engines:
-            settings = TraceSettings(endpoint=endpoint, sample_ratio=0.0)
-            queue = QueueSettings(saturation_s=60.0, engine_requests_max=1)
-            async with routing(configure(*engines, traces=settings, queue=queue)) as rig:
-                room = rig.router.accounts.room
-                assert room is not None
-                first = asyncio.ensure_future(rig.chat("hi", max_tokens=2000))
-                await until(lambda: rig.router.accounts.load_stats.admitted == 1, "the engine is busy")
-                waiting = asyncio.ensure_future(rig.chat(TEXT, extra_headers={"traceparent": PARENT}))
-                await until(lambda: room.stats.waiting == 1, "it waits")
-                first.cancel()
-                await waiting
-                await until(lambda: rig.idle, "requests over")
-            return spans
-
-    spans = sorted(run(main()), key=lambda span: int(span.start_time_unix_nano))
+async def test_the_wait_in_the_queue_is_a_span() -> None:
+    slow = {"decode_s_per_token": 0.05}
+    async with collecting() as (endpoint, spans), running(slow) as engines:
+        settings = TraceSettings(endpoint=endpoint, sample_ratio=0.0)
+        queue = QueueSettings(saturation_s=60.0, engine_requests_max=1)
+        async with routing(configure(*engines, traces=settings, queue=queue)) as rig:
+            room = rig.router.accounts.room
+            assert room is not None
+            first = asyncio.ensure_future(rig.chat("hi", max_tokens=2000))
+            await until(lambda: rig.router.accounts.load_stats.admitted == 1, "the engine is busy")
+            waiting = asyncio.ensure_future(rig.chat(TEXT, extra_headers={"traceparent": PARENT}))
+            await until(lambda: room.stats.waiting == 1, "it waits")
+            first.cancel()
+            await waiting
+            await until(lambda: rig.idle, "requests over")
+        spans.sort(key=lambda span: int(span.start_time_unix_nano))
     root = next(span for span in spans if span.name == "POST /v1/chat/completions")
     names = [span.name for span in spans if span is not root]
     assert names == ["read body", "read prompt", "decide", "queue", "decide", "upstream"]
@@ -175,17 +165,13 @@ class Collected:
 
 
 @pytest.mark.parametrize("parent", [PARENT, NOT_SAMPLED, "", "garbage"])
-def test_the_engine_gets_a_child_of_ours_or_what_the_client_sent(parent: str) -> None:
+async def test_the_engine_gets_a_child_of_ours_or_what_the_client_sent(parent: str) -> None:
     kept = Collected()
     traces = Traces(TraceSettings(), exporter=kept, chance=lambda: 1.0)  # type: ignore[arg-type]
     fields = (f"traceparent: {parent}", "tracestate: vendor=1") if parent else ()
-
-    async def sent() -> Any:
-        async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=_traced(traces)) as rig:
-            await ask(rig, request(b"{}", *fields))
-            return engine.calls[0].head
-
-    head = run(sent())
+    async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=_traced(traces)) as rig:
+        await ask(rig, request(b"{}", *fields))
+        head = engine.calls[0].head
     traces.close()
     if parent != PARENT:
         assert (head["traceparent"], kept.spans) == (parent, [])

@@ -22,7 +22,7 @@ from router.simulate.fit import fetch_usage
 from router.simulate.traces import read_capture
 from tests.support.pairs import busy, connected
 from tests.support.sidecars import completion, endpoint, sidecar
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 KEY = "kva-" + "k" * 43
@@ -38,31 +38,27 @@ async def written(rig: Rig, count: int) -> None:
     await until(lambda: log.stats.written == count, f"{count} lines written")
 
 
-def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Path) -> None:
+async def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     story = TEXT * 60
-
-    async def main() -> None:
-        async with running({}) as engines:
-            config = configure(*engines, usage=UsageSettings(path=str(path)))
-            async with routing(config) as rig:
-                await rig.chat(story)
-                await rig.caught_up(*engines)
-                stream = await rig.api.chat.completions.create(
-                    model=MODEL,
-                    messages=[{"role": "user", "content": story}],
-                    max_tokens=3,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                )
-                async for _ in stream:
-                    pass
-                await until(lambda: rig.idle, "all requests over")
-                _, page = await rig.ask("GET", "/metrics")
-                assert 'kvatlas_usage_dropped_total{reason="queue_full"} 0.0' in page
-                await written(rig, 2)
-
-    run(main())
+    async with running({}) as engines:
+        config = configure(*engines, usage=UsageSettings(path=str(path)))
+        async with routing(config) as rig:
+            await rig.chat(story)
+            await rig.caught_up(*engines)
+            stream = await rig.api.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": story}],
+                max_tokens=3,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            async for _ in stream:
+                pass
+            await until(lambda: rig.idle, "all requests over")
+            _, page = await rig.ask("GET", "/metrics")
+            assert 'kvatlas_usage_dropped_total{reason="queue_full"} 0.0' in page
+            await written(rig, 2)
     first, second = lines_of(path)
     assert first["hash_ids"] == second["hash_ids"]
     assert first["prompt_tokens"] == first["hashed_tokens"] == second["prompt_tokens"]
@@ -81,7 +77,7 @@ def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Pa
     assert capture[1].cached_tokens == second["cached_tokens"]
 
 
-def test_every_request_has_exactly_one_line(tmp_path: Path) -> None:
+async def test_every_request_has_exactly_one_line(tmp_path: Path) -> None:
     """Served, refused before and after the key is known, over a limit, of another model, a path that is not
     proxied, a client that left, an engine that refuses, and one that dies."""
     path, keys = tmp_path / "usage.jsonl", tmp_path / "keys.toml"
@@ -99,39 +95,33 @@ def test_every_request_has_exactly_one_line(tmp_path: Path) -> None:
             await answer.read()
             return answer.status
 
-    async def main() -> list[int]:
-        async with running({"decode_s_per_token": 0.001}) as engines:
-            config = configure(
-                *engines, usage=UsageSettings(path=str(path)), keys=KeySettings(file=str(keys))
-            )
-            async with routing(config) as rig:
-                found = [
-                    await sent(rig),
-                    await sent(rig, "unknown"),
-                    await sent(rig, KEY + "o"),
-                    await sent(rig, path="/sleep"),
-                    await sent(rig, path="/nowhere"),
-                    await sent(rig, messages="no list"),
-                    await sent(rig, max_tokens=0),
-                ]
-                long = asyncio.create_task(sent(rig, max_tokens=1500, ignore_eos=True, stream=True))
-                tracker = rig.router.proxy.requests
-                await until(lambda: any(one.first_s for one in tracker.live), "the stream has begun")
-                found.append(await sent(rig))
-                long.cancel()
-                await asyncio.gather(long, return_exceptions=True)
-                await until(lambda: rig.idle, "all requests over")
-                await engines[0].stop()
-                found.append(await sent(rig))
-                await written(rig, 10)
-                assert rig.router.gate is not None
-                stats = rig.router.gate.tenants()["acme"]
-                lines = lines_of(path)
-                assert sum(line["computed_tokens"] or 0 for line in lines) == stats.uncached_tokens
-                assert sum(line["generated_tokens"] or 0 for line in lines) == stats.generated_tokens
-                return found
-
-    statuses = run(main())
+    async with running({"decode_s_per_token": 0.001}) as engines:
+        config = configure(*engines, usage=UsageSettings(path=str(path)), keys=KeySettings(file=str(keys)))
+        async with routing(config) as rig:
+            statuses = [
+                await sent(rig),
+                await sent(rig, "unknown"),
+                await sent(rig, KEY + "o"),
+                await sent(rig, path="/sleep"),
+                await sent(rig, path="/nowhere"),
+                await sent(rig, messages="no list"),
+                await sent(rig, max_tokens=0),
+            ]
+            long = asyncio.create_task(sent(rig, max_tokens=1500, ignore_eos=True, stream=True))
+            tracker = rig.router.proxy.requests
+            await until(lambda: any(one.first_s for one in tracker.live), "the stream has begun")
+            statuses.append(await sent(rig))
+            long.cancel()
+            await asyncio.gather(long, return_exceptions=True)
+            await until(lambda: rig.idle, "all requests over")
+            await engines[0].stop()
+            statuses.append(await sent(rig))
+            await written(rig, 10)
+            assert rig.router.gate is not None
+            stats = rig.router.gate.tenants()["acme"]
+            charged = lines_of(path)
+            assert sum(line["computed_tokens"] or 0 for line in charged) == stats.uncached_tokens
+            assert sum(line["generated_tokens"] or 0 for line in charged) == stats.generated_tokens
     lines = {line["request_id"]: line for line in lines_of(path)}
     assert len(lines) == 10
     assert [line["request_id"] for line in lines_of(path)].count("r-7") == 1
@@ -147,46 +137,39 @@ def test_every_request_has_exactly_one_line(tmp_path: Path) -> None:
     assert KEY not in path.read_text()
 
 
-def test_a_request_that_moves_has_one_line_of_where_it_went(tmp_path: Path) -> None:
+async def test_a_request_that_moves_has_one_line_of_where_it_went(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
-
-    async def main() -> str:
-        async with running({}, {}) as engines:
-            config = configure(*engines, usage=UsageSettings(path=str(path)))
-            async with routing(config) as rig:
-                answer = await rig.chat(TEXT)
-                first = answer.headers["x-kvatlas-engine"]
-                dead = next(one for one in engines if one.base_url == first)
-                await dead.stop()
-                await rig.chat(TEXT)
-                await written(rig, 2)
-                return first
-
-    first = run(main())
+    async with running({}, {}) as engines:
+        config = configure(*engines, usage=UsageSettings(path=str(path)))
+        async with routing(config) as rig:
+            answer = await rig.chat(TEXT)
+            first = answer.headers["x-kvatlas-engine"]
+            dead = next(one for one in engines if one.base_url == first)
+            await dead.stop()
+            await rig.chat(TEXT)
+            await written(rig, 2)
     lines = lines_of(path)
     assert lines[0]["engine"] == first
     assert lines[1]["engine"] not in {first, ""}
     assert lines[1]["status"] == 200
 
 
-def test_a_prompt_computed_on_another_engine_is_one_line_at_router_and_at_sidecar(tmp_path: Path) -> None:
+async def test_a_prompt_computed_on_another_engine_is_one_line_at_router_and_at_sidecar(
+    tmp_path: Path,
+) -> None:
     router, beside = tmp_path / "router.jsonl", tmp_path / "sidecar.jsonl"
     body = completion(1)
-
-    async def main() -> tuple[str, str]:
-        async with connected("nixl") as (p, d, pd):
-            addresses = (EngineAddress(one.base_url, role=one.settings.role) for one in (p, d))
-            config = configure(*addresses, pd=pd, usage=UsageSettings(path=str(router)))
-            async with routing(config) as rig:
-                with busy(rig):
-                    assert (await rig.ask("POST", "/v1/completions", body))[0] == 200
-                await written(rig, 1)
-            async with sidecar(d, p, pd=pd, usage=UsageSettings(path=str(beside))) as side:
-                assert (await side.ask(completion(2), endpoint(p)))[0] == 200
-                assert (await side.ask([], endpoint(p)))[0] == 400
-            return p.base_url, d.base_url
-
-    prefill, decode = run(main())
+    async with connected("nixl") as (p, d, pd):
+        addresses = (EngineAddress(one.base_url, role=one.settings.role) for one in (p, d))
+        config = configure(*addresses, pd=pd, usage=UsageSettings(path=str(router)))
+        async with routing(config) as rig:
+            with busy(rig):
+                assert (await rig.ask("POST", "/v1/completions", body))[0] == 200
+            await written(rig, 1)
+        async with sidecar(d, p, pd=pd, usage=UsageSettings(path=str(beside))) as side:
+            assert (await side.ask(completion(2), endpoint(p)))[0] == 200
+            assert (await side.ask([], endpoint(p)))[0] == 400
+        prefill, decode = p.base_url, d.base_url
     (line,) = lines_of(router)
     assert (line["engine"], line["prefill_engine"], line["status"]) == (decode, prefill, 200)
     assert line["cached_tokens"] == line["predicted_tokens"] == 0, "the prefill engine's hit"
@@ -196,20 +179,16 @@ def test_a_prompt_computed_on_another_engine_is_one_line_at_router_and_at_sideca
     assert (split["attempts"], refused["status"]) == (2, 400)
 
 
-def test_the_record_can_be_had_from_the_router(tmp_path: Path) -> None:
+async def test_the_record_can_be_had_from_the_router(tmp_path: Path) -> None:
     path, copy = tmp_path / "usage.jsonl", tmp_path / "copy.jsonl"
     for number in (1, 2):
         (tmp_path / f"usage.jsonl.{number}").write_text(f'{{"older": {number}}}\n')
-
-    async def main() -> None:
-        async with running({}) as engines:
-            config = configure(*engines, usage=UsageSettings(path=str(path)))
-            async with routing(config) as rig:
-                await rig.chat(TEXT)
-                await written(rig, 1)
-                await asyncio.to_thread(fetch_usage, rig.ops_url, copy)
-
-    run(main())
+    async with running({}) as engines:
+        config = configure(*engines, usage=UsageSettings(path=str(path)))
+        async with routing(config) as rig:
+            await rig.chat(TEXT)
+            await written(rig, 1)
+            await asyncio.to_thread(fetch_usage, rig.ops_url, copy)
     assert copy.read_text() == '{"older": 2}\n{"older": 1}\n' + path.read_text()
 
 
@@ -248,7 +227,7 @@ async def test_no_record_unless_asked_for() -> None:
         assert "kvatlas_usage" not in page
 
 
-def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
+async def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, begin = tmp_path / "usage.jsonl", SimRequest.__init__
@@ -258,21 +237,16 @@ def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
         self.reported_hit = 16
 
     monkeypatch.setattr(SimRequest, "__init__", lies)
-
-    async def main() -> tuple[dict[str, Any], Any, str]:
-        async with running({}) as engines:
-            config = configure(*engines, usage=UsageSettings(path=str(path)))
-            async with routing(config) as rig:
-                for _ in range(20):
-                    await rig.chat(TEXT * 5)
-                    await rig.caught_up(*engines)
-                _, (view,) = await rig.ask("GET", "/kvatlas/engines")
-                _, problems = await rig.ask("GET", "/kvatlas/problems")
-                _, page = await rig.ask("GET", "/metrics")
-                await written(rig, 20)
-                return view, problems, page
-
-    view, problems, page = run(main())
+    async with running({}) as engines:
+        config = configure(*engines, usage=UsageSettings(path=str(path)))
+        async with routing(config) as rig:
+            for _ in range(20):
+                await rig.chat(TEXT * 5)
+                await rig.caught_up(*engines)
+            _, (view,) = await rig.ask("GET", "/kvatlas/engines")
+            _, problems = await rig.ask("GET", "/kvatlas/problems")
+            _, page = await rig.ask("GET", "/metrics")
+            await written(rig, 20)
     lines = {line["request_id"]: line for line in lines_of(path)}
     assert len(view["contradicting"]) == 4
     for one in view["contradicting"]:
@@ -285,7 +259,7 @@ def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
 
 
 @pytest.mark.parametrize("status", [200, 500])
-def test_lines_go_to_a_collector_too_where_traces_are_on(tmp_path: Path, status: int) -> None:
+async def test_lines_go_to_a_collector_too_where_traces_are_on(tmp_path: Path, status: int) -> None:
     path, bodies = tmp_path / "usage.jsonl", list[bytes]()
 
     async def takes(request: web.Request) -> web.Response:
@@ -294,26 +268,23 @@ def test_lines_go_to_a_collector_too_where_traces_are_on(tmp_path: Path, status:
             bodies.append(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
         return web.Response(status=status)
 
-    async def main() -> tuple[int, int, int]:
-        app = web.Application()
-        app.router.add_post("/{path:.*}", takes)
-        collector = TestServer(app)
-        await collector.start_server()
-        async with collector, running({}) as engines:
-            config = configure(
-                *engines,
-                usage=UsageSettings(path=str(path)),
-                traces=TraceSettings(endpoint=str(collector.make_url("")).rstrip("/"), sample_ratio=0.0),
-            )
-            async with routing(config) as rig:
-                await rig.chat(TEXT)
-                log = rig.router.usage
-                assert log is not None
-                await written(rig, 1)
-            stats = log.export_stats
-            return stats.records, stats.exported, stats.failures
-
-    sent = run(main())
+    app = web.Application()
+    app.router.add_post("/{path:.*}", takes)
+    collector = TestServer(app)
+    await collector.start_server()
+    async with collector, running({}) as engines:
+        config = configure(
+            *engines,
+            usage=UsageSettings(path=str(path)),
+            traces=TraceSettings(endpoint=str(collector.make_url("")).rstrip("/"), sample_ratio=0.0),
+        )
+        async with routing(config) as rig:
+            await rig.chat(TEXT)
+            log = rig.router.usage
+            assert log is not None
+            await written(rig, 1)
+        stats = log.export_stats
+        sent = stats.records, stats.exported, stats.failures
     assert len(lines_of(path)) == 1, "the file has it whatever the collector does"
     assert sent[0] == 1
     if status == 200:

@@ -14,7 +14,7 @@ from router.config.schema import Config, ServerConfig
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 
 def test_a_key_file_of_no_use_is_refused_naming_the_key(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_key_file_of_no_use_is_refused_naming_the_key(tmp_path: Path) -> None:
             load(flags={"fleet.api_key_file": str(path)}, environ={})
 
 
-def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
+async def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret-word\n")
     asked: list[bytes] = []
 
@@ -41,22 +41,19 @@ def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
         await writer.drain()
         writer.close()
 
-    async def main() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-        engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
-        router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
-        async with router.running():
-            await until(lambda: router.fleet.ready("m"), "ready")
-        server.close()
-        await server.wait_closed()
-
-    run(main())
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
+    engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
+    router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
+    async with router.running():
+        await until(lambda: router.fleet.ready("m"), "ready")
+    server.close()
+    await server.wait_closed()
     assert b"secret-word" in asked[0]
 
 
-def test_what_an_engine_renders_for_a_client_it_renders_in_the_clients_name(tmp_path: Path) -> None:
+async def test_what_an_engine_renders_for_a_client_it_renders_in_the_clients_name(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret-word\n")
     rendered: list[bytes] = []
 
@@ -71,23 +68,20 @@ def test_what_an_engine_renders_for_a_client_it_renders_in_the_clients_name(tmp_
         await writer.drain()
         writer.close()
 
-    async def main() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-        engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
-        router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
-        body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
-        own = [(b"authorization", b"Bearer clients-own")]
-        async with router.running():
-            await until(lambda: router.fleet.ready("m"), "ready")
-            for headers in ([], own):
-                path = "/v1/chat/completions"
-                await router.reader.read(InboundRequest("POST", path, b"", headers, body, "m"))
-        server.close()
-        await server.wait_closed()
-
-    run(main())
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
+    engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
+    router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
+    body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
+    own = [(b"authorization", b"Bearer clients-own")]
+    async with router.running():
+        await until(lambda: router.fleet.ready("m"), "ready")
+        for headers in ([], own):
+            path = "/v1/chat/completions"
+            await router.reader.read(InboundRequest("POST", path, b"", headers, body, "m"))
+    server.close()
+    await server.wait_closed()
     without, given = rendered
     assert b"authorization" not in without
     assert b"authorization: bearer clients-own" in given

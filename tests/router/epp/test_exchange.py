@@ -29,7 +29,7 @@ from router.proxy.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_messages import PB, read
 from tests.support.h2_peer import H2Peer, h2_peer
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -240,28 +240,22 @@ async def test_a_sidecar_gets_the_hint_signed_in_the_head(
         await peer.until_over(number)
 
 
-def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path: Path) -> None:
+async def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
-
-    async def main() -> str:
-        async with gateway(usage=UsageSettings(path=str(path))) as (rig, peer, engine):
-            number = peer.open(PROCESS)
-            await peer.send(number, REQUEST)
-            await until(
-                lambda: len(messages(peer, number)) == 2, "the choice is sent, and the body given back"
-            )
-            answer = b'{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
-            await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
-            await peer.until_over(number)
-            broken = peer.open(PROCESS)
-            await peer.send(broken, POST + body(REQUEST_BODY, b"{", ends=True))
-            assert (await error_of(peer, broken))[0] == 400
-            log = rig.router.usage
-            assert log is not None
-            await until(lambda: log.stats.written == 2, "both lines are written")
-            return engine.base_url
-
-    url = run(main())
+    async with gateway(usage=UsageSettings(path=str(path))) as (rig, peer, engine):
+        number = peer.open(PROCESS)
+        await peer.send(number, REQUEST)
+        await until(lambda: len(messages(peer, number)) == 2, "the choice is sent, and the body given back")
+        answer = b'{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
+        await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
+        await peer.until_over(number)
+        broken = peer.open(PROCESS)
+        await peer.send(broken, POST + body(REQUEST_BODY, b"{", ends=True))
+        assert (await error_of(peer, broken))[0] == 400
+        log = rig.router.usage
+        assert log is not None
+        await until(lambda: log.stats.written == 2, "both lines are written")
+        url = engine.base_url
     served, refused = [json.loads(line) for line in path.read_text().splitlines()]
     assert (served["status"], served["engine"], served["generated_tokens"]) == (200, url, 3)
     assert (refused["status"], refused["engine"]) == (400, "")

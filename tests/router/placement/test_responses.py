@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from router.fleet.status import HeldResponse, ResponseHolders
 
 
@@ -44,7 +42,7 @@ def test_a_response_stays_with_the_tenant_it_was_first_seen_of() -> None:
     assert holders.known("r1") == ("b", "acme")
 
 
-def test_others_are_asked_once_for_what_is_not_known_here() -> None:
+async def test_others_are_asked_once_for_what_is_not_known_here() -> None:
     holders, told = ResponseHolders(), []
     asked = []
 
@@ -54,13 +52,9 @@ def test_others_are_asked_once_for_what_is_not_known_here() -> None:
 
     holders.sources.append(source)
     holders.listeners.append(lambda response_id, held: told.append((response_id, held)))
-
-    async def main() -> None:
-        assert await holders.find("r1") == await holders.find("r1") == ("a", "acme")
-        assert await holders.find("r2") is None
-        assert await holders.find("x" * 1000) is None
-
-    asyncio.run(main())
+    assert await holders.find("r1") == await holders.find("r1") == ("a", "acme")
+    assert await holders.find("r2") is None
+    assert await holders.find("x" * 1000) is None
     assert asked == ["r1", "r2"]
     assert told == []  # it is told by who made it
     holders.record("r3", "a", "acme")

@@ -171,29 +171,25 @@ def test_a_name_that_no_model_has_is_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("unit", [b"[],", b'"",', b'{"":0},', b"1,", b"[[[]]],"])
-def test_the_loop_can_turn_at_every_window_of_a_large_odd_body(
+async def test_the_loop_can_turn_at_every_window_of_a_large_odd_body(
     unit: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look waits at each window for a turn of the loop, which would never come were it made there."""
     body = b'{"x":[' + unit * ((6 << 20) // len(unit)) + b'0],"model":"m"}'
     windows = outline._windows
     sizes = []
+    loop = asyncio.get_running_loop()
 
-    async def main() -> Peek:
-        loop = asyncio.get_running_loop()
+    def waiting(body: bytes) -> Iterator[tuple[int, bytes]]:
+        for start, window in windows(body):
+            turned = threading.Event()
+            loop.call_soon_threadsafe(turned.set)
+            assert turned.wait(60)
+            sizes.append(len(window))
+            yield start, window
 
-        def waiting(body: bytes) -> Iterator[tuple[int, bytes]]:
-            for start, window in windows(body):
-                turned = threading.Event()
-                loop.call_soon_threadsafe(turned.set)
-                assert turned.wait(60)
-                sizes.append(len(window))
-                yield start, window
-
-        monkeypatch.setattr(outline, "_windows", waiting)
-        return await peek_any_size(body)
-
-    assert asyncio.run(main()).model == "m"
+    monkeypatch.setattr(outline, "_windows", waiting)
+    assert (await peek_any_size(body)).model == "m"
     assert sum(sizes) == len(body)
     assert max(sizes) <= outline._WINDOW_BYTES
 

@@ -64,23 +64,19 @@ def test_a_render_server_is_asked_before_any_engine() -> None:
     side.close()
 
 
-def test_calls_are_spread_over_the_servers() -> None:
+async def test_calls_are_spread_over_the_servers() -> None:
     servers = Servers()
     side = make(servers)
-
-    async def main() -> None:
-        for _ in range(9):
-            await side.read(request(HELLO))
-        assert set(Counter(servers.asked).values()) == {3}
-        servers.gate = asyncio.Event()
-        waiting = [asyncio.ensure_future(side.read(request(HELLO))) for _ in range(6)]
-        while len(servers.asked) < 15:
-            await asyncio.sleep(0)
-        servers.gate.set()
-        await asyncio.gather(*waiting)
-        assert set(Counter(servers.asked[9:]).values()) == {2}
-
-    asyncio.run(main())
+    for _ in range(9):
+        await side.read(request(HELLO))
+    assert set(Counter(servers.asked).values()) == {3}
+    servers.gate = asyncio.Event()
+    waiting = [asyncio.ensure_future(side.read(request(HELLO))) for _ in range(6)]
+    while len(servers.asked) < 15:
+        await asyncio.sleep(0)
+    servers.gate.set()
+    await asyncio.gather(*waiting)
+    assert set(Counter(servers.asked[9:]).values()) == {2}
     side.close()
 
 
@@ -97,30 +93,27 @@ def test_where_two_servers_give_nothing_the_engine_is_asked(how: str) -> None:
     side.close()
 
 
-def test_a_server_that_fails_its_health_check_is_left_alone_until_it_passes() -> None:
+async def test_a_server_that_fails_its_health_check_is_left_alone_until_it_passes() -> None:
     servers = Servers()
     side = make(servers)
 
-    async def main() -> None:
-        async def checked() -> None:
-            watch = asyncio.ensure_future(side.renderers.watch(servers.healthy))
-            up = side.renderers.up
-            for _ in range(20):
-                await asyncio.sleep(0)
-            watch.cancel()
-            assert up.keys() == side.renderers.up.keys()
+    async def checked() -> None:
+        watch = asyncio.ensure_future(side.renderers.watch(servers.healthy))
+        up = side.renderers.up
+        for _ in range(20):
+            await asyncio.sleep(0)
+        watch.cancel()
+        assert up.keys() == side.renderers.up.keys()
 
-        servers.down = {"http://a:1", "http://c:1"}
-        await checked()
-        assert side.renderers.up == {"http://a:1": False, "http://b:1": True, "http://c:1": False}
-        for _ in range(4):
-            await side.read(request(HELLO))
-        assert set(servers.asked) == {"http://b:1"}
-        servers.down = set()
-        await checked()
-        for _ in range(3):
-            await side.read(request(HELLO))
-        assert set(servers.asked[4:]) == set(SERVERS)
-
-    asyncio.run(main())
+    servers.down = {"http://a:1", "http://c:1"}
+    await checked()
+    assert side.renderers.up == {"http://a:1": False, "http://b:1": True, "http://c:1": False}
+    for _ in range(4):
+        await side.read(request(HELLO))
+    assert set(servers.asked) == {"http://b:1"}
+    servers.down = set()
+    await checked()
+    for _ in range(3):
+        await side.read(request(HELLO))
+    assert set(servers.asked[4:]) == set(SERVERS)
     side.close()

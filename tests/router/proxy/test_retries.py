@@ -24,7 +24,7 @@ from tests.support.proxy_rig import (
     says,
     writes,
 )
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 GOOD = says(200, b'{"good": 1}')
 
@@ -94,17 +94,14 @@ async def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
     [says(500, b"boom"), writes(then="close"), writes(SSE_HEAD, then="reset")],
     ids=["error", "close", "reset"],
 )
-def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -> None:
-    async def main() -> None:
+async def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -> None:
+    with structlog.testing.capture_logs() as lines:
         async with contextlib.AsyncExitStack() as stack:
             engines = [await stack.enter_async_context(Engine(script)) for _ in range(4)]
             rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
             assert (await ask(rig, request(CHAT, "x-request-id: poison-7"))).status in (500, 502)
             assert [len(engine.calls) for engine in engines] == [1, 1, 0, 0]
             assert (rig.stats.engines_broken, rig.stats.requests_quarantined) == (2, 1)
-
-    with structlog.testing.capture_logs() as lines:
-        run(main())
     told = [line for line in lines if line.get("request_id") == "poison-7"]
     assert [line["log_level"] for line in told] == ["warning"] * 2
     assert "not sent to another" in told[1]["event"]

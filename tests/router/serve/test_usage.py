@@ -14,7 +14,7 @@ import pytest
 
 from router.observe.usage import UsageLine, all_files
 from tests.router.serve.test_reload import AWAY, Serving
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, running
 
 _line = msgspec.json.Decoder(UsageLine)
@@ -47,17 +47,13 @@ async def serving(router: Serving, path: Path, engine: str, more: str = "") -> N
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
-def test_sigterm_writes_every_line(tmp_path: Path, workers: int) -> None:
+async def test_sigterm_writes_every_line(tmp_path: Path, workers: int) -> None:
     path, names = tmp_path / "usage.jsonl", {f"r{number}" for number in range(60)}
-
-    async def main() -> None:
-        router = Serving(tmp_path, workers)
-        async with running({}) as (engine,):
-            await serving(router, path, engine.base_url, "file_bytes_max = 4000\nfiles_max = 1000\n")
-            assert set(await asyncio.gather(*(ask(router, name) for name in names))) == {200}
-            assert await router.stop() == 0, router.log
-
-    run(main())
+    router = Serving(tmp_path, workers)
+    async with running({}) as (engine,):
+        await serving(router, path, engine.base_url, "file_bytes_max = 4000\nfiles_max = 1000\n")
+        assert set(await asyncio.gather(*(ask(router, name) for name in names))) == {200}
+        assert await router.stop() == 0, router.log
     found = [line.request_id for line in lines(path)]
     assert sorted(found) == sorted(names), "each once"
     assert len(all_files(path)) > workers, "rotated"
@@ -65,37 +61,35 @@ def test_sigterm_writes_every_line(tmp_path: Path, workers: int) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
-def test_kill_9_loses_no_line_that_was_counted_and_leaves_whole_lines(tmp_path: Path, workers: int) -> None:
+async def test_kill_9_loses_no_line_that_was_counted_and_leaves_whole_lines(
+    tmp_path: Path, workers: int
+) -> None:
     path = tmp_path / "usage.jsonl"
     names = {f"a{number}" for number in range(40)}
+    router = Serving(tmp_path, workers)
+    async with running({}) as (engine,):
+        await serving(router, path, engine.base_url)
+        for name in names:
+            assert await ask(router, name) == 200
 
-    async def main() -> None:
-        router = Serving(tmp_path, workers)
-        async with running({}) as (engine,):
-            await serving(router, path, engine.base_url)
-            for name in names:
-                assert await ask(router, name) == 200
+        async def written() -> bool:
+            return await router.metric("kvatlas_usage_written_total") == len(names)
 
-            async def written() -> bool:
-                return await router.metric("kvatlas_usage_written_total") == len(names)
-
-            await until(written, "every line counted as written", ignoring=AWAY)
-            victims = router.children() if workers > 1 else []
-            assert router.process is not None
-            for pid in victims or [router.process.pid]:
-                os.kill(pid, signal.SIGKILL)
-            if workers > 1:
-                await until(lambda: len(set(router.children()) - set(victims)) == workers, "workers replaced")
-                await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
-            else:
-                await router.process.wait()
-                with path.open("ab") as file:
-                    file.write(b'{"arrived_s": 1')  # as a crash in the middle of a write leaves it
-                await router.start()
-                await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
-            assert await ask(router, "b") == 200
-            assert await router.stop() == 0, router.log
-
-    run(main())
+        await until(written, "every line counted as written", ignoring=AWAY)
+        victims = router.children() if workers > 1 else []
+        assert router.process is not None
+        for pid in victims or [router.process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        if workers > 1:
+            await until(lambda: len(set(router.children()) - set(victims)) == workers, "workers replaced")
+            await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
+        else:
+            await router.process.wait()
+            with path.open("ab") as file:
+                file.write(b'{"arrived_s": 1')  # as a crash in the middle of a write leaves it
+            await router.start()
+            await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
+        assert await ask(router, "b") == 200
+        assert await router.stop() == 0, router.log
     found = [line.request_id for line in lines(path)]
     assert sorted(found) == sorted({*names, "b"}), "each once"

@@ -183,58 +183,50 @@ class Kept:
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
-def test_published_again_it_is_recorded_byte_by_byte(path: Path) -> None:
+async def test_published_again_it_is_recorded_byte_by_byte(path: Path) -> None:
     frames = list(read_capture([path]))
     kept = Kept()
-
-    async def scenario() -> None:
-        context = zmq.Context()
-        name = frames[0].source
-        endpoint = {name: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
-        with publishers(endpoint, topics_of(frames), buffer_steps=len(frames), context=context) as opened:
-            publisher: ZmqPublisher = opened[name]
-            source = RecordSource(name, publisher.endpoint, publisher.replay_endpoint, frames[0].topic)
-            early = list(frames[: len(frames) // 2])
-            async for frame in paced(iter(early), 0.0):
-                publish_frame(publisher, frame)
-            recorder = SourceRecorder(source, kept, context=context)
-            task = asyncio.create_task(recorder.run())
-            await until(lambda: recorder.stats.connected and len(kept.frames) >= len(early), "history")
-            for frame in frames[len(early) :]:
-                publish_frame(publisher, frame)
-                await asyncio.sleep(0)
-            await until(lambda: len(kept.frames) >= len(frames), "all frames")
-            recorder.finish()
-            await task
-            assert recorder.stats.history_frames >= len(early)
-        context.term()
-
-    asyncio.run(scenario())
+    context = zmq.Context()
+    name = frames[0].source
+    endpoint = {name: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
+    with publishers(endpoint, topics_of(frames), buffer_steps=len(frames), context=context) as opened:
+        publisher: ZmqPublisher = opened[name]
+        source = RecordSource(name, publisher.endpoint, publisher.replay_endpoint, frames[0].topic)
+        early = list(frames[: len(frames) // 2])
+        async for frame in paced(iter(early), 0.0):
+            publish_frame(publisher, frame)
+        recorder = SourceRecorder(source, kept, context=context)
+        task = asyncio.create_task(recorder.run())
+        await until(lambda: recorder.stats.connected and len(kept.frames) >= len(early), "history")
+        for frame in frames[len(early) :]:
+            publish_frame(publisher, frame)
+            await asyncio.sleep(0)
+        await until(lambda: len(kept.frames) >= len(frames), "all frames")
+        recorder.finish()
+        await task
+        assert recorder.stats.history_frames >= len(early)
+    context.term()
     assert kept.frames == [(f.source, f.topic, f.seq, f.payload) for f in frames]
 
 
-def test_a_restart_in_the_capture_is_a_restart_on_the_wire() -> None:
+async def test_a_restart_in_the_capture_is_a_restart_on_the_wire() -> None:
     kept = Kept()
     frames = [
         CapturedFrame(Path("x"), n, ENGINE, 0.0, "", seq, bytes([n])) for n, seq in enumerate([0, 1, 2, 0, 1])
     ]
-
-    async def scenario() -> None:
-        context = zmq.Context()
-        endpoint = {ENGINE: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
-        with publishers(endpoint, {ENGINE: ""}, buffer_steps=9, context=context) as opened:
-            publisher = opened[ENGINE]
-            for frame in frames:
-                publish_frame(publisher, frame)
-            source = RecordSource(ENGINE, publisher.endpoint, publisher.replay_endpoint)
-            recorder = SourceRecorder(source, kept, context=context)
-            task = asyncio.create_task(recorder.run())
-            await until(lambda: len(kept.frames) >= 2, "what the restarted engine published")
-            recorder.finish()
-            await task
-        context.term()
-
-    asyncio.run(scenario())
+    context = zmq.Context()
+    endpoint = {ENGINE: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
+    with publishers(endpoint, {ENGINE: ""}, buffer_steps=9, context=context) as opened:
+        publisher = opened[ENGINE]
+        for frame in frames:
+            publish_frame(publisher, frame)
+        source = RecordSource(ENGINE, publisher.endpoint, publisher.replay_endpoint)
+        recorder = SourceRecorder(source, kept, context=context)
+        task = asyncio.create_task(recorder.run())
+        await until(lambda: len(kept.frames) >= 2, "what the restarted engine published")
+        recorder.finish()
+        await task
+    context.term()
     assert [(seq, payload) for _, _, seq, payload in kept.frames] == [(0, b"\x03"), (1, b"\x04")]
 
 
