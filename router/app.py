@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 from router.admission.gate import Isolation, KeyGate, sidecar_secret
 from router.admission.key_file import KeyFile, KeyStats
 from router.api.admin_app import AdminApi, FleetActions
-from router.api.app import create_control
+from router.api.app import Application, Front, OpsPort, create_control, ops_authenticator
 from router.api.metrics_page import Sources
-from router.api.ops import Application, Front, OpsPort, ops_authenticator
 from router.api.views import Readiness, ReadinessCheck, sample_history
 from router.config.schema import Config
 from router.engine_lifecycle import EngineLifecycle
@@ -148,7 +147,7 @@ def _shared_index(
 ) -> SharedIndex | None:
     if not config.index.is_shared:
         return None
-    from router.replication.service import SharedIndex  # noqa: PLC0415  # redis-py comes with it
+    from router.replication.service import SharedIndex  # redis-py comes with it
 
     return SharedIndex(config.index, own_load, clock=clock)
 
@@ -303,7 +302,7 @@ class Router:
     @cached_property
     def _ops_app(self) -> Application:
         # With FastAPI it takes 15 MB and 0.4 s of CPU: only the worker that serves it loads it.
-        from router.api.ops_app import create_ops  # noqa: PLC0415
+        from router.api.ops_app import create_ops
 
         return create_ops(
             self.planner,

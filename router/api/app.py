@@ -1,36 +1,60 @@
-"""Endpoints of the router itself on both ports: health, readiness, version, models. Errors are OpenAI's.
+"""The router's own endpoints: which application answers a request, and who may reach the ops port.
 
-They need no client data of others, so the public port has them too (``create_control``). Everything else of
-the router's own is on the ops port only: ``ops_app.py``, which one process loads. Endpoints of engines go
-through the proxy instead.
+Health, readiness, version and models need no data of other clients, so the public port has them too
+(``create_control``). Everything else, with data of all clients, is on the ops port only (``ops_app.py``,
+which one process loads). Endpoints of engines go through the proxy instead. Errors are as in OpenAI's API.
+
+DNS rebinding can make a browser send requests to the ops port under another host name. So without tokens it
+answers only to host names of this machine: its addresses, as probes and scrapes use them, ``localhost``, and
+configured names. Invariants: unless ``server.ops_port`` is "public", the clients' port serves none of these
+paths, in any spelling; other machines need a token, unless ``server.ops_open`` is set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from router import __version__
+from router.admission.gate import KeyGate
 from router.admission.tenants import Tenant
+from router.api.admin_auth import Authenticator, TokenFile
 from router.api.answers import EngineBrief, Health, ModelList, PromptsBrief, Ready, Version
 from router.api.metrics_page import Sources
 from router.api.views import Readiness
 from router.fleet.status import ModelCard
+from router.http.request_cycle import HEADERS_BY_NAME
+from router.http.server import SIDE_LISTEN, SideServer, listen_config
+from router.http.settings import CorsSettings
 from router.openai.errors import (
     ApiError,
     body_too_large,
     internal_error,
     method_not_allowed,
     model_not_found,
+    on_ops_port,
+    ops_name_unknown,
     unknown_path,
 )
+from router.openai.request import PROMPT_APIS
+from router.proxy.headers import without_trailing_slashes
+
+if TYPE_CHECKING:
+    from router.api.admin_app import AdminApi
 
 # Key of the ASGI scope for the ``Tenant`` of a request's key.
 TENANT = "kvatlas.tenant"
@@ -172,3 +196,246 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 def json_answer(content: Any, status: int = 200) -> Response:
     """Return ``content`` as JSON with a newline at its end."""
     return Response(msgspec.json.encode(content) + b"\n", status, media_type="application/json")
+
+
+# The ops port.
+
+
+_PORT = re.compile(r":[0-9]*$")
+# Paths without a token; the page is empty without one.
+_OPEN = frozenset({"/health", "/ready", "/version", "/", CONTROL_PREFIX.rstrip("/"), CONTROL_PREFIX})
+
+
+class OpsPort:
+    """The ops port. ``app`` answers every request that ``authenticator`` admits (None: all).
+
+    ``port`` None: there is no such port, or another process has it, at address ``at``; 0: a free one.
+    ``sock`` already listens.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        host: str,
+        port: int | None,
+        authenticator: Authenticator | None,
+        names: tuple[str, ...] = (),
+        sock: socket.socket | None = None,
+        at: str = "",
+    ) -> None:
+        self._app = app
+        self._door = authenticator
+        self._names = frozenset(map(_plain, ("localhost", socket.gethostname(), host, *names)))
+        self._at = at
+        self.server: SideServer | None = None
+        if port is not None:
+            self.server = SideServer(
+                listen_config(self, host=host, port=port, listen=SIDE_LISTEN, lifespan="off"),
+                name="ops port",
+                setting="server.ops_port",
+                sock=sock,
+            )
+
+    @property
+    def base_url(self) -> str | None:
+        """Its URL on this machine; None without a port, or before it is open."""
+        return self.server.base_url if self.server is not None and self.server.started else None
+
+    def refusal(self, path: str) -> ApiError:
+        """Return the public port's error for a request to an ops path."""
+        where = f"{self._at} (server.ops_port)" if self._at else "which is off (server.ops_port)"
+        if self.server is not None and self.server.started:
+            where = f"port {self.server.port} of {self.server.config.host} (server.ops_port)"
+        return on_ops_port(path, where)
+
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        """Keep the port open, if there is one. Raises ``OSError`` if it cannot be bound."""
+        return nullcontext() if self.server is None else self.server.listening()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """ASGI 3 application of the port."""
+        answer: Any = self._app
+        if scope["type"] == "http":
+            refused = await self._refused(Request(scope))
+            answer = refused or self._app
+        await answer(scope, receive, send)
+
+    async def _refused(self, request: Request) -> Response | None:
+        if self._door is None:
+            host = request.headers.get("host", "")
+            return None if self._is_own(host) else error_answer(ops_name_unknown(host))
+        if request.url.path in _OPEN:
+            return None
+        try:
+            await self._door.admit(request)
+        except ApiError as error:
+            return error_answer(error)
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        """Whether this is a host name of this machine. Browsers always send one, so none is accepted."""
+        name = _plain(_PORT.sub("", host))
+        return not name or name in self._names or _is_address(name)
+
+
+def _plain(name: str) -> str:
+    return name.lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    """Whether it is an IP address: those need no DNS, so rebinding does not apply."""
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def ops_authenticator(
+    tokens: tuple[str, str] | None, *, per_minute: float, clock: Callable[[], float]
+) -> Authenticator | None:
+    """Authenticate by the tokens in the file of a setting (setting, path); None: admit everyone who reaches
+    the port. Raises ``AdminFileError`` for an unusable file."""
+    if tokens is None:
+        return None
+    key, path = tokens
+    return Authenticator(
+        TokenFile(Path(path), key),
+        mutual=False,
+        per_minute=per_minute,
+        clock=clock,
+        realm="ops",
+        key=key,
+        unlimited=True,
+    )
+
+
+# Selects the application for a request: own endpoints, the admin API, a sibling worker, or the proxy.
+#
+# Data of the whole process group (metrics, ``/kvatlas/*``, the admin API) is served by the lead worker only;
+# other workers forward such requests (``to_lead``). CORS is allowed for the endpoints of clients: not for
+# data of the fleet or of other clients, and not for the admin API.
+
+
+# ASGI 3.
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Front:
+    """``control``: ``is_control`` paths of the public port; ``insight``: the same with everything of the ops
+    port; ``ops_here``: the public port serves that too. ``to_lead`` returns None if this process is the lead,
+    or the only one."""
+
+    def __init__(
+        self,
+        proxy: Application,
+        control: Application,
+        insight: Application,
+        *,
+        admin: AdminApi | None,
+        gate: KeyGate | None,
+        cors: CorsSettings,
+        ops_here: bool,
+        to_lead: Callable[[], Application | None],
+    ) -> None:
+        self._proxy = proxy
+        self._control = control
+        self._insight = insight
+        self._admin = admin
+        self._gate = gate
+        self._cors = Cors(self._answer, cors) if cors.allowed_origins else None
+        self._ops_here = ops_here
+        self._to_lead = to_lead
+
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        """Answer one request (ASGI 3, "http" or "websocket")."""
+        cors, path = self._cors, scope["path"]
+        # The most common paths need no further checks.
+        for_clients = path in PROMPT_APIS
+        if cors is not None and (for_clients or self._for_browsers(scope)) and cors.concerns(scope):
+            return cors(scope, receive, send)
+        return self._proxy(scope, receive, send) if for_clients else self._answer(scope, receive, send)
+
+    def answer_whole(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        """Serve a request forwarded by a sibling, in the lead worker."""
+        return (self._admin_at(scope["path"]) or self._insight)(scope, receive, send)
+
+    def _for_browsers(self, scope: Any) -> bool:
+        path = scope["path"]
+        return scope["type"] == "http" and not (_is_insight(path) or self._admin_at(path))
+
+    def _admin_at(self, path: str) -> AdminApi | None:
+        return self._admin if self._admin is not None and self._admin.here(path) else None
+
+    def _answer(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        """Return the application that answers; the caller awaits it."""
+        if scope["path"] not in PROMPT_APIS and scope["type"] == "http":
+            if scope["path"].endswith("/") and not scope["path"].startswith(CONTROL_PREFIX):
+                scope = _as_meant(scope)
+            if is_control(scope["path"]):
+                return self._answer_control(scope, receive, send)
+            if (admin := self._admin_at(scope["path"])) is not None:
+                return (self._to_lead() or admin)(scope, receive, send)
+        return self._proxy(scope, receive, send)
+
+    async def _answer_control(self, scope: Any, receive: Any, send: Any) -> None:
+        """Restrict the list of models to authorised clients."""
+        if self._gate is not None and scope["path"].startswith("/v1/"):
+            try:
+                scope = {**scope, TENANT: self._gate.tenant_of(scope["headers"])}
+            except ApiError as error:
+                await error_answer(error)(scope, receive, send)
+                return
+        answer = self._control
+        if self._ops_here and _is_insight(scope["path"]):
+            answer = self._to_lead() or self._insight
+        await answer(scope, receive, send)
+
+
+def _as_meant(scope: Any) -> Any:
+    """Return the path without a trailing slash for own endpoints; the proxy decides about other paths."""
+    meant = without_trailing_slashes(scope)
+    return meant if is_control(meant["path"]) else scope
+
+
+def _is_insight(path: str) -> bool:
+    """Whether it shows the fleet or other clients."""
+    return path == "/metrics" or path.startswith(CONTROL_PREFIX)
+
+
+# Cross-origin requests: starlette's middleware, with one policy for all responses.
+#
+# Engines send CORS headers of their own. A client gets only the router's, else one response would have two
+# policies. Requests without a foreign origin pass unchanged.
+
+
+class Cors(CORSMiddleware):
+    """CORS middleware in front of an ASGI application."""
+
+    def __init__(self, app: Any, settings: CorsSettings) -> None:
+        super().__init__(
+            app,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+        )
+
+    def concerns(self, scope: Any) -> bool:
+        """Whether the response to this request depends on its origin."""
+        if not self.allow_all_origins:
+            # Caches must know that the origin matters, also without one.
+            return True
+        return b"origin" in (scope.get(HEADERS_BY_NAME) or dict(scope["headers"]))
+
+    async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
+        """Send without the engine's CORS headers."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [field for field in message.get("headers", ()) if not _is_cors(*field)]
+        await super().send(message, send, request_headers)
+
+
+def _is_cors(name: bytes, value: bytes) -> bool:
+    name = name.lower()
+    return name.startswith(b"access-control-") or (name == b"vary" and value.strip().lower() == b"origin")

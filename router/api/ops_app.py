@@ -1,7 +1,7 @@
 """The application of the ops port: metrics, explanations of routing decisions, data for the status page.
 
 FastAPI describes these typed, rarely called endpoints in an OpenAPI document. It takes 15 MB, so only the
-process that serves the ops port imports this module; ``ops.py`` decides who gets access.
+process that serves the ops port imports this module; ``app.py`` decides who gets access.
 """
 
 from __future__ import annotations
