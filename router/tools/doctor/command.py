@@ -20,10 +20,11 @@ from router.config.schema import Config
 from router.prompts.reader import ModelDirError
 from router.serve import configure_logging
 from router.tools.doctor import checks
-from router.tools.doctor.evidence import EngineEvidence, Evidence
 from router.tools.doctor.examine import ExamineSettings, examine
 from router.tools.doctor.findings import (
+    EngineEvidence,
     EngineVerdict,
+    Evidence,
     Finding,
     PropertyVerdict,
     Severity,

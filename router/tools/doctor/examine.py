@@ -46,7 +46,7 @@ from router.prompts.hub import (
 from router.prompts.model_config import ModelConfigFile, read_model_file
 from router.prompts.reader import ModelDirError, PromptReader
 from router.prompts.settings import ANY_MODEL, ModelPrompts
-from router.tools.doctor.evidence import (
+from router.tools.doctor.findings import (
     EngineEvidence,
     EventSource,
     Evidence,

@@ -29,7 +29,7 @@ from router.openai.request import InboundRequest
 from router.prompts.model_config import PROBES, first_difference, probe_path
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
-from router.tools.doctor.evidence import LoadEvidence, LoadRequest, ProbeEvidence, ProbeRequest, PromptParity
+from router.tools.doctor.findings import LoadEvidence, LoadRequest, ProbeEvidence, ProbeRequest, PromptParity
 from router.tools.doctor.http import Http, HttpAnswer
 from router.tools.doctor.listener import EventCounts, EventListener, StoreComparison, compare_stores
 

@@ -15,8 +15,18 @@ from router.index.base import GPU
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
 from router.prompts.model_config import ModelConfigFile
-from router.tools.doctor.evidence import FIXED_SEED_SINCE, EngineEvidence, Evidence
-from router.tools.doctor.findings import CheckResult, engine_check, error, fleet_check, info, ok, warning
+from router.tools.doctor.findings import (
+    FIXED_SEED_SINCE,
+    CheckResult,
+    EngineEvidence,
+    Evidence,
+    engine_check,
+    error,
+    fleet_check,
+    info,
+    ok,
+    warning,
+)
 from router.tools.doctor.listener import GroupStores
 
 # Fewer stored events of a group are no evidence about retention.

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.tools.doctor.evidence import EVENT_SOURCES_SINCE, NEWEST_KNOWN, EngineEvidence, missing_features
-from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
+from router.tools.doctor.findings import (
+    EVENT_SOURCES_SINCE,
+    NEWEST_KNOWN,
+    CheckResult,
+    EngineEvidence,
+    engine_check,
+    error,
+    info,
+    missing_features,
+    ok,
+    warning,
+)
 from router.tools.doctor.listener import Connectivity, ReplayState
 
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"

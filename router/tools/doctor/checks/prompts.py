@@ -12,8 +12,19 @@ from collections.abc import Iterator
 from typing import Literal
 
 from router.prompts.settings import ANY_MODEL
-from router.tools.doctor.evidence import EngineEvidence, LoadEvidence, LoadRequest, ProbeRequest, PromptParity
-from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
+from router.tools.doctor.findings import (
+    CheckResult,
+    EngineEvidence,
+    LoadEvidence,
+    LoadRequest,
+    ProbeRequest,
+    PromptParity,
+    engine_check,
+    error,
+    info,
+    ok,
+    warning,
+)
 from router.tools.doctor.listener import ReplayState
 
 

@@ -9,8 +9,18 @@ import msgspec
 
 from router.api.answers import engine_problems
 from router.index.learn.hash_scheme import Detection
-from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
-from router.tools.doctor.findings import CheckResult, Severity, error, fleet_check, info, ok, warning
+from router.tools.doctor.findings import (
+    CheckResult,
+    EngineEvidence,
+    Evidence,
+    RouterEvidence,
+    Severity,
+    error,
+    fleet_check,
+    info,
+    ok,
+    warning,
+)
 from router.tools.doctor.http import series
 
 _SOURCE_REMEDIES = {

@@ -9,8 +9,15 @@ import pytest
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
 from router.tools.doctor import findings
-from router.tools.doctor.evidence import Evidence
-from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info, run_checks
+from router.tools.doctor.findings import (
+    CheckResult,
+    Evidence,
+    Finding,
+    Severity,
+    exit_status,
+    info,
+    run_checks,
+)
 from tests.router.tools.doctor.rig import Answers, at, examined, http_server, publishing, server, stored
 from tests.support.examples import some
 from tests.support.whole_router import configure, routing, running
