@@ -81,7 +81,7 @@ class OffloadStats(KVConnectorStats):
         """Add counters and take the other's gauges, which are later; returns a new object."""
         data = dict(self.data)
         for name, value in other.data.items():
-            data[name] = value if _is_gauge(name) else data.get(name, 0) + value
+            data[name] = value if name.partition("/")[0] in GAUGES else data.get(name, 0) + value
         return OffloadStats(data=data)
 
     def reduce(self) -> dict[str, int | float]:
@@ -130,10 +130,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 self._counters[metric].labels(*values).inc(value)
             elif metric in self._gauges and len(labels) == len(GAUGES[metric][0]):
                 self._gauges[metric].labels(*values).set(value)
-
-
-def _is_gauge(name: str) -> bool:
-    return name.partition("/")[0] in GAUGES
 
 
 @dataclass(frozen=True, slots=True)

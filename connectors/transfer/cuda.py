@@ -428,7 +428,11 @@ class CudaTransferEngine:
                 refusal = self._failure
             elif self._closing:
                 refusal = "the transfer engine is closed"
-            elif not refusal and job.direction is Direction.STORE and self._full(lane):
+            elif (
+                not refusal
+                and job.direction is Direction.STORE
+                and len(lane.waiting) >= self._queued_stores_max
+            ):
                 self.stores_dropped += 1
                 refusal = f"{len(lane.waiting)} stores are waiting, no more are taken"
             ready = None
@@ -471,9 +475,6 @@ class CudaTransferEngine:
         if self._thread.is_alive():
             log.error("copies did not end within %g s; their host memory is left to the process", timeout_s)
         return not self._thread.is_alive()
-
-    def _full(self, lane: Lane) -> bool:
-        return len(lane.waiting) >= self._queued_stores_max
 
     def _retire(self) -> None:
         """Report completed parts. The lock is held."""

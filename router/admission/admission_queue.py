@@ -16,7 +16,7 @@ import msgspec
 
 from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
 from router.admission.key_file import TenantRules, WaitTargets
-from router.openai.errors import ApiError, bad_request, echoed, queue_full, queue_timeout
+from router.openai.errors import bad_request, echoed, queue_full, queue_timeout
 from router.openai.request import QueueTicketRequest, Usage
 
 Ticket = Waiting[asyncio.Future[None]]
@@ -208,7 +208,7 @@ class AdmissionQueue:
         self.stats.waiting = len(self._queue)
         if gone is None:
             return
-        error = self._full(gone, engines)
+        error = queue_full(self.settings.requests_max, self._ahead_s(gone, engines))
         if gone is ticket:
             self._count("full")
             raise error
@@ -217,9 +217,6 @@ class AdmissionQueue:
             gone.item.set_exception(error)
             # The waiter may be cancelled before it reads the result.
             gone.item.exception()
-
-    def _full(self, ticket: Ticket, engines: int) -> ApiError:
-        return queue_full(self.settings.requests_max, self._ahead_s(ticket, engines))
 
     def _ahead_s(self, ticket: Ticket, engines: int) -> float:
         """Until a request like this one could be placed."""

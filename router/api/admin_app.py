@@ -141,7 +141,8 @@ class FleetActions:
         self._affected(name)
         self._desired.drain(name, who)
         self._apply()
-        return {"engine": name, "requests": self._requests(name)}
+        requests = sum(self._in_flight(status) for status in self._affected(name))
+        return {"engine": name, "requests": requests}
 
     def undrain(self, name: str) -> dict[str, Any]:
         """End ``drain``. New requests come again, unless the engine is held for another reason too."""
@@ -156,9 +157,6 @@ class FleetActions:
         if not found:
             raise engine_not_found(name)
         return found
-
-    def _requests(self, name: str) -> int:
-        return sum(self._in_flight(status) for status in self._affected(name))
 
     def _in_flight(self, status: Engine) -> int:
         """Return the requests in flight at the engine, of this router and of those that report theirs."""

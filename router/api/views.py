@@ -31,7 +31,7 @@ from router.observe.history import Counts, Gauges, RecentHistory
 from router.observe.receipts import COMPARED
 from router.observe.requests import BROKEN, RequestRecord, RequestTracker
 from router.openai.members import run_cooperatively
-from router.placement.candidate import Candidate, Hit, Pull
+from router.placement.candidate import Candidate, Hit
 from router.placement.engine import Engine
 from router.placement.others import OthersLoad, others_at
 from router.placement.placement import Decision, SloForecast, Split
@@ -385,7 +385,11 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
         "waits": decision.waits,
         "refused": None if decision.long_wait is None else msgspec.to_builtins(decision.long_wait),
         **({} if decision.slo_forecast is None else {"slo": _slo(decision, decision.slo_forecast)}),
-        **({} if pull is None else {"pull": _pull(pull)}),
+        **(
+            {}
+            if pull is None
+            else {"pull": {"source": pull.source_id, "tokens": pull.tokens, "link_s": pull.link_s}}
+        ),
         **({} if decision.split is None else {"split": _split(decision.split)}),
         "engines": _engines(decision),
     }
@@ -404,10 +408,6 @@ def _slo(decision: Decision, forecast: SloForecast) -> dict[str, Any]:
         late_s = max(0.0, split.first_token_s - left_s)
         engines.append({"engine": pair, "first_token_s": split.first_token_s, "late_s": late_s})
     return {"left_s": left_s, "engines": engines}
-
-
-def _pull(pull: Pull) -> dict[str, Any]:
-    return {"source": pull.source_id, "tokens": pull.tokens, "link_s": pull.link_s}
 
 
 def _split(split: Split) -> dict[str, Any]:
@@ -569,13 +569,10 @@ class ReadinessCheck:
         notes = [f"without the shared index: {problem}"] if problem else []
         unusable = [s.engine_id for s in up if s.unusable_events]
         notes += [f"feeds whose events cannot be used: {', '.join(unusable)}"] if unusable else []
-        cold = [s.engine_id for s in up if not self._warm(s)]
+        cold = [s.engine_id for s in up if s.publishes_events and s.feed_state not in _WARM_STATES]
         if not problem:
             self._warmed_up = self._warmed_up or waited or not cold
             if not self._warmed_up:
                 return Readiness(False, "; ".join((f"feeds still catching up: {', '.join(cold)}", *notes)))
             notes += [f"feeds that did not catch up: {', '.join(cold)}"] if cold else []
         return Readiness(True, "; ".join(notes))
-
-    def _warm(self, status: Engine) -> bool:
-        return not status.publishes_events or status.feed_state in _WARM_STATES

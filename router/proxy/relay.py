@@ -209,7 +209,10 @@ class AnswerRelay(msgspec.Struct, eq=False):
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
         """Pass a body that came in one piece on in one."""
         if self._replaceable:
-            self._check(data)
+            # Raises where another engine is to be asked instead of passing this whole body on.
+            self._attempt.check_fetched()
+            if self._wants_usage and aborted(self._attempt.request.path, data):
+                raise UpstreamError("aborted")
         # An empty body is no sign that the engine generates.
         self._attempt.first_byte(self._connection.status if data else 0)
         self._start()
@@ -218,12 +221,6 @@ class AnswerRelay(msgspec.Struct, eq=False):
             return self._settle_later(waits, data)
         self._settle(data)
         return None
-
-    def _check(self, body: bytes) -> None:
-        """Raise where another engine is to be asked instead of passing this whole body on."""
-        self._attempt.check_fetched()
-        if self._wants_usage and aborted(self._attempt.request.path, body):
-            raise UpstreamError("aborted")
 
     async def _settle_later(self, waits: Awaitable[None], body: bytes) -> None:
         await waits

@@ -146,12 +146,8 @@ def more_tiers(setup: FleetSetup) -> dict[str, TierSetup]:
     if now.store is None:
         for text in STORES:
             store = read_store(text, setup.num_blocks * setup.engines, now.block_bytes)
-            found[_store_name(store)] = msgspec.structs.replace(now, store=store)
+            found[f"store, {gbit_s(store)}"] = msgspec.structs.replace(now, store=store)
     return found
-
-
-def _store_name(store: TierSpec) -> str:
-    return f"store, {gbit_s(store)}"
 
 
 def gbit_s(spec: TierSpec) -> str:

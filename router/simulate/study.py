@@ -255,16 +255,10 @@ def run_all(
 
     Raises the errors of runs; runs that have not started then do not start.
     """
-    ends = _here(jobs, workloads, placed)
-    if processes > 1 and len(jobs) > 1:
-        ends = _elsewhere(jobs, workloads, min(processes, len(jobs)), placed)
-    found = dict(ends)
+    if processes <= 1 or len(jobs) <= 1:
+        return {job: result_of(run_one(job, workloads[job.workload], placed)) for job in jobs}
+    found = dict(_elsewhere(jobs, workloads, min(processes, len(jobs)), placed))
     return {job: found[job] for job in jobs}
-
-
-def _here(jobs: Sequence[Job], workloads: Workloads, placed: Placed | None) -> Iterator[tuple[Job, Result]]:
-    for job in jobs:
-        yield job, result_of(run_one(job, workloads[job.workload], placed))
 
 
 def _elsewhere(

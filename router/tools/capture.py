@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import binascii
 import gzip
-import io
 import threading
 import time
 import zlib
@@ -144,7 +143,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (number, text) of every non-blank line."""
     number = 0
     try:
-        with _open(path) as lines:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             while text := lines.readline(LINE_BYTES_MAX):
                 number += 1
                 if len(text) == LINE_BYTES_MAX:
@@ -153,10 +152,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, text
     except _BAD_FILE as error:
         raise CaptureError(f"{path}:{number + 1}: cannot be read: {error}") from None
-
-
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 # Progress of reading a long capture, shown on a terminal only.

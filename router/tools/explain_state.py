@@ -257,14 +257,11 @@ class _PromptJournal:
         for spec_class in layout.classes:
             for need in needs(layout, spec_class, tokens, self._prompt.num_tokens):
                 for group in spec_class.group_idxs:
-                    if self._met(need, group):
+                    if any(self._copies(end, Plane("GPU", group)) for end in need.ends):
                         continue
                     counts[spec_class.label] = counts.get(spec_class.label, 0) + 1
                     first = first or self._missing(need, spec_class, group)
         return Boundary(tokens, sum(counts.values()), first, counts)
-
-    def _met(self, need: Need, group: int) -> bool:
-        return any(self._copies(end, Plane("GPU", group)) for end in need.ends)
 
     def _copies(self, end: int, plane: Plane) -> int:
         block = self._hash(end)

@@ -88,7 +88,9 @@ class Mistral:
             raise NotLocalError("message_shape")
         result = dict(message)
         if message["role"] == "assistant":
-            result["tool_calls"] = [_call(call) for call in message.get("tool_calls") or ()]
+            result["tool_calls"] = [
+                {**call, "id": call["id"][-_ID_CHARS:]} for call in message.get("tool_calls") or ()
+            ]
         elif message["role"] == "tool" and isinstance(message.get("tool_call_id"), str):
             result["tool_call_id"] = message["tool_call_id"][-_ID_CHARS:]
         return result
@@ -124,7 +126,3 @@ class Mistral:
 
 def _is_plain_text(part: Any) -> bool:
     return isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text"
-
-
-def _call(call: Message) -> Message:
-    return {**call, "id": call["id"][-_ID_CHARS:]}

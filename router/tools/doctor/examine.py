@@ -403,14 +403,11 @@ class _Examination:
     def _removals(self, engine: EngineEvidence) -> dict[str, int]:
         counts = [
             count
-            for (engine_id, plane), count in self._ledger(engine).counts.items()
+            for (engine_id, plane), count in self._ledgers[_scope_name(engine)].counts.items()
             if engine_id == engine.engine_id and plane.medium == GPU
         ]
         names = {"stored": "stored", "removed": "removed", "unknown": "unknown_removals"}
         return {name: sum(getattr(count, field) for count in counts) for name, field in names.items()}
-
-    def _ledger(self, engine: EngineEvidence) -> JournaledIndex:
-        return self._ledgers[_scope_name(engine)]
 
     def _new_ledger(self, scope_name: str) -> JournaledIndex:
         ledger = self._ledgers[scope_name] = JournaledIndex()

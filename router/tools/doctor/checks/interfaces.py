@@ -363,8 +363,9 @@ def version(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"vLLM {server.version_text}{frontend}{newer if server.version > NEWEST_KNOWN else ''}")
     for lack in missing:
         report = warning if lack.severe else info
+        major, minor = lack.since
         yield report(
-            f"vLLM {server.version_text}", f"before {_name(lack.since)}: {lack.description}", lack.remedy
+            f"vLLM {server.version_text}", f"before {major}.{minor}: {lack.description}", lack.remedy
         )
 
 
@@ -458,7 +459,3 @@ def clock_skew(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
     elif seen:
         yield ok(seen)
-
-
-def _name(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
