@@ -77,10 +77,10 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 300,
+    "modules": 299,
     "modules under 60 lines": 5,
     "banned phrases": 0,
-    "noqa": 148,
+    "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""
 COMMENT_SHARE_MIN = 0.029
