@@ -1,11 +1,12 @@
 """What one decision costs: Python calls and CPU, for a repeated chat before 1, 2, 8 and 64 engines.
 
-    python -m benchmarks.decision
+    python -m benchmarks.decision [--engines 1,2,8,64] [--turns 8] [--rounds 1000]
 
 In process and without a network: a whole router whose engines are made up, each with the events of a pool of
 its own that has seen the conversation to a different depth. Only the connection to the engine and the clock's
 task are missing. Calls are counted by ``sys.setprofile`` (Python functions only), CPU by ``thread_time`` with
-nothing counted. *Placement* is ``place`` and the end of the request; *request* is the whole way of an ASGI
+nothing counted. *Decision* is the look-ups and the choice for a prompt that has been read, *placement* is
+``place`` and the end of the request; *request* is the whole way of an ASGI
 call: reading, placing, relaying, closing.
 """
 
@@ -16,7 +17,8 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -34,10 +36,10 @@ from router.fleet.status import ModelCard
 from router.http.request_cycle import DISCONNECT_EXTENSION
 from router.openai.request import InboundRequest, Usage
 from router.placement.engine import Engine
+from router.prompts.prompt import Prompt
 from router.prompts.settings import ANY_MODEL
 
 MODEL = "kvatlas-demo"
-FLEETS = (1, 2, 8, 64)
 _RUNS = 3
 GROUPS = resolve_groups(EngineSettings(groups="gemma3-like"))
 SCHEME = hash_scheme(EngineSettings(), GROUPS)
@@ -52,6 +54,10 @@ def chat(turns: int) -> bytes:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": f"{i} {text}"} for i in range(2 * turns - 1)]
     return msgspec.json.encode({"model": MODEL, "messages": messages, "max_tokens": 8})
+
+
+decide_by = attrgetter("_decide")
+"""The decision without what ``place`` does around it."""
 
 
 class Answered:
@@ -73,6 +79,7 @@ class Bench:
 
     def __init__(self, engines: int, turns: int = 8) -> None:
         self.body = chat(turns)
+        self.prompt: Prompt | None = None
         listed = tuple(
             EngineAddress(f"http://10.0.0.{i}:8000", events=f"inproc://{i}") for i in range(engines)
         )
@@ -83,7 +90,8 @@ class Bench:
     async def warm(self) -> None:
         """Engines come up and tell what they hold; the conversation is read once."""
         prompt = await self.router.reader.read(self.request())
-        tokens = list(prompt.token_ids)  # type: ignore[union-attr]
+        assert isinstance(prompt, Prompt)
+        self.prompt, tokens = prompt, list(prompt.token_ids)
         for number, status in enumerate(self.router.fleet):
             self._up(status)
             known = len(tokens) - 200 * (number % 7)
@@ -117,6 +125,10 @@ class Bench:
         placed = await self.router.planner.place(self.request(), exclude=frozenset())
         placed.first_byte(200)
         placed.finished(Usage(9, 1, 0))
+
+    async def decide(self) -> None:
+        """One decision over a prompt that has been read: its look-ups and the choice."""
+        await decide_by(self.router.planner)(self.request(), frozenset(), self.prompt)
 
     async def ask(self) -> None:
         """One request, from the listener's side."""
@@ -189,9 +201,9 @@ async def cpu_us(work: Callable[[], Awaitable[None]], rounds: int) -> float:
     return best * 1e6
 
 
-async def measure(engines: int, rounds: int) -> str:
+async def measure(engines: int, turns: int, rounds: int) -> str:
     """One line of the table."""
-    bench = Bench(engines)
+    bench = Bench(engines, turns)
     await bench.warm()
     explained = await bench.router.planner.explain(bench.request())
     hits = [candidate.hit for candidate in explained.candidates]
@@ -199,22 +211,26 @@ async def measure(engines: int, rounds: int) -> str:
     assert max(hit.whole_tokens for hit in hits) > 1000
     place, ask = await counted(bench.place), await counted(bench.ask)
     cells = [engines, place.calls, place.files, place.changes, ask.calls, ask.files, ask.changes]
-    times = [await cpu_us(bench.place, rounds), await cpu_us(bench.ask, rounds)]
+    works = bench.decide, bench.place, bench.ask
+    times = [await cpu_us(work, rounds) for work in works]
     bench.router.proxy.close()
     bench.router.reader.close()
     return "| " + " | ".join([*map(str, cells), *(f"{us:.0f}" for us in times)]) + " |"
 
 
-async def main(rounds: int) -> None:
+async def main(fleets: Sequence[int], turns: int, rounds: int) -> None:
     """Print the table."""
     print("| engines | placement: calls | files | changes of folder | request: calls | files", end=" ")
-    print("| changes of folder | placement: CPU us | request: CPU us |")
-    print("|" + " ---: |" * 9)
-    for engines in FLEETS:
-        print(await measure(engines, rounds), flush=True)
+    print("| changes of folder | decision: CPU us | placement: CPU us | request: CPU us |")
+    print("|" + " ---: |" * 10)
+    for engines in fleets:
+        print(await measure(engines, turns, rounds), flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", default="1,2,8,64", help="sizes of fleets")
+    parser.add_argument("--turns", type=int, default=8, help="turns of the conversation, 26 blocks each")
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of three runs for the CPU")
-    asyncio.run(main(parser.parse_args().rounds))
+    args = parser.parse_args()
+    asyncio.run(main([int(count) for count in args.engines.split(",")], args.turns, args.rounds))

@@ -28,11 +28,11 @@ are numbered in alignment units; tables have a row per limit 0..boundaries and a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -62,43 +62,71 @@ class RunClass(NamedTuple):
     needed: int
 
 
-class RunColumns(msgspec.Struct, frozen=True, gc=False):
-    """Columns of some classes in the rows of an index: full attention, and each window with the number of
-    blocks it needs.
+# Rows of which a class keeps the engines.
+_ROWS_READ_MAX: Final = 4096
 
-    None: nothing was ever stored in one of the planes.
-    """
-
-    full: list[int] | None
-    windows: list[tuple[list[int], int]] | None
+Read = Callable[[Sequence[int]], int]
+"""Returns from a row the engines that hold a block in every plane of a class."""
 
 
-def run_columns(
-    classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], word: int
-) -> RunColumns:
-    """Find the columns of the 64 engines of ``word``."""
-    full: list[int] | None = []
-    windows: list[tuple[list[int], int]] | None = []
-    for planes, needed in classes:
-        at = [columns[plane, word] for plane in planes if (plane, word) in columns]
-        whole = len(at) == len(planes)
-        if needed:
-            windows = [*windows, (at, needed)] if whole and windows is not None else None
-        else:
-            full = full + at if whole and full is not None else None
-    return RunColumns(full, windows)
+class RunReads(NamedTuple):
+    """How some classes are read from the rows of an index: full attention (None: the layout has none), and
+    each window with the number of blocks it needs."""
+
+    full: Read | None
+    windows: list[tuple[Read, int]]
 
 
-def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[Ends, Ends]:
+def run_reads(
+    classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], words: Sequence[int]
+) -> RunReads:
+    """Find how the engines of ``words`` are read: the lowest 64 bits are those of the first word."""
+    full = [plane for planes, needed in classes if not needed for plane in planes]
+    return RunReads(
+        _reading(full, columns, words) if full else None,
+        [(_reading(planes, columns, words), needed) for planes, needed in classes if needed],
+    )
+
+
+def _reading(planes: Sequence[Plane], columns: Mapping[tuple[Plane, int], int], words: Sequence[int]) -> Read:
+    # Nothing was ever stored where a column is missing.
+    found = [
+        [(columns[plane, word], WORD_BITS * at) for at, word in enumerate(words) if (plane, word) in columns]
+        for plane in planes
+    ]
+    if len(found) == 1 and len(words) == 1 and found[0]:
+        return itemgetter(found[0][0][0])
+
+    # Rows stay the same objects for many prompts.
+    known: dict[int, tuple[Sequence[int], int]] = {}
+
+    def read(row: Sequence[int]) -> int:
+        kept = known.get(id(row))
+        if kept is not None:
+            return kept[1]
+        # One integer of all words: Python's are as long as needed, and steps cost more than bits.
+        held = -1
+        for at in found:
+            bits = 0
+            for column, shift in at:
+                bits |= row[column] << shift
+            held &= bits
+        if len(known) >= _ROWS_READ_MAX:
+            known.clear()
+        known[id(row)] = row, held
+        return held
+
+    return read
+
+
+def run_ends(runs: Runs, its: RunReads, boundaries: int, unit: int) -> tuple[Ends, Ends]:
     """Return the ends of hits and of full-attention prefixes, longest first.
 
     Boundaries 1..``boundaries`` are ``unit`` tokens apart.
     """
     # Plain loops instead of numpy: this runs once per request over few elements.
     starts, rows = runs.starts, runs.rows
-    full, windows = its.full, its.windows
-    if full is None:
-        return [], []
+    full, windows = its
     shared_prefixes = _shared_prefixes(runs, full, boundaries)
     hits: Ends = []
     shared_prefix_ends: Ends = []
@@ -112,33 +140,31 @@ def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[E
             shared_prefix_ends.append((end * unit, shared_prefix ^ reached))
             reached = shared_prefix
         valid = shared_prefix ^ found
-        for columns, needed in windows or ():
+        for read, needed in windows:
             at = number
             while valid:
-                row = rows[at]
-                for column in columns:
-                    valid &= row[column]
+                valid &= read(rows[at])
                 if starts[at] <= end - needed or not at:
                     break
                 at -= 1
-        if valid and windows is not None:
+        if valid:
             hits.append((end * unit, valid))
             found |= valid
             if found == shared_prefixes[0]:
                 break
         end = starts[number]
-    return hits, shared_prefix_ends if full else hits
+    return hits, shared_prefix_ends if full is not None else hits
 
 
-def _shared_prefixes(runs: Runs, full: Sequence[int], boundaries: int) -> list[int]:
+def _shared_prefixes(runs: Runs, full: Read | None, boundaries: int) -> list[int]:
     """Return per run, up to the last one in which a hit can end, the engines that hold everything up to
     its end.
     """
     shared_prefixes: list[int] = []
-    shared_prefix = _ALL
+    shared_prefix = -1
     for start, row in zip(runs.starts, runs.rows, strict=True):
-        for column in full:
-            shared_prefix &= row[column]
+        if full is not None:
+            shared_prefix &= full(row)
         if not shared_prefix or start >= boundaries:
             break
         shared_prefixes.append(shared_prefix)
@@ -250,7 +276,7 @@ def evaluate(
     # num_tokens - 1.
     boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
     if rows.runs is not None and plan.by_runs is not None and not detail:
-        its = run_columns(plan.by_runs, rows.runs.columns, word)
+        its = run_reads(plan.by_runs, rows.runs.columns, (word,))
         return WordHits(*run_ends(rows.runs, its, min(boundaries, rows.num_hashes), alignment), [])
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
@@ -265,32 +291,42 @@ def evaluate(
     return WordHits(hit, shared_prefix, by_class)
 
 
-class WordRule:
-    """Hit rules of one layout for the engines of one word; kept for many prompts."""
+class FleetRule:
+    """Hit rules of one layout for the engines of some words; kept for many prompts."""
 
-    __slots__ = ("_columns", "_layout", "_plan", "_runs", "_word")
+    __slots__ = ("_columns", "_layout", "_plan", "_reads", "_words")
 
-    def __init__(self, layout: CacheLayout, word: int) -> None:
+    def __init__(self, layout: CacheLayout, words: Sequence[int]) -> None:
         self._layout = layout
-        self._word = word
+        self._words = words
         self._plan = _plan(layout, loading=False)
-        self._columns: Mapping[tuple[Plane, int], int] | None = (
-            # The columns that _runs was computed from.
-            None
-        )
-        self._runs = RunColumns(None, None)
+        # The columns that _reads was made for.
+        self._columns: Mapping[tuple[Plane, int], int] | None = None
+        self._reads = RunReads(None, [])
 
     def ends(self, rows: Rows, num_tokens: int) -> tuple[Ends, Ends]:
-        """Return ``hit_ends`` and ``shared_prefix_ends`` of the GPU hits that ``evaluate`` computes."""
+        """Return ``hit_ends`` and ``shared_prefix_ends`` of the GPU hits that ``evaluate`` computes, with the
+        bits of all words in turn."""
         runs, classes, layout = rows.runs, self._plan.by_runs, self._layout
         if runs is None or classes is None:
-            hits = evaluate(rows, layout, num_tokens, word=self._word)
-            return hits.hit_ends, hits.shared_prefix_ends
+            hits = [evaluate(rows, layout, num_tokens, word=word) for word in self._words]
+            return _joined([one.hit_ends for one in hits]), _joined([one.shared_prefix_ends for one in hits])
         if runs.columns is not self._columns:
-            self._columns, self._runs = runs.columns, run_columns(classes, runs.columns, self._word)
+            self._columns, self._reads = runs.columns, run_reads(classes, runs.columns, self._words)
         alignment, held = layout.alignment, rows.num_hashes
         boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
-        return run_ends(runs, self._runs, held if held < boundaries else boundaries, alignment)  # noqa: FURB136
+        return run_ends(runs, self._reads, held if held < boundaries else boundaries, alignment)  # noqa: FURB136
+
+
+def _joined(words: list[Ends]) -> Ends:
+    """Return the ends of several words as those of one."""
+    if len(words) == 1:
+        return words[0]
+    joint: dict[int, int] = {}
+    for at, ends in enumerate(words):
+        for end, bits in ends:
+            joint[end] = joint.get(end, 0) | bits << WORD_BITS * at
+    return sorted(joint.items(), reverse=True)
 
 
 def _valid(

@@ -18,7 +18,17 @@ from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.memory import MemoryIndex
-from router.index.query_plan import NOWHERE, EngineHit, EngineQuery, Mode, PlanRows, QueryPlan, query_hits
+from router.index.query_plan import (
+    NOWHERE,
+    EngineHit,
+    EngineQuery,
+    Holders,
+    Mode,
+    PlanRows,
+    PromptHits,
+    QueryPlan,
+    query_hits,
+)
 
 _NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
 # Maximum number of cached engine sets; a model has few: all engines, and all but one that failed.
@@ -213,34 +223,47 @@ class FleetResidency:
         detail: bool = False,
         elsewhere: Mapping[HashScheme, Rows] | None = None,
     ) -> dict[str, EngineHit]:
-        """Return the hit of ``prompt`` on each engine, with one lookup per hash scheme.
+        """Return ``hits`` by engine."""
+        return self.hits(prompt, engine_ids, detail=detail, elsewhere=elsewhere).by_engine()
+
+    def hits(
+        self,
+        prompt: HashedPrompt,
+        engine_ids: Iterable[str],
+        *,
+        detail: bool = False,
+        elsewhere: Mapping[HashScheme, Rows] | None = None,
+    ) -> PromptHits:
+        """Return the hits of ``prompt`` on these engines, with one lookup per hash scheme.
 
         ``elsewhere``: rows of shared stores known to other replicas, by hash scheme (``shared_part``).
         """
         plan = self._plan_of(tuple(engine_ids))
-        answers: dict[str, EngineHit] = {}
+        alike: list[Holders] = []
+        single: dict[str, EngineHit] = {}
         open_queries: dict[HashScheme, list[EngineQuery]] = {}
         for engine_id in plan.unsettled:
             query = self._offered(engine_id, prompt)
             if isinstance(query, EngineHit):
-                answers[engine_id] = query
+                single[engine_id] = query
             elif query.learned is not None:
                 rows = self.index.lookup(query.learned.translate(prompt.hashes(query.scheme)))
-                answers |= query_hits(rows, prompt.num_tokens, [query], detail=detail)
+                single |= query_hits(rows, prompt.num_tokens, [query], detail=detail)
             else:
                 open_queries.setdefault(query.scheme, []).append(query)
         for scheme, settled in plan.settled.items():
             rows = self._rows(prompt, scheme, elsewhere)
-            hits = settled.hits(rows, prompt.num_tokens, detail=detail)
-            answers = {**answers, **hits} if answers else hits
+            together, apart = settled.hits(rows, prompt.num_tokens, detail=detail)
+            alike = alike + together if alike else together
+            single |= apart
             if open_queries and scheme in open_queries:
-                answers |= self._unproven_hits(
+                single |= self._unproven_hits(
                     rows, prompt.num_tokens, open_queries.pop(scheme), detail=detail
                 )
         for scheme, queries in open_queries.items():
             rows = self._rows(prompt, scheme, elsewhere)
-            answers |= self._unproven_hits(rows, prompt.num_tokens, queries, detail=detail)
-        return answers
+            single |= self._unproven_hits(rows, prompt.num_tokens, queries, detail=detail)
+        return PromptHits(alike, single, plan.nothing)
 
     def held_alone(self, prompt: HashedPrompt, engine_ids: Iterable[str]) -> dict[str, int]:
         """Return the tokens of ``prompt`` that the host memory of each engine holds by itself in every group,
@@ -268,7 +291,10 @@ class FleetResidency:
         rows = {scheme: PlanRows(queries) for scheme, queries in settled.items()}
         if len(self._plans) >= _PLANS_MAX:
             self._plans.clear()
-        found = self._plans[engine_ids] = QueryPlan(rows, tuple(unsettled))
+        nothing: dict[str, EngineHit] = {}
+        for row in rows.values():
+            nothing |= row.nothing
+        found = self._plans[engine_ids] = QueryPlan(rows, tuple(unsettled), nothing)
         return found
 
     def invalidate(self) -> None:

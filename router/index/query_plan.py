@@ -1,19 +1,20 @@
 """The query for each engine (hash scheme, layout, position in the rows), and its hit from the rows.
 
 Engines whose hashes and groups are known from their own events share a ``QueryPlan``, which is valid until
-one of them changes: a decision then computes their hits in one step per layout and 64 engines.
+one of them changes: a decision then computes their hits in one step per layout, and gets those with equal
+hits together (``Holders``), so that an engine that holds nothing takes no step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.index.base import CPU, GPU, STORAGE, Rows, Slot
-from router.index.hit_rules import Ends, WordHits, WordRule, evaluate
+from router.index.base import CPU, GPU, STORAGE, WORD_BITS, Rows, Slot
+from router.index.hit_rules import Ends, FleetRule, WordHits, evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.learn.root_events import LearnedKeys
 from router.index.offloaded import Extent, held_alone, loaded, tier_extents, usable
@@ -85,58 +86,78 @@ class EngineQuery(NamedTuple):
 NOWHERE = Slot(-1, 0)
 
 
-class _PlanRow:
-    """Queries with equal layout, word and mode, whose hits are computed together."""
+class Holders(NamedTuple):
+    """Engines with the same hit."""
 
-    __slots__ = ("_bits", "_by_bit", "_engine_ids", "_mode", "_nothing", "_rule", "layout", "queries", "word")
+    hit: EngineHit
+    engine_ids: tuple[str, ...]
+
+
+# Sets of engines with equal hits: the prompts of some minutes have a few hundred.
+_SETS_MAX: Final = 1024
+
+
+class _PlanRow:
+    """Queries with equal layout and mode, whose hits are computed together."""
+
+    __slots__ = ("_bits", "_by_bit", "_mode", "_rule", "_sets", "by_word", "layout", "nothing")
 
     def __init__(self, queries: list[EngineQuery]) -> None:
-        first = queries[0]
-        self.layout, self.word, self._mode = first.layout, first.slot.word, first.mode
-        self.queries = queries
-        self._rule = WordRule(self.layout, self.word)
-        self._nothing = EngineHit(
+        self.layout, self._mode = queries[0].layout, queries[0].mode
+        self.by_word: dict[int, list[EngineQuery]] = {}
+        for query in queries:
+            self.by_word.setdefault(query.slot.word, []).append(query)
+        self._rule = FleetRule(self.layout, tuple(self.by_word))
+        self.nothing = EngineHit(
             self._mode, alignment=self.layout.alignment, replay_tokens=self.layout.replay_tokens
         )
-        self._engine_ids = [query.engine_id for query in queries]
-        self._by_bit = {query.slot.bit: query.engine_id for query in queries}
+        self._by_bit = {
+            WORD_BITS * at + query.slot.bit: query.engine_id
+            for at, alike in enumerate(self.by_word.values())
+            for query in alike
+        }
         self._bits = sum([1 << bit for bit in self._by_bit])
+        self._sets: dict[int, tuple[str, ...]] = {}
 
-    def hits(self, rows: Rows, num_tokens: int) -> dict[str, EngineHit]:
-        """Return hits on GPUs. Engines with equal extent share one object."""
+    def holders(self, rows: Rows, num_tokens: int) -> list[Holders]:
+        """Return the engines with hits on GPUs, by extent."""
         hit_ends, shared_prefix_ends = self._rule.ends(rows, num_tokens)
-        answers = dict.fromkeys(self._engine_ids, self._nothing)
+        found: list[Holders] = []
+        if not hit_ends and not shared_prefix_ends:
+            return found
         left = self._bits
         for shared_prefix, bits in shared_prefix_ends:
             reached = bits & left
             if reached:
                 left ^= reached
-                self._enter(answers, hit_ends, shared_prefix, reached)
+                self._enter(found, hit_ends, shared_prefix, reached)
         # Some families have hits without a full-attention prefix.
         if left:
-            self._enter(answers, hit_ends, 0, left)
-        return answers
+            self._enter(found, hit_ends, 0, left)
+        return found
 
-    def _enter(self, answers: dict[str, EngineHit], hit_ends: Ends, shared_prefix: int, left: int) -> None:
+    def _enter(self, found: list[Holders], hit_ends: Ends, shared_prefix: int, left: int) -> None:
         """Enter the hits of engines with the same full-attention prefix."""
         for end, bits in hit_ends:
             alike = bits & left
             if alike:
                 left ^= alike
-                self._share(answers, alike, end, shared_prefix)
+                found.append(self._alike(alike, end, shared_prefix))
         if shared_prefix and left:
-            self._share(answers, left, 0, shared_prefix)
+            found.append(self._alike(left, 0, shared_prefix))
 
-    def _share(self, answers: dict[str, EngineHit], alike: int, end: int, shared_prefix: int) -> None:
-        layout, by_bit = self.layout, self._by_bit
+    def _alike(self, bits: int, end: int, shared_prefix: int) -> Holders:
+        layout, names = self.layout, self._sets.get(bits)
         end = end if end > layout.replay_tokens else 0
         hit = EngineHit(
             self._mode, end, 0, 0, shared_prefix, layout.alignment, replay_tokens=layout.replay_tokens
         )
-        while alike:
-            bit = alike.bit_length() - 1
-            answers[by_bit[bit]] = hit
-            alike ^= 1 << bit
+        if names is None:
+            if len(self._sets) >= _SETS_MAX:
+                self._sets.clear()
+            names = tuple([name for bit, name in self._by_bit.items() if bits >> bit & 1])
+            self._sets[bits] = names
+        return Holders(hit, names)
 
 
 class PlanRows:
@@ -145,52 +166,83 @@ class PlanRows:
     __slots__ = ("_rows",)
 
     def __init__(self, queries: list[EngineQuery]) -> None:
-        rows: dict[tuple[int, int, Mode, str], list[EngineQuery]] = {}
+        rows: dict[tuple[int, Mode, str], list[EngineQuery]] = {}
         for query in queries:
-            word = query.slot.word
             # Engines with equal layouts share the layout object; engines without a slot share a bit too.
-            key = id(query.layout), word, query.mode, query.engine_id if word < 0 else ""
+            key = id(query.layout), query.mode, query.engine_id if query.slot.word < 0 else ""
             rows.setdefault(key, []).append(query)
         self._rows = [_PlanRow(alike) for alike in rows.values()]
 
-    def hits(self, found: Rows, num_tokens: int, *, detail: bool) -> dict[str, EngineHit]:
-        """Return the hit of each query from the rows of its scheme's hashes; ``detail``: by spec class
-        too.
-        """
-        answers: dict[str, EngineHit] = {}
+    def hits(
+        self, found: Rows, num_tokens: int, *, detail: bool
+    ) -> tuple[list[Holders], dict[str, EngineHit]]:
+        """Return the hits from the rows of the scheme's hashes: of engines with equal ones, and of single
+        engines. Engines in neither hold nothing; ``detail``: all are single, with hits by spec class."""
+        alike: list[Holders] = []
+        single: dict[str, EngineHit] = {}
         for row in self._rows:
             if detail or not found.only_gpu:
-                gpu = evaluate(found, row.layout, num_tokens, word=row.word, detail=detail)
-                extents = tier_extents(found, row.layout, num_tokens, row.word, gpu, detail=detail)
-                for query in row.queries:
-                    answers[query.engine_id] = _loading(query, gpu, extents, detail=detail)
+                for word, queries in row.by_word.items():
+                    gpu = evaluate(found, row.layout, num_tokens, word=word, detail=detail)
+                    extents = tier_extents(found, row.layout, num_tokens, word, gpu, detail=detail)
+                    for query in queries:
+                        single[query.engine_id] = _loading(query, gpu, extents, detail=detail)
             else:
-                hits = row.hits(found, num_tokens)
-                answers = {**answers, **hits} if answers else hits
-        return answers
+                alike += row.holders(found, num_tokens)
+        return alike, single
+
+    @property
+    def nothing(self) -> dict[str, EngineHit]:
+        """Answer of each query for a prompt of which the engine holds nothing."""
+        return {
+            query.engine_id: row.nothing
+            for row in self._rows
+            for queries in row.by_word.values()
+            for query in queries
+        }
 
     def held_alone(self, found: Rows, num_tokens: int) -> dict[str, int]:
         """Return the tokens that the host memory of each engine holds by itself; without those of none."""
         held: dict[str, int] = {}
         for row in self._rows:
-            alone = held_alone(found, row.layout, num_tokens, row.word)
-            if any(alone):
-                held |= {query.engine_id: alone[query.slot.bit] for query in row.queries}
+            for word, queries in row.by_word.items():
+                alone = held_alone(found, row.layout, num_tokens, word)
+                if any(alone):
+                    held |= {query.engine_id: alone[query.slot.bit] for query in queries}
         return held
 
 
 class QueryPlan(NamedTuple):
-    """A set of engines of a model: those whose queries are settled, and the ids of the others."""
+    """A set of engines of a model: those whose queries are settled, the ids of the others, and the answers of
+    the settled ones for a prompt of which they hold nothing."""
 
     settled: dict[HashScheme, PlanRows]
     unsettled: tuple[str, ...]
+    nothing: Mapping[str, EngineHit]
+
+
+class PromptHits(msgspec.Struct, gc=False):
+    """Hits of one prompt on the engines of a model: ``alike`` where several have the same, ``single`` of
+    other engines. An engine in neither has the hit in ``nothing``, of no tokens."""
+
+    alike: Sequence[Holders] = ()
+    single: Mapping[str, EngineHit] = {}
+    nothing: Mapping[str, EngineHit] = {}
+
+    def by_engine(self) -> dict[str, EngineHit]:
+        """Return the hit of each engine."""
+        found = {**self.nothing, **self.single}
+        for hit, engine_ids in self.alike:
+            found.update(dict.fromkeys(engine_ids, hit))
+        return found
 
 
 def query_hits(
     rows: Rows, num_tokens: int, queries: list[EngineQuery], *, detail: bool
 ) -> dict[str, EngineHit]:
     """Return the hit of each query, all of one hash scheme, from the rows of that scheme's hashes."""
-    return PlanRows(queries).hits(rows, num_tokens, detail=detail)
+    plan = PlanRows(queries)
+    return PromptHits(*plan.hits(rows, num_tokens, detail=detail), plan.nothing).by_engine()
 
 
 def _loading(query: EngineQuery, gpu: WordHits, extents: tuple[Extent, ...], *, detail: bool) -> EngineHit:

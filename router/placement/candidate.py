@@ -1,13 +1,13 @@
 """Value types shared by placement: candidates, costs, choices, settings.
 
 Times are seconds, lengths are prompt tokens. Nothing here reads a clock or holds state; a caller builds one
-``Candidate`` per engine it may use (healthy, not excluded) and passes the list to a policy.
+``Candidate`` per engine it may use (healthy, not excluded), or ``Candidates`` of all, for a policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import msgspec
 
@@ -108,6 +108,115 @@ class Candidate(msgspec.Struct, gc=False):
     def interference_s(self) -> float:
         """Seconds that the engine's running requests add to a prompt's first token."""
         return self.decode_interference_s * self.running
+
+
+class EngineState(NamedTuple):
+    """Load and rates of one engine, as in ``Candidate``; ``last_admit_s``: when the router last sent it a
+    request."""
+
+    running: int = 0
+    waiting: int = 0
+    last_admit_s: float = 0.0
+    prefill_s_per_token: float = 0.0
+    decode_interference_s: float = 0.0
+    late_s: float = 0.0
+    recent_s: float = 0.0
+
+
+class Candidates(Sequence[Candidate]):
+    """Candidates for one prompt as parallel lists, in their order; a ``Candidate`` is made on demand.
+
+    ``groups``: those with equal hits, each candidate in at most one; those in none hold nothing of the
+    prompt, and have None in ``hits``. ``rooms``: ``room_s`` and ``pool_share`` where they are not 0.
+    ``decode_s``: ``interference_s``. The lists must not be changed.
+    """
+
+    __slots__ = (
+        *("_made", "_make", "_now", "decode_s", "engine_ids", "groups", "hits", "queue_s", "rates"),
+        *("recent_s", "rooms", "states"),
+    )
+
+    def __init__(
+        self,
+        engine_ids: Sequence[str],
+        states: Sequence[EngineState | Candidate],
+        queue_s: list[float],
+        *,
+        rates: list[float],
+        decode_s: list[float],
+        recent_s: list[float],
+        groups: Sequence[tuple[Hit, Sequence[int]]],
+        hits: Sequence[Hit | None],
+        rooms: Mapping[int, tuple[float, float]],
+        make: Callable[[int], Candidate],
+        now: float = 0.0,
+    ) -> None:
+        self.engine_ids = engine_ids
+        self.states = states
+        self.queue_s = queue_s
+        self.rates = rates
+        self.decode_s = decode_s
+        self.recent_s = recent_s
+        self.groups = groups
+        self.hits = hits
+        self.rooms = rooms
+        self._make = make
+        self._made: dict[int, Candidate] = {}
+        self._now = now
+
+    def __len__(self) -> int:
+        return len(self.queue_s)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        found = self._made.get(at)
+        if found is None:
+            at = at + len(self) if at < 0 else at
+            if not 0 <= at < len(self):
+                raise IndexError(at)
+            found = self._made[at] = self._make(at)
+        return found
+
+    def idle(self, least_s: float) -> list[int]:
+        """Return the positions of those with at least this ``idle_s``."""
+        now = self._now
+        return [
+            at
+            for at, state in enumerate(self.states)
+            if (now - state.last_admit_s if isinstance(state, EngineState) else state.idle_s) >= least_s
+        ]
+
+
+def _waits_for_room(one: Candidate) -> bool:
+    return bool(one.room_s or one.pool_share)
+
+
+def columns(candidates: Sequence[Candidate]) -> Candidates:
+    """Return the candidates as parallel lists."""
+    if isinstance(candidates, Candidates):
+        return candidates
+    groups: dict[int, tuple[Hit, list[int]]] = {}
+    for at, one in enumerate(candidates):
+        groups.setdefault(id(one.hit), (one.hit, []))[1].append(at)
+    return Candidates(
+        [one.engine_id for one in candidates],
+        candidates,
+        [one.queue_s for one in candidates],
+        rates=[one.prefill_s_per_token for one in candidates],
+        decode_s=[one.interference_s for one in candidates],
+        recent_s=[one.recent_s for one in candidates],
+        groups=list(groups.values()),
+        hits=[one.hit for one in candidates],
+        rooms={at: (one.room_s, one.pool_share) for at, one in enumerate(candidates) if _waits_for_room(one)},
+        make=candidates.__getitem__,
+    )
 
 
 class Cost(msgspec.Struct, gc=False, frozen=True):

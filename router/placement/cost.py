@@ -43,7 +43,17 @@ from typing import Annotated, Final
 import msgspec
 import xxhash
 
-from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Pull, Reason
+from router.placement.candidate import (
+    Candidate,
+    Candidates,
+    Cost,
+    EngineState,
+    Hit,
+    PolicySettings,
+    Pull,
+    Reason,
+    columns,
+)
 
 # Costs that differ by at most this much are equal: the jitter of one scheduler step.
 TIE_S = 0.001
@@ -55,6 +65,7 @@ COLD_FRACTION = 0.1
 PROBE_COST_MAX_S = 1.0
 # Mean lateness of first tokens at which pages have their full price.
 _SCARCE_AT_S: Final = 5.0
+_NO_HIT: Final = Hit()
 
 Part = tuple[int, int, float, float]
 """A prompt with a given hit, in tokens: cached tokens and shared prefix, both clamped, and the tokens whose
@@ -62,25 +73,32 @@ computing takes as long as all costs that depend on the engine's rate. And ``loa
 
 
 class ScoredCandidates(msgspec.Struct, gc=False):
-    """Costs of a prompt at each candidate: ``totals``, ``queues`` and ``parts`` are in the order of the
-    candidates. The other parts of a ``Cost`` follow from these."""
+    """Costs of a prompt at each candidate: ``totals`` and ``queues`` are in the order of the candidates,
+    ``parts`` by the hit's id. The other parts of a ``Cost`` follow from these."""
 
-    candidates: Sequence[Candidate]
+    candidates: Candidates
     prompt_tokens: int
     settings: PolicySettings
     totals: list[float]
     queues: list[float]
-    parts: list[Part]
+    parts: dict[int, Part]
+    nothing: Part
+    """Part of candidates that hold nothing of the prompt."""
     longest_shared_prefix: int
     recent_s: float
     """Mean over the candidates of their recent work."""
     scarcity: float | None = None
     """Price of pages; None if nothing can be loaded: then neither pages nor sequences have a price."""
 
+    def part(self, index: int) -> Part:
+        """Return the part of one candidate."""
+        hit = self.candidates.hits[index]
+        return self.nothing if hit is None else self.parts[id(hit)]
+
     def cost(self, index: int) -> Cost:
         """Return the cost of one candidate, part by part."""
         candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
-        cached, shared_prefix, _, load_s = self.parts[index]
+        cached, shared_prefix, _, load_s = self.part(index)
         rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
         prefill_s, decode_s = rate * uncached, candidate.interference_s
         if shared_prefix > cached:
@@ -90,7 +108,9 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         # and every copy makes all caches smaller (docs/decisions/005-eviction-premium.md).
         eviction_s = settings.eviction_premium * (prefill_s - credit_s)
         if self.scarcity is not None:
-            sequences_s, pages_s = _beside_loads(candidate, prompt_tokens, settings, self.scarcity)
+            sequences_s, pages_s = _beside_loads(
+                candidate, candidate.hit.soon_tokens, prompt_tokens, settings, self.scarcity
+            )
             decode_s, eviction_s = decode_s + sequences_s, eviction_s + pages_s
         return Cost(
             candidate.engine_id,
@@ -112,7 +132,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and the delay by
         its running requests, without the engine's own overhead."""
         candidate = self.candidates[index]
-        cached, _, _, load_s = self.parts[index]
+        cached, _, _, load_s = self.part(index)
         wait_s = max(candidate.queue_s, candidate.room_s)
         prefill_s = candidate.prefill_s_per_token * (self.prompt_tokens - cached)
         return wait_s + prefill_s + load_s + candidate.interference_s
@@ -154,60 +174,96 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
 
 def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> ScoredCandidates:
     """Score every candidate."""
-    # Plain steps: this runs once per engine and request. Engines with equal hits share the part.
-    # vLLM always computes at least the last token.
-    most = prompt_tokens - 1
-    beta, price = settings.beta, 1 + settings.eviction_premium
+    # Lists instead of objects: this walks the whole fleet for each request.
+    found = columns(candidates)
+    nothing = _part(_NO_HIT, prompt_tokens, settings)
+    parts, by_rate, load_s, longest = _parts(found, nothing, prompt_tokens, settings)
+    queues = found.queue_s
+    if found.rooms:
+        # Only a share of the wait for pages: all of it would move sessions away from the engines that hold
+        # them, so that more is computed and all wait longer (docs/decisions/014-pages-and-recent-work.md).
+        queues = queues[:]
+        for at, (room_s, _) in found.rooms.items():
+            queues[at] = max(queues[at], settings.room_share * room_s)
+    rates, decodes_s = found.rates, found.decode_s
+    if load_s:
+        totals = [
+            queue_s + rate * tokens + seconds + decode_s
+            for queue_s, rate, tokens, seconds, decode_s in zip(
+                queues, rates, by_rate, load_s, decodes_s, strict=True
+            )
+        ]
+    else:
+        totals = [
+            queue_s + rate * tokens + decode_s
+            for queue_s, rate, tokens, decode_s in zip(queues, rates, by_rate, decodes_s, strict=True)
+        ]
     spread, mean_s = settings.spread, 0.0
-    if spread:
+    if spread and found.recent_s:
         # Relative to the fleet: under equal load the term must not favour anyone.
-        mean_s = sum([candidate.recent_s for candidate in candidates]) / len(candidates)
-    totals: list[float] = []
-    queues: list[float] = []
-    parts: list[Part] = []
-    hit: Hit | None = None
-    part: Part = 0, 0, 0.0, 0.0
-    longest, loads, by_rate, load_s = 0, False, 0.0, 0.0
-    for candidate in candidates:
-        if candidate.hit is not hit:
-            hit = candidate.hit
-            cached, shared_prefix, load_s = hit.whole_tokens, hit.shared_prefix_tokens, 0.0
-            cached = most if cached > most else cached  # noqa: FURB136
-            # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no
-            # link.
-            if cached > hit.soon_tokens:
-                loads, load_s = True, _load_s(hit, cached, settings)
-            shared_prefix = most if shared_prefix > most else shared_prefix  # noqa: FURB136
-            # The engine computes the last window of a hit again (bounded replay), so that part saves nothing.
-            if hit.replay_tokens and cached > hit.replay_tokens:
-                cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
-            if shared_prefix > cached:
-                by_rate = price * (prompt_tokens - cached - beta * (shared_prefix - cached))
-            else:
-                shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
-            longest = shared_prefix if shared_prefix > longest else longest  # noqa: FURB136
-            part = cached, shared_prefix, by_rate, load_s
-        queue_s = candidate.queue_s
-        if candidate.room_s:
-            # Only a share of the wait for pages: all of it would move sessions away from the engines that
-            # hold them, so that more is computed and all wait longer
-            # (docs/decisions/014-pages-and-recent-work.md).
-            queue_s = max(queue_s, settings.room_share * candidate.room_s)
-        decode_s = candidate.decode_interference_s * candidate.running
-        total_s = queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s
-        if candidate.recent_s > mean_s:
-            # The queue is a momentary value. Long sessions return every few seconds, and without this term
-            # several of them share one engine while others idle (014).
-            total_s += spread * (candidate.recent_s - mean_s)
-        if candidate.pool_share:
-            total_s += _crowding_s(candidate, prompt_tokens - part[0], settings)
-        totals.append(total_s)
-        queues.append(queue_s)
-        parts.append(part)
-    scored = ScoredCandidates(candidates, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
-    if loads:
+        mean_s = math.fsum(found.recent_s) / len(totals)
+        if mean_s:
+            _add_spread(totals, found.recent_s, spread, mean_s)
+    scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, nothing, longest, mean_s)
+    for at, (_, share) in found.rooms.items():
+        if share:
+            totals[at] += _crowding_s(found[at], prompt_tokens - scored.part(at)[0], settings)
+    if load_s:
         _add_scarcity(scored)
     return scored
+
+
+def _parts(
+    found: Candidates, nothing: Part, prompt_tokens: int, settings: PolicySettings
+) -> tuple[dict[int, Part], list[float], list[float], int]:
+    """Return the part of each hit, by its id; in the order of the candidates the tokens of these parts, and
+    the seconds of loads (empty without any); and the longest shared prefix."""
+    # Only engines that hold a part of the prompt differ in what they compute, and equal hits share it.
+    by_rate = [nothing[2]] * len(found.queue_s)
+    load_s: list[float] = []
+    parts: dict[int, Part] = {}
+    longest = 0
+    for hit, members in found.groups:
+        part = parts[id(hit)] = _part(hit, prompt_tokens, settings)
+        _, shared_prefix, tokens, seconds = part
+        longest = max(longest, shared_prefix)
+        for at in members:
+            by_rate[at] = tokens
+        # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
+        if hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1:
+            load_s = load_s or [0.0] * len(found)
+            for at in members:
+                load_s[at] = seconds
+    return parts, by_rate, load_s, longest
+
+
+def _add_spread(totals: list[float], recent_s: Sequence[float], spread: float, mean_s: float) -> None:
+    # The queue is a momentary value. Long sessions return every few seconds, and without this term several of
+    # them share one engine while others idle (014).
+    for at, seconds in enumerate(recent_s):
+        if seconds > mean_s:
+            totals[at] += spread * (seconds - mean_s)
+
+
+def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
+    price = 1 + settings.eviction_premium
+    if hit is _NO_HIT and prompt_tokens:
+        return 0, 0, price * prompt_tokens, 0.0
+    # vLLM always computes at least the last token.
+    most = prompt_tokens - 1
+    cached, shared_prefix, load_s = hit.whole_tokens, hit.shared_prefix_tokens, 0.0
+    cached = min(cached, most)
+    if cached > hit.soon_tokens:
+        load_s = _load_s(hit, cached, settings)
+    shared_prefix = min(shared_prefix, most)
+    # The engine computes the last window of a hit again (bounded replay), so that part saves nothing.
+    if hit.replay_tokens and cached > hit.replay_tokens:
+        cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
+    if shared_prefix > cached:
+        by_rate = price * (prompt_tokens - cached - settings.beta * (shared_prefix - cached))
+    else:
+        shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
+    return cached, shared_prefix, by_rate, load_s
 
 
 def within_level(scored: ScoredCandidates, own_s: Sequence[float], left_s: float) -> list[bool]:
@@ -246,21 +302,23 @@ def _add_scarcity(scored: ScoredCandidates) -> None:
     # A load saves the computing but not the page; a hit on the GPU saves both. While first tokens come later
     # than computing and loading explain, prompts wait for pages, and this is their price
     # (docs/decisions/013).
-    late_s = sum([candidate.late_s for candidate in candidates]) / len(candidates)
+    late_s = math.fsum([state.late_s for state in candidates.states]) / len(candidates)
     scored.scarcity = scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
-    for index, candidate in enumerate(candidates):
-        scored.totals[index] += sum(_beside_loads(candidate, scored.prompt_tokens, settings, scarcity))
+    for index, (state, hit) in enumerate(zip(candidates.states, candidates.hits, strict=True)):
+        soon = 0 if hit is None else hit.soon_tokens
+        scored.totals[index] += sum(_beside_loads(state, soon, scored.prompt_tokens, settings, scarcity))
 
 
 def _beside_loads(
-    candidate: Candidate, prompt_tokens: int, settings: PolicySettings, scarcity: float
+    state: EngineState | Candidate, soon: int, prompt_tokens: int, settings: PolicySettings, scarcity: float
 ) -> tuple[float, float]:
-    """Seconds for the engine's sequences, and for the pages that this prompt takes."""
-    taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
+    """Seconds for the engine's sequences, and for the pages that this prompt takes; ``soon``: tokens of it on
+    the GPU."""
+    taken = prompt_tokens - min(soon, prompt_tokens - 1)
     # With memory behind the GPUs a fifth of the tokens is computed: blocks for generating sequences are
     # scarcer than compute (docs/decisions/012).
-    sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
-    return sequences_s, scarcity * candidate.prefill_s_per_token * taken
+    sequences_s = settings.sequence_s * (state.running + state.waiting)
+    return sequences_s, scarcity * state.prefill_s_per_token * taken
 
 
 def choose(
@@ -303,19 +361,14 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     totals, queues, settings = scored.totals, scored.queues, scored.settings
     if len(totals) == 1:
         return 0, "only"
-    best = second = math.inf
-    for total_s in totals:
-        if total_s < best:
-            second, best = best, total_s
-        elif total_s < second:
-            second = total_s
+    best = min(totals)
     cheapest = totals.index(best)
     cold = scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens
     queue_s, gap_s = queues[cheapest], settings.queue_gap_s
-    # The usual case without lists: nothing to probe, within the bound, and no equals.
+    # The usual case: nothing to probe, within the bound, and no equals.
     if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
-        own_rate = scored.candidates[cheapest].prefill_s_per_token
-        if second > best + _tie_s(own_rate, scored.prompt_tokens, settings):
+        limit_s = best + _tie_s(scored.candidates.rates[cheapest], scored.prompt_tokens, settings)
+        if len([1 for total_s in totals if total_s <= limit_s]) == 1:
             # Within the bound, and at any engine's rate without an equal.
             return cheapest, "cheapest"
     return _pick_bounded(scored, cheapest, key, cold=cold)
@@ -344,12 +397,12 @@ def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bo
         reason = "bounded"
     if cold:
         # Engines without work for long. A warm prompt is no probe: its saving is not given up.
-        due = [i for i, candidate in enumerate(candidates) if candidate.idle_s >= settings.probe_interval_s]
+        due = candidates.idle(settings.probe_interval_s)
         dearest = best + PROBE_COST_MAX_S
         due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
         if due:
             return _settle(scored, due, key), "probe"
-    fastest = min([c.prefill_s_per_token for c in candidates])
+    fastest = min(candidates.rates)
     limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
     # Equal for the fastest engine, whose error is the smallest in seconds.
     equals = [i for i in allowed if totals[i] <= limit]
@@ -363,7 +416,7 @@ def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bo
 
 def _settle(scored: ScoredCandidates, equals: list[int], key: int) -> int:
     """Break a tie: the longest shared prefix (it is free, and keeps prefixes together), then rendezvous."""
-    shared_prefixes = [scored.parts[i][1] for i in equals]
+    shared_prefixes = [scored.part(i)[1] for i in equals]
     longest_shared_prefix = max(shared_prefixes)
     longest = [
         i
@@ -372,7 +425,7 @@ def _settle(scored: ScoredCandidates, equals: list[int], key: int) -> int:
     ]
     if len(longest) == 1:
         return longest[0]
-    return longest[favourite([scored.candidates[i].engine_id for i in longest], key)]
+    return longest[favourite([scored.candidates.engine_ids[i] for i in longest], key)]
 
 
 # Highest-random-weight (rendezvous) hashing (Thaler and Ravishankar, 1998): every prompt has its own order of
@@ -424,10 +477,15 @@ class AdmissionStats(msgspec.Struct):
 
 def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
     """Return the shortest wait of all candidates."""
-    # At an engine without requests no prompt waits for pages: none would be released.
-    return min(
-        max(one.queue_s, one.room_s) if one.running or one.waiting else one.queue_s for one in candidates
-    )
+    found = columns(candidates)
+    waits_s = found.queue_s
+    if found.rooms:
+        waits_s = waits_s[:]
+        for at, (room_s, _) in found.rooms.items():
+            # At an engine without requests no prompt waits for pages: none would be released.
+            if found.states[at].running or found.states[at].waiting:
+                waits_s[at] = max(waits_s[at], room_s)
+    return min(waits_s)
 
 
 def late_first_token(first_token_s: float, wait_s: float, left_s: float) -> LongWait | None:

@@ -2,8 +2,8 @@
 
 ``place`` is called by the proxy; ``explain`` makes the same decision and shows its details without
 forwarding. Look-ups for all engines at once (index rows, prompts in flight, text affinity, other replicas)
-come first and go into ``PromptView``; then one loop over the engines. A decision does not wait after its
-look-ups, so its view of the engines is of one moment.
+come first and go into ``PromptView``; then a ``FleetSnapshot`` gives the candidates. A decision does not wait
+after its look-ups, so its view of the engines is of one moment.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from router.admission.admission_queue import QueueSettings
 from router.admission.fair_queue import Priority
 from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
+from router.index.query_plan import EngineHit, Holders
 from router.observe.requests import LogThrottle
 from router.openai.body import cache_control_s
 from router.openai.errors import ApiError, no_ready_engine, predicted_wait
@@ -42,6 +43,7 @@ from router.placement.eligible import (
     CandidateSet,
     CandidateSets,
     EligibleEngines,
+    FleetSnapshots,
     candidate_set,
 )
 from router.placement.engine import (
@@ -51,7 +53,6 @@ from router.placement.engine import (
     PeerSnapshot,
     PromptView,
     SharedView,
-    candidates,
     order_of,
 )
 from router.placement.placement import Decision, Placement, SloForecast, Split, read_by
@@ -77,6 +78,8 @@ _LOG_EVERY_S = 1.0
 _NO_CONNECTOR_S = 60.0
 """How long a prefill engine that handed nothing over is not asked again; a connector comes with a restart."""
 _NONE_SKIPPED: Sequence[Candidate] = ()
+_NONE_ALIKE: Sequence[Holders] = ()
+_NO_HITS: Mapping[str, EngineHit] = {}
 
 
 class Planner:
@@ -112,6 +115,7 @@ class Planner:
         self._candidate_sets = CandidateSets(fleet, scopes)
         self._reader = reader
         self._accounts = accounts
+        self._snapshots = FleetSnapshots(accounts.changes)
         self._decisions = 0
         self._completed = -1, -1
         """Versions of fleet and scopes when layouts were last completed."""
@@ -437,7 +441,7 @@ class Planner:
                 asked.tokens, key, read.keys[0] if read is not None and read.keys else key
             )
         asked.order = order
-        found = candidates(engines, asked, now)
+        found: Sequence[Candidate] = self._snapshots.of(engines).candidates(asked, now)
         # An explanation must not advance round robin or the random numbers.
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         due_s, forecast = request.claim.due_s, None
@@ -542,15 +546,17 @@ class Planner:
         tokens = prompt.num_tokens
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
-        held = look.hits
+        held, alike, nothing = look.hits, _NONE_ALIKE, _NO_HITS
         for (model, frontend), names in candidate_set.by_model.items():
             variant = prompt.behind(frontend)
             if variant is None:
                 continue
             ids = names if not look.hits else [name for name in names if name not in look.hits]
             peer_stores = look.stores.get(model)
-            predicted = self._scopes.scope(model).predict(variant, ids, detail=detail, elsewhere=peer_stores)
-            held = {**held, **predicted} if held else predicted
+            found = self._scopes.scope(model).hits(variant, ids, detail=detail, elsewhere=peer_stores)
+            held = {**held, **found.single} if held else found.single
+            alike = [*alike, *found.alike] if alike else found.alike
+            nothing = {**nothing, **found.nothing} if nothing else found.nothing
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
         last, inflight, mixed = tokens - 1, self._accounts.inflight, bool(prompt.variants)
@@ -559,20 +565,22 @@ class Planner:
             if variant is None:
                 continue
             unit = scheme.hash_block_size
-            found = inflight.common(variant.hashes(scheme), now, last // unit)
-            for engine_id, blocks in found.blocks.items():
+            ahead = inflight.common(variant.hashes(scheme), now, last // unit)
+            for engine_id, blocks in ahead.blocks.items():
                 if not mixed or self._is_behind(engine_id, frontend):
                     shared = blocks * unit
                     common[engine_id] = shared if shared < last else last  # noqa: FURB136
-            for engine_id, blocks in found.coming.items():
+            for engine_id, blocks in ahead.coming.items():
                 if not mixed or self._is_behind(engine_id, frontend):
                     coming[engine_id] = blocks * unit
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if candidate_set.guessed else None
-        return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
+        return PromptView(
+            tokens, held, common, coming, look.load, shadows, prompt=prompt, alike=alike, nothing=nothing
+        )
 
     async def look_up(
         self, prompt: Prompt, engines: list[Engine]
-    ) -> tuple[list[Candidate], Mapping[str, int]]:
+    ) -> tuple[Sequence[Candidate], Mapping[str, int]]:
         """Return these engines as candidates for a prompt that no client waits for, and the tokens that their
         host memories hold by themselves, if engines pull."""
         found = candidate_set(engines)
@@ -584,7 +592,7 @@ class Planner:
         now = self._accounts.now()
         asked = self._asked(prompt, found, look, now, detail=False)
         held = self._held_alone(prompt, found) if self.pulls.enabled else {}
-        return candidates(engines, asked, now), held
+        return self._snapshots.of(engines).candidates(asked, now), held
 
     def _held_alone(self, prompt: Prompt, candidate_set: CandidateSet) -> dict[str, int]:
         """Tokens that the host memory of each engine followed here holds by itself."""

@@ -1,27 +1,45 @@
-"""Eligible engines of a request: those ready for its model, and of these the ones that can answer it.
+"""Eligible engines of a request, and their state as parallel lists of numbers.
 
-Excluded are engines that only prefill, that were tried, or whose breakers are open, unless all are. A
-gateway's subset, a client's own choice and the engine that holds an earlier response narrow the set further.
-Invariant: at least one engine is returned, or an error that says why there is none.
+Eligible are the engines ready for its model, and of these the ones that can answer it. Excluded are engines
+that only prefill, that were tried, or whose breakers are open, unless all are. A gateway's subset, a client's
+own choice and the engine that holds an earlier response narrow the set further. Most requests have the same
+eligible engines, so what follows from the set is kept until it changes: the ``CandidateSet``, with which a
+prompt is looked up, and the ``FleetSnapshot``.
 
-Also their ``CandidateSet``, with which a prompt is looked up. Most requests have the same eligible engines,
-so the last set is cached until it changes.
+A decision asks every engine for the same values: its queue, its rate, what it holds of the prompt. Most of
+them are as they were at the decision before, so a snapshot keeps a row of each engine, and reads it again
+only when something happened to the engine (``EngineChanges``), or when time alone changes it: each row says
+until when it is good. Engines with an equal hit are one group, and those that hold nothing are in none. So a
+decision takes a Python step for every engine that changed, and otherwise walks lists of floats; a
+``Candidate`` is made of an engine only where one is looked at.
+
+Invariants: at least one engine is returned, or an error that says why there is none; a snapshot's values are
+those of reading every engine again (tests/router/placement/test_snapshot.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Final
 
 import msgspec
 
 from publisher.block_hash import HashScheme
+from router.feeds.base import FeedState
 from router.fleet.engines import endpoint_of
 from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
+from router.index.query_plan import EngineHit
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
-from router.placement.engine import Accounts, Engine
+from router.placement.candidate import Candidate, Candidates, EngineState, Hit
+from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
+from router.placement.load import HeadProgress
+from router.placement.others import NO_OTHERS, OthersLoad, others_at
+
+_RECOUNT_S: Final = 1.0
 
 
 class EligibleEngines:
@@ -30,6 +48,7 @@ class EligibleEngines:
     def __init__(self, fleet: Fleet[Engine], accounts: Accounts) -> None:
         self._fleet = fleet
         self._accounts = accounts
+        self._recount_s = -math.inf
 
     def engines(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
         """Return the engines. Raises ``ApiError`` if there are none."""
@@ -45,11 +64,18 @@ class EligibleEngines:
         untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
-        now = self._accounts.now()
+        accounts = self._accounts
+        now = accounts.now()
+        if now < accounts.free_until:
+            return untried
         for engine in untried:
             if now >= engine.breaker.free_until:
                 break
         else:
+            # Asked for all engines at most once a second while another model's are kept out.
+            if now >= self._recount_s:
+                self._recount_s = now + _RECOUNT_S
+                accounts.free_until = min([engine.breaker.free_until for engine in self._fleet])
             return untried
         closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now, client)]
         if closed:
@@ -152,3 +178,305 @@ def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
         if model is not None and engine.publishes_events:
             found.by_model.setdefault((model, engine.frontend), []).append(engine.engine_id)
     return found
+
+
+_READY = FeedState.READY
+# Sets of engines with equal hits whose positions are kept.
+_SETS_MAX = 4096
+# Lists of engines whose snapshots are kept: those of a model, and those without one that failed.
+_SNAPSHOTS_MAX = 8
+
+
+class FleetSnapshot:
+    """Rows of some engines, in their order. ``changes``: of all engines; None: the rows are read once."""
+
+    __slots__ = (
+        "_borrowed",
+        "_borrowing",
+        "_changes",
+        "_decode_s",
+        "_due",
+        "_engine_ids",
+        "_fits_tokens",
+        "_moving",
+        "_others",
+        "_position",
+        "_positions",
+        "_queue_s",
+        "_rates",
+        "_recent_s",
+        "_rows",
+        "_scheduled_s",
+        "_seen",
+        "_until_s",
+        "engines",
+    )
+
+    def __init__(self, engines: Sequence[Engine], changes: EngineChanges | None = None) -> None:
+        count = len(engines)
+        self.engines = engines
+        self._changes = changes
+        # Number of the last change that the rows have; -1: they have never been read.
+        self._seen = -1
+        self._engine_ids = [engine.engine_id for engine in engines]
+        self._position: dict[str, int] = {name: at for at, name in enumerate(self._engine_ids)}
+        self._positions: dict[tuple[str, ...], list[int]] = {}
+        self._rows: list[EngineState] = [EngineState()] * count
+        # Parts of the rows, where a loop over all engines needs them.
+        self._queue_s, self._rates, self._decode_s = [0.0] * count, [0.0] * count, [0.0] * count
+        self._recent_s, self._fits_tokens = [0.0] * count, [math.inf] * count
+        # Queues that fall with time.
+        self._moving: dict[int, HeadProgress] = {}
+        # Until when each row is good, and the earliest of these times first; a time may be listed too early.
+        self._until_s, self._scheduled_s = [math.inf] * count, [math.inf] * count
+        self._due: list[tuple[float, int]] = []
+        # Engines with estimates of the fleet, and these.
+        self._borrowing: set[int] = set()
+        self._borrowed = 0.0, 0.0
+        self._others: Mapping[str, OthersLoad] | None = {}
+
+    def candidates(self, asked: PromptView, now: float) -> Candidates:
+        """Return the engines as candidates for one prompt, in order."""
+        self._refresh(asked.others, now)
+        # Copies: requests keep their decision until they end.
+        rows, queue_s, engines, engine_ids = self._rows[:], self._queue_s[:], self.engines, self._engine_ids
+        for at, (whole_s, head_at_s, head_s, beyond_s) in self._moving.items():
+            done_s = now - head_at_s
+            own_s = whole_s - min(done_s, head_s)
+            queue_s[at] = own_s + beyond_s if own_s > 0.0 else beyond_s
+        groups = self._groups(asked)
+        hits: list[Hit | None] = [None] * len(rows)
+        for hit, members in groups:
+            for at in members:
+                hits[at] = hit
+        rooms: dict[int, tuple[float, float]] = {}
+
+        def make(at: int) -> Candidate:
+            row, hit = rows[at], hits[at]
+            room_s, share = rooms.get(at, _ROOM)
+            return Candidate(
+                engine_ids[at],
+                engines[at].hit(asked) if hit is None else hit,
+                queue_s[at],
+                row.running,
+                row.waiting,
+                now - row.last_admit_s,
+                row.prefill_s_per_token,
+                row.decode_interference_s,
+                row.late_s,
+                row.recent_s,
+                room_s,
+                share,
+            )
+
+        behind_pages = {} if asked.order is None else self._pass(asked, rows, hits, queue_s)
+        if rows and asked.tokens > min(self._fits_tokens):
+            for at, fits_tokens in enumerate(self._fits_tokens):
+                if asked.tokens > fits_tokens:
+                    pages = engines[at].load.pages
+                    rooms[at] = pages.wait_s(asked.tokens, behind_pages.get(at, 0)), pages.share(asked.tokens)
+        return Candidates(
+            engine_ids,
+            rows,
+            queue_s,
+            rates=self._rates,
+            decode_s=self._decode_s,
+            recent_s=self._recent_s,
+            groups=groups,
+            hits=hits,
+            rooms=rooms,
+            make=make,
+            now=now,
+        )
+
+    def _pass(
+        self,
+        asked: PromptView,
+        rows: Sequence[EngineState],
+        hits: Sequence[Hit | None],
+        queue_s: list[float],
+    ) -> dict[int, int]:
+        """Take off the prompts that this one would pass in the engines' own order. Returns their pages."""
+        pages: dict[int, int] = {}
+        order = asked.order
+        for at, row in enumerate(rows):
+            engine, hit = self.engines[at], hits[at]
+            if order is None or not row.waiting or not engine.takes_order:
+                continue
+            rate, held = row.prefill_s_per_token, 0 if hit is None else hit.whole_tokens
+            work_s = rate * (asked.tokens - held)
+            behind_s, pages[at] = engine.load.behind(order.rank_s(work_s), rate)
+            queue_s[at] = max(0.0, queue_s[at] - behind_s)
+        return pages
+
+    def _groups(self, asked: PromptView) -> list[tuple[Hit, list[int]]]:
+        """Return the engines that hold a part of the prompt, or will, by their hits."""
+        engines, position = self.engines, self._position
+        single: dict[int, EngineHit | None] = {}
+        for found in (asked.held, asked.common, asked.coming):
+            for name in found:
+                if (at := position.get(name)) is not None:
+                    single[at] = None
+        groups: list[tuple[Hit, list[int]]] = []
+        if asked.shadows is not None:
+            single.update({at: None for at, one in enumerate(engines) if one.shadow is not None})
+        for held, names in asked.alike:
+            known: Hit | None = None
+            members: list[int] = []
+            for at in self._positions_of(names):
+                engine = engines[at]
+                feed = engine.feed
+                if (
+                    (single and at in single)
+                    or feed is None
+                    or feed.state is not _READY
+                    or feed.unconfirmed
+                    or engine.evictions.crowded
+                ):
+                    single[at] = held
+                else:
+                    members.append(at)
+            if members:
+                known = engines[members[0]].hit(asked, held)
+                groups.append((known, members))
+        if single:
+            groups += self._by_hit(asked, single)
+        return groups
+
+    def _by_hit(
+        self, asked: PromptView, single: Mapping[int, EngineHit | None]
+    ) -> Iterable[tuple[Hit, list[int]]]:
+        """Return the hits of engines that are asked one by one, those of equal ones together."""
+        common, coming, held_by, nothing = asked.common, asked.coming, asked.held.get, asked.nothing.get
+        hits: dict[tuple[int, int, int], Hit] = {}
+        groups: dict[int, tuple[Hit, list[int]]] = {}
+        for at, alike in single.items():
+            engine = self.engines[at]
+            name, feed = engine.engine_id, engine.feed
+            held = alike or held_by(name) or nothing(name)
+            plain = feed is not None and feed.state is _READY and not feed.unconfirmed
+            if held is None or not plain or held.mode in {"unknown", "shadow"}:
+                hit = engine.hit(asked, held)
+            else:
+                # Engines with equal state that missed nothing have equal hits.
+                key = id(held), common.get(name, 0), coming.get(name, 0)
+                known = hits.get(key)
+                hit = known if known is not None else hits.setdefault(key, engine.hit(asked, held))
+                if engine.evictions.crowded and hit.soon_tokens:
+                    hit = engine.after_evictions(hit, asked)
+            groups.setdefault(id(hit), (hit, []))[1].append(at)
+        return groups.values()
+
+    def _positions_of(self, names: tuple[str, ...]) -> list[int]:
+        found = self._positions.get(names)
+        if found is None:
+            if len(self._positions) >= _SETS_MAX:
+                self._positions.clear()
+            position = self._position
+            found = self._positions[names] = [position[name] for name in names if name in position]
+        return found
+
+    def _refresh(self, others: Mapping[str, OthersLoad] | None, now: float) -> None:
+        """Read the rows that may have changed."""
+        if self._seen < 0:
+            stale: Iterable[int] = range(len(self.engines))
+            self._borrowed = self.engines[0].rates.borrowed if self.engines else self._borrowed
+        else:
+            stale = self._stale(others, now)
+        self._others = others
+        for at in stale:
+            self._read(at, now)
+        # After the reading, which may itself note changes: heads that are done by now.
+        self._seen = 0 if self._changes is None else self._changes.seen()
+
+    def _stale(self, others: Mapping[str, OthersLoad] | None, now: float) -> Iterable[int]:
+        before, position = self._others, self._position
+        if others is not before and others != before:
+            if others is None or before is None:
+                return range(len(self.engines))
+            names = [name for name in {**before, **others} if before.get(name) != others.get(name)]
+        else:
+            names = []
+        if self._changes is not None:
+            names += self._changes.since(self._seen)
+        stale = {position[name] for name in names if name in position}
+        due, scheduled_s, until_s = self._due, self._scheduled_s, self._until_s
+        while due and due[0][0] <= now:
+            _, at = heappop(due)
+            scheduled_s[at] = math.inf
+            if until_s[at] <= now:
+                stale.add(at)
+            else:
+                self._schedule(at)
+        if self._borrowing:
+            borrowed = self.engines[0].rates.borrowed
+            if borrowed != self._borrowed:
+                self._borrowed = borrowed
+                stale |= self._borrowing
+        return stale
+
+    def _read(self, at: int, now: float) -> None:
+        """Read one engine's row."""
+        engine = self.engines[at]
+        rates, load = engine.rates, engine.load
+        rate, interference_s = rates.current(now)
+        others = others_at(engine.engine_id, self._others) if self._others else self._no_others
+        queue_s, running, waiting, _, late_s, recent_s = load.ahead(now, others, rate)
+        self._rows[at] = EngineState(
+            running, waiting, load.last_admit_s, rate, interference_s, late_s, recent_s
+        )
+        self._queue_s[at], self._rates[at], self._recent_s[at] = queue_s, rate, recent_s
+        self._decode_s[at] = interference_s * running
+        self._fits_tokens[at] = load.pages.surely_fits_tokens
+        head = load.head(rate, now)
+        if head is not None:
+            self._moving[at] = head
+        elif at in self._moving:
+            del self._moving[at]
+        if rates.borrows(now):
+            self._borrowing.add(at)
+        elif at in self._borrowing:
+            self._borrowing.discard(at)
+        until_s = load.constant_until(rate, now, others_known=others is not None)
+        self._until_s[at] = min(until_s, rates.constant_until(now))
+        self._schedule(at)
+
+    @property
+    def _no_others(self) -> OthersLoad | None:
+        return None if self._others is None else NO_OTHERS
+
+    def _schedule(self, at: int) -> None:
+        until_s = self._until_s[at]
+        if until_s < self._scheduled_s[at]:
+            self._scheduled_s[at] = until_s
+            heappush(self._due, (until_s, at))
+
+
+_ROOM = 0.0, 0.0
+
+
+class FleetSnapshots:
+    """Snapshots of the latest lists of engines."""
+
+    def __init__(self, changes: EngineChanges) -> None:
+        self._changes = changes
+        self._kept: list[FleetSnapshot] = []
+
+    def of(self, engines: Sequence[Engine]) -> FleetSnapshot:
+        """Return the snapshot of these engines."""
+        kept = self._kept
+        for snapshot in kept:
+            if snapshot.engines is engines:
+                return snapshot
+        for snapshot in kept:
+            # Adapters of one model have the same engines in lists of their own.
+            if snapshot.engines == engines:
+                return snapshot
+        made = FleetSnapshot(engines, self._changes)
+        self._kept = [made, *kept[: _SNAPSHOTS_MAX - 1]]
+        return made
+
+
+def candidates(engines: Sequence[Engine], asked: PromptView, now: float) -> Candidates:
+    """Return these engines as candidates for one prompt, without a snapshot to come back to."""
+    return FleetSnapshot(engines).candidates(asked, now)

@@ -11,8 +11,9 @@ guess.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Final, Protocol
 
@@ -28,17 +29,17 @@ from router.fleet.status import EngineStatus, ResponseHolders
 from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout, retained_tokens
 from router.index.model import HashedPrompt, Residency
-from router.index.query_plan import EngineHit
+from router.index.query_plan import EngineHit, Holders
 from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.observe.requests import SessionLedger
 from router.placement.affinity import AffinityMap, PromptMemory, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
-from router.placement.candidate import Candidate, Confidence, Hit
+from router.placement.candidate import Confidence, Hit
 from router.placement.cost import AdmissionStats
 from router.placement.evictions import EvictionForecast
 from router.placement.inflight import InflightPrefixes
 from router.placement.load import LoadAccount, LoadStats
-from router.placement.others import NO_OTHERS, OthersLoad
+from router.placement.others import OthersLoad
 from router.placement.rates import FleetRates
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt
@@ -99,7 +100,6 @@ _CONFIDENCE: dict[str, Confidence] = {
     "shadow": "shadow",
 }
 _NO_SCHEME = HashScheme()
-_READY = FeedState.READY
 # Prompt tokens that fill a block of every group while the block sizes are unknown.
 _EVENTS_DUE_TOKENS = 4096
 
@@ -142,6 +142,46 @@ class SharedView(Protocol):
         """
 
 
+class EngineChanges:
+    """Engines in the order of their latest changes: of anything that a decision reads of them, but for what
+    the index holds."""
+
+    __slots__ = ("_at", "_count", "_last")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._at: dict[EngineId, int] = {}
+        # The engine of the latest change, until changes are asked for.
+        self._last: EngineId | None = None
+
+    def note(self, engine_id: EngineId) -> None:
+        """Note a change."""
+        if engine_id is self._last:
+            return
+        self._count += 1
+        self._at.pop(engine_id, None)
+        self._at[engine_id] = self._count
+        self._last = engine_id
+
+    def seen(self) -> int:
+        """Return the number of the latest change, all of which the caller knows."""
+        self._last = None
+        return self._count
+
+    def since(self, count: int) -> list[EngineId]:
+        """Return the engines changed after the change of this number (``seen``)."""
+        found: list[EngineId] = []
+        for engine_id, at in reversed(self._at.items()):
+            if at <= count:
+                break
+            found.append(engine_id)
+        return found
+
+    def forget(self, engine_id: EngineId) -> None:
+        """Drop an engine that left."""
+        self._at.pop(engine_id, None)
+
+
 class Accounts:
     """State of the router's own requests across engines: medians and counters of all engines, the prompts in
     flight, and the text affinity.
@@ -151,6 +191,7 @@ class Accounts:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
+        self.changes = EngineChanges()
         self.rates = FleetRates()
         self.load_stats = LoadStats()
         self.admission_stats = AdmissionStats()
@@ -169,8 +210,14 @@ class Accounts:
         self.room: AdmissionQueue | None = None
         """Queue of requests that wait for engines; None without queueing."""
 
+        self.free_until = -math.inf
+        """Before this time no breaker keeps any engine out."""
         self.integrity_problems = 0
         """Contradictions found so far (``server.check_every``)."""
+
+    def breaker_told(self, free_until: float) -> None:
+        """Note when a breaker must be asked again."""
+        self.free_until = min(self.free_until, free_until)
 
     def leave(self, engine_id: EngineId) -> None:
         """Drop an engine that left the fleet."""
@@ -178,12 +225,14 @@ class Accounts:
         self.affinity.forget(engine_id)
         self.responses.forget(engine_id)
         self.sessions.forget(engine_id)
+        self.changes.forget(engine_id)
 
 
 class PromptView(msgspec.Struct, gc=False):
     """One prompt's look-ups for all engines, by engine id.
 
-    ``held``: the index's answer; ``common`` and ``coming``: tokens shared with prompts in flight (or, for a
+    ``held``: the index's answer for single engines, ``alike`` for engines with equal hits, ``nothing`` for
+    the others; ``common`` and ``coming``: tokens shared with prompts in flight (or, for a
     text without tokens, with texts that recently went there); ``others``: load of other replicas, None if
     unknown; ``shadows``: the prompt for look-ups in shadows.
     """
@@ -198,8 +247,8 @@ class PromptView(msgspec.Struct, gc=False):
     """Its place in the engines' own order, if they have one."""
     prompt: Prompt | None = None
     """The prompt; None if its tokens are unknown."""
-    hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
-    """Hits computed so far, by the index's answer (its id), common and coming."""
+    alike: Sequence[Holders] = ()
+    nothing: Mapping[str, EngineHit] = {}
 
 
 class Engine(EngineStatus):
@@ -236,6 +285,8 @@ class Engine(EngineStatus):
         """Stats of the feed that runs here; None without one."""
         self.rests_until = 0.0
         """It gets no prefill requests before this time, since it handed nothing over."""
+        self.breaker.told = accounts.breaker_told
+        self.load.touched = self.rates.touched = partial(accounts.changes.note, self.engine_id)
         self._accounts = accounts
         self._elsewhere = elsewhere
         self._leaving = leaving
@@ -365,10 +416,12 @@ class Engine(EngineStatus):
         facts = None if self.residency is None else self.residency.writer.facts
         return retained_tokens(None if facts is None else facts.retention_interval)
 
-    def hit(self, asked: PromptView) -> Hit:
-        """Hit of a prompt on this engine, discounted by missed events."""
+    def hit(self, asked: PromptView, held: EngineHit | None = None) -> Hit:
+        """Hit of a prompt on this engine, discounted by missed events; ``held``: the index's answer, if it is
+        in ``alike``."""
         name = self.engine_id
-        held, common, coming = asked.held.get(name), asked.common.get(name, 0), asked.coming.get(name, 0)
+        held = held or asked.held.get(name) or asked.nothing.get(name)
+        common, coming = asked.common.get(name, 0), asked.coming.get(name, 0)
         if coming and (layout := self.layout) is not None:
             # The lookup of this prompt will drop a block of what the prompt ahead stores.
             coming = max(0, coming - layout.dropped_tokens)
@@ -436,45 +489,6 @@ class Engine(EngineStatus):
             return False
         writer = self.residency.writer
         return writer.layout is None and not writer.facts.has_chunks
-
-
-def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list[Candidate]:
-    """Return these engines as candidates for one prompt, in order: hit, load and rates of each."""
-    # One loop and locals: this runs once per engine and request.
-    by_engine, others = asked.others, None if asked.others is None else NO_OTHERS
-    tokens, order = asked.tokens, asked.order
-    held_by, common, coming, hits = asked.held.get, asked.common.get, asked.coming.get, asked.hits
-    found: list[Candidate] = []
-    for engine in engines:
-        name, feed = engine.engine_id, engine.feed
-        held = held_by(name)
-        if held is None or feed is None or feed.state is not _READY or held.mode == "unknown":
-            hit = engine.hit(asked)
-        else:
-            # Engines with equal state that missed nothing have equal hits.
-            key = id(held), common(name, 0), coming(name, 0)
-            known = hits.get(key)
-            hit = known if known is not None else hits.setdefault(key, engine.hit(asked))
-            if engine.evictions.crowded and hit.soon_tokens:
-                hit = engine.after_evictions(hit, asked)
-        rate, interference_s = engine.rates.current(now)
-        if by_engine:
-            others = by_engine.get(name, NO_OTHERS)
-        load = engine.load
-        queue_s, running, waiting, idle_s, late_s, recent_s = load.ahead(now, others, rate)
-        candidate = Candidate(
-            name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
-        )
-        behind_pages = 0
-        if order is not None and waiting and engine.takes_order:
-            work_s = rate * (tokens - hit.whole_tokens)
-            behind_s, behind_pages = load.behind(order.rank_s(work_s), rate)
-            candidate.queue_s = max(0.0, queue_s - behind_s)
-        if tokens > load.pages.surely_fits_tokens:
-            candidate.room_s = load.pages.wait_s(tokens, behind_pages)
-            candidate.pool_share = load.pages.share(tokens)
-        found.append(candidate)
-    return found
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -123,11 +123,28 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
 
 
 _DEFAULTS = LoadSettings()
+
+
+def _nobody() -> None:
+    """Default of ``LoadAccount.touched``."""
+
+
 _rank_s = attrgetter("rank_s")
 # Changes of less than half of this are not sent to other routers.
 _RECENT_STEP_MS = 100
 # Older recent work is decayed when it is read: a tenth of its time constant.
 _RECENT_AGE_S = 3.0
+# Sums of times are rounded: a snapshot asks again this much before a value is due to change.
+_EARLY_S = 1e-6
+
+
+class HeadProgress(NamedTuple):
+    """``queue_s`` at time t: ``whole_s - min(t - head_at_s, head_s)``, at least 0, plus ``beyond_s``."""
+
+    whole_s: float
+    head_at_s: float
+    head_s: float
+    beyond_s: float
 
 
 class LoadAccount:
@@ -159,15 +176,21 @@ class LoadAccount:
         "_stuck",
         "_sure",
         "_unseen",
+        "beyond_s",
         "pages",
         "rates",
         "stats",
+        "touched",
     )
 
     def __init__(
         self, rates: EngineRates, settings: LoadSettings = _DEFAULTS, stats: LoadStats | None = None
     ) -> None:
         self.rates = rates
+        self.touched: Callable[[], None] = _nobody
+        """Called when the values of ``ahead`` may have changed by anything but time."""
+        self.beyond_s = 0.0
+        """Seconds of others' prompts, by the latest ``ahead``."""
         self.stats = stats if stats is not None else LoadStats()
         self._settings = settings
         self.pages = PageAccount()
@@ -244,6 +267,7 @@ class LoadAccount:
         self._recent_s, self._recent_at_s = self.recent_s(now) + ticket.work_s, now
         self._last_admit_s = now
         self._foreign.sent(tokens)
+        self.touched()
         self.stats.admitted += 1
         # Bounded; the oldest prompt is the likeliest to have been computed.
         if len(self._awaited) > self._settings.awaited_max:
@@ -263,6 +287,7 @@ class LoadAccount:
         self._running += 1
         self._last_admit_s = now
         self.stats.admitted += 1
+        self.touched()
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> PrefillSample | None:
@@ -275,6 +300,7 @@ class LoadAccount:
             self._late_seen_s = now
         self._advance(now)
         self._stuck = False
+        self.touched()
         # It was overdue: the engine was busy with this one until now.
         if not ticket.awaited:
             self._assumed.pop(ticket, None)
@@ -305,6 +331,7 @@ class LoadAccount:
             return 0.0
         ticket.streams = False
         self._unseen[ticket] = ended
+        self.touched()
         return self.queue_ahead_s(now) + self._answer_s
 
     def finish(self, ticket: Ticket, now: float) -> None:
@@ -319,6 +346,7 @@ class LoadAccount:
     def fail(self, ticket: Ticket, now: float) -> None:
         """Note that the engine did not answer, or cut the answer."""
         self.stats.failed += not ticket.ended
+        self.touched()
         # The recent work decays, so its part is subtracted with the decay since it was added.
         if ticket.awaited and not ticket.ended:  # none of its work was done
             since_s = ticket.sent_s - now
@@ -341,6 +369,7 @@ class LoadAccount:
             beyond_waiting=waiting - len(self._awaited),
             now=now,
         )
+        self.touched()
 
     def _believe(self, waiting: int, now: float) -> None:
         """Assume that ``waiting`` of our requests wait there: the last of those not seen to begin."""
@@ -406,21 +435,59 @@ class LoadAccount:
         # The first decision after a poll settles what is foreign (``ForeignLoad.settle``).
         if foreign.unsettled and others is not None:
             foreign.settle(others)
+        self.beyond_s = 0.0
         if others is not NO_OTHERS or foreign.running or foreign.waiting:
             more_running, more_waiting, tokens = foreign.totals(others, now)
-            queue_s += tokens * rate
+            self.beyond_s = tokens * rate
+            queue_s += self.beyond_s
             running += more_running
             waiting += more_waiting
             if others is not None:
                 self._others_waiting = others.waiting
         late_s = self.late_s(now) if self._late_s else 0.0
+        # Decayed in steps: the exponential costs more than the rest, and a snapshot needs constant values.
+        if self._recent_s and now - self._recent_at_s > _RECENT_AGE_S:
+            self._recent_s, self._recent_at_s = self.recent_s(now), now
         recent_s = self._recent_s
-        # Decayed only when it is old: the exponential costs more than the rest, once per engine and request.
-        if recent_s and now - self._recent_at_s > _RECENT_AGE_S:
-            recent_s = self.recent_s(now)
         if others is not None and others.recent_ms:
             recent_s += others.recent_ms / 1000
         return queue_s, running, waiting, now - self._last_admit_s, late_s, recent_s
+
+    def head(self, rate: float, now: float) -> HeadProgress | None:
+        """Return how the ``queue_s`` of ``ahead`` falls with time; None: it does not."""
+        if not self._awaited or (self._stuck and now < self._fresh_until_s):
+            return None
+        head = next(iter(self._awaited))
+        head_s = head.uncached_tokens * rate + head.load_s
+        if now - self._head_s >= head_s:
+            return None
+        whole_s = self._awaited_tokens * rate + self._awaited_load_s
+        return HeadProgress(whole_s, self._head_s, head_s, self.beyond_s)
+
+    def constant_until(self, rate: float, now: float, *, others_known: bool) -> float:
+        """Return the time until which the values of ``ahead`` change by ``head`` and the idle time alone,
+        unless ``touched`` is called. It may be too early by ``_EARLY_S``, and is never too late."""
+        until_s = math.inf
+        if self._awaited:
+            head = next(iter(self._awaited))
+            if now < self._fresh_until_s and (self._stuck or (head.streams and self._startable <= 0)):
+                until_s = self._fresh_until_s
+            else:
+                until_s = self._head_s + self._allowed_s(head, rate)
+        foreign = self._foreign
+        if (foreign.running or foreign.waiting or not others_known) and now <= foreign.fresh_until_s:
+            until_s = min(until_s, foreign.fresh_until_s)
+        late_until_s = self._late_seen_s + self._settings.late_fresh_s
+        if self._late_s and now <= late_until_s:
+            until_s = min(until_s, late_until_s)
+        if self._recent_s:
+            until_s = min(until_s, self._recent_at_s + _RECENT_AGE_S)
+        return until_s - _EARLY_S
+
+    @property
+    def last_admit_s(self) -> float:
+        """Time of our last request there."""
+        return self._last_admit_s
 
     def recent_s(self, now: float) -> float:
         """Seconds of computing and loading that this router recently sent there: the sum decays with the time
@@ -474,17 +541,12 @@ class LoadAccount:
         """Count heads as done that must be done by now, or are overdue. Returns the engine's rate."""
         if rate is None:
             rate = self.rates.prefill_s_per_token(now)
-        settings = self._settings
         fresh = now < self._fresh_until_s
         while self._awaited:
             head = next(iter(self._awaited))
             if fresh and (self._stuck or (head.streams and self._startable <= 0)):
                 break  # it waits, by the engine's gauges
-            allowed_s = head.uncached_tokens * rate + head.load_s
-            if head.streams:
-                # A stream shows its first token, so it gets more time before it is assumed done. Other
-                # answers show nothing before their end: their prompt is done after its expected time.
-                allowed_s = settings.overdue_factor * allowed_s + settings.overdue_s
+            allowed_s = self._allowed_s(head, rate)
             if now - self._head_s < allowed_s:
                 break
             self.stats.overdue += head.streams
@@ -493,6 +555,15 @@ class LoadAccount:
             if fresh and self._startable <= 0 and self._head_s < self._gauges_s:
                 self._head_s = self._gauges_s  # the next one still waited then
         return rate
+
+    def _allowed_s(self, head: Ticket, rate: float) -> float:
+        """Seconds after which the head counts as done."""
+        allowed_s = head.uncached_tokens * rate + head.load_s
+        if head.streams:
+            # A stream shows its first token, so it gets more time before it is assumed done. Other
+            # answers show nothing before their end: their prompt is done after its expected time.
+            return self._settings.overdue_factor * allowed_s + self._settings.overdue_s
+        return allowed_s
 
     def _assume(self, head: Ticket, now: float) -> None:
         """Count an overdue head as done, and the next one as begun."""
@@ -539,6 +610,7 @@ class LoadAccount:
 
     def _start(self, ticket: Ticket, now: float) -> None:
         """Move from awaited to running."""
+        self.touched()
         ticket.begun_s = now
         del self._awaited[ticket]
         self._awaited_tokens -= ticket.uncached_tokens
@@ -562,4 +634,5 @@ class LoadAccount:
         # Pages are held from the start of the prefill, which is ``work_s`` before the first token.
         self.pages.end(ticket.pages, now - ticket.begun_s + ticket.work_s, now)
         self._running -= 1
+        self.touched()
         ticket.ended = True

@@ -85,6 +85,11 @@ class ForeignLoad:
         self.unsettled = False
         """Whether it is unknown how many of them are in the others' state."""
 
+    @property
+    def fresh_until_s(self) -> float:
+        """Time until which the last gauges count."""
+        return self._gauges_s + self._fresh_s
+
     def sent(self, tokens: int) -> None:
         """Note a prompt sent by this router with this many tokens to compute."""
         # Gauges show no sizes: foreign prompts are assumed to be like this router's own there.

@@ -35,7 +35,7 @@ from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import InboundRequest
 from router.pd.bodies import SplitBody, split_body
 from router.pd.transfer import KvSource
-from router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings
+from router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings, columns
 from router.placement.cost import TIE_S, Choice, ScoredCandidates, within_bound
 from router.placement.engine import Engine
 from router.prompts.prompt import Prompt
@@ -108,7 +108,8 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
 
 def any_waits(candidates: Sequence[Candidate]) -> bool:
     """Whether any engine has a wait that the shortest transfer could undercut: else nothing is looked up."""
-    return any(max(one.queue_s, one.room_s) > LATENCY_S for one in candidates)
+    found = columns(candidates)
+    return max(found.queue_s) > LATENCY_S or any(room_s > LATENCY_S for room_s, _ in found.rooms.values())
 
 
 def _longest(scored: ScoredCandidates, sources: PullSources, target: int) -> Pull | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
@@ -72,7 +72,7 @@ class EngineRates:
 
     __slots__ = (
         *("_at_s", "_cached", "_fleet", "_fresh_until_s", "_interference_s", "_long", "_overhead_s", "_own"),
-        *("_rate", "_step"),
+        *("_rate", "_step", "touched"),
     )
 
     def __init__(self, fleet: FleetRates) -> None:
@@ -86,6 +86,8 @@ class EngineRates:
         self._at_s = 0.0
         self._own: tuple[float, float] = (0.0, 0.0)  # time until which ``at`` is cached
         self._fresh_until_s = -math.inf
+        self.touched: Callable[[], None] = lambda: None
+        """Called when its own estimates have changed."""
 
     def observe(self, sample: PrefillSample, now: float) -> None:
         """Learn from one first token. Samples that are neither long nor nearly cached are skipped."""
@@ -98,6 +100,7 @@ class EngineRates:
             self._own = self._rate, self._interference_s
             self._fresh_until_s = now + self._fleet.settings.stale_s
         self._fleet.learned(self)
+        self.touched()
 
     def prefill_s_per_token(self, now: float) -> float:
         """Seconds the engine takes for one uncached token."""
@@ -108,8 +111,8 @@ class EngineRates:
         if overdue_s <= 0:
             return rate
         # Without samples the rate moves back to the fleet's, so that an engine that was slow once gets
-        # prompts, and so samples, again.
-        own: float = 0.5 ** (overdue_s / fleet.settings.stale_halflife_s)
+        # prompts, and so samples, again. In steps of a second: a snapshot needs constant values.
+        own: float = 0.5 ** (math.floor(overdue_s) / fleet.settings.stale_halflife_s)
         return own * rate + (1 - own) * fleet.prefill_s_per_token
 
     def current(self, now: float) -> tuple[float, float]:
@@ -122,6 +125,25 @@ class EngineRates:
             fleet_rate if rate is None else self.prefill_s_per_token(now),
             fleet_slope if slope is None else slope,
         )
+
+    def borrows(self, now: float) -> bool:
+        """Whether ``current`` depends on ``borrowed``."""
+        return now > self._fresh_until_s
+
+    @property
+    def borrowed(self) -> tuple[float, float]:
+        """The fleet's estimates, which stand in for missing and old ones of its own."""
+        rate, _, slope = self._fleet.medians or self._fleet.fit()
+        return rate, slope
+
+    def constant_until(self, now: float) -> float:
+        """Time until which ``current`` stays as it is, unless estimates change."""
+        if now <= self._fresh_until_s:
+            return self._fresh_until_s
+        if self._rate is None:
+            return math.inf
+        stale_s = self._at_s + self._fleet.settings.stale_s
+        return stale_s + math.floor(max(0.0, now - stale_s)) + 1.0
 
     @property
     def decode_interference_s(self) -> float:

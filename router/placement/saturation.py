@@ -9,7 +9,7 @@ comparisons; with no engine left the waiting requests are released and fail in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -17,7 +17,7 @@ from router.admission.admission_queue import AdmissionQueue, QueueSettings, Tick
 from router.admission.fair_queue import Lane
 from router.fleet.status import Fleet
 from router.openai.request import PROMPT_APIS, InboundRequest
-from router.placement.candidate import Candidate
+from router.placement.candidate import Candidate, columns
 from router.placement.engine import Engine
 from router.placement.others import OthersLoad, others_at
 from router.placement.placement import Decision
@@ -37,18 +37,22 @@ def gap_s(queue_s: float, requests: int, *, saturation_s: float, requests_max: i
     return max(gap, _FULL_S) if requests_max is not None and requests >= requests_max else gap
 
 
-def any_room(candidates: Iterable[Candidate], *, saturation_s: float, requests_max: int | None) -> bool:
+def any_room(candidates: Sequence[Candidate], *, saturation_s: float, requests_max: int | None) -> bool:
     """Whether at least one of them is not saturated."""
-    for one in candidates:
-        if one.queue_s <= saturation_s and (requests_max is None or one.running + one.waiting < requests_max):
+    found = columns(candidates)
+    for queue_s, state in zip(found.queue_s, found.states, strict=True):
+        if queue_s <= saturation_s and (requests_max is None or state.running + state.waiting < requests_max):
             return True
     return False
 
 
-def joins_sibling(candidates: Iterable[Candidate], tokens: int, *, share: float, saturation_s: float) -> bool:
+def joins_sibling(candidates: Sequence[Candidate], tokens: int, *, share: float, saturation_s: float) -> bool:
     """Whether this much of a prompt is in flight on an engine without too much queued."""
-    least = max(1.0, share * tokens)
-    return any(one.hit.common_tokens >= least and one.queue_s <= PILE * saturation_s for one in candidates)
+    found, least = columns(candidates), max(1.0, share * tokens)
+    return any(
+        hit.common_tokens >= least and any(found.queue_s[at] <= PILE * saturation_s for at in members)
+        for hit, members in found.groups
+    )
 
 
 # Older state of other replicas is ignored: no request waits for it.

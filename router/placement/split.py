@@ -21,7 +21,8 @@ from router.pd.handoff import DisaggState, Handoff
 from router.pd.settings import PdSettings
 from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
 from router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
-from router.placement.engine import Engine, PromptView, candidates
+from router.placement.eligible import candidates
+from router.placement.engine import Engine, PromptView
 from router.placement.placement import Decision, Split, read_by
 from router.placement.split_legs import lacking
 from router.prompts.prompt import Prompt, TextAffinity
@@ -363,7 +364,7 @@ class DisaggregationPlanner:
             for engine in self.helpers
             if not engine.closed and engine.kind == "vllm"  # SGLang knows no ``kv_transfer_params``
         }
-        found = zip(helpers.values(), candidates(helpers.values(), asked, now), strict=True)
+        found = zip(helpers.values(), candidates(list(helpers.values()), asked, now), strict=True)
         best = plan(
             decode,
             [Side(candidate, engine.version, own_s=engine.own_s) for engine, candidate in found],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -84,7 +84,7 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-Look = Callable[[Prompt, list[Engine]], Awaitable[tuple[list[Candidate], Mapping[str, int]]]]
+Look = Callable[[Prompt, list[Engine]], Awaitable[tuple[Sequence[Candidate], Mapping[str, int]]]]
 """Candidates for a prompt, and tokens of it that the host memories hold by themselves, by engine id."""
 Ask = Callable[[str, bytes, dict[str, str], float], Awaitable[tuple[int, bytes]]]
 

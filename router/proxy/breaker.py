@@ -14,6 +14,7 @@ An engine is left out for one of three reasons, each with its own end:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -193,6 +194,8 @@ class Breaker:
         self.free_until = math.inf
         """Before this time ``allows`` is true unless an event is reported: every decision asks for
         every engine. Infinite: nothing at all speaks against the engine."""
+        self.told: Callable[[float], None] = lambda free_until: None
+        """Called with each new ``free_until``."""
 
     def _told(self) -> None:
         paused, silence = self._pause.until > 0.0, self._silence
@@ -201,6 +204,7 @@ class Breaker:
             self.free_until = -math.inf
         else:
             self.free_until = silence.due_at
+        self.told(self.free_until)
 
     @property
     def closed(self) -> bool:

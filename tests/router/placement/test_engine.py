@@ -19,7 +19,8 @@ from router.index.model import FleetResidency
 from router.index.query_plan import EngineHit
 from router.placement.affinity import ShadowPrompt, ShadowSpec
 from router.placement.candidate import Hit
-from router.placement.engine import Accounts, Engine, PromptView, candidates
+from router.placement.eligible import candidates
+from router.placement.engine import Accounts, Engine, PromptView
 from router.placement.inflight import InflightPrefixes
 from router.placement.others import OthersLoad
 from router.placement.placement import _kept

@@ -13,7 +13,7 @@ from router.placement.placement import Placement
 
 def _placement(costs_s: list[float], servers: list[int], chosen: int) -> Any:
     engines = [SimpleNamespace(engine=SimpleNamespace(base_url=f"http://e:{server}")) for server in servers]
-    choice = SimpleNamespace(costs=[SimpleNamespace(total_s=cost_s) for cost_s in costs_s])
+    choice = SimpleNamespace(scored=SimpleNamespace(totals=costs_s))
     decision = SimpleNamespace(choice=choice, engines=engines)
     return cast("Any", SimpleNamespace(decision=decision, base_url=f"http://e:{chosen}"))
 

@@ -23,7 +23,8 @@ from router.app import Router
 from router.config.schema import Config
 from router.fleet.engines import EngineAddress
 from router.openai.errors import ApiError
-from router.placement.engine import PromptView, candidates
+from router.placement.eligible import candidates
+from router.placement.engine import PromptView
 from router.placement.others import NO_OTHERS, OthersLoad
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip

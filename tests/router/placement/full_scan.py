@@ -1,0 +1,275 @@
+"""The whole decision by reading every engine anew: the oracle of ``FleetSnapshot`` and of scoring by lists.
+
+One loop over the engines makes a candidate of each, a second one scores it, and the choice is among all. It
+is how the router decided before it kept snapshots, and states what they must give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from router.feeds.base import FeedState
+from router.placement.candidate import Candidate, Hit, PolicySettings, Reason
+from router.placement.cost import (
+    COLD_FRACTION,
+    PROBE_COST_MAX_S,
+    TIE_FRACTION,
+    TIE_S,
+    favourite,
+)
+from router.placement.engine import Engine, PromptView
+from router.placement.others import NO_OTHERS
+from router.placement.saturation import PILE
+
+_READY = FeedState.READY
+_SCARCE_AT_S = 5.0
+
+
+def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list[Candidate]:
+    """These engines as candidates for one prompt, in order: hit, load and rates of each."""
+    by_engine, others = asked.others, None if asked.others is None else NO_OTHERS
+    tokens, order = asked.tokens, asked.order
+    held_by = {**asked.nothing, **asked.held}
+    for hit_of, names in asked.alike:
+        held_by.update(dict.fromkeys(names, hit_of))
+    found: list[Candidate] = []
+    for engine in engines:
+        name, feed = engine.engine_id, engine.feed
+        held = held_by.get(name)
+        hit = engine.hit(asked, held)
+        ready = held is not None and feed is not None and feed.state is _READY and held.mode != "unknown"
+        if ready and engine.evictions.crowded and hit.soon_tokens:
+            hit = engine.after_evictions(hit, asked)
+        rate, interference_s = engine.rates.current(now)
+        if by_engine:
+            others = by_engine.get(name, NO_OTHERS)
+        load = engine.load
+        queue_s, running, waiting, idle_s, late_s, recent_s = load.ahead(now, others, rate)
+        candidate = Candidate(
+            name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
+        )
+        behind_pages = 0
+        if order is not None and waiting and engine.takes_order:
+            work_s = rate * (tokens - hit.whole_tokens)
+            behind_s, behind_pages = load.behind(order.rank_s(work_s), rate)
+            candidate.queue_s = max(0.0, queue_s - behind_s)
+        if tokens > load.pages.surely_fits_tokens:
+            candidate.room_s = load.pages.wait_s(tokens, behind_pages)
+            candidate.pool_share = load.pages.share(tokens)
+        found.append(candidate)
+    return found
+
+
+class Scored(NamedTuple):
+    """Costs in the order of the candidates; ``parts``: cached tokens, shared prefix, work, load."""
+
+    candidates: Sequence[Candidate]
+    prompt_tokens: int
+    settings: PolicySettings
+    totals: list[float]
+    queues: list[float]
+    parts: list[tuple[int, int, float, float]]
+    longest_shared_prefix: int
+
+
+def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> Scored:
+    """Score every candidate."""
+    most = prompt_tokens - 1
+    beta, price = settings.beta, 1 + settings.eviction_premium
+    spread, mean_s = settings.spread, 0.0
+    if spread:
+        mean_s = math.fsum([candidate.recent_s for candidate in candidates]) / len(candidates)
+    totals: list[float] = []
+    queues: list[float] = []
+    parts: list[tuple[int, int, float, float]] = []
+    hit: Hit | None = None
+    part = 0, 0, 0.0, 0.0
+    longest, loads, by_rate, load_s = 0, False, 0.0, 0.0
+    for candidate in candidates:
+        if candidate.hit is not hit:
+            hit = candidate.hit
+            cached, shared_prefix, load_s = hit.whole_tokens, hit.shared_prefix_tokens, 0.0
+            cached = min(cached, most)
+            if cached > hit.soon_tokens:
+                loads, load_s = True, _load_s(hit, cached, settings)
+            shared_prefix = min(shared_prefix, most)
+            if hit.replay_tokens and cached > hit.replay_tokens:
+                cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
+            if shared_prefix > cached:
+                by_rate = price * (prompt_tokens - cached - beta * (shared_prefix - cached))
+            else:
+                shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
+            longest = max(longest, shared_prefix)
+            part = cached, shared_prefix, by_rate, load_s
+        queue_s = candidate.queue_s
+        if candidate.room_s:
+            queue_s = max(queue_s, settings.room_share * candidate.room_s)
+        decode_s = candidate.decode_interference_s * candidate.running
+        total_s = queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s
+        if candidate.recent_s > mean_s:
+            total_s += spread * (candidate.recent_s - mean_s)
+        if candidate.pool_share:
+            total_s += _crowding_s(candidate, prompt_tokens - part[0], settings)
+        totals.append(total_s)
+        queues.append(queue_s)
+        parts.append(part)
+    scored = Scored(candidates, prompt_tokens, settings, totals, queues, parts, longest)
+    if loads:
+        _add_scarcity(scored)
+    return scored
+
+
+def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
+    """Return the price of computing ``uncached`` tokens where prompts wait for pages.
+
+    Each second of prefill keeps ``pool_share`` of the pool from those that wait, as far as they wait for
+    pages rather than for computing.
+    """
+    room_s = candidate.room_s
+    if room_s <= candidate.queue_s:
+        return 0.0
+    waiting = settings.crowding * candidate.pool_share * candidate.waiting
+    return (1.0 - candidate.queue_s / room_s) * waiting * candidate.prefill_s_per_token * uncached
+
+
+def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
+    near = min(hit.near_tokens, cached)
+    near_s = settings.load_s_per_token * (near - hit.soon_tokens)
+    return near_s + settings.storage_load_s_per_token * (cached - near)
+
+
+def _add_scarcity(scored: Scored) -> None:
+    """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``eviction_s``) if a part of the
+    prompt can be loaded."""
+    candidates, settings = scored.candidates, scored.settings
+    late_s = math.fsum([candidate.late_s for candidate in candidates]) / len(candidates)
+    scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
+    for index, candidate in enumerate(candidates):
+        scored.totals[index] += sum(_beside_loads(candidate, scored.prompt_tokens, settings, scarcity))
+
+
+def _beside_loads(
+    candidate: Candidate, prompt_tokens: int, settings: PolicySettings, scarcity: float
+) -> tuple[float, float]:
+    """Seconds for the engine's sequences, and for the pages that this prompt takes."""
+    taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
+    sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
+    return sequences_s, scarcity * candidate.prefill_s_per_token * taken
+
+
+class _Bound:
+    """The largest accepted difference from the shortest queue."""
+
+    __slots__ = ("_factor", "_gap_s", "_queue_s", "_service_s")
+
+    def __init__(self, queue_s: float, total_s: float, settings: PolicySettings) -> None:
+        self._queue_s = queue_s
+        self._service_s = total_s - queue_s
+        self._gap_s = settings.queue_gap_s
+        self._factor = settings.saving_factor
+
+    def allows(self, queue_s: float, total_s: float) -> bool:
+        gap_s = queue_s - self._queue_s
+        # Compared with the engine of the shortest queue: no engine is flooded for its cache.
+        return gap_s <= self._gap_s or gap_s <= self._factor * (self._service_s - (total_s - queue_s))
+
+
+def pick(scored: Scored, key: int) -> tuple[int, Reason]:
+    """Position of the choice, and the reason; candidates are given by their positions."""
+    totals, queues, settings = scored.totals, scored.queues, scored.settings
+    if len(totals) == 1:
+        return 0, "only"
+    best = second = math.inf
+    for total_s in totals:
+        if total_s < best:
+            second, best = best, total_s
+        elif total_s < second:
+            second = total_s
+    cheapest = totals.index(best)
+    cold = scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens
+    queue_s, gap_s = queues[cheapest], settings.queue_gap_s
+    if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
+        own_rate = scored.candidates[cheapest].prefill_s_per_token
+        if second > best + _tie_s(own_rate, scored.prompt_tokens, settings):
+            return cheapest, "cheapest"
+    return _pick_bounded(scored, cheapest, key, cold=cold)
+
+
+def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
+    """Largest difference of equal costs, if the fastest engine has this rate."""
+    share_s = TIE_FRACTION * (1 + settings.eviction_premium) * prompt_tokens * rate
+    return max(share_s, TIE_S)
+
+
+def _pick_bounded(scored: Scored, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
+    """``_pick`` if a bound may apply, or there may be engines to probe, or equal costs."""
+    candidates, settings = scored.candidates, scored.settings
+    queues, totals = scored.queues, scored.totals
+    shortest, best = min(queues), totals[cheapest]
+    least = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest])
+    bound = _Bound(shortest, least, settings)
+    allowed: Sequence[int] = range(len(totals))
+    reason: Reason = "cheapest"
+    if not bound.allows(queues[cheapest], best):
+        allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]
+        best = min([totals[i] for i in allowed])
+        reason = "bounded"
+    if cold:
+        due = [i for i, candidate in enumerate(candidates) if candidate.idle_s >= settings.probe_interval_s]
+        dearest = best + PROBE_COST_MAX_S
+        due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
+        if due:
+            return _settle(scored, due, key), "probe"
+    fastest = min([c.prefill_s_per_token for c in candidates])
+    limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
+    equals = [i for i in allowed if totals[i] <= limit]
+    if len(equals) == 1:
+        return equals[0], reason
+    if reason == "cheapest":
+        equals = [i for i in equals if bound.allows(queues[i], totals[i])]
+        reason = "tie"
+    return _settle(scored, equals, key), reason
+
+
+def _settle(scored: Scored, equals: list[int], key: int) -> int:
+    """Break a tie: the longest shared prefix (it is free, and keeps prefixes together), then rendezvous."""
+    shared_prefixes = [scored.parts[i][1] for i in equals]
+    longest_shared_prefix = max(shared_prefixes)
+    longest = [
+        i
+        for i, shared_prefix in zip(equals, shared_prefixes, strict=True)
+        if shared_prefix == longest_shared_prefix
+    ]
+    if len(longest) == 1:
+        return longest[0]
+    return longest[favourite([scored.candidates[i].engine_id for i in longest], key)]
+
+
+def waits_least_s(candidates: Sequence[Candidate]) -> float:
+    """``predicted_wait_s``."""
+    return min(
+        max(one.queue_s, one.room_s) if one.running or one.waiting else one.queue_s for one in candidates
+    )
+
+
+def has_room(candidates: Sequence[Candidate], saturation_s: float, requests_max: int | None) -> bool:
+    """``any_room``."""
+    return any(
+        one.queue_s <= saturation_s and (requests_max is None or one.running + one.waiting < requests_max)
+        for one in candidates
+    )
+
+
+def joins(candidates: Sequence[Candidate], tokens: int, share: float, saturation_s: float) -> bool:
+    """``joins_sibling``."""
+    least = max(1.0, share * tokens)
+    return any(one.hit.common_tokens >= least and one.queue_s <= PILE * saturation_s for one in candidates)
+
+
+def longest(candidates: Sequence[Candidate]) -> tuple[int, int, int]:
+    """Tokens of the longest hit and of the next, and the first engine that has it."""
+    tokens = [one.hit.whole_tokens for one in candidates]
+    most, second = sorted([0, *tokens])[:-3:-1]
+    return most, second, tokens.index(most) if most else 0
