@@ -18,6 +18,7 @@ from router.config.errors import ConfigError
 from router.fleet.statement import read_pool_blocks
 from router.simulate.advise_trials import (
     ALIKE,
+    NO_PULL,
     Advice,
     TrialResult,
     doubt,
@@ -294,7 +295,7 @@ def _show(
             f"{one.p90_s:.2f}",
             f"{one.p99_s:.2f}",
             f"{100 * one.busy_share:.0f}",
-            "" if one.topic == "now" or one.value == ALIKE else f"{one.change:+.1%}",
+            "" if one.topic == "now" or one.value in {ALIKE, NO_PULL} else f"{one.change:+.1%}",
         )
     console.print(table)
     if unsure:

@@ -28,15 +28,18 @@ from router.simulate.tiers import (
     read_store,
 )
 
-Topic = Literal["now", "routing", "retention", "memory", "tiers", "engines", "apart", "knobs"]
+Topic = Literal["now", "routing", "retention", "memory", "tiers", "pull", "engines", "apart", "knobs"]
 RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)
 MEMORY = (0.5, 2.0)
 HOST = "400%"
 # Memory outside the GPUs to try, in the syntax of ``--host-memory`` and ``--store``.
 STORES = ("400%:gbit_s=25", "400%:gbit_s=100")
+# Links between engines that pull prefixes from each other's host memory.
+PULL_GBIT_S = (25.0, 100.0)
 ENGINE_FACTORS = (0.5, 0.75, 1.5, 2.0)
 PREFILL_SHARES = (0.25, 0.5, 0.75)
 ALIKE = "all alike"
+NO_PULL = "host memory alone"
 BLIND = ("least-load", "power-of-two")
 # (beta, eviction_premium) to try beside the current settings.
 KNOBS = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.5), (0.25, 2.0))
@@ -57,7 +60,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """A trial's numbers, means over the seeds. ``change``: change of the mean TTFT relative to the base; for
-    topic ``apart``, to its first trial."""
+    topics ``apart`` and ``pull``, to the first trial of the topic."""
 
     topic: Topic
     value: str
@@ -103,6 +106,7 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
         for factor in MEMORY
     ]
     found += [changed("tiers", name, tiers=tiers) for name, tiers in more_tiers(setup).items()]
+    found += pulls(setup)
     factors = ENGINE_FACTORS if ttft_target_s is None else (*ENGINE_FACTORS, 3.0, 4.0)
     counts = sorted({max(1, round(factor * setup.engines)) for factor in factors} - {setup.engines})
     found += [changed("engines", str(count), engines=count) for count in counts]
@@ -132,6 +136,27 @@ def splits(setup: FleetSetup) -> list[Trial]:
             variant=msgspec.structs.replace(serving, prefill=count),
         )
         for count in (0, *counts)
+    ]
+
+
+def pulls(setup: FleetSetup) -> list[Trial]:
+    """Return trials of engines that pull prefixes, by the link; the first has host memory alone."""
+    if setup.engines < 2:
+        return []
+    tiers = setup.tiers or TierSetup(block_bytes=block_bytes(setup.groups, KV_KIB_PER_TOKEN))
+    if tiers.host is None:
+        host = read_host(HOST, setup.num_blocks, tiers.block_bytes)
+        tiers = msgspec.structs.replace(tiers, host=host)
+    return [
+        Trial(
+            topic="pull",
+            value=f"{link:g} Gbit/s" if link else NO_PULL,
+            setup=msgspec.structs.replace(
+                setup, tiers=msgspec.structs.replace(tiers, pull_bytes_per_s=link * 1e9 / 8)
+            ),
+            variant=VARIANTS["kvatlas"],
+        )
+        for link in (0.0, *PULL_GBIT_S)
     ]
 
 
@@ -221,14 +246,15 @@ def reusable_share(requests: Sequence[Request]) -> float:
 def results_of(
     tried: Sequence[Trial], outcomes: Mapping[Job, Outcome], seeds: Sequence[int]
 ) -> list[TrialResult]:
-    """Return the trials' numbers in order; trials of topic ``apart`` are compared with their first."""
-    base = [outcomes[tried[0].job(seed)] for seed in seeds]
-    alike = next((trial for trial in tried if trial.topic == "apart"), None)
-    against = [] if alike is None else [outcomes[alike.job(seed)] for seed in seeds]
+    """Return the trials' numbers in order; those of topics ``apart`` and ``pull`` are compared with the first
+    of their topic."""
+    firsts = {trial.topic: trial for trial in reversed(tried)}
     results = []
     for trial in tried:
         found = [outcomes[trial.job(seed)] for seed in seeds]
-        one = result_of_trial(trial, found, against if trial.topic == "apart" else base)
+        first = firsts[trial.topic] if trial.topic in {"apart", "pull"} else tried[0]
+        against = [outcomes[first.job(seed)] for seed in seeds]
+        one = result_of_trial(trial, found, against)
         if trial.variant.prefill:
             one = msgspec.structs.replace(one, apart=verdict(against, found))
         results.append(one)
@@ -282,6 +308,7 @@ def judge(
     found.append(_retention(setup, base, by_topic.get("retention", [])))
     found.append(_memory(setup, base, by_topic["memory"]))
     found += _tiers(setup, base, by_topic.get("tiers", []))
+    found += _pull(setup, by_topic.get("pull", []))
     found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
     found += _apart(by_topic.get("apart", []))
     found.append(_knobs(setup, base, by_topic["knobs"]))
@@ -380,6 +407,25 @@ def _tiers(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) 
         f"Now: mean {base.mean_s:.3f} s, hit {base.hit_share:.0%}."
     )
     return [Advice(topic="tiers", setting="KV connector", value=best.value if pays else None, text=text)]
+
+
+def _pull(setup: FleetSetup, others: Sequence[TrialResult]) -> list[Advice]:
+    """Report what pulling prefixes between the engines brings beyond host memory alone; nothing for a single
+    engine."""
+    if not others:
+        return []
+    alone, linked = others[0], others[1:]
+    shortest_s = min(one.mean_s for one in linked)
+    best = next(one for one in linked if one.mean_s <= shortest_s * (1 + AS_GOOD))
+    pays = -best.change >= GAIN_MIN and best.every_seed
+    verdict = f"pays over {best.value}" if pays else "would bring little"
+    added = "" if setup.tiers is not None and setup.tiers.host is not None else f" of {HOST}"
+    listed = "; ".join(f"{one.value} {_brings(one)}" for one in linked)
+    text = (
+        f"Pulling prefixes between engines {verdict}: {listed}. "
+        f"With host memory{added} alone: mean {alone.mean_s:.3f} s, hit {alone.hit_share:.0%}."
+    )
+    return [Advice(topic="pull", setting="pull.enabled", value="true" if pays else None, text=text)]
 
 
 def _brings(one: TrialResult) -> str:

@@ -19,10 +19,12 @@ from router.simulate.advise_trials import (
     TrialResult,
     doubt,
     judge,
+    results_of,
     reusable_share,
     trials,
 )
 from router.simulate.setup import FleetSetup
+from router.simulate.study import Outcome
 from router.simulate.tiers import TierSetup, TierSpec
 from tests.router.simulate.support import FULL, HYBRID, line, request, write_lines
 from tests.support.paths import DATA
@@ -34,6 +36,7 @@ BASE = TrialResult(
     topic="now", value="as it is", hit_share=0.4, mean_s=1.0, p90_s=2.0, p99_s=4.0, busy_share=0.5, refused=0,
     change=0.0, every_seed=False,
 )  # fmt: skip
+OUTCOME = Outcome(**{**dict.fromkeys(Outcome.__struct_fields__, 0.5), "refused": 0})
 
 
 def told_with(setup: FleetSetup = SETUP, **means: float) -> list[TrialResult]:
@@ -121,6 +124,46 @@ def test_what_a_fleet_has_behind_its_gpus_is_not_tried_again() -> None:
     has_both = msgspec.structs.replace(SETUP, tiers=TierSetup(block_bytes=1 << 20, host=spec, store=spec))
     advice = judge(has_both, told_with(has_both), reusable=0.5, num_requests=500)
     assert "tiers" not in [one.topic for one in advice]
+
+
+def pulled(*seeds: tuple[float, float, float], setup: FleetSetup = SETUP) -> Advice:
+    """The advice on pulls; by seed: the means without, over 25 and over 100 Gbit/s. The base has 1 s."""
+    found = trials(setup)
+    outcomes = {}
+    for seed, means in enumerate(seeds):
+        links = iter(means)
+        for trial in found:
+            mean_s = next(links) if trial.topic == "pull" else 1.0
+            outcomes[trial.job(seed)] = msgspec.structs.replace(OUTCOME, ttft_mean_s=mean_s)
+    results = results_of(found, outcomes, range(len(seeds)))
+    return of(judge(setup, results, reusable=0.5, num_requests=REQUESTS_MIN), "pull")
+
+
+def test_pulls_are_advised_where_they_beat_the_host_memory_that_they_need() -> None:
+    pays = pulled((0.8, 0.79, 0.6), (0.8, 0.79, 0.6))
+    assert (pays.setting, pays.value) == ("pull.enabled", "true")
+    assert "pays over 100 Gbit/s: 25 Gbit/s brings 1%" in pays.text
+    assert "100 Gbit/s brings 25%" in pays.text
+    assert "With host memory of 400% alone: mean 0.800 s" in pays.text
+    assert "pays over 25 Gbit/s" in pulled((0.8, 0.6, 0.6)).text, "the slower link does as well"
+
+
+def test_pulls_that_bring_less_than_noise_or_not_for_every_seed_are_not_advised() -> None:
+    little = pulled((0.5, 0.49, 0.49))
+    assert little.value is None, "the gain over the base is that of the host memory"
+    assert "would bring little" in little.text
+    assert pulled((0.8, 0.9, 0.5), (0.8, 0.9, 0.81)).value is None
+    assert "costs" in pulled((0.5, 0.6, 0.7)).text
+
+
+def test_pulls_use_the_host_memory_that_a_fleet_has_and_need_two_engines() -> None:
+    spec = TierSpec(blocks=100, bytes_per_s=1e9)
+    has_host = msgspec.structs.replace(SETUP, tiers=TierSetup(block_bytes=1 << 20, host=spec))
+    tiers = [trial.setup.tiers for trial in trials(has_host) if trial.topic == "pull"]
+    assert [one.host for one in tiers if one is not None] == [spec] * 3
+    assert [one.pull_bytes_per_s * 8 / 1e9 for one in tiers if one is not None] == [0, 25, 100]
+    alone = msgspec.structs.replace(SETUP, engines=1)
+    assert not [trial for trial in trials(alone) if trial.topic == "pull"]
 
 
 def test_the_fewest_engines_that_keep_the_target() -> None:
