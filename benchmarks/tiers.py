@@ -1,7 +1,7 @@
 """What memory behind the GPUs brings at real bandwidths, and which policy uses it: simulated fleets.
 
     python -m benchmarks.tiers [--trace TRACE.jsonl.gz] [--seeds 2] [--requests 1500] [--out FILE]
-        [--models gpt-oss-like,mamba-hybrid] [--pulls | --hints]
+        [--models gpt-oss-like,mamba-hybrid] [--pulls | --hints | --scaling]
 
 Eight engines, a pool of 25 % of what the workload fills, 100 KiB of KV per token,
 arrivals so fast that round robin without any memory behind the GPUs is busy for 85 % of the time. All tiers
@@ -15,20 +15,35 @@ pull prefixes from each other's host memory, against one cache of that size that
 ``--hints`` writes the third part: host memory that obeys the router's retention hints (policy ``hinted``)
 against ``lru``, on two engines with a pool of 5 %, so that sessions compete for host memory. The hints are
 made by the router's own code from arrivals alone.
+
+``--scaling`` writes the last part: four engines of which one joins, or is drained, halfway. It compares the
+requests of the five minutes after it without warm-up, with random prompts and with the hottest ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from router.simulate.requests import Request
-from router.simulate.setup import FleetSetup, variants_of
+from publisher.block_hash import NO_EXTRAS, PromptExtras
+from publisher.events import BlockHash
+from router.placement.affinity import PromptMemory
+from router.placement.candidate import Candidate, PlacementRequest, WarmUpSettings
+from router.placement.cost import Choice
+from router.placement.load import LoadSettings, Ticket
+from router.prompts.prompt import Prompt
+from router.simulate.fleet import FleetSim
+from router.simulate.requests import Request, block_hashes
+from router.simulate.router_view import PrefixHit
+from router.simulate.setup import FleetSetup, RequestRun, Variant, variants_of
 from router.simulate.study import (
     Job,
     Outcome,
@@ -74,6 +89,14 @@ HINT_SHARE = 0.75
 HINT_HOSTS = ("100%", "200%", "400%")
 HINT_WORKLOADS = ("pauses", "agents", "tenants", "chat", "documents")
 HINT_TITLE = "# Retention hints: simulated fleets"
+
+SCALED_ENGINES, SCALED_S = 4, 300.0
+"""Engines while all are there, and the time after one joined or was drained that is looked at."""
+SCALED_WORKLOADS = ("agents", "tenants", "chat")
+SCALED_TITLE = "# Engines that join and leave: simulated fleets"
+WARMED = WarmUpSettings(enabled=True)
+Event = Literal["joins", "leaves"]
+Warming = Literal["none", "random", "hottest"]
 
 Found = dict[tuple[str, str], list[Outcome]]
 """By tier and arm, over the seeds."""
@@ -217,6 +240,214 @@ def hint_intro(seeds: range, count: int, models: str) -> str:
     )
 
 
+class _Whole(msgspec.Struct, frozen=True):
+    """A simulated prompt, as ``PromptMemory`` reads it."""
+
+    request: Request
+    num_prompts: int = 1
+    skips_cache: bool = False
+    extras: PromptExtras = NO_EXTRAS
+
+
+class ScaledFleet(FleetSim):
+    """The last engine joins, or is drained, with the first request after ``at_s``."""
+
+    def __init__(
+        self, setup: FleetSetup, variant: Variant, event: Event, warming: Warming, at_s: float, mean: float
+    ) -> None:
+        super().__init__(setup, variant, mean_prompt_tokens=mean)
+        self._event, self._warming, self._at_s = event, warming, at_s
+        self._memory = PromptMemory(WARMED.memory_tokens)
+        self._steps: dict[int, list[tuple[Request, int]]] = {}
+        self._free_s = [0.0] * setup.engines
+        self._sent: dict[int, tuple[int, Ticket]] = {}
+        self._happened = False
+        self._draws = random.Random(setup.seed)
+        self.warmed_tokens = self._pieces = 0
+
+    def _arrive(self, index: int, request: Request) -> None:
+        if self._now >= self._at_s and not self._happened:
+            self._happened = True
+            self._plan()
+        for place in list(self._steps):
+            self._warm(place)
+        unit = self._scheme.hash_block_size
+        hashes = block_hashes(request, unit)[: request.input_tokens // unit]
+        super()._arrive(index, request)
+        self._memory.add("", cast("Prompt", _Whole(request)), hashes, unit, self._now)
+
+    @property
+    def _places(self) -> list[int]:
+        """Engines that get requests."""
+        last = len(self._engines) - 1
+        return [*range(last), last] if self._happened == (self._event == "joins") else list(range(last))
+
+    def _choose(
+        self,
+        index: int,
+        candidates: list[Candidate],
+        question: PlacementRequest,
+        hashes: Sequence[BlockHash],
+        seen: Sequence[PrefixHit],
+        left_s: float,
+    ) -> tuple[int, Choice, int | None]:
+        places = self._places
+        choice = self._policy([candidates[at] for at in places], question, self._knobs, self._state)
+        return places[choice.index], choice, None
+
+    def _plan(self) -> None:
+        last, tokens_max = len(self._engines) - 1, WARMED.tokens_max
+        found = self._memory.hottest(tokens_max, self._now, lambda _: True)
+        if self._warming == "none":
+            return
+        if self._warming == "random":
+            found = self._memory.hottest(1 << 60, self._now, lambda _: True)
+            self._draws.shuffle(found)
+        for hot in found:
+            request, unit = cast("_Whole", hot.prompt).request, self._scheme.hash_block_size
+            place, end = last, hot.tokens
+            if self._event == "leaves":
+                hashes = block_hashes(request, unit)[: request.input_tokens // unit]
+                hits = [
+                    one.hit.whole_tokens for one in self._candidates(request.input_tokens, hashes, self._now)
+                ]
+                end = min(end, hits[last])
+                if end <= max(hits[:last]):
+                    continue
+                place = min(range(last), key=lambda at: len(self._steps.get(at, ())))
+            if (tokens_max := tokens_max - end) < 0 and self._warming == "random":
+                return
+            self._steps.setdefault(place, []).append((request, end))
+
+    def _warm(self, place: int) -> None:
+        """Send the next piece, if no prompt waits there."""
+        engine = self._engines[place]
+        late = self._now > self._at_s + WARMED.seconds_max
+        if late or place in [at for at, _ in self._sent.values()] or engine.num_waiting:
+            return
+        if self._now < self._free_s[place]:
+            return
+        while self._steps.get(place):
+            (request, end), unit = self._steps[place][0], self._scheme.hash_block_size
+            hashes = block_hashes(request, unit)
+            prompt = hashes[: request.input_tokens // unit]
+            own = self._candidates(request.input_tokens, prompt, self._now)[place]
+            if own.recent_s > WARMED.busy_share_max * LoadSettings().recent_s:
+                return
+            hit = min(own.hit.whole_tokens, end)
+            if end - hit <= self._alignment:
+                self._steps[place].pop(0)
+                continue
+            end = min(end, hit + WARMED.piece_tokens)
+            self.warmed_tokens += end - hit
+            self._pieces += 1
+            index, tokens = -self._pieces, min(end + 1, request.input_tokens)
+            ticket = self._loads[place].admit(
+                uncached_tokens=end - hit, now=self._now, streams=False, prompt_tokens=end
+            )
+            self._sent[index] = place, ticket
+            self._free_s[place] = self._now + (end - hit) / WARMED.tokens_per_s
+            asked = engine.pool.request([0] * tokens, hashes=hashes)
+            self._send(place, RequestRun(index, asked, tokens, 1, self._now))
+            return
+        self._steps.pop(place, None)
+
+    def _first_token(self, run: RequestRun, now: float) -> None:
+        if run.index >= 0:
+            super()._first_token(run, now)
+
+    def _ended(self, run: RequestRun, now: float) -> None:
+        if run.index >= 0:
+            super()._ended(run, now)
+            return
+        place, ticket = self._sent.pop(run.index)
+        self._loads[place].finish(ticket, now)
+
+    def _refused(self, run: RequestRun, now: float) -> None:
+        if run.index >= 0:
+            super()._refused(run, now)
+            return
+        place, ticket = self._sent.pop(run.index)
+        self._loads[place].fail(ticket, now)
+
+
+class ScaledRun(NamedTuple):
+    """Mean and p99 seconds to the first token in the time after, its requests, and tokens computed for
+    warm-up."""
+
+    mean_s: float
+    p99_s: float
+    requests: int
+    warmed_tokens: int
+
+
+def run_scaling(
+    name: str, model: str, seeds: range, count: int
+) -> dict[tuple[Event, Warming], list[ScaledRun]]:
+    """Both events of one workload and layout, by warm-up, over the seeds."""
+    source = WorkloadSource(name=name, requests_max=count)
+    arm = variants_of(ARMS[:1])[ARMS[0]]
+    found: dict[tuple[Event, Warming], list[ScaledRun]] = {}
+    for seed, requests in source.draws(seeds).items():
+        base = _base(requests, model, seed, SCALED_ENGINES)
+        mean = statistics.fmean(request.input_tokens for request in requests)
+        half_s = requests[len(requests) // 2].at_s / base.speed
+        for event in get_args(Event):
+            for warming in get_args(Warming):
+                fleet = ScaledFleet(base, arm, event, warming, half_s, mean)
+                rows = [
+                    row
+                    for row in fleet.run(requests).rows
+                    if half_s <= row.arrived_s < half_s + SCALED_S and row.ttft_s >= 0
+                ]
+                times = sorted(row.ttft_s for row in rows)
+                one = ScaledRun(
+                    statistics.fmean(times), times[int(0.99 * len(times))], len(rows), fleet.warmed_tokens
+                )
+                found.setdefault((event, warming), []).append(one)
+                print(f"{name} {model} seed {seed}, {event}, {warming}: {one}", file=sys.stderr, flush=True)
+    return found
+
+
+def scaling_row(name: str, event: Event, found: dict[tuple[Event, Warming], list[ScaledRun]]) -> str:
+    """One workload, layout and event."""
+    none_s = statistics.fmean(one.mean_s for one in found[event, "none"])
+    cells = [name, event, f"{statistics.fmean(one.requests for one in found[event, 'none']):.0f}"]
+    for warming in get_args(Warming):
+        runs = found[event, warming]
+        mean_s, p99_s = (statistics.fmean(getattr(one, key) for one in runs) for key in ("mean_s", "p99_s"))
+        cell = f"{mean_s:.3f} {p99_s:.1f}"
+        if warming != "none":
+            tokens = statistics.fmean(one.warmed_tokens for one in runs)
+            cell = f"{mean_s / none_s - 1:+.0%} {cell}, {tokens / 1000:.0f}k"
+        cells.append(cell)
+    return "| " + " | ".join(cells) + " |"
+
+
+def scaling_intro(seeds: range, count: int, models: str) -> str:
+    """Return the text above the table: the command, the fleets and the meaning of the cells."""
+    return (
+        f"`python -m benchmarks.tiers --scaling --seeds {len(seeds)} --requests {count} --models {models}`: "
+        f"{SCALED_ENGINES} engines, pool {POOL:.0%}, round robin {LOAD:.0%} busy with all of them, seeds "
+        f"{seeds.start} to {seeds[-1]}. Halfway the last one joins with an empty cache, or is drained. "
+        "Cells: change of the mean against none, mean and p99 seconds to the first token of the requests of "
+        f"the {SCALED_S:g} s after it, tokens computed for warm-up. Prefixes are computed, not pulled, with "
+        "the defaults of `[warm_up]`; the router's own code chooses them. `random`: prompts of the same "
+        "memory and as many tokens. A piece is sent with the next arrival while no prompt waits there."
+    )
+
+
+def write_scaling(options: argparse.Namespace, seeds: range, before: str) -> None:
+    """Write the last part behind the text ``before``."""
+    lines = [SCALED_TITLE, "", scaling_intro(seeds, options.requests, options.models), ""]
+    lines += ["| workload | engine | requests | none | random | hottest |", "|---|---|---|---|---|---|"]
+    for name in [*SCALED_WORKLOADS, *([options.trace] if options.trace else [])]:
+        for model in options.models.split(","):
+            runs = run_scaling(name, model, seeds, options.requests)
+            lines += [scaling_row(f"{Path(name).name}, {model}", event, runs) for event in get_args(Event)]
+            options.out.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+
+
 def _base(
     requests: list[Request], model: str, seed: int, engines: int = ENGINES, pool: float = POOL
 ) -> FleetSetup:
@@ -290,14 +521,20 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--pulls", action="store_true", help="the second half: pulling prefixes")
     parser.add_argument("--hints", action="store_true", help="the third part: retention hints")
+    parser.add_argument("--scaling", action="store_true", help="the last part: engines that join and leave")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tiers.md"))
     options = parser.parse_args()
     if options.seeds < 1 or options.requests < 1:
         parser.error("--seeds and --requests: expected 1 or more")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    whole, _, hinted = _read(options.out).partition(HINT_TITLE)
+    whole, _, scaled = _read(options.out).partition(SCALED_TITLE)
+    scaled = f"\n{SCALED_TITLE}{scaled}" if scaled else ""
+    if options.scaling:
+        write_scaling(options, seeds, whole)
+        return 0
+    whole, _, hinted = whole.partition(HINT_TITLE)
     before, title, after = whole.partition(PULL_TITLE)
-    hinted = f"{HINT_TITLE}{hinted}" if hinted else ""
+    hinted = f"{HINT_TITLE}{hinted.rstrip()}\n" if hinted else ""
     if options.hints:
         lines = [HINT_TITLE, "", hint_intro(seeds, options.requests, options.models), ""]
         lines += ["| workload | host memory | lru | hinted | change |", "|---|---|---|---|---|"]
@@ -305,7 +542,8 @@ def main() -> int:
             for model in options.models.split(","):
                 hint_runs = run_hints(name, model, seeds, options.requests)
                 lines += hint_rows(f"{Path(name).name}, {model}", hint_runs)
-                options.out.write_text(whole.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+                text = whole.rstrip() + "\n\n" + "\n".join(lines) + "\n" + scaled
+                options.out.write_text(text, encoding="utf-8")
         return 0
     if options.pulls:
         lines = [PULL_TITLE, "", pull_intro(seeds, options.requests), ""]
@@ -314,14 +552,16 @@ def main() -> int:
             for model in options.models.split(","):
                 pulls = run_pulls(name, model, seeds, options.requests)
                 lines.append(pull_row(f"{Path(name).name}, {model}", pulls))
-                options.out.write_text(before + "\n".join(lines) + "\n\n" + hinted, encoding="utf-8")
+                text = before + "\n".join(lines) + "\n\n" + hinted + scaled
+                options.out.write_text(text, encoding="utf-8")
         return 0
     lines = ["# Memory behind the GPUs: simulated fleets", "", intro(seeds, options.requests), ""]
     for name in ["agents", "tenants", *([options.trace] if options.trace else [])]:
         for model in options.models.split(","):
             lines += table(f"{Path(name).name}, {model}", run_workload(name, model, seeds, options.requests))
             # Finished tables stay if a later one fails.
-            options.out.write_text("\n".join(lines) + "\n" + title + after + hinted, encoding="utf-8")
+            text = "\n".join(lines) + "\n" + title + after + hinted + scaled
+            options.out.write_text(text, encoding="utf-8")
     return 0
 
 

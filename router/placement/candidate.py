@@ -423,6 +423,9 @@ class WarmUpSettings(msgspec.Struct, frozen=True, kw_only=True):
     piece_tokens: int = 4096
     """Tokens that are computed at once. Longer prefixes are computed piece by piece, each while no prompt
     waits at the engine."""
+    busy_share_max: float = 0.3
+    """Nothing is computed while the work that the engine was given in the last half minute, warm-up included,
+    fills more than this share of it. Pulls are not bound to it."""
     seconds_max: float = 300.0
     """Time after which the rest is dropped."""
     memory_tokens: int = 4_000_000
@@ -432,6 +435,8 @@ class WarmUpSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("tokens_per_s", "seconds_max"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
+        if not 0 <= self.busy_share_max <= 1:
+            raise ValueError(f"busy_share_max must be from 0 to 1, got {self.busy_share_max}")
         for name in ("tokens_max", "piece_tokens", "memory_tokens"):
             if getattr(self, name) < 256:
                 raise ValueError(f"{name} must be at least 256, got {getattr(self, name)}")

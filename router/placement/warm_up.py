@@ -29,6 +29,7 @@ from router.pd.transfer import source_params
 from router.placement.affinity import PROMPTS_MAX, HotPrompt, PromptMemory
 from router.placement.candidate import Candidate, WarmUpSettings
 from router.placement.engine import Accounts, Engine, order_of
+from router.placement.load import LoadSettings
 from router.placement.pull import Pulls
 from router.prompts.prompt import Prompt
 from router.proxy.disaggregated import new_transfer_id
@@ -47,6 +48,7 @@ _ASK_S: Final = 120.0
 _FAILURES_MAX: Final = 3
 # Of the pool; the rest is for its own requests.
 _POOL_SHARE: Final = 0.5
+_RECENT_S: Final = LoadSettings().recent_s
 _LOW: Final = 2
 _OK: Final = 200
 
@@ -229,6 +231,11 @@ class WarmUps:
             pulled = source is not None and min(hot.tokens, held[source.engine_id]) >= end
             if pulled and source is not None:
                 end = min(hot.tokens, held[source.engine_id])
+            elif own.recent_s > self._settings.busy_share_max * _RECENT_S:
+                # Where engines are busy, work for requests that may not come delays those that are there
+                # (benchmarks/results/tiers.md).
+                await asyncio.sleep(_LOOK_EVERY_S)
+                continue
             came = await self._send(target, own, hot, hit, end, source if pulled else None)
             if came is None:
                 return "failed"

@@ -222,16 +222,21 @@ async def test_long_prefixes_are_computed_piece_by_piece_and_in_the_low_class() 
         assert fleet.stats.tokens == 1200
 
 
-async def test_nothing_is_sent_while_prompts_wait_and_the_rest_is_dropped_in_the_end() -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["prompts wait", "worked of late"])
+async def test_nothing_is_computed_by_a_busy_engine_and_the_rest_is_dropped_in_the_end(waits: bool) -> None:
     async with scaled(WarmUpSettings(enabled=True, seconds_max=1.5)) as fleet:
         await fleet.ask(completion(1))
         await fleet.join()
         by_url = {one.engine.base_url: one for one in fleet.rig.router.fleet}
         joined = by_url[fleet.more.base_url]
-        ticket = joined.load.admit(uncached_tokens=10**7, now=fleet.rig.router.clock())
+        clock = fleet.rig.router.clock
+        ticket = joined.load.admit(uncached_tokens=10**7, now=clock())
+        if not waits:
+            joined.load.finish(ticket, clock())
         await fleet.until(dropped=1)
         assert not fleet.stats.tokens
-        joined.load.fail(ticket, fleet.rig.router.clock())
+        if waits:
+            joined.load.fail(ticket, clock())
 
 
 async def test_an_engine_that_refuses_is_left_alone() -> None:
