@@ -79,13 +79,15 @@ def kept_prefixes(
     retention_interval: int | None = 0,
     every_block: bool = False,
     unproven_tokens: int = 0,
+    held_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Return the prefixes of a prompt, in hash blocks, that an engine can hit once it has computed it.
 
     vLLM keeps the windows and states at the last aligned boundary of the prompt, at the junction that the
     visit finds (the end of ``shared_prefix_tokens``) and at multiples of the retention interval; all
-    boundaries if that is None, or if every group is full attention (``every_block``): there the last
-    ``unproven_tokens`` of the prompt prove no boundary. Sizes in tokens.
+    boundaries if that is None, or if every group keeps all its blocks (``every_block``): there the last
+    ``unproven_tokens`` of the prompt prove no boundary. Windows and states up to ``held_tokens``, its own
+    hit, are not computed, so the prompt leaves none there. Sizes in tokens.
     """
     if every_block:
         # Its own look-up spares the last token, but all full blocks are stored
@@ -99,13 +101,13 @@ def kept_prefixes(
     junction = shared_prefix_tokens // alignment * alignment if shared_prefix_tokens < last else whole
     step = alignment if retention_interval is None else retention_interval
     if not step:
-        if not whole:
+        if whole <= held_tokens:
             return ()
-        if junction in {0, whole}:
+        if junction <= held_tokens or junction == whole:
             return (whole // hash_block_size,)
         return junction // hash_block_size, whole // hash_block_size
     ends = sorted({*range(step, last + 1, step), junction, whole})
-    return tuple([end // hash_block_size for end in ends if end])
+    return tuple([end // hash_block_size for end in ends if end > held_tokens])
 
 
 class PrefixNode(msgspec.Struct, eq=False, gc=False):

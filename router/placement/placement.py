@@ -561,12 +561,14 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int) -> tuple[int, ...]:
         alignment=layout.alignment,
         hash_block_size=layout.hash_block_size,
         retention_interval=engine.retention_tokens,
-        every_block=_only_full(layout),
+        every_block=_keeps_all(layout),
         unproven_tokens=layout.lookahead,
+        held_tokens=hit.whole_tokens,
     )
 
 
 @lru_cache(maxsize=256)
-def _only_full(layout: CacheLayout) -> bool:
-    """Every group is full attention: every block is a boundary."""
-    return all(c.family is Family.FULL for c in layout.classes)
+def _keeps_all(layout: CacheLayout) -> bool:
+    """Every group keeps all blocks of a prompt: retention is for windows and Mamba states only
+    (``prefix_cache_retention_interval``, vLLM 0.32)."""
+    return all(c.family in {Family.FULL, Family.CHUNKED} for c in layout.classes)

@@ -430,6 +430,7 @@ class FleetSim:
             hash_block_size=self._scheme.hash_block_size,
             retention_interval=self._setup.retention,
             every_block=self._all_full,
+            held_tokens=candidate.hit.whole_tokens,
         )
         return self._inflight.add(candidate.engine_id, hashes, self._now, kept)
 

@@ -167,6 +167,17 @@ def test_keeps_follows_the_retention_rule() -> None:
     assert kept_prefixes(16, 500, **sizes) == ()
 
 
+def test_a_prompt_leaves_no_windows_or_states_within_its_own_hit() -> None:
+    """It computes nothing there, so vLLM stores nothing there."""
+    sizes = {"alignment": 32, "hash_block_size": 16, "held_tokens": 96}
+    assert kept_prefixes(163, 0, **sizes) == (10,)
+    assert kept_prefixes(163, 100, **sizes) == (10,)
+    assert kept_prefixes(163, 130, **sizes) == (8, 10)
+    assert kept_prefixes(100, 0, **sizes) == ()
+    assert kept_prefixes(163, 0, retention_interval=32, **sizes) == (8, 10)
+    assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (8, 10)
+
+
 operations = st.lists(
     st.tuples(
         st.sampled_from(("add", "prefilled", "end", "drop", "applied")),
