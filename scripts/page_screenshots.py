@@ -3,8 +3,9 @@
     python -m scripts.page_screenshots [FOLDER]        # default: docs/images; six minutes
 
 Simulated engines of two kinds of groups and one that is down, five minutes of chats with common beginnings at
-a changing rate, a model that is not served now and then, one answer in progress. Written: ``page-light.png``
-(1,280 px), ``page-dark-360.png`` (a telephone) and ``page-table-dark-768.png`` (12 engines).
+a changing rate by six sessions, a model that is not served now and then, one answer in progress. Written:
+``page-light.png`` (1,280 px), ``page-sessions-light.png`` (the sessions below it), ``page-dark-360.png`` (a
+telephone) and ``page-table-dark-768.png`` (12 engines).
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ class Shot(NamedTuple):
     width: int
     height: int
     scheme: str
+    top: str = "body"
+    """What is at the top of the picture: a selector."""
 
 
-SMALL_FLEET = (Shot("page-light.png", 1280, 1000, "light"), Shot("page-dark-360.png", 360, 1100, "dark"))
+SMALL_FLEET = (
+    Shot("page-light.png", 1280, 1000, "light"),
+    Shot("page-sessions-light.png", 1280, 420, "light", "section[aria-labelledby=h-sessions]"),
+    Shot("page-dark-360.png", 360, 1100, "dark"),
+)
 LARGE_FLEET = (Shot("page-table-dark-768.png", 768, 960, "dark"),)
 
 
@@ -49,7 +56,8 @@ async def _chats(rig: Rig, traffic_s: float) -> None:
     begun, number = loop.time(), 0
     while (passed := loop.time() - begun) < traffic_s:
         task = f"You work on task {number % 6}. "
-        await rig.chat(task * 40 + TEXT * (20 + 10 * (number % 3)) + f"Question {number}.")
+        text = task * 40 + TEXT * (20 + 10 * (number % 3)) + f"Question {number}."
+        await rig.chat(text, extra_headers={"x-session-id": f"task-{number % 6}"})
         await until(lambda: rig.idle, "request over")
         if number % 40 == 20:
             with suppress(openai.NotFoundError):
@@ -84,10 +92,11 @@ async def _page(count: int, traffic_s: float) -> AsyncIterator[Tab]:
 
 
 async def _shoot(tab: Tab, folder: Path, shots: tuple[Shot, ...]) -> None:
-    for name, width, height, scheme in shots:
+    for name, width, height, scheme, top in shots:
         await tab.size(width, height)
         await tab.prefer(scheme)
         await until(partial(_changed, tab, await tab.text("#data")), "the page is drawn in this size")
+        await tab.js(f"document.querySelector('{top}').scrollIntoView()")
         shot = await tab.call("Page.captureScreenshot", format="png")
         (folder / name).write_bytes(base64.b64decode(shot["data"]))
 
