@@ -17,7 +17,8 @@ against ``lru``, on two engines with a pool of 5 %, so that sessions compete for
 made by the router's own code from arrivals alone.
 
 ``--scaling`` writes the last part: four engines of which one joins, or is drained, halfway. It compares the
-requests of the five minutes after it without warm-up, with random prompts and with the hottest ones.
+requests of the five minutes after it, or those that are left, without warm-up, with random prompts and
+with the hottest ones.
 """
 
 from __future__ import annotations
@@ -431,9 +432,10 @@ def scaling_intro(seeds: range, count: int, models: str) -> str:
         f"{SCALED_ENGINES} engines, pool {POOL:.0%}, round robin {LOAD:.0%} busy with all of them, seeds "
         f"{seeds.start} to {seeds[-1]}. Halfway the last one joins with an empty cache, or is drained. "
         "Cells: change of the mean against none, mean and p99 seconds to the first token of the requests of "
-        f"the {SCALED_S:g} s after it, tokens computed for warm-up. Prefixes are computed, not pulled, with "
-        "the defaults of `[warm_up]`; the router's own code chooses them. `random`: prompts of the same "
-        "memory and as many tokens. A piece is sent with the next arrival while no prompt waits there."
+        f"the {SCALED_S:g} s after it, or until the last one, tokens computed for warm-up. Prefixes are "
+        "computed, not pulled, with the defaults of `[warm_up]`; the router's own code chooses them. "
+        "`random`: prompts of the same memory and as many tokens. A piece is sent with the next "
+        "arrival while no prompt waits there."
     )
 
 
