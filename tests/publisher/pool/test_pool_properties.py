@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,8 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import GroupSpec
+from tests.publisher.pool.layouts import FAMILIES
+from tests.publisher.pool.pool_load import Alone, load_rng, run_load
 from tests.publisher.pool.pools import CopyCounter, chunked, full, mamba, window
-from tests.support.examples import examples
+from tests.support.examples import examples, some
 
 MIXES: list[tuple[int, tuple[GroupSpec, ...]]] = [
     (16, (full(0),)),
@@ -125,3 +129,17 @@ PoolMachine.TestCase.settings = settings(
     max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestPoolMachine = pytest.mark.timeout(120)(PoolMachine.TestCase)
+
+
+RECORD = json.loads((Path(__file__).parent / "recorded_runs.json").read_text())
+
+
+def test_every_family_is_recorded() -> None:
+    assert set(RECORD["digests"]) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, 4))
+def test_run_equals_vllms(family: str) -> None:
+    side = Alone(FAMILIES[family], load_rng(family, RECORD["seed"]))
+    run_load(side, RECORD["requests"])
+    assert side.digest == RECORD["digests"][family]

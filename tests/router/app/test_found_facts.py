@@ -1,16 +1,28 @@
-"""Facts that are not configured: an engine with a drafter is predicted exactly, and the router says why."""
+"""Facts that are not configured: found, read of ``config.json``, or shown as missing."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
+from publisher.block_hash import HashScheme
 from publisher.events import GroupSpec
 from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from publisher.zmq_publisher import ZmqPublisher
+from router.config.schema import ModelConfig
+from router.fleet.engines import EngineAddress
+from router.prompts.settings import ANY_MODEL
+from tests.support.event_writer import Writer
 from tests.support.front import fronting
-from tests.support.waiting import until
+from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 DRAFTED = {"groups": (GroupSpec(0, "full_attention", 16, is_eagle=True),)}
@@ -78,3 +90,111 @@ async def test_server_info_says_it_at_once() -> None:
 
 def fact(value: object, source: str, certainty: str) -> dict[str, object]:
     return {"name": "eagle_groups", "value": value, "source": source, "certainty": certainty}
+
+
+SCHEME = HashScheme()
+OLD = (Writer(SCHEME, kind=None), Writer(SCHEME, kind=None, group=1))
+"""Events as those of vLLM 0.20 and 0.21."""
+NEW = (Writer(SCHEME, kind="sliding_window", window=32), Writer(SCHEME, group=1))
+TOKENS = list(range(3, 103))
+
+
+def model_folder(folder: Path) -> Path:
+    shutil.copytree(DEMO_TOKENIZER_DIR, folder)
+    content = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+async def show(rig: Rig, publisher: ZmqPublisher, writers: tuple[Writer, ...]) -> None:
+    publisher.publish([writer.stored(TOKENS) for writer in writers])
+    (engine,) = rig.router.fleet
+    await until(lambda: engine.layout is not None and len(engine.layout.groups) == len(writers), "groups")
+
+
+@pytest.mark.parametrize(
+    ("writers", "kinds", "windows"),
+    [
+        (OLD, ["sliding_window", "full_attention"], [64, None]),
+        (OLD[:1], ["full_attention"], [None]),
+        (NEW, ["sliding_window", "full_attention"], [32, None]),
+    ],
+    ids=["named by no event", "another number of groups", "named by the events"],
+)
+def test_kinds_and_windows_of_groups(
+    tmp_path: Path, writers: tuple[Writer, ...], kinds: list[str], windows: list[int | None]
+) -> None:
+    publisher = ZmqPublisher("tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
+
+    async def main() -> None:
+        publisher.start()
+        async with running({"publish_events": False}) as (engine,):
+            given = EngineAddress(engine.base_url, None, publisher.endpoint, publisher.replay_endpoint)
+            model = ModelConfig(tokenizer=str(model_folder(tmp_path / "model")))
+            config = configure(given, models={ANY_MODEL: model})
+            with capture_logs() as logs:
+                async with routing(config) as rig:
+                    await show(rig, publisher, writers)
+                    (one,) = rig.router.fleet
+
+                    def seen() -> tuple[list[str], list[int | None]]:
+                        groups = () if one.layout is None else one.layout.groups
+                        return [g.kind for g in groups], [g.sliding_window for g in groups]
+
+                    following = rig.router.lifecycle
+                    await until(lambda: MODEL in following._layouts, "compared")
+                    await until(lambda: seen() == (kinds, windows), lambda: f"{seen()}")
+            other = [entry for entry in logs if "config_json_tokens" in entry]
+            assert len(other) == (writers is NEW)
+
+    try:
+        run(main())
+    finally:
+        publisher.close()
+
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [1],
+    "parent_block_hash": None,
+    "token_ids": list(range(16)),
+    "block_size": 16,
+}
+UNUSABLE = {
+    "rejected": ([{"type": "BlockStored", "block_hashes": [1]}], "undecodable 1", "missing required field"),
+    "of an unknown type": ([{"type": "BlockMoved"}], "unknown type BlockMoved 1", ""),
+    "of another kind": ([STORED | {"kv_cache_spec_kind": "hologram"}], "unknown_kind 1", ""),
+    "no batch": (None, "payload_undecodable 1", ""),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+async def test_events_that_cannot_be_used_are_a_problem(kind: str) -> None:
+    events, reason, detail = UNUSABLE[kind]
+    payload = b"\xc1" if events is None else msgspec.msgpack.encode([1.0, events, 0])
+
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        assert engine.publisher is not None
+        engine.publisher._ledger = None  # it would refuse what it cannot read
+        engine.publisher.publish_payload(payload)
+
+        async def problems() -> list[dict[str, str]]:
+            found = (await rig.ask("GET", "/kvatlas/problems"))[1][engine.base_url]
+            return [problem for problem in found if "could be used" in problem["seen"]]
+
+        status = rig.router.fleet.get(engine.base_url)
+        assert status is not None
+        await until(lambda: status.unusable_events > 0, "seen")
+        (problem,) = await problems()
+        assert reason in problem["seen"]
+        assert detail in problem["seen"]
+        assert problem["severity"] == "error"
+        assert "kvatlas record" in problem["remedy"]
+        _, ready = await rig.ask("GET", "/ready")
+        assert f"feeds whose events cannot be used: {engine.base_url}" in ready["reason"]
+        metric = f'kvatlas_feed_unusable_events{{engine="{engine.base_url}"}} 1.0'
+        assert metric in (await rig.ask("GET", "/metrics"))[1]
+        await rig.chat(TEXT * 20)
+        await until(lambda: status.unusable_events == 0, "events that can be used")
+        assert not await problems()
+        assert (await rig.ask("GET", "/ready"))[1]["reason"] == ""

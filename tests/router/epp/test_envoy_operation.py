@@ -1,4 +1,4 @@
-"""Through a real Envoy: certificates, tenants, ranks, and a picker's end as operators see them."""
+"""The picker in operation: health checks, flags, certificates, tenants, ranks and its end behind Envoy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
@@ -18,10 +18,14 @@ from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import KeySettings, digest_of
 from router.epp import exchange
 from router.epp.exchange import select
+from router.epp.grpc import message_frame
+from router.epp.messages import bytes_field
+from router.epp.settings import EppSettings
 from router.fleet.engines import EngineAddress
 from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_envoy import CHAT, FORMS, body, endpoint, epp, gateway, port_of, recorder, stats_of
 from tests.support.envoy import envoy, program
+from tests.support.h2_peer import H2Peer, h2_peer
 from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_ports
 from tests.support.waiting import until
@@ -242,3 +246,70 @@ async def test_a_picker_that_is_told_to_end_leaves_without_a_failed_request(tmp_
                 assert set(statuses) == {200}
                 assert goes.returncode == 0
                 assert stays.poll() is None
+
+
+SERVICES = (b"liveness", b"readiness", b"envoy.service.ext_proc.v3.ExternalProcessor")
+OK = {"grpc-status": "0"}
+
+
+async def check(peer: H2Peer, service: bytes) -> tuple[bytes, dict[str, str]]:
+    """The answer's message, and its last fields."""
+    number = peer.open("/grpc.health.v1.Health/Check")
+    await peer.send(number, message_frame(bytes_field(1, service)), end=True)
+    await peer.until_over(number)
+    return peer.data[number][5:], peer.headers[number][-1]
+
+
+async def test_the_light_pickers_service_serves_once_the_pool_is_known() -> None:
+    """Liveness and readiness of the conformance suite's pods: also while nothing is ready."""
+
+    settings = EppSettings(listen="127.0.0.1:0", health_listen="127.0.0.1:0", tls=False)
+    gone = EngineAddress("http://127.0.0.1:9")
+    async with routing(configure(gone, epp=settings), wait=False) as rig:
+        assert rig.router.picker is not None
+        async with h2_peer(rig.router.picker.addresses["health_listen"][1]) as peer:
+            assert await check(peer, b"readiness") == (b"\x08\x02", OK)
+            assert await check(peer, b"inference-extension") == (b"\x08\x01", OK)
+            rig.router.fleet_sources.unsynced = lambda: ["kubernetes"]  # type: ignore[method-assign]
+            assert await check(peer, b"inference-extension") == (b"\x08\x02", OK)
+
+
+async def test_a_router_that_leaves_is_alive_and_not_ready() -> None:
+    settings = EppSettings(listen="127.0.0.1:0", health_listen="127.0.0.1:0", tls=False)
+    async with running({}) as engines, routing(configure(*engines, epp=settings)) as rig:
+        assert rig.router.picker is not None
+        for _, port in rig.router.picker.addresses.values():
+            async with h2_peer(port) as peer:
+                rig.router.draining = lambda: False
+                assert [await check(peer, name) for name in SERVICES] == [(b"\x08\x01", OK)] * 3
+                rig.router.draining = lambda: True
+                answers = [await check(peer, name) for name in SERVICES]
+                assert answers == [(b"\x08\x01", OK), (b"\x08\x02", OK), (b"\x08\x02", OK)]
+                message, fields = await check(peer, b"nobody")
+                assert (message, fields["grpc-status"]) == (b"", "5")
+
+
+Kvatlas = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_the_light_pickers_flags(kvatlas: Kvatlas) -> None:
+    """As conformance/resources/base.yaml of the Inference Extension has them."""
+    flags = ["--pool-name", "primary", "--pool-namespace", "apps", "--zap-encoder", "json"]
+    ports = ["--grpc-port", "9002", "--grpc-health-port", "9003"]
+    told = kvatlas("epp", *flags, *ports, "--print-config")
+    assert told.returncode == 0
+    for line in (
+        'fleet.kubernetes.inference_pool = "primary"',
+        'fleet.kubernetes.namespaces = ["apps"]',
+        'epp.listen = "0.0.0.0:9002"',
+        'epp.health_listen = "0.0.0.0:9003"',
+        'server.log_format = "json"',
+    ):
+        assert f"{line}  # flag" in told.stdout
+
+
+def test_a_port_given_twice_is_an_error(kvatlas: Kvatlas) -> None:
+    for port, address in (("--grpc-port", "--listen"), ("--grpc-health-port", "--health-listen")):
+        told = kvatlas("epp", port, "9002", address, "127.0.0.1:1", "--print-config")
+        assert told.returncode != 0
+        assert f"{port} 9002 and {address} 127.0.0.1:1: give one of them" in told.stderr

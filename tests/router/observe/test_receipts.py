@@ -1,4 +1,4 @@
-"""Receipts: outcomes, sums, the histogram of errors, and when an engine counts as drifting."""
+"""Receipts: outcomes, sums, histograms, drift, and predicted against measured times to first token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.observe.receipts import (
@@ -15,6 +15,9 @@ from router.observe.receipts import (
     DRIFT_SHARE,
     ERROR_BUCKETS,
     FUNNELS_MAX,
+    HOLDS_S,
+    HOLDS_SHARE,
+    MODELS_MAX,
     OTHER,
     RECEIPTS_KEPT,
     WINDOW,
@@ -23,10 +26,13 @@ from router.observe.receipts import (
     CacheWorth,
     Contradiction,
     EngineReceipts,
+    FirstTokenErrors,
+    FirstTokenParts,
     Outcome,
     Receipt,
     ReceiptLog,
 )
+from tests.support.examples import examples
 
 ENGINE = "http://h:1"
 
@@ -296,3 +302,77 @@ def test_a_pull_says_nothing_of_the_engine_s_own_cache() -> None:
     assert not sums.contradicting
     assert sums.outcomes == {}
     assert sums.first_tokens.margin_s is None
+
+
+SECONDS = st.floats(0, 1000, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "measured_s", "outcome"),
+    [
+        (0.0, 0.04, "held"),
+        (0.0, 0.06, "late"),
+        (10.0, 10.9, "held"),
+        (10.0, 11.1, "late"),
+        (10.0, 9.1, "held"),
+        (10.0, 8.9, "early"),
+        (0.2, 0.16, "held"),
+        (0.2, 0.14, "early"),
+    ],
+)
+def test_a_prediction_holds_within_50_ms_or_a_tenth(
+    predicted_s: float, measured_s: float, outcome: str
+) -> None:
+    errors = FirstTokenErrors()
+    errors.add("m", predicted_s, measured_s)
+    assert {name for name, count in errors.outcomes.items() if count} == {outcome}
+    assert errors.summary().held == (outcome == "held")
+
+
+def test_the_margin_covers_nineteen_of_twenty() -> None:
+    errors = FirstTokenErrors()
+    assert errors.margin_s is None
+    for late_ms in range(WINDOW):
+        errors.add("m", 1.0, 1.0 + late_ms / 1000)
+    assert errors.margin_s == pytest.approx(0.094)
+
+
+def test_early_tokens_need_no_margin() -> None:
+    errors = FirstTokenErrors()
+    errors.add("m", 1.0, 0.5)
+    assert errors.margin_s == 0.0
+
+
+def test_the_margin_follows_the_latest_window() -> None:
+    errors = FirstTokenErrors()
+    for measured_s in [6.0] * WINDOW + [1.0] * WINDOW:
+        errors.add("m", 1.0, measured_s)
+    assert errors.margin_s == 0.0
+    assert errors.summary().measured_s == 1.0
+
+
+def test_models_of_an_engine_beyond_the_bound_share_a_histogram() -> None:
+    errors = FirstTokenErrors()
+    for number in range(3 * MODELS_MAX):
+        errors.add(f"adapter-{number}", 1.0, 1.0)
+    assert len(errors.by_model) == MODELS_MAX + 1
+    assert sum(errors.by_model[OTHER].counts) == 2 * MODELS_MAX
+
+
+def test_parts_add_up() -> None:
+    assert FirstTokenParts(1.0, 2.0, 4.0, 8.0, 16.0).total_s == 31.0
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(pairs=st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=150))
+def test_sums_are_those_of_the_pairs(pairs: list[tuple[float, float]]) -> None:
+    errors = FirstTokenErrors()
+    for predicted_s, measured_s in pairs:
+        errors.add("m", predicted_s, measured_s)
+    latest = pairs[-WINDOW:]
+    held = sum(abs(real - told) <= max(HOLDS_S, HOLDS_SHARE * told) for told, real in latest)
+    summary = errors.summary()
+    assert (summary.held, summary.compared) == (held, len(latest))
+    histogram = errors.by_model["m"]
+    assert sum(histogram.counts) == sum(errors.outcomes.values()) == len(pairs)
+    assert histogram.total == pytest.approx(sum(real - told for told, real in pairs))

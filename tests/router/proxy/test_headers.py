@@ -1,8 +1,19 @@
-"""Which header fields end at this hop, which are replaced, which are added."""
+"""Header fields at this hop, redirects of engines, and other names of models."""
 
 from __future__ import annotations
 
-from tests.support.proxy_rig import Call, Engine, ask, request, routing, says, writes
+import json
+from collections import Counter
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.openai.members import at_once, with_value
+from router.openai.request import Session
+from router.proxy.settings import Aliases
+from tests.support.proxy_rig import CHAT, Call, Engine, Script, answer, ask, request, routing, says, writes
 from tests.support.waiting import run
 
 
@@ -162,3 +173,140 @@ def test_engines_are_asked_for_answers_that_are_not_packed() -> None:
     for fields in (["accept-encoding: gzip, br"], ["connection: accept-encoding", "accept-encoding: br"], []):
         call = run(_seen(*fields))
         assert [value for name, value in call.head.fields if name == "accept-encoding"] == ["identity"]
+
+
+def _redirects_slashes() -> Script:
+    """As Starlette does for a path that it knows without the slash (``Router.redirect_slashes``)."""
+
+    async def script(engine: Engine, call: Call, writer: object) -> None:
+        path = call.head.first[1].partition("?")[0]
+        if path.endswith("/"):
+            location = f"location: http://{call.head['host']}{path.rstrip('/')}"
+            writer.write(answer(307, b"", location))  # type: ignore[attr-defined]
+        else:
+            writer.write(answer(200, b'{"choices": []}'))  # type: ignore[attr-defined]
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("sent", "path"),
+    [
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/chat/completions///?a=b/", "/v1/chat/completions?a=b/"),
+        ("/v1/chat/completions%2F", "/v1/chat/completions"),
+        ("/v1/embeddings/", "/v1/embeddings"),
+        ("/tokenize/", "/tokenize"),
+        ("/v1/responses/resp_1/", "/v1/responses/resp_1"),
+    ],
+)
+async def test_a_slash_at_the_end_is_taken_off(sent: str, path: str) -> None:
+    async with Engine(_redirects_slashes()) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(CHAT, target=sent))
+        assert got.status == 200, got
+        assert [call.head.first[1] for call in engine.calls] == [path]
+        assert rig.planner.requests[0].path == path.partition("?")[0]
+        assert rig.planner.requests[0].model == "m"
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
+@pytest.mark.parametrize("location", ["http://10.0.0.7:8000/v1/x", "//engine:8000/v1/x", "/inner/v1/x"])
+async def test_a_redirect_of_an_engine_is_not_passed_on(status: int, location: str) -> None:
+    script = says(status, b"moved to " + location.encode(), f"Location: {location}")
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        for method in ("POST", "GET"):
+            body = CHAT if method == "POST" else b""
+            got = await ask(rig, request(body, method=method, target="/v1/other"))
+            assert (got.status, got.json()["error"]["code"]) == (404, "path_not_found")
+            assert "location" not in got.head
+            assert location.encode() not in got.body
+        assert len(engine.calls) == 2  # no other engine is asked, and none is blamed
+        assert rig.planner.breakers[engine.url].closed
+        assert all(placement.over for placement in rig.planner.placements)
+
+
+@pytest.mark.parametrize("name", ["Location", "Content-Location", "Refresh"])
+async def test_other_answers_lose_the_fields_that_may_name_the_engine(name: str) -> None:
+    script = says(201, b"{}", f"{name}: http://10.0.0.7:8000/v1/files/1")
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(b"{}", target="/v1/files"))
+        assert (got.status, got.body) == (201, b"{}")
+        assert name.lower() not in got.head
+
+
+@pytest.mark.parametrize("path", ["/v1/v1/chat/completions", "/v1//v1/chat/completions/", "/v1/v1/models"])
+async def test_a_doubled_v1_is_answered_here_with_the_remedy(path: str) -> None:
+    async with Engine(says(404, b"{}")) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(CHAT, target=path))
+        error = got.json()["error"]
+        assert (got.status, error["code"]) == (404, "path_not_found")
+        assert "/v1 is doubled" in error["message"]
+        assert "base_url" in error["message"]
+        missing = await ask(rig, request(CHAT, target="/chat/completions"))
+        assert "/v1 is missing" in missing.json()["error"]["message"]
+        assert not engine.calls
+
+
+async def test_the_openai_client_reads_the_remedy() -> None:
+    async with Engine(says(404, b"{}")) as engine, routing(engine.url) as rig:
+        async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.NotFoundError, match="base_url that has it already"):
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        assert not engine.calls
+
+
+def test_shares_are_kept_and_a_session_stays() -> None:
+    aliases = Aliases({"big": {"a": 3.0, "b": 1.0, "off": 0.0}})
+    asked = Counter(aliases.model_for("big", Session(str(n))) for n in range(4000))
+    assert set(asked) == {"a", "b"}
+    assert 0.70 < asked["a"] / 4000 < 0.80
+    agents = [Session("one of them", agent) for agent in ("", "a", "b", "c")]
+    assert len({aliases.model_for("big", session) for session in agents * 10}) == 1
+    assert {aliases.model_for("big", None) for _ in range(200)} == {"a", "b"}
+    assert aliases.model_for("a", None) is None
+    assert aliases.model_for(None, None) is None
+    assert aliases.items() == [("big", ["a", "b"])]
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ({"x": {}}, "x: expected models"),
+        ({"x": {"a": -1.0}}, "x: expected models"),
+        ({"x": {"a": 0.0}}, "one weight at least"),
+        ({"x": {"y": 1.0}, "y": {"a": 1.0}}, "y is an alias itself"),
+    ],
+)
+def test_what_cannot_be(shares: dict[str, dict[str, float]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Aliases(shares)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(body=st.dictionaries(st.text(max_size=6) | st.just("model"), values, max_size=5), indent=st.booleans())
+def test_only_the_model_changes(body: dict[str, object], indent: bool) -> None:
+    text = json.dumps(body, indent=2 if indent else None).encode()
+    changed = at_once(with_value(text, b"model", 'new "name"'))
+    if "model" in body:
+        assert json.loads(changed) == body | {"model": 'new "name"'}
+        assert list(json.loads(changed)) == list(body)
+    else:
+        assert changed == text
+
+
+def test_of_equal_keys_the_last_counts_as_engines_read_it() -> None:
+    assert (
+        at_once(with_value(b'{"model": "x", "mo\\u0064el" : "y"}', b"model", "z"))
+        == b'{"model": "x", "mo\\u0064el" : "z"}'
+    )
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"model": ', b"not json"])
+def test_what_is_no_object_stays(body: bytes) -> None:
+    assert at_once(with_value(body, b"model", "z")) == body

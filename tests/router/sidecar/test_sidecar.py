@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from publisher.simulator.model import WRONG_MARK
 from router.config.errors import ConfigError
@@ -21,6 +23,8 @@ from router.pd.settings import PdSettings, PdStats, SidecarSettings, hint_field
 from router.proxy.attempt import Attempt
 from router.sidecar import Allowed, SidecarPlacer, check, reloads_of
 from tests.router.app.test_engine_order import watched
+from tests.router.serve.test_reload import Serving
+from tests.support.examples import examples
 from tests.support.front import Front, fronting
 from tests.support.pairs import CONNECTORS, connected
 from tests.support.ports import free_port
@@ -424,3 +428,81 @@ async def test_a_source_that_is_no_endpoint_is_ignored(named: str) -> None:
         status, _, _ = await rig.ask(completion(1), **{"x-kv-cache-source-host-port": named})
         assert status == 200
         assert rig.sidecar.pd_stats.kv_sources_refused == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "endpoint", "expected"),
+    [
+        ("10.0.0.7:8000", "10.0.0.7:8000", True),
+        ("10.0.0.7:8000", "10.0.0.7:8001", False),
+        ("10.0.0.7:8000", "10.0.0.8:8000", False),
+        ("10.4.0.0/16:8000", "10.4.255.1:8000", True),
+        ("10.4.0.0/16:8000", "10.5.0.1:8000", False),
+        ("10.4.0.0/16:8000", "10.4.0.1.evil.example:8000", False),
+        ("[fd00::/8]:8000", "[fd12::1]:8000", True),
+        ("[fd00::/8]:8000", "[fe80::1]:8000", False),
+        ("[fd00::1]:8000", "[fd00:0::1]:8000", True),
+        ("10.0.0.0/8:8000", "[::ffff:10.0.0.1]:8000", False),
+        ("prefill.svc:8000", "Prefill.svc:8000", True),
+        ("prefill.svc:8000", "prefill.svc.evil:8000", False),
+    ],
+)
+def test_patterns(pattern: str, endpoint: str, expected: bool) -> None:
+    assert (endpoint in Allowed([pattern])) is expected
+
+
+def test_what_a_source_names_is_allowed_as_long_as_it_does() -> None:
+    allowed = Allowed([])
+    assert "10.0.0.1:8000" not in allowed
+    allowed.listed = frozenset({"10.0.0.1:8000"})
+    assert "10.0.0.1:8000" in allowed
+    assert "10.0.0.1:22" not in allowed
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0.1", ":8000", "10.0.0.1:0", "10.0.0.1:70000", "10.4.1.0/16:80"])
+def test_a_pattern_that_is_none_is_said_to_be_so(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected HOST:PORT|has host bits set"):
+        Allowed([text])
+
+
+_NETWORK = Allowed(["10.4.0.0/16:8000"])
+
+
+@settings(max_examples=examples(200))
+@given(st.text(st.sampled_from("014.x:[]/@"), max_size=20), st.sampled_from([80, 8000]))
+def test_no_name_slips_into_a_network(host: str, port: int) -> None:
+    if f"{host}:{port}" in _NETWORK:
+        assert port == 8000
+        assert host.strip("[]").startswith("10.4.")
+
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+
+class Beside(Serving):
+    """``kvatlas sidecar --config`` of a file that the test writes."""
+
+    command = "sidecar"
+
+    def allow(self, prefill: str) -> None:
+        self._path.write_text(
+            f'[server]\nport = {self.port}\nops_port = {self.ops}\n[sidecar]\nprefills = ["{prefill}"]\n'
+        )
+
+
+async def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    sidecar = Beside(tmp_path, 1)
+    sidecar.allow("10.0.0.0/8:8000")
+    await sidecar.start()
+    try:
+        await sidecar.counts("applied", 0)
+        sidecar.allow("no port")
+        sidecar.hup()
+        await sidecar.counts("refused", 1)
+        assert "sidecar.prefills" in sidecar.log
+        sidecar.allow("10.0.0.0/16:8000")
+        sidecar.hup()
+        await sidecar.counts("applied", 1)
+    finally:
+        status = await sidecar.stop()
+    assert status == 0, sidecar.log

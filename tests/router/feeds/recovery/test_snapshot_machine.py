@@ -1,11 +1,18 @@
-"""When the machine asks for a snapshot, and what it makes of the answer."""
+"""When the machine asks for a snapshot, what it does with the answer, and recovery under every fault."""
 
 from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
 
 from publisher.events import BlockRemoved, DecodedBatch
 from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 from router.feeds.machine import FeedMachine
 from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
+from tests.support.examples import some
+from tests.support.feed_world import run
 
 OURS, OTHER = b"publisher number", b"another process!"
 
@@ -127,3 +134,29 @@ def test_progress_keeps_a_long_snapshot_from_being_given_up() -> None:
         driven.tick(6.0)
         driven.machine.progress(driven.now, driven.request.request_id)
     assert driven.taken(Cut(2, OURS))[0] is Adopt
+
+
+BLOCK = 30
+SEEDS = int(os.environ.get("KVATLAS_RECOVERY_SEEDS") or 300)
+ONE = os.environ.get("KVATLAS_RECOVERY_SEED")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", [int(ONE)] if ONE else some(range(0, SEEDS, BLOCK), 10))
+def test_nothing_is_lost_and_nothing_is_invented(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + (1 if ONE else BLOCK)):
+        try:
+            world = run(seed)
+        except Exception as error:
+            command = f"KVATLAS_RECOVERY_SEED={seed} python -m pytest {os.path.relpath(__file__)}"
+            raise AssertionError(f"seed {seed}: {error}; again with: {command}") from error
+        seen[str(world.stats.state)] += 1
+        seen["snapshots"] += world.stats.snapshots
+        seen["replays"] += world.stats.replays
+        seen["restarts"] += world.stats.restarts
+        seen["gaps"] += world.stats.gaps
+    if not ONE:  # the faults really happened
+        assert min(seen["ready"], seen["snapshots"], seen["replays"], seen["restarts"], seen["gaps"]) > 5, (
+            seen
+        )

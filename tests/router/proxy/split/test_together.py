@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.pd.settings import PdSettings
+from router.proxy.disaggregated import IdleTracker
 from router.proxy.settings import ProxySettings
 from tests.router.proxy.split.test_legs import GOOD, PairPlanner, all_over, in_turn
 from tests.support.examples import examples
@@ -353,3 +355,27 @@ def test_whatever_fails_a_transfer_is_told_once_and_never_after_its_prefill_fail
             assert most or not stuck, "nobody is told before the prefill has come to an end"
 
     run(main())
+
+
+async def test_a_moment_counts_only_once_those_have_been_woken_whose_answers_were_there() -> None:
+    """A loop that stood still finds an answer that has lain there for long, and the timer that was due
+    meanwhile, in one turn: whose answer it is must be woken first."""
+
+    now = 100.0
+    quiet = IdleTracker(lambda: now)
+    came = asyncio.get_running_loop().create_future()
+    seen: list[float] = []
+
+    async def waits() -> None:
+        await came
+        seen.append(quiet.at_s)
+
+    assert quiet.begin() == 100.0
+    waiting = asyncio.create_task(waits())
+    await asyncio.sleep(0)
+    came.set_result(None)  # the sockets are looked at: it came at 90, of which nobody knows
+    quiet._looked(100.0)  # and then the timer
+    await waiting
+    assert seen == [-math.inf]
+    await until(lambda: quiet.at_s == 100.0, "it counts for those that come later")
+    quiet.end()

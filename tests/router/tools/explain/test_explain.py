@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from publisher.block_hash import NO_EXTRAS, HashScheme
+from publisher.events import SpecClass
 from router.index.hit_rules import order_matters
+from router.index.learn.layout import CacheLayout
 from router.tools.capture import TRACE_SOURCE, encode_line, read_capture, redact
 from router.tools.explain import ExplainOptions, run_explain
-from router.tools.explain_state import EngineExplanation, TokenPrompt, explain_engine
+from router.tools.explain_state import EngineExplanation, TokenPrompt, explain_engine, needs
 from router.tools.replay import facts_of
 from router.tools.replay_player import Player, up_to
 from router.tools.trace_verification import read_trace
+from tests.router.index.rules.layouts import evaluate_one, models, residencies
 from tests.support.captures import (
     BLOCK,
     CAPTURES,
@@ -28,7 +33,7 @@ from tests.support.captures import (
     truth,
     write,
 )
-from tests.support.examples import some
+from tests.support.examples import examples, some
 from tests.support.paths import TRACES
 from tests.vllm.make_captures import RESET_AFTER
 
@@ -196,3 +201,29 @@ def test_a_wrong_scheme_finds_nothing(tmp_path: Path) -> None:
     scheme = HashScheme(seed="other", hash_block_size=BLOCK)
     found = explain_engine(at(path, None), ENGINE, TokenPrompt(PROMPT, NO_EXTRAS), scheme)
     assert found.hit_tokens == 0
+
+
+cases = st.tuples(models(), st.integers(1, 420)).flatmap(
+    lambda case: st.tuples(st.just(case[0]), st.just(case[1]), residencies(*case))
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(cases)
+def test_a_class_alone_reaches_as_far_as_its_needs_are_met(
+    case: tuple[CacheLayout, int, dict[int, set[int]]],
+) -> None:
+    layout, num_tokens, units = case
+    assume(not order_matters(layout))
+    unit = layout.hash_block_size
+
+    def met(spec_class: SpecClass, boundary: int) -> bool:
+        return all(
+            any(all(end // unit - 1 in units[group] for group in spec_class.group_idxs) for end in need.ends)
+            for need in needs(layout, spec_class, boundary, num_tokens)
+        )
+
+    boundaries = range(layout.alignment, num_tokens, layout.alignment)
+    by_class = evaluate_one(layout, num_tokens, units, detail=True).by_class
+    for spec_class, reached in zip(layout.classes, by_class, strict=True):
+        assert reached[0] == max((end for end in boundaries if met(spec_class, end)), default=0)
