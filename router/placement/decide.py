@@ -28,7 +28,7 @@ from router.openai.errors import ApiError, no_ready_engine, predicted_wait
 from router.openai.request import MESSAGES, PROMPT_APIS, InboundRequest
 from router.pd.bodies import SplitBody
 from router.pd.handoff import DisaggState
-from router.pd.settings import PdSettings, PdStats, hint_field
+from router.pd.settings import PdSettings, PdStats
 from router.placement.affinity import ShadowPrompt, text_tokens
 from router.placement.candidate import (
     Candidate,
@@ -37,7 +37,7 @@ from router.placement.candidate import (
     PullSettings,
     placement_request,
 )
-from router.placement.cost import Choice, LongWait, late_first_token, long_wait, within_level
+from router.placement.cost import Choice, LongWait, late_first_token, long_wait
 from router.placement.eligible import (
     NO_CANDIDATES,
     CandidateSet,
@@ -45,6 +45,7 @@ from router.placement.eligible import (
     EligibleEngines,
     FleetSnapshots,
     candidate_set,
+    within_service_level,
 )
 from router.placement.engine import (
     NO_PEER_SNAPSHOT,
@@ -55,17 +56,18 @@ from router.placement.engine import (
     SharedView,
     order_of,
 )
-from router.placement.placement import Decision, Placement, SloForecast, Split, read_by
+from router.placement.placement import Decision, Placement, Split, read_by, slo_forecast
 from router.placement.policies import ArmState, policy
 from router.placement.pull import Pulls, any_waits
 from router.placement.saturation import SaturationGate
-from router.placement.split import (
-    DecodeCandidates,
-    DisaggregationPlanner,
-    complete_layouts,
-    messages_of,
+from router.placement.split import DecodeCandidates, DisaggregationPlanner, complete_layouts, messages_of
+from router.placement.split_legs import (
+    DecodePlacement,
+    PrefillPlacement,
+    PullPlacement,
+    SidecarPlacement,
+    give_hint,
 )
-from router.placement.split_legs import DecodePlacement, PrefillPlacement, PullPlacement, SidecarPlacement
 from router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from router.prompts.reader import PromptReader
 from router.proxy.attempt import Fields
@@ -221,27 +223,8 @@ class Planner:
                 client_headers=headers,
                 waited_s=waited_s,
             )
-        self._give_hint(request, placement)
+        give_hint(request, placement, None, self._accounts, self._sidecar_secret)
         return placement
-
-    def _give_hint(
-        self, request: InboundRequest, placement: Placement, prefill: PrefillPlacement | None = None
-    ) -> None:
-        """Give the hint to the engines that obey it. A sidecar gets it in the head, for both engines: it
-        removes all transfer parameters of bodies, like a router."""
-        if request.retention is None:
-            return
-        source, hint = request.retention
-        obeys = [one for one in (placement, prefill) if one is not None and one.engine.obeys_hints]
-        if request.carried != "sidecar":
-            for one in obeys:
-                one.retention = hint
-        elif self._sidecar_secret is None:
-            return
-        elif obeys:
-            own, other = placement in obeys, prefill in obeys
-            placement.engine_headers += (hint_field(hint, self._sidecar_secret(), own=own, prefill=other),)
-        self._accounts.retention.stats.sent[source] += len(obeys)
 
     def _placed_apart(
         self, request: InboundRequest, decision: Decision, split: Split, waited_s: float
@@ -268,7 +251,7 @@ class Planner:
                 prefill=prefill,
                 named_max=self._pd.prefills_max,
             )
-            self._give_hint(request, beside, prefill)
+            give_hint(request, beside, prefill, self._accounts, self._sidecar_secret)
             return beside
         decode = DecodePlacement(
             request,
@@ -278,7 +261,7 @@ class Planner:
             client_headers=headers,
             prefill=prefill,
         )
-        self._give_hint(request, decode, prefill)
+        give_hint(request, decode, prefill, self._accounts, self._sidecar_secret)
         return decode
 
     def _check(self) -> None:
@@ -450,8 +433,8 @@ class Planner:
             choice = self._policy(found, question, self._settings, state)
             skipped = _NONE_SKIPPED
             if due_s is not None:
-                level = self._within_level(engines, found, choice, left_s)
-                forecast = _forecast(engines, choice, left_s) if rehearsal else None
+                level = within_service_level(engines, found, choice, left_s, self._accounts.slo_stats)
+                forecast = slo_forecast(engines, choice, left_s) if rehearsal else None
                 if level is not None:
                     engines, found, skipped = level
                     choice = self._policy(found, question, self._settings, state)
@@ -478,32 +461,9 @@ class Planner:
         if due_s is not None:
             self._accounts.slo_stats.decisions += 1
             self._accounts.slo_stats.hopeless += (split.first_token_s or 0.0) > left_s
-            forecast = _forecast(engines, choice, left_s) if rehearsal else None
+            forecast = slo_forecast(engines, choice, left_s) if rehearsal else None
         return Decision(
             *(read, tokens, engines, found, choice, look.problem), split=split, slo_forecast=forecast
-        )
-
-    def _within_level(
-        self, engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float
-    ) -> tuple[list[Engine], list[Candidate], list[Candidate]] | None:
-        """Leave out the engines predicted to give the first token later than in ``left_s``.
-
-        Returns the engines that remain, their candidates, and the candidates left out. None: the engine
-        chosen by cost makes it, or none does.
-        """
-        stats, scored, index = self._accounts.slo_stats, choice.scored, choice.index
-        stats.decisions += 1
-        if scored.first_token_s(index) + engines[index].own_s <= left_s:
-            return None
-        met = within_level(scored, [one.own_s for one in engines], left_s)
-        if not any(met):
-            stats.hopeless += 1
-            return None
-        stats.engines_skipped += len(met) - sum(met)
-        return (
-            [engine for engine, good in zip(engines, met, strict=True) if good],
-            [candidate for candidate, good in zip(found, met, strict=True) if good],
-            [candidate for candidate, good in zip(found, met, strict=True) if not good],
         )
 
     def _apart(
@@ -643,11 +603,3 @@ def _read_by(
     """Return the prompt as this engine's frontend makes it, and its length in tokens."""
     read = read_by(read, engine)
     return read, read.num_tokens if isinstance(read, Prompt) else tokens
-
-
-def _forecast(engines: Sequence[Engine], choice: Choice, left_s: float) -> SloForecast:
-    predicted = {
-        engine.engine_id: choice.scored.first_token_s(index) + engine.own_s
-        for index, engine in enumerate(engines)
-    }
-    return SloForecast(left_s, predicted)

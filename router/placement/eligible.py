@@ -32,9 +32,11 @@ from router.fleet.engines import endpoint_of
 from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit
+from router.observe.receipts import SloStats
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.candidate import Candidate, Candidates, EngineState, Hit
+from router.placement.cost import Choice, within_level
 from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
 from router.placement.load import HeadProgress
 from router.placement.others import NO_OTHERS, OthersLoad, others_at
@@ -480,3 +482,27 @@ class FleetSnapshots:
 def candidates(engines: Sequence[Engine], asked: PromptView, now: float) -> Candidates:
     """Return these engines as candidates for one prompt, without a snapshot to come back to."""
     return FleetSnapshot(engines).candidates(asked, now)
+
+
+def within_service_level(
+    engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float, stats: SloStats
+) -> tuple[list[Engine], list[Candidate], list[Candidate]] | None:
+    """Leave out the engines predicted to give the first token later than in ``left_s``.
+
+    Returns the engines that remain, their candidates, and the candidates left out. None: the engine chosen by
+    cost makes it, or none does.
+    """
+    scored, index = choice.scored, choice.index
+    stats.decisions += 1
+    if scored.first_token_s(index) + engines[index].own_s <= left_s:
+        return None
+    met = within_level(scored, [one.own_s for one in engines], left_s)
+    if not any(met):
+        stats.hopeless += 1
+        return None
+    stats.engines_skipped += len(met) - sum(met)
+    return (
+        [engine for engine, good in zip(engines, met, strict=True) if good],
+        [candidate for candidate, good in zip(found, met, strict=True) if good],
+        [candidate for candidate, good in zip(found, met, strict=True) if not good],
+    )

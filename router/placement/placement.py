@@ -85,6 +85,15 @@ class SloForecast(msgspec.Struct, frozen=True):
     predicted_s: dict[EngineId, float]
 
 
+def slo_forecast(engines: Sequence[Engine], choice: Choice, left_s: float) -> SloForecast:
+    """Return the first token predicted at each engine, for explanations."""
+    predicted = {
+        engine.engine_id: choice.scored.first_token_s(index) + engine.own_s
+        for index, engine in enumerate(engines)
+    }
+    return SloForecast(left_s, predicted)
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """A choice with its inputs; ``candidates`` in the order of ``engines``."""
 

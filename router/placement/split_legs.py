@@ -11,6 +11,7 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from router.fleet.engines import endpoint_of
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import Receipt
 from router.openai.request import InboundRequest, Usage
-from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled
+from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled, hint_field
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
 from router.placement.load import Ticket
@@ -284,3 +285,30 @@ def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
 @lru_cache(maxsize=256)
 def _has_mamba(layout: CacheLayout) -> bool:
     return any(c.family is Family.MAMBA for c in layout.classes)
+
+
+def give_hint(
+    request: InboundRequest,
+    placement: Placement,
+    prefill: PrefillPlacement | None,
+    accounts: Accounts,
+    secret: Callable[[], bytes] | None,
+) -> None:
+    """Give a request's retention hint to the engines that obey it.
+
+    A sidecar gets it in the head, signed with ``secret``, for both engines: it removes all transfer
+    parameters of bodies, like a router.
+    """
+    if request.retention is None:
+        return
+    source, hint = request.retention
+    obeys = [one for one in (placement, prefill) if one is not None and one.engine.obeys_hints]
+    if request.carried != "sidecar":
+        for one in obeys:
+            one.retention = hint
+    elif secret is None:
+        return
+    elif obeys:
+        own, other = placement in obeys, prefill in obeys
+        placement.engine_headers += (hint_field(hint, secret(), own=own, prefill=other),)
+    accounts.retention.stats.sent[source] += len(obeys)
