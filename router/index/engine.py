@@ -152,9 +152,12 @@ class EngineResidency(EngineKnowledge):
         """
         self._outside.age(now_s, self.facts.shared_store_ttl_s)
 
-    def apply(self, batch: DecodedBatch) -> None:
-        """Apply one batch, its events in order."""
-        before = self.rejected.total()
+    def apply(self, batch: DecodedBatch, before: Callable[[int], None] | None = None) -> None:
+        """Apply one batch, its events in order; ``before`` is called with the number of each.
+
+        A batch must not be split: the stores of one request's groups are judged together.
+        """
+        rejected = self.rejected.total()
         self._batch, self._series_end = batch.events, 0
         if batch.rejected:
             self.rejected["undecodable"] += len(batch.rejected)
@@ -163,13 +166,15 @@ class EngineResidency(EngineKnowledge):
             self.unknown_types[name if known else "other"] += 1
         for self._at, event in enumerate(batch.events):
             self.events += 1
+            if before is not None:
+                before(self._at)
             if type(event) is BlockStored:
                 self._stored(event)
             elif type(event) is BlockRemoved:
                 self._removed(event)
             elif type(event) is AllBlocksCleared:
                 self.clear()
-        self._note_use(batch, self.rejected.total() - before)
+        self._note_use(batch, self.rejected.total() - rejected)
 
     def _note_use(self, batch: DecodedBatch, rejected: int) -> None:
         if len(batch.events) > rejected - len(batch.rejected):

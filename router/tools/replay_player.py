@@ -297,19 +297,20 @@ class Player:
         return True
 
     def _apply(self, cursor: _Cursor, frame: CapturedFrame, batch: DecodedBatch) -> None:
-        """Apply a batch one event at a time, so that the journal can attribute changes."""
-        run, engine = cursor.run, self.fleet.engine(frame.source)
+        """Apply a batch; the journal attributes changes to its events."""
+        run = cursor.run
         run.rejected_events += len(batch.rejected)
         run.unknown_events += len(batch.unknown)
         run.events += len(batch.events)
-        for number, event in enumerate(batch.events):
+
+        def before(number: int) -> None:
+            event = batch.events[number]
             self.ledger.at = EventPosition(frame.seq, number)
             if isinstance(event, BlockStored):
                 self._look_at(cursor, event)
             run.clears += isinstance(event, AllBlocksCleared)
-            engine.apply(msgspec.structs.replace(batch, events=[event], rejected=[], unknown=[]))
-        if batch.rejected or batch.unknown:
-            engine.apply(msgspec.structs.replace(batch, events=[]))
+
+        self.fleet.engine(frame.source).apply(batch, before)
 
     def _look_at(self, cursor: _Cursor, event: BlockStored) -> None:
         """Record the span of a masked event, and detect token ids."""
