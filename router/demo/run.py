@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -205,13 +206,13 @@ class _Demo:
         self.legs = LegCounts() if routers[0].fleet.has_roles else None
         self.baseline = RoundRobinBaseline(engines, ENGINE)
         self.started_s = time.monotonic()
-        self._outcomes: asyncio.Queue[ChatOutcome] = asyncio.Queue()
+        self._outcomes: deque[ChatOutcome] = deque()
         for router in routers:
             router.accounts.receipts.listener = self._receipt
 
     def done(self, outcome: ChatOutcome) -> None:
         """Record an ended request."""
-        self._outcomes.put_nowait(outcome)
+        self._outcomes.append(outcome)
         if outcome.error:
             self.ours.errors += 1
         else:
@@ -225,8 +226,10 @@ class _Demo:
 
     async def drain(self) -> None:
         """Pass finished requests to the baseline."""
-        while not self._outcomes.empty():
-            await self.baseline.add(self._outcomes.get_nowait())
+        while self._outcomes:
+            # Removed last: ``watch`` may be cancelled meanwhile, and the rest is passed on after it.
+            await self.baseline.add(self._outcomes[0])
+            self._outcomes.popleft()
 
     async def watch(self, live: Live | None) -> None:
         """Keep the table and the baseline up to date until cancelled."""
