@@ -77,13 +77,13 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 299,
+    "modules": 295,
     "modules under 60 lines": 5,
     "banned phrases": 0,
-    "noqa": 147,
+    "noqa": 141,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""
-COMMENT_SHARE_MIN = 0.029
+COMMENT_SHARE_MIN = 0.03
 """Comment lines in all lines of the packages; may only rise."""
 
 
