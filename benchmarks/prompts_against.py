@@ -26,8 +26,9 @@ Chat = list[dict[str, str]]
 class Version:
     """One checkout in a process of its own."""
 
-    def __init__(self, folder: Path, tokenizer: Path, api: str) -> None:
+    def __init__(self, folder: Path, tokenizer: Path, api: str, template: str | None) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), str(folder), "--serve", str(tokenizer)]
+        command += ["--template", template or ""]
         self._process = subprocess.Popen(
             [*command, "--api", api], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -43,13 +44,13 @@ class Version:
         self._process.communicate()
 
 
-def serve(folder: Path, tokenizer: Path, api: str) -> None:
-    """Read chats from the standard input with the code of ``folder``, and say what each took."""
+def serve(folder: Path, tokenizer: Path, api: str, template: str | None) -> None:
+    """Read chats of the standard input with the code of ``folder``; print the time of each."""
     sys.path.insert(0, str(folder))
     theirs = importlib.import_module("benchmarks.prompts")
     assert Path(theirs.__file__ or "").is_relative_to(folder), theirs.__file__
     settings = theirs.PromptSettings(prefix_cache_bytes_max=64 << 20)
-    config = theirs.ModelPrompts(tokenizer_dir=str(tokenizer), chat_template=theirs.template_of(tokenizer))
+    config = theirs.ModelPrompts(tokenizer_dir=str(tokenizer), chat_template=template)
     reader = theirs.PromptReader({"m": config}, settings, theirs.no_engine)
 
     async def main() -> None:
@@ -67,7 +68,8 @@ def serve(folder: Path, tokenizer: Path, api: str) -> None:
 def compare(tokenizer: Path, other: Path, api: str, kilobytes: int, rounds: int) -> None:
     from benchmarks import prompts  # noqa: PLC0415  # a process that serves has the other version's
 
-    versions = [Version(folder, tokenizer, api) for folder in (other, HERE)]
+    template = prompts.template_of(tokenizer)  # one for both versions
+    versions = [Version(folder, tokenizer, api, template) for folder in (other, HERE)]
     text = prompts.Text()
     bases = [prompts.turns(text, 2 if kilobytes < 8 else 10, kilobytes * 1000) for _ in range(NUM_CHATS)]
     times: dict[str, tuple[list[float], list[float]]] = {"cold": ([], []), "next turn": ([], [])}
@@ -103,10 +105,11 @@ def main() -> None:
     parser.add_argument("--kilobytes", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--template", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     other = arguments.folder.resolve()
     if arguments.serve is not None:
-        serve(other, arguments.serve, arguments.api)
+        serve(other, arguments.serve, arguments.api, arguments.template or None)
         return
     from benchmarks import prompts  # noqa: PLC0415  # see above
 
