@@ -257,7 +257,8 @@ class Placement(Attempt):
         accounts.load_stats.admitted_silent += not engine.up
         self._charged: Charge | None = None
         if accounts.room is not None:
-            self._charge(accounts.room)
+            base_model = engine.base_model or ""
+            self._charged = accounts.room.charge(request.claim, base_model, self.uncached_tokens)
         self._flying: InflightPrompt | None = None
         self._pooled: PooledPrompt | None = None
         self._seen_tokens = 0
@@ -316,10 +317,6 @@ class Placement(Attempt):
     def _keeps(self, read: Prompt) -> tuple[int, ...]:
         """Prefixes of the prompt that the engine will be able to hit, in hash blocks."""
         return _kept(self.engine, self._candidate.hit, read.num_tokens)
-
-    def _charge(self, room: AdmissionQueue) -> None:
-        """Charge the computed tokens to the request's tenant."""
-        self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
     def price(self) -> tuple[int, bool]:
         """Implement ``Attempt``."""
