@@ -24,7 +24,7 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.replication.gossip import LoadGossip
 from router.replication.leases import Leases
-from router.replication.lookup import IndexLookup
+from router.replication.lookup_fallback import IndexLookup
 from router.replication.mirror import MirroredIndex, engine_facts
 from router.replication.reader import SharedReader
 from router.replication.redis_client import Client
@@ -50,7 +50,7 @@ class Took(NamedTuple):
 
 
 class Watcher:
-    """Follows no engine itself (``router.replication.lookup.Ownership``)."""
+    """Follows no engine itself (``router.replication.lookup_fallback.Ownership``)."""
 
     others_alive = True
 

@@ -34,7 +34,7 @@ from router.index.base import Plane
 from router.index.memory import MemoryIndex
 from router.replication.gossip import LoadGossip
 from router.serve import tame_garbage_collection
-from router.workers.view import encoded_family
+from router.workers.merged_view import encoded_family
 
 EVENT_BLOCKS, EVENTS_PER_BATCH = 64, 4
 PROMPT_BLOCKS, PROMPTS = 1000, 64

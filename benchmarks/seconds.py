@@ -20,6 +20,7 @@ from benchmarks.decision import Bench
 from router.admission.admission_queue import read_claim
 from router.observe.receipts import CacheFunnel, FirstTokenErrors, Receipt
 from router.placement.candidate import PolicySettings
+from router.placement.eligible import within_service_level
 from router.placement.placement import Decision
 from router.prompts.prompt import Prompt
 
@@ -75,12 +76,9 @@ async def parts(engines: int, rounds: int) -> tuple[dict[str, float], ...]:
     }
     headers = [(b"host", b"router"), (b"content-type", b"application/json"), (b"x-slo-ttft-ms", b"500")]
 
-    planner = router.planner
-
     def level(left_s: float) -> object:
-        return planner._within_level(  # noqa: SLF001  # timed alone
-            decision.engines, decision.candidates, decision.choice, left_s
-        )
+        stats = router.accounts.slo_stats
+        return within_service_level(decision.engines, decision.candidates, decision.choice, left_s, stats)
 
     besides = {
         "target read": cpu_us(

@@ -36,7 +36,7 @@ from router.http.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
 from router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
-from router.server_process import make_server
+from router.server_lifecycle import make_server
 
 MODEL = "streams"
 TURN_S, TICK_S, SETTLE_S = 0.005, 0.01, 2.0

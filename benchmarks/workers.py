@@ -41,7 +41,7 @@ from router.placement.inflight import InflightPrefixes
 from router.placement.others import OthersLoad
 from router.replication.settings import IndexSettings
 from router.serve import configure_logging
-from router.server_process import make_server
+from router.server_lifecycle import make_server
 from router.simulate.requests import Request
 from router.simulate.workload import WorkloadSource
 from router.workers.context import WorkerContext

@@ -54,8 +54,8 @@ from router.proxy.app import ProxyApp
 from router.proxy.settings import Aliases
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
+from router.workers.merged_view import AggregateView, worker_families
 from router.workers.supervisor import WorkerGroup
-from router.workers.view import AggregateView, worker_families
 
 if TYPE_CHECKING:
     from router.replication.service import SharedIndex

@@ -201,7 +201,7 @@ def _start(
     check_config: bool,
 ) -> int:
     """Implement ``start``."""
-    from router.server_process import check
+    from router.server_lifecycle import check
 
     return start(read, check, run, print_config=print_config, check_config=check_config)
 

@@ -26,7 +26,7 @@ from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config
 from router.http.server import address_url
 from router.observe.history import read_key
-from router.server_process import (
+from router.server_lifecycle import (
     Decided,
     ShutdownGuard,
     check,

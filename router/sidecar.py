@@ -63,7 +63,7 @@ from router.proxy.breaker import Breaker
 from router.proxy.headers import OBSERVED
 from router.proxy.settings import ProxySettings
 from router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
-from router.server_process import (
+from router.server_lifecycle import (
     Decided,
     Reloads,
     RouterServer,

@@ -47,7 +47,7 @@ from router.placement.pull import Pulls
 from router.placement.warm_up import WarmUpStats
 from router.replication.settings import IndexSettings
 from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
-from router.workers.view import group_families, worker_families
+from router.workers.merged_view import group_families, worker_families
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\

@@ -3,7 +3,7 @@
 Each error names the key, the value and the remedy; nothing is contacted and nothing is loaded.
 
 Every text, and every list of texts, has a rule for its syntax; files and servers are tried later
-(``router/server_process.py``). Settings with a fixed set of values are ``Literal`` in their struct and need
+(``router/server_lifecycle.py``). Settings with a fixed set of values are ``Literal`` in their struct and need
 no rule. Invariant: every setting has one of both (a test walks the whole tree).
 """
 

@@ -45,7 +45,7 @@ from router.replication.registry import IndexRefused
 from router.replication.service import check_index
 from router.replication.settings import IndexSettings, SettingsError, redacted
 from router.serve import configure_logging
-from router.server_process import RouterServer, make_server
+from router.server_lifecycle import RouterServer, make_server
 from router.tools.ops_client import output_console
 
 # Roles of the demo's engines with disaggregated prefill, and the transfer of blocks between them.

@@ -20,10 +20,10 @@ import structlog
 
 from router.epp import grpc
 from router.epp import messages as m
-from router.epp.carrier import GatewayAnswer, GatewayCarrier, RequestBody, ResponseWriter, immediate_answer
 from router.epp.context import PickerContext, Timer, Wakeup
 from router.epp.grpc import DESTINATION, SERVED_KEY, SUBSET_KEY, GrpcError, GrpcReader, Header, scope_of
 from router.epp.messages import ProtobufError
+from router.epp.responses import GatewayAnswer, GatewayCarrier, RequestBody, ResponseWriter, immediate_answer
 from router.http.h2_codec import CANCEL, INTERNAL_ERROR
 from router.http.h2_streams import Stream
 from router.http.request_cycle import DISCONNECT_EXTENSION, Message

@@ -37,7 +37,7 @@ from router.replication.codec import ScopeKeys, limits_key, response_key
 from router.replication.gossip import GossipedInflight, LoadGossip
 from router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
 from router.replication.limits import SharedLimits
-from router.replication.lookup import IndexLookup
+from router.replication.lookup_fallback import IndexLookup
 from router.replication.mirror import Descriptions, MirroredIndex
 from router.replication.reader import SharedReader
 from router.replication.redis_client import Client

@@ -33,7 +33,7 @@ from router.index.model import FleetResidency
 from router.replication.codec import ScopeKeys
 from router.replication.gossip import LoadGossip
 from router.replication.leases import Leases
-from router.replication.lookup import IndexLookup
+from router.replication.lookup_fallback import IndexLookup
 from router.replication.mirror import MirroredIndex, engine_facts
 from router.replication.reader import SharedReader
 from router.replication.redis_client import Client
@@ -157,7 +157,7 @@ async def _main() -> None:
 
 
 class _FollowsNone:
-    """Ownership of a replica that follows no engine (``router.replication.lookup.Ownership``)."""
+    """Ownership of a replica that follows no engine (``router.replication.lookup_fallback.Ownership``)."""
 
     others_alive = True
 

@@ -39,7 +39,7 @@ from router.fleet.status import HeldResponse, ResponseHolders
 from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.workers.context import LEAD, WorkerContext, WorkerSockets
 from router.workers.gossip import SiblingGossip
-from router.workers.view import PEER_HEADER, AggregateView, SiblingCalls
+from router.workers.merged_view import PEER_HEADER, AggregateView, SiblingCalls
 
 # The administrator's decisions, replicated to every worker.
 #

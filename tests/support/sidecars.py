@@ -14,7 +14,7 @@ import msgspec
 from publisher.simulator.server import SimulatedEngine
 from router.config.schema import Config, ServerConfig
 from router.pd.settings import SidecarSettings
-from router.server_process import RouterServer
+from router.server_lifecycle import RouterServer
 from router.sidecar import Sidecar, make_server
 from tests.support.front import Front
 from tests.support.waiting import until

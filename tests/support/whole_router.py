@@ -21,7 +21,7 @@ from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL
-from router.server_process import RouterServer, make_server
+from router.server_lifecycle import RouterServer, make_server
 from tests.support.waiting import until
 
 MODEL = "kvatlas-demo"

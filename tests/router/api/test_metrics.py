@@ -49,7 +49,7 @@ from router.prompts.settings import PromptStats
 from router.proxy.settings import ProxyStats
 from router.replication.gossip import GossipStats
 from router.replication.leases import LeaseStats
-from router.replication.lookup import LookupStats
+from router.replication.lookup_fallback import LookupStats
 from router.replication.service import SharedIndex
 from router.replication.settings import IndexSettings
 from router.replication.write_queue import MirrorStats

@@ -16,7 +16,7 @@ from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
 from router.http.client import HttpClient
 from router.http.server import ListenError
-from router.server_process import check
+from router.server_lifecycle import check
 from router.simulate.advise import see
 from router.simulate.fit import fetch_usage
 from router.tools.doctor.examine import query_router

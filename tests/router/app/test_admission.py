@@ -18,7 +18,7 @@ from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import KeySettings, digest_of
 from router.placement.engine import Engine
 from router.placement.rates import PrefillSample
-from router.server_process import apply
+from router.server_lifecycle import apply
 from tests.router.app.test_prefill_decode import D, P, apart, completion
 from tests.router.app.test_queue import waits
 from tests.support.pairs import busy as decoding

@@ -18,7 +18,7 @@ from publisher.simulator.server import SimulatedEngine
 from router.admission.admission_queue import QueueSettings
 from router.fleet.engines import EngineAddress, Role
 from router.pd.settings import PdSettings
-from router.server_process import apply
+from router.server_lifecycle import apply
 from tests.support.pairs import busy
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running

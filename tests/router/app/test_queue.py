@@ -17,7 +17,7 @@ from publisher.simulator.server import SimulatedEngine
 from router.admission.admission_queue import AdmissionQueue, QueueSettings
 from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings
-from router.server_process import apply
+from router.server_lifecycle import apply
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

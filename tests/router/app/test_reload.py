@@ -17,7 +17,7 @@ from router.placement.candidate import PolicySettings
 from router.prompts.reader import ModelDirError
 from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
-from router.server_process import apply, decide, reloads_of
+from router.server_lifecycle import apply, decide, reloads_of
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

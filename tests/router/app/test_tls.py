@@ -19,7 +19,7 @@ from router.config.schema import Config, ServerConfig
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.sockets import Certificates, TlsFiles, client_context, server_context
-from router.server_process import check
+from router.server_lifecycle import check
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running

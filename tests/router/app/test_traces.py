@@ -17,7 +17,7 @@ from router.fleet.engines import EngineAddress
 from router.observe.traces import Traces, TraceSettings
 from router.pd.settings import PdSettings
 from router.proxy.app import ProxyApp
-from router.server_process import check
+from router.server_lifecycle import check
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import until

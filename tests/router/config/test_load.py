@@ -21,7 +21,7 @@ from router.placement.affinity import Shadow
 from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
-from router.server_process import check
+from router.server_lifecycle import check
 
 EXAMPLE = f"""
 [server]

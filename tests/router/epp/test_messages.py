@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.epp import messages as m
-from router.epp.carrier import immediate_answer
 from router.epp.grpc import GrpcError, GrpcReader, message_frame
 from router.epp.messages import ProtobufError, bytes_field
+from router.epp.responses import immediate_answer
 from router.openai import errors
 from tests.support.examples import examples
 

@@ -10,7 +10,7 @@ from router.feeds.base import FeedState
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.replication.gossip import LoadGossip
-from router.replication.lookup import IndexLookup
+from router.replication.lookup_fallback import IndexLookup
 from router.replication.mirror import engine_facts
 from router.replication.registry import EngineFacts
 from tests.router.replication.backend import MODEL, make_settings

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.server_process import ShutdownGuard
+from router.server_lifecycle import ShutdownGuard
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.waiting import run, until
 from tests.support.whole_router import running
@@ -20,11 +20,11 @@ from tests.support.whole_router import running
 GIVES_UP = "shutdown does not end"
 HANGS = """
 import asyncio, sys
-from router import server_process
+from router import server_lifecycle
 from router.__main__ import run
 from router.app import Router
 
-server_process.STOP_S = 0.5
+server_lifecycle.STOP_S = 0.5
 begin = Router.__init__
 
 async def deaf():

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 from router.api.metrics_page import page_steps
 from router.openai.members import at_once
-from router.workers.view import (
+from router.workers.merged_view import (
     CounterStore,
     WorkerPage,
     decoded_page,

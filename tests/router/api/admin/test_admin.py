@@ -17,7 +17,7 @@ from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FleetSettings
 from router.http.server import ListenError
-from router.server_process import check
+from router.server_lifecycle import check
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import run, until
 from tests.support.whole_router import QUICK, configure, routing, running

@@ -15,7 +15,7 @@ from router.placement.load import LoadAccount
 from router.placement.others import OthersLoad
 from router.placement.rates import FleetRates
 from router.replication.gossip import HeartbeatMonitor, LoadGossip
-from router.replication.lookup import IndexLookup
+from router.replication.lookup_fallback import IndexLookup
 from router.replication.reader import SharedRows
 from router.replication.redis_connection import IndexUnavailable
 

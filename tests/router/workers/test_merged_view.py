@@ -17,7 +17,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.openai.request import Session, Usage
 from router.workers.context import PortTakenError, WorkerSockets, cores
-from router.workers.view import AggregateView, SiblingCalls, encoded_family, encoded_page
+from router.workers.merged_view import AggregateView, SiblingCalls, encoded_family, encoded_page
 
 
 class LateSibling:
