@@ -41,9 +41,6 @@ def server(model: Path, folder: Path, connector: str, module: str, **extra: Any)
         "16",
         "--max-model-len",
         "4096",
-        # vLLM narrows float32 to bfloat16 by itself; the last place of a logit is 1.2e-4 there.
-        "--dtype",
-        "float32",
     )
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return VllmEngine(
