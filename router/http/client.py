@@ -129,9 +129,11 @@ class HttpClient:
         timeout_s: float | None,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        *,
+        once: bool = False,
     ) -> AsyncIterator[HttpResponse]:
         """Return the response to one request. ``timeout_s`` includes reading it; None: no limit but
-        ``pause_s_max``.
+        ``pause_s_max``. ``once``: it is not sent again if the server closes a reused connection.
 
         Raises ``TimeoutError``, ``NotConnectedError``, ``ResponseError``, and ``ValueError`` for an unusable
         URL or field.
@@ -142,7 +144,14 @@ class HttpClient:
         head = _head(method, target, origin.host_header, {**self.headers, **(headers or {})}, body)
         async with asyncio.timeout(timeout_s), self._under_way:
             try:
-                connection = await self._client.request(origin, method, head, body or b"", self._pause_s_max)
+                connection = await self._client.request(
+                    origin,
+                    method,
+                    head,
+                    body or b"",
+                    self._pause_s_max,
+                    once=(lambda: None) if once else None,
+                )
             except UpstreamError as error:
                 raise _as_os_error(error) from error
             try:

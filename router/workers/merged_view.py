@@ -15,8 +15,10 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
+from starlette.requests import ClientDisconnect, Request
 
 from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
+from router.api.app import error_answer, read_body
 from router.api.metrics_page import Sources, families, in_steps, page_steps
 from router.api.metrics_tables import of_stats
 from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
@@ -25,7 +27,7 @@ from router.http.settings import ListenStats
 from router.http.sockets import describe_error
 from router.observe.history import RecentHistory
 from router.observe.receipts import EVIDENCE_KEPT, Histogram
-from router.openai.errors import ApiError, body_too_large, worker_unavailable
+from router.openai.errors import ApiError, worker_unavailable
 from router.openai.members import at_once, run_cooperatively
 from router.workers.context import LEAD, WorkerContext
 from router.workers.gossip import WorkerGossipStats
@@ -34,9 +36,8 @@ from router.workers.gossip import WorkerGossipStats
 #
 # Counts of a worker's own requests are summed. Values that all workers observe alike (engines, feeds, the
 # index, sources) are not summed: the largest one is shown. Invariant: a sum never falls. The last known
-# counts
-# of a dead worker, or of one that does not answer in time, remain in the sum, and survive the merging worker
-# (``CounterStore``).
+# counts of a dead worker, or of one that does not answer in time, remain in the sum, and survive the merging
+# worker (``CounterStore``).
 
 
 # Name prefixes of families that are equal at every worker.
@@ -218,7 +219,7 @@ def _metric(family: WorkerFamily, values: Mapping[Key, float]) -> Metric:
     return metric
 
 
-# Calls from one worker to another, over HTTP on the sibling's control port (``control.py``).
+# Calls from one worker to another, over HTTP on the sibling's control port (``supervisor.py``).
 #
 # Invariant: every call ends within its timeout, also if the sibling is dead, stuck or being replaced.
 
@@ -226,6 +227,7 @@ def _metric(family: WorkerFamily, values: Mapping[Key, float]) -> Metric:
 CALL_S_MAX = 1.0
 _FORWARD_S_MAX = 30.0
 _NOT_FORWARDED = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _BASE = "http://worker"
 # Of a sibling's part of a page: of a thousand engines it has some 3 MB.
 _ANSWER_BYTES_MAX = 64 << 20
@@ -282,41 +284,28 @@ class SiblingCalls:
         headers[PEER_HEADER] = scope["client"][0] if scope.get("client") else ""
         query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
         url, begun = _BASE + quote(scope["path"]) + query, False
+        # An administrator's decision that the lead may have made must not reach it again.
+        method, once = scope["method"], scope["method"] not in _SAFE
         try:
             async with asyncio.timeout(_FORWARD_S_MAX):
-                if (body := await _body(receive, self._body_bytes_max)) is None:
-                    await send_error(send, body_too_large(self._body_bytes_max))
-                    return
-                async with self._clients[LEAD].exchange(scope["method"], url, None, body, headers) as answer:
+                body = await read_body(Request(scope, receive), self._body_bytes_max)
+                async with self._clients[LEAD].exchange(
+                    method, url, None, body, headers, once=once
+                ) as answer:
                     fields = [field for field in answer.headers if field[0].decode() not in _NOT_FORWARDED]
                     await send({"type": "http.response.start", "status": answer.status, "headers": fields})
                     begun = True
                     async for piece in answer.pieces():
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            await error_answer(error)(scope, receive, send)
         except (KeyError, OSError, ValueError):
             if begun:
                 raise
-            await send_error(send, worker_unavailable())
-
-
-async def _body(receive: Any, bytes_max: int) -> bytes | None:
-    """Return a request's body; None if it is longer."""
-    body, more = bytearray(), True
-    while more and len(body) <= bytes_max:
-        message = await receive()
-        if message["type"] != "http.request":
-            break
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return bytes(body) if len(body) <= bytes_max else None
-
-
-async def send_error(send: Any, error: ApiError) -> None:
-    """Send an error as a complete ASGI response."""
-    headers = [(b"content-type", b"application/json"), *error.headers]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": error.body()})
+            await error_answer(worker_unavailable())(scope, receive, send)
 
 
 # Fields of an engine's view that each worker reports for its own requests.

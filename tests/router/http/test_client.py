@@ -73,6 +73,17 @@ async def test_a_connection_is_reused_after_a_whole_response_and_only_then() -> 
         assert server.opened == 2
 
 
+@pytest.mark.parametrize("once", [False, True])
+async def test_a_request_is_sent_again_on_a_new_connection_unless_it_must_not(once: bool) -> None:
+    async with served() as (server, url), HttpClient() as client:
+        assert await get(client, url) == b"hi"
+        server.answer, server.closes = b"", True
+        with pytest.raises(ResponseError):
+            async with client.exchange("POST", url, 5.0, once=once):
+                pass
+        assert len(server.heads) == (2 if once else 3)
+
+
 async def test_a_request_says_where_it_goes_and_what_it_carries() -> None:
     async with served() as (server, url), HttpClient({"authorization": "Bearer k"}) as client:
         async with client.exchange("POST", f"{url}/a/b?c=d%20e", 5.0, b"{}", {"x-more": "1"}) as answer:
