@@ -334,13 +334,13 @@ class Pulls:
         self.links.charge(target.engine_id, Pull(0, source.engine_id, tokens, tokens, link_s), now)
         return link_s
 
-    def warmed(self, target: Engine, source: Engine, *, came: bool, now: float) -> None:
-        """Note whether at least half of such a prefix came."""
+    def judge_pair(self, target_id: EngineId, source_id: EngineId, *, came: bool, now: float) -> None:
+        """Note whether the target got what it was to fetch from the source."""
         if came:
-            self.pairs.good(target.engine_id, source.engine_id)
+            self.pairs.good(target_id, source_id)
         else:
             self.stats.rests += 1
-            self.pairs.bad(target.engine_id, source.engine_id, now)
+            self.pairs.bad(target_id, source_id, now)
 
     def begin(self, target_id: EngineId, order: PullOrder, now: float) -> None:
         """Note that the target is asked now."""
@@ -351,11 +351,8 @@ class Pulls:
         """Note the end of a pull."""
         stats, source_id = self.stats, order.source.engine_id
         stats.pulls[outcome] = stats.pulls.get(outcome, 0) + 1
-        if outcome in _BAD:
-            stats.rests += 1
-            self.pairs.bad(target_id, source_id, now)
-        elif outcome != "unreported":
-            self.pairs.good(target_id, source_id)
+        if outcome != "unreported":
+            self.judge_pair(target_id, source_id, came=outcome not in _BAD, now=now)
 
     def judge(self, order: PullOrder, receipt: Receipt) -> PullOutcome:
         """Return the outcome by the engine's report, and count its tokens."""

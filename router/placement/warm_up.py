@@ -24,7 +24,7 @@ from router.admission.admission_queue import ENGINE_PRIORITY
 from router.fleet.status import Fleet
 from router.http.sockets import describe_error
 from router.observe.history import FIRST_TOKENS
-from router.openai.request import COMPLETION
+from router.openai.request import COMPLETION, Usage
 from router.pd.transfer import source_params
 from router.placement.affinity import PROMPTS_MAX, HotPrompt, PromptMemory
 from router.placement.candidate import Candidate, WarmUpSettings
@@ -32,6 +32,7 @@ from router.placement.engine import Accounts, Engine, order_of
 from router.placement.load import LoadSettings
 from router.placement.pull import Pulls
 from router.prompts.prompt import Prompt
+from router.proxy.answers import read_usage
 from router.proxy.disaggregated import new_transfer_id
 
 _log = structlog.get_logger()
@@ -72,18 +73,6 @@ class _Step(NamedTuple):
     until_s: float
     source: Engine | None
     """Engine to pull from; None: the one that holds most."""
-
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
 
 
 Look = Callable[[Prompt, list[Engine]], Awaitable[tuple[Sequence[Candidate], Mapping[str, int]]]]
@@ -241,10 +230,8 @@ class WarmUps:
                 return "failed"
             self.stats.tokens += end - hit
             sent = end
-            if pulled and 2 * came >= end - hit and end >= hot.tokens:
-                return "pulled"
             if end >= hot.tokens:
-                return "computed"
+                return "pulled" if pulled and _mostly(came, end - hit) else "computed"
 
     async def _quiet(self, target: Engine, until_s: float) -> None:
         """Wait until no prompt waits at the engine."""
@@ -295,34 +282,40 @@ class WarmUps:
             prompt_tokens=end,
             rank_s=0.0 if order is None else order.rank_s(work_s),
         )
-        answer: _Answer | None = None
+        usage: Usage | None = None
+        answered = False
         try:
             url = address.base_url + COMPLETION
             status, content = await self._ask(url, msgspec.json.encode(body), headers, _ASK_S)
             if status == _OK:
-                answer = msgspec.json.decode(content, type=_Answer)
+                usage, answered = read_usage(content), True
             else:
                 _log.warning("warm-up refused", engine=target.engine_id, status=status)
         except (OSError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             _log.warning("warm-up failed", engine=target.engine_id, problem=describe_error(error))
         finally:
-            (target.load.fail if answer is None else target.load.finish)(ticket, accounts.now())
-        if answer is None:
+            (target.load.finish if answered else target.load.fail)(ticket, accounts.now())
+        if not answered:
             if source is not None:
-                pulls.warmed(target, source, came=False, now=accounts.now())
+                pulls.judge_pair(target.engine_id, source.engine_id, came=False, now=accounts.now())
             return None
         if target.shadow is not None:
             target.shadow.served(
                 tokens, lambda scheme: prompt.hashes(scheme)[: end // scheme.hash_block_size]
             )
-        details = None if answer.usage is None else answer.usage.prompt_tokens_details
-        cached = None if details is None else details.cached_tokens
+        cached = None if usage is None else usage.cached_tokens
         came = max(0, min(end, cached or 0) - hit)
         if source is not None and cached is not None:
-            pulls.warmed(target, source, came=2 * came >= end - hit, now=accounts.now())
+            good = _mostly(came, end - hit)
+            pulls.judge_pair(target.engine_id, source.engine_id, came=good, now=accounts.now())
         rest_s = (end - hit - came) / self._settings.tokens_per_s - (accounts.now() - now)
         await asyncio.sleep(max(0.0, rest_s))
         return came
+
+
+def _mostly(came: int, asked: int) -> bool:
+    """Whether at least half of a pull came."""
+    return 2 * came >= asked
 
 
 def _serves(engine: Engine) -> bool:
