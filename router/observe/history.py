@@ -146,6 +146,11 @@ NODES_MAX = 4096
 HALF_LIFE_S = 600.0
 
 
+def decayed(rate: float, seen_s: float, now: float) -> float:
+    """Return a count of ``seen_s`` as it is now: it halves every ``HALF_LIFE_S``."""
+    return rate * math.exp2((seen_s - now) / HALF_LIFE_S)
+
+
 class HotPrefix(msgspec.Struct, gc=False):
     """One prefix. ``parent``: hash of the next shorter one; ``rate`` decays."""
 
@@ -157,7 +162,7 @@ class HotPrefix(msgspec.Struct, gc=False):
 
     def current_rate(self, now: float) -> float:
         """Return the current rate, in prompts of the last minutes."""
-        return self.rate * math.exp2((self.seen_s - now) / HALF_LIFE_S)
+        return decayed(self.rate, self.seen_s, now)
 
 
 class HotPrefixes:

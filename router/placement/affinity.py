@@ -21,7 +21,7 @@ import msgspec
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash, GroupSpec
-from router.observe.history import FIRST_TOKENS, HALF_LIFE_S
+from router.observe.history import FIRST_TOKENS, decayed
 
 if TYPE_CHECKING:
     # The configuration has this module's settings, and a prompt loads numpy and tokenizers.
@@ -238,7 +238,7 @@ class _Node(msgspec.Struct, gc=False):
     users: int = 0
 
     def rate_at(self, now: float) -> float:
-        return float(self.rate * 2.0 ** ((self.seen_s - now) / HALF_LIFE_S))
+        return decayed(self.rate, self.seen_s, now)
 
 
 class _Remembered(NamedTuple):

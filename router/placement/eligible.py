@@ -323,7 +323,6 @@ class FleetSnapshot:
         if asked.shadows is not None:
             single.update({at: None for at, one in enumerate(engines) if one.shadow is not None})
         for held, names in asked.alike:
-            known: Hit | None = None
             members: list[int] = []
             for at in self._positions_of(names):
                 engine = engines[at]
@@ -339,8 +338,7 @@ class FleetSnapshot:
                 else:
                     members.append(at)
             if members:
-                known = engines[members[0]].hit(asked, held)
-                groups.append((known, members))
+                groups.append((engines[members[0]].hit(asked, held), members))
         if single:
             groups += self._by_hit(asked, single)
         return groups

@@ -4,7 +4,7 @@ Copies are counted in memory only. A change marks its blocks as *touched*; ``flu
 time and writes absolute values, so that ten changes of a block are one write and any write may be repeated.
 Forgetting an engine is a new generation in the registry, independent of the number of its blocks. Invariant:
 a change is written as soon as the server accepts it; while it cannot be written, readers trust the engine no
-longer than its lease is valid. ``flush.py`` keeps the writes in order.
+longer than its lease is valid. ``write_queue.py`` keeps the writes in order.
 """
 
 from __future__ import annotations
