@@ -1,7 +1,8 @@
 """The whole decision by reading every engine anew: the oracle of ``FleetSnapshot`` and of scoring by lists.
 
 One loop over the engines makes a candidate of each, a second one scores it, and the choice is among all. It
-is how the router decided before it kept snapshots, and states what they must give.
+is how the router decided before it kept snapshots, and states what they must give. The price of one engine's
+pages, of a load, and the bound on queues are the router's own (``test_cost``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from router.placement.cost import (
     PROBE_COST_MAX_S,
     TIE_FRACTION,
     TIE_S,
+    _Bound,
+    _crowding_s,
+    _load_s,
     favourite,
 )
 from router.placement.engine import Engine, PromptView
@@ -121,25 +125,6 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     return scored
 
 
-def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
-    """Return the price of computing ``uncached`` tokens where prompts wait for pages.
-
-    Each second of prefill keeps ``pool_share`` of the pool from those that wait, as far as they wait for
-    pages rather than for computing.
-    """
-    room_s = candidate.room_s
-    if room_s <= candidate.queue_s:
-        return 0.0
-    waiting = settings.crowding * candidate.pool_share * candidate.waiting
-    return (1.0 - candidate.queue_s / room_s) * waiting * candidate.prefill_s_per_token * uncached
-
-
-def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
-    near = min(hit.near_tokens, cached)
-    near_s = settings.load_s_per_token * (near - hit.soon_tokens)
-    return near_s + settings.storage_load_s_per_token * (cached - near)
-
-
 def _add_scarcity(scored: Scored) -> None:
     """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``eviction_s``) if a part of the
     prompt can be loaded."""
@@ -157,23 +142,6 @@ def _beside_loads(
     taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
     sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
     return sequences_s, scarcity * candidate.prefill_s_per_token * taken
-
-
-class _Bound:
-    """The largest accepted difference from the shortest queue."""
-
-    __slots__ = ("_factor", "_gap_s", "_queue_s", "_service_s")
-
-    def __init__(self, queue_s: float, total_s: float, settings: PolicySettings) -> None:
-        self._queue_s = queue_s
-        self._service_s = total_s - queue_s
-        self._gap_s = settings.queue_gap_s
-        self._factor = settings.saving_factor
-
-    def allows(self, queue_s: float, total_s: float) -> bool:
-        gap_s = queue_s - self._queue_s
-        # Compared with the engine of the shortest queue: no engine is flooded for its cache.
-        return gap_s <= self._gap_s or gap_s <= self._factor * (self._service_s - (total_s - queue_s))
 
 
 def pick(scored: Scored, key: int) -> tuple[int, Reason]:
