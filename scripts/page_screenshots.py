@@ -40,7 +40,7 @@ class Shot(NamedTuple):
     height: int
     scheme: str
     top: str = "body"
-    """What is at the top of the picture: a selector."""
+    """Selector of the element at the top of the picture."""
 
 
 SMALL_FLEET = (

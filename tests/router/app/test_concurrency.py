@@ -63,7 +63,7 @@ async def test_sixty_four_streams_at_once() -> None:
         assert rig.router.proxy.stats.engine_failures == {}
         used = [engine.scheduler.stats.finished["length"] for engine in engines]
         assert sum(used) == REQUESTS
-        assert min(used) > 10  # nobody was left out
+        assert min(used) > 10  # every one was used
         rig.check_books()
         grace_s = InflightSettings().grace_s
         inflight = rig.router.accounts.inflight
@@ -95,7 +95,7 @@ async def test_clients_that_leave_leave_nothing_open(moment: str) -> None:
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: rig.idle and not engine.scheduler.has_work, "the engine is let go")
+        await until(lambda: rig.idle and not engine.scheduler.has_work, "the engine has no work")
         assert engine.scheduler.stats.finished["abort"] == 8
         rig.check_books()
         assert (await rig.chat("still there")).parse().choices

@@ -291,7 +291,7 @@ async def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
             await goes.stop()
             for n in range(30):
                 assert (await hits(rig, f"{n} {TEXT * 10}"))[2] == stays.base_url
-            assert rig.router.fleet.get(goes.base_url).up  # nobody polled; the breaker alone knows
+            assert rig.router.fleet.get(goes.base_url).up  # not polled since; only the breaker knows
             failures = rig.router.proxy.stats.engine_failures["refused"]
             assert 3 <= failures < 30
             assert rig.router.accounts.load_stats.failed == failures
@@ -333,7 +333,7 @@ async def test_an_engine_that_is_busy_is_passed_over() -> None:
             assert front.asked("/v1/chat/completions") > 0
             await b.stop()
             await until(lambda: len(rig.router.fleet.ready(None)) == 1, "seen to be down")
-            with pytest.raises(openai.RateLimitError):  # the engine's own answer, if nobody has better
+            with pytest.raises(openai.RateLimitError):  # the engine's own, if none has a better one
                 await rig.chat("hello")
             rig.check_books()
 

@@ -68,7 +68,7 @@ async def test_the_answer_is_that_of_one_engine(path: str, connector: Any) -> No
         assert (stats.split, stats.handoffs, stats.aggregated) == (1, 1, {})
         found = [(one["leg"], one["engine_id"]) for one in await receipts(rig)]
         assert found == [("prefill", p.base_url), ("decode", d.base_url)]
-        await until(lambda: kept(p) == 0, "what was read is let go")
+        await until(lambda: kept(p) == 0, "the blocks that were read are released")
 
 
 @pytest.mark.parametrize("connector", ["auto", "mooncake"])
@@ -86,7 +86,7 @@ async def test_both_may_be_asked_at_once(connector: Any) -> None:
         stats = rig.router.proxy.pd_stats
         assert (stats.handoffs, stats.early_decodes) == (3, 3 - (connector == "auto"))
         assert sorted(one["leg"] for one in await receipts(rig)) == ["decode"] * 3 + ["prefill"] * 3
-        await until(lambda: kept(p) == 0, "what was read is let go")
+        await until(lambda: kept(p) == 0, "the blocks that were read are released")
         await rig.caught_up(p, d)
 
 
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_keeps_nothing_anywhere() -> None:
             await until(lambda: d.scheduler.gauges().num_waiting == 1, "the blocks are being read")
             asked.cancel()
             await until(lambda: rig.idle, "the client is known to be gone")
-        await until(lambda: kept(p) == 0, "its blocks are let go")
+        await until(lambda: kept(p) == 0, "its blocks are released")
 
 
 async def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None:
@@ -206,4 +206,4 @@ async def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None
         assert [words(answer) for _, answer in answers] == alone
         assert WRONG_MARK not in str(answers)
         assert rig.router.proxy.pd_stats.handoffs > 0
-        await until(lambda: kept(p) == 0, "what was read is let go")
+        await until(lambda: kept(p) == 0, "the blocks that were read are released")

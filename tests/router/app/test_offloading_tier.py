@@ -60,7 +60,7 @@ async def test_the_answer_is_that_of_one_engine(path: str) -> None:
         assert plain(words(answer)) == plain(words(alone))
         assert (rig.router.proxy.pd_stats.handoffs, rig.router.proxy.pd_stats.aggregated) == (1, {})
         assert [one["leg"] for one in await receipts(rig)] == ["prefill", "decode"]
-        await until(lambda: kept(p) == 0, "what was fetched is let go")
+        await until(lambda: kept(p) == 0, "the fetched blocks are released")
 
 
 @pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
@@ -112,4 +112,4 @@ async def test_many_at_once_get_right_answers_and_leave_nothing_behind() -> None
         assert [words(answer) for _, answer in answers] == alone
         assert WRONG_MARK not in str(answers)
         assert rig.router.proxy.pd_stats.handoffs > 0
-        await until(lambda: kept(p) == 0, "what was fetched is let go")
+        await until(lambda: kept(p) == 0, "the fetched blocks are released")

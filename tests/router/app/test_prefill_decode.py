@@ -392,7 +392,7 @@ async def test_a_request_waits_for_a_decode_engine_however_idle_the_others_are()
         with busy(rig):
             asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
             await until(lambda: room.stats.waiting == 1, "it waits")
-            for _ in range(3):  # whoever looks for room again finds none
+            for _ in range(3):  # a second look for room finds none
                 room.changed()
                 await asyncio.sleep(0)
             assert room.stats.waiting == 1

@@ -83,7 +83,7 @@ async def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after
             fresh = router.scopes.engine(engine_id)
             return fresh is not None and 0 < fresh.index.physical(engine_id, "GPU") <= 2048
 
-        await until(clean, "everything fetched anew")
+        await until(clean, "everything was fetched again")
 
 
 async def test_a_feed_that_hears_nothing_of_what_its_engine_computed_is_stale(

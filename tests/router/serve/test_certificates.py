@@ -64,7 +64,7 @@ async def test_a_renewed_certificate_is_shown_after_sighup_and_without(tmp_path:
             await until(lambda: shows(router, tmp_path, "second"), lambda: router.log[-3000:])
             assert await chat(router, session) == 200, "on the connection from before"
 
-            renew("first")  # nobody says so: the files are looked at
+            renew("first")  # without a signal: the files are watched
             await until(lambda: shows(router, tmp_path, "first"), lambda: router.log[-3000:])
 
             (tmp_path / "used.crt").write_text("half a certificate")

@@ -64,7 +64,7 @@ async def test_room_that_comes_with_time_alone_is_noticed() -> None:
     room = room_of(engines)
     waits = comes(room)
     await until(lambda: len(room) == 1, "it waits")
-    engines.gap_s = 0.0  # nobody says so
+    engines.gap_s = 0.0  # without a notice
     room.leave(await waits)
 
 
@@ -121,7 +121,7 @@ async def test_a_client_that_goes_leaves_its_place_to_others() -> None:
     assert (len(room), room.stats.left) == (1, 1)
     engines.gap_s = 0.0
     room.changed()
-    second.cancel()  # it has been let go, and does not know yet
+    second.cancel()  # it has left the queue, and has not run since
     await asyncio.wait([second])
     assert (len(room), room.stats.left) == (0, 2)
     room.leave(await comes(room))
@@ -141,7 +141,7 @@ async def test_what_the_engine_reports_corrects_what_was_charged() -> None:
     engines.gap_s = 0.0
     room.changed()
     for _ in range(2):
-        await until(lambda: any(one.done() for one in waits.values()), "one is let go")
+        await until(lambda: any(one.done() for one in waits.values()), "one leaves the queue")
         name = next(name for name, one in waits.items() if one.done())
         order.append(name)
         room.charge(QueueTicketRequest(name), "tiny", 1000)

@@ -22,7 +22,7 @@ from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited
 from tests.support.waiting import run, until
 from tests.support.whole_router import QUICK, configure, routing, running
 
-NOBODY = "http://127.0.0.1:9"
+UNUSED = "http://127.0.0.1:9"
 
 
 async def test_it_is_off_unless_switched_on() -> None:
@@ -97,7 +97,7 @@ async def test_a_stream_goes_on_while_its_engine_is_drained_and_removed(tmp_path
 async def test_without_a_token_nobody_gets_in(tmp_path: Path, token: str | None, method: str) -> None:
     async with running({}) as (one,), administered(tmp_path, one) as admin:
         with audited() as lines:
-            status, body, headers = await admin.ask(method, "", {"base_url": NOBODY}, token=token)
+            status, body, headers = await admin.ask(method, "", {"base_url": UNUSED}, token=token)
         assert (status, body["error"]["code"]) == (401, "admin_unauthorized")
         assert headers["www-authenticate"].startswith("Bearer ")
         assert list(await admin.listed()) == [one.base_url]
@@ -111,19 +111,19 @@ async def test_every_change_is_in_the_log_with_who_and_what_became_of_it(tmp_pat
     async with running({}) as (one,), administered(tmp_path, one) as admin:
         with audited() as lines:
             await admin.ask("GET")
-            await admin.ask("POST", "", {"base_url": NOBODY})
-            await admin.ask("POST", "/drain", {"engine": NOBODY}, token=OTHER)
-            await admin.ask("POST", "/undrain", {"engine": NOBODY})
-            await admin.ask("DELETE", params={"engine": NOBODY})
-            await admin.ask("DELETE", params={"engine": NOBODY})
+            await admin.ask("POST", "", {"base_url": UNUSED})
+            await admin.ask("POST", "/drain", {"engine": UNUSED}, token=OTHER)
+            await admin.ask("POST", "/undrain", {"engine": UNUSED})
+            await admin.ask("DELETE", params={"engine": UNUSED})
+            await admin.ask("DELETE", params={"engine": UNUSED})
             await admin.ask("POST", "", raw=b"{")
         told = [(x["action"], x["who"], x["engine"], x.get("refused", "done")) for x in lines]
         assert told == [
-            ("add", "ann", NOBODY, "done"),
-            ("drain", "bob", NOBODY, "done"),
-            ("undrain", "ann", NOBODY, "done"),
-            ("remove", "ann", NOBODY, "done"),
-            ("remove", "ann", NOBODY, "engine_not_found"),
+            ("add", "ann", UNUSED, "done"),
+            ("drain", "bob", UNUSED, "done"),
+            ("undrain", "ann", UNUSED, "done"),
+            ("remove", "ann", UNUSED, "done"),
+            ("remove", "ann", UNUSED, "engine_not_found"),
             ("add", "ann", "", "invalid_json"),
         ]
         assert {line["client"] for line in lines} == {"127.0.0.1"}
@@ -230,7 +230,7 @@ async def test_without_any_engine_the_router_starts_and_takes_them(tmp_path: Pat
 async def test_a_full_fleet_takes_no_more(tmp_path: Path) -> None:
     fleet = {"fleet": FleetSettings(engines_max=1)}
     async with running({}) as (one,), administered(tmp_path, one, changes=fleet) as admin:
-        status, body, _ = await admin.ask("POST", "", {"base_url": NOBODY})
+        status, body, _ = await admin.ask("POST", "", {"base_url": UNUSED})
         assert (status, body["error"]["code"]) == (409, "fleet_full")
 
 

@@ -97,7 +97,7 @@ async def test_beyond_their_allowance_guesses_are_compared_one_after_the_other(
     assert await outcome(door, asking(OTHER, "192.0.2.2")) == 200
     many = [outcome(door, asking(f"guess-{n}-0123456789", f"2001:db8:0:7:{n:x}::1")) for n in range(200)]
     before = tokens.compared
-    await asyncio.gather(*many)  # whoever has 64 bits of addresses is one
+    await asyncio.gather(*many)  # one client may have all addresses of a 64-bit prefix
     assert tokens.compared <= before + limit.WAITING_MAX
 
 
