@@ -141,7 +141,7 @@ def scene(
     extra: dict[str, Any] = {"pinned_source_blocks_max": 0.5}
     if request.param == "host memory":
         connector, module, medium = "HybridOffloadConnector", "offload", "CPU"
-        extra |= {"host_bytes": "2MiB"}  # 512 blocks of 4 KiB: some give way in the mixed load
+        extra |= {"host_bytes": "4MiB"}  # 512 blocks of 8 KiB: some give way in the mixed load
     else:
         connector, module, medium = "SharedStoreConnector", "shared_store", "STORAGE"
         # One thread stores in order. A look-up may take as long as a busy machine makes it.

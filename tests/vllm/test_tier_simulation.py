@@ -36,8 +36,9 @@ from tests.vllm.test_simulation_reality import empty, send
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 REQUESTS = 90
-HOST_BYTES = 2 << 20
-BLOCK_BYTES = 4096
+HOST_BYTES = 4 << 20
+BLOCK_BYTES = 8192
+"""A block of 16 tokens of the tiny model in float32."""
 CHUNK_TOKENS = 256
 OTHER_REQUESTS_MAX = 0.05
 """Share of requests that take another number of tokens from cache; 0 to 1 of 180 seen."""

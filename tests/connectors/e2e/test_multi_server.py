@@ -41,8 +41,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
         {
             "kv_connector": HOST,
             "kv_connector_module_path": "connectors.offload",
-            # 200 rows: the prompts of LENGTHS take about 60, one of FILLER_TOKENS 47.
-            "kv_connector_extra_config": {"host_bytes": "800KiB", "policy": "lru"},
+            # 200 rows of 8 KiB: the prompts of LENGTHS take about 60, one of FILLER_TOKENS 47.
+            "kv_connector_extra_config": {"host_bytes": "1600KiB", "policy": "lru"},
         },
         {
             "kv_connector": STORE,
