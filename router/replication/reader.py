@@ -241,13 +241,13 @@ class SharedReader:
 
     async def _ask(self, cache: ScopeCache, words: Words, deadline: float) -> _Answer:
         """Request the blocks, then the version and the load, and the leases if due."""
-        keys, round_trip = cache.keys, _RoundTrip(self.client)
+        keys, round_trip, after = cache.keys, _RoundTrip(self.client), cache.inflight_position
         order, queries = self._queries(cache, words)
         for prefix, query in queries:
             round_trip.add(prefix, query)
         round_trip.add(keys.scope, pack("HMGET", keys.scope, "epoch", "v"))
         round_trip.add(keys.load, pack("HGETALL", keys.load))
-        round_trip.add(keys.inflight, _inflight_query(cache))
+        round_trip.add(keys.inflight, _inflight_query(cache, after))
         with_leases = _now() - cache.leases_at >= self.client.settings.renew_s / 2
         if with_leases:
             round_trip.add(keys.leases, pack("HGETALL", keys.leases))
@@ -258,7 +258,7 @@ class SharedReader:
             values += next(replies)
         epoch, version = next(replies)
         load = {name.decode(): load_bytes for name, load_bytes in _fields(next(replies)).items()}
-        inflight = _new_inflight(cache, next(replies))
+        inflight = _new_inflight(cache, after, next(replies))
         if with_leases:
             cache.update_leases(parse_leases(_fields(next(replies)), next(replies)), _now())
         return _Answer(values or [None] * len(words), order, (epoch, version), load, inflight)
@@ -304,21 +304,32 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _inflight_query(cache: ScopeCache) -> bytes:
+def _inflight_query(cache: ScopeCache, after: bytes | None) -> bytes:
     """Query only the stream's end the first time; afterwards the entries since the last one read."""
-    if cache.inflight_position is None:
+    if after is None:
         return pack("XREVRANGE", cache.keys.inflight, "+", "-", "COUNT", 1)
-    return pack("XREAD", "COUNT", _INFLIGHT_MAX, "STREAMS", cache.keys.inflight, cache.inflight_position)
+    return pack("XREAD", "COUNT", _INFLIGHT_MAX, "STREAMS", cache.keys.inflight, after)
 
 
-def _new_inflight(cache: ScopeCache, reply: Reply) -> list[bytes]:
-    if cache.inflight_position is None:
-        cache.inflight_position = reply[0][0] if reply else b"0-0"
+def _new_inflight(cache: ScopeCache, after: bytes | None, reply: Reply) -> list[bytes]:
+    """Parse the reply to the query ``after`` a position; what concurrent look-ups have read is left out."""
+    read = cache.inflight_position
+    if after is None:
+        if read is None:
+            cache.inflight_position = reply[0][0] if reply else b"0-0"
         return []
     entries = reply[0][1] if reply else []
+    if read != after and read is not None:
+        entries = [entry for entry in entries if _stream_id(entry[0]) > _stream_id(read)]
     if entries:
         cache.inflight_position = entries[-1][0]
     return [fields[1] for _, fields in entries]
+
+
+def _stream_id(entry_id: bytes) -> tuple[int, int]:
+    """Parse the id of a stream entry: milliseconds and number."""
+    time_ms, _, number = entry_id.partition(b"-")
+    return int(time_ms), int(number)
 
 
 def _same_epoch(asked: ScopeView | None, now: ScopeView | None) -> bool:
