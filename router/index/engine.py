@@ -26,8 +26,8 @@ from publisher.events import (
     GroupSpec,
     to_block_hash,
 )
-from router.index.base import GPU, ON_GPU, Index, Plane, PoolListener
-from router.index.hit_rules import evaluate
+from router.index.base import GPU, ON_GPU, Index, Plane, PoolListener, Rows
+from router.index.hit_rules import ALL_WORD, evaluate
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.knowledge import EngineKnowledge, LearningBudget
 from router.index.learn.layout import CacheLayout, ModelFacts
@@ -354,10 +354,25 @@ class EngineResidency(EngineKnowledge):
             if len(event.block_hashes) * size != tokens or event.num_tokens() != tokens or size % unit:
                 return False
             named[size // unit - 1 :: size // unit] = _hashes(event.block_hashes)
+        rows = self.index.lookup(named)
+        if tokens > layout.alignment:
+            rows = _with_first(rows, layout.alignment // unit)
         # The block that EAGLE drops lies behind what a report names; with look-ahead hashes none is dropped.
         layout = replace(layout, lookahead=1)
-        hits = evaluate(self.index.lookup(named), layout, tokens + 1, word=slot.word)
+        hits = evaluate(rows, layout, tokens + 1, word=slot.word)
         return hits.hit[slot.bit] == tokens
+
+
+def _with_first(rows: Rows, blocks: int) -> Rows:
+    """Return ``rows`` as if every engine held the first hash blocks.
+
+    They may have one copy more than counted: a prompt that ends with them and is computed again publishes the
+    same as a report. vLLM evicts the end of a prefix before its start (``KVCacheManager.free``, vLLM 0.32).
+    """
+    columns = {at: column.copy() for at, column in rows.columns.items()}
+    for column in columns.values():
+        column[:blocks] = ALL_WORD
+    return Rows(rows.num_hashes, columns)
 
 
 def _series(events: Sequence[Any], start: int) -> list[BlockStored]:

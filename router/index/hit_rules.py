@@ -171,7 +171,7 @@ def _shared_prefixes(runs: Runs, full: Read | None, boundaries: int) -> list[int
     return shared_prefixes
 
 
-_ALL_WORD = np.uint64(_ALL)
+ALL_WORD = np.uint64(_ALL)
 
 
 class WordHits:
@@ -416,7 +416,7 @@ def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
     blocks = -(-len(units) // per_block)
     grid = np.zeros((blocks, per_block), np.uint64)
     grid.reshape(-1)[: len(units)] = units
-    before = np.concatenate((np.full(1, _ALL_WORD), np.bitwise_and.accumulate(grid[:, -1])))[:blocks]
+    before = np.concatenate((np.full(1, ALL_WORD), np.bitwise_and.accumulate(grid[:, -1])))[:blocks]
     longer: Words = grid if loading else np.bitwise_or.accumulate(grid[:, ::-1], axis=1)[:, ::-1]
     inside: Words = (longer & before[:, None]).reshape(-1)[: len(units)]
     return inside
@@ -482,7 +482,7 @@ def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -
     grid.reshape(-1)[: len(blocks)] = blocks
     valid = _at(np.bitwise_and.accumulate(grid, axis=1).reshape(-1)[: len(blocks)], step, boundaries)
     tokens = np.arange(1, boundaries + 1) * step * spec_class.block_size
-    valid[tokens % chunk == 0] = _ALL_WORD
+    valid[tokens % chunk == 0] = ALL_WORD
     return valid
 
 

@@ -511,6 +511,14 @@ class TestFullReports:
         told(fleet, DENSE.stored(PROMPT), DENSE.stored(PROMPT, stop=5))
         assert fleet.engine("a").re_reports == 1
 
+    def test_a_report_is_known_although_its_first_block_was_counted_too_low(self) -> None:
+        """A prompt of one block that is computed again publishes what a report of its hit would."""
+        fleet = told(fleet_of(report_mode_full=True), DENSE.stored(PROMPT))
+        told(fleet, DENSE.stored(PROMPT[:16]), removed(HASHES[0]))
+        told(fleet, DENSE.stored(PROMPT))
+        assert fleet.engine("a").re_reports == 2
+        assert fleet.stats().extra_copies == 0
+
     def test_only_where_the_operator_says_so(self) -> None:
         fleet = told(fleet_of(), DENSE.stored(PROMPT), DENSE.stored(PROMPT))
         assert fleet.stats().extra_copies == 12
