@@ -201,11 +201,8 @@ class HybridBlockPool:
         if end > max(hit.length, self.layout.replay):
             return self._start_load(request, hit, end, reserved_blocks)
         hit = self._used(hit)
-        chunk = self._chunk(
-            request,
-            self._resumed(hit.length),
-            self.chunk_tokens_max if budget_tokens is None else budget_tokens,
-        )
+        budget = self.chunk_tokens_max if budget_tokens is None else budget_tokens
+        chunk = self._chunk(request, self._resumed(hit.length), budget, hit.length)
         if chunk <= 0:
             return None
         blocks = [[first_copy(copies) for copies in column] for column in hit.columns]
@@ -279,7 +276,9 @@ class HybridBlockPool:
         0 if none are left, or if an align-mode Mamba prefill reaches no allowed end within the budget.
         """
         budget = self.chunk_tokens_max if budget_tokens is None else budget_tokens
-        return self._chunk(request, request.num_computed, budget)
+        start = request.num_computed
+        first = start == self._resumed(request.hit)
+        return self._chunk(request, start, budget, request.hit if first else start)
 
     def compute(self, request: PoolRequest, num_tokens: int) -> bool:
         """Compute the next ``num_tokens`` tokens: allocate their blocks and store the full ones.
@@ -370,11 +369,13 @@ class HybridBlockPool:
         uses[0] = 0
         self._store.check_integrity(uses)
 
-    def _chunk(self, request: PoolRequest, start: int, budget_tokens: int) -> int:
+    def _chunk(self, request: PoolRequest, start: int, budget_tokens: int, split_at: int) -> int:
         num_tokens = min(request.num_tokens - start, budget_tokens)
         if num_tokens <= 0 or not self.layout.aligned_mamba:
             return max(num_tokens, 0)
-        return aligned_chunk(self.layout, request, start, num_tokens, self.chunk_tokens_max)
+        # The first chunk is split as if it began behind the hit, although bounded replay begins earlier:
+        # ``Scheduler.schedule`` passes the hit to ``_mamba_block_aligned_split`` (vLLM 0.32, 0.33).
+        return aligned_chunk(self.layout, request, split_at, num_tokens, self.chunk_tokens_max)
 
     def _start_load(self, request: PoolRequest, hit: Hit, end: int, reserved_blocks: int) -> int | None:
         """Start a request that a connector loads up to ``end``, as vLLM admits one."""

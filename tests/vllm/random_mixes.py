@@ -174,12 +174,9 @@ def _with_eagle(rng: random.Random, groups: tuple[Group, ...]) -> tuple[Group, .
 
 
 def _with_hidden(rng: random.Random, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """Groups without prefix cache beside the others: ring buffers, and windows rebuilt by replay (no model
-    has these beside Mamba states)."""
+    """Groups without prefix cache beside the others: ring buffers, and windows rebuilt by replay."""
     size, found = min(group["block_size"] for group in groups), list(groups)
-    hidden = [ring(size), ring(size)]
-    if all(group["kind"] != "mamba" for group in groups):
-        hidden.append(replayed(rng.choice((size, 48, 64, 128)), size))
+    hidden = [ring(size), ring(size), replayed(rng.choice((size, 48, 64, 128)), size)]
     for group in rng.sample(hidden, rng.randint(1, 2)):
         found.insert(rng.randint(0, len(found)), group)
     return tuple(found)

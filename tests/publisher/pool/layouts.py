@@ -118,6 +118,7 @@ MIXES: dict[str, tuple[dict[str, Any], ...]] = {
     "eagle_apart": (full(), window(64), window(64, is_eagle=True, apart=True)),
     "replayed": (replayed(64), full(), ring()),
     "replayed_windows": (full(32), replayed(48), window(96, 16), replayed(48)),
+    "replayed_mamba": (full(32), mamba("align", 32), replayed(48)),
     "eagle_ring": (full(is_eagle=True), ring(4)),
     "window_ring": (ring(), window(64)),
     "mamba_ring": (full(32), mamba("align", 32), ring(8)),
