@@ -200,9 +200,8 @@ class SharedReader:
     ) -> SharedRows:
         """Look up the engines that hold each block.
 
-        Raises ``IndexUnavailable``, at the deadline at the latest.
-
-        ``timeout_s`` overrides the setting ``lookup_timeout_s``. Raises ``IndexRefused`` for another schema.
+        ``timeout_s`` overrides the setting ``lookup_timeout_s``. Raises ``IndexUnavailable``, at the deadline
+        at the latest, and ``IndexRefused`` for another schema.
         """
         self.counters.lookups += 1
         scale = max(1.0, len(hashes) / _BLOCKS_PER_TIMEOUT)
@@ -222,8 +221,9 @@ class SharedReader:
             inflight += answer.inflight
             if answer.version != cache.version or None in answer.version or identity != cache.identity:
                 await self._fetch(cache, deadline)
-                if not _same_epoch(asked, cache.view):
-                    continue
+            # A concurrent lookup may have fetched a registry that the blocks were not requested by.
+            if not _same_epoch(asked, cache.view):
+                continue
             rows = _in_order(cache.decoder.rows(answer.values), answer.order)
             if is_hash is not None:
                 columns = {

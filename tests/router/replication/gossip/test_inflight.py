@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
 from publisher.events import BlockHash
 from router.replication.gossip import GossipedInflight, GossipEntry, InflightEvent
-from router.replication.reader import SharedRows
-from tests.router.replication.backend import make_settings
-from tests.router.replication.replicas import Replicas, blocks
-from tests.support.redis_servers import Server
 
 E = "http://e"
 HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]
@@ -143,24 +137,3 @@ def test_entries_that_make_no_sense_cost_themselves_only() -> None:
     two.receive([b"\xc1", odd, *stream.entries, msgspec.msgpack.encode(["x", 1, 1, 77])], 0.0)
     assert two.gossip_stats.malformed == 3
     assert two.common(HASHES, 0.0).blocks == {E: 4}
-
-
-async def test_concurrent_look_ups_read_each_prompt_in_flight_once(plain_server: Server) -> None:
-    """From the first one on, which asks for the stream's end in another form."""
-    async with Replicas(make_settings(plain_server.url), "a") as replicas:
-        client = replicas.clients[0]
-        stream = replicas["a"].mirror.registry.keys.inflight
-        await replicas["a"].take("e0")
-        added = 0
-        read: list[bytes] = []
-        for _ in range(20):
-            found = await asyncio.gather(
-                *(replicas.look(blocks(1)) for _ in range(5)),
-                client.command("XADD", stream, "*", "f", b"%d" % added),
-                *(replicas.look(blocks(1)) for _ in range(5)),
-            )
-            added += 1
-            read += [entry for one in found if isinstance(one, SharedRows) for entry in one.inflight]
-        read += (await replicas.look(blocks(1))).inflight
-    assert read == [b"%d" % number for number in range(added)][-len(read) :]
-    assert len(read) >= added - 1, "only what was there before the first look-up is left out"
