@@ -545,7 +545,7 @@ class LeaseManager:
         self.held[engine_id] = Held(held.model, token, asked_s + self._lease_s)
         self.stats.won_back += 1
         _log.info("lease regained", engine=engine_id, token=token)
-        await self._on_acquired(candidate, token, True)
+        await self._take_over(model_leases, candidate, token, again=True)
         return True
 
     async def _acquire(self, model_leases: ModelLeases, engine_id: str) -> None:
@@ -560,7 +560,8 @@ class LeaseManager:
             return
         self.held[engine_id] = Held(candidate.model, token, asked_s + self._lease_s)
         try:
-            await self._on_acquired(candidate, token, False)
+            if not await self._take_over(model_leases, candidate, token, again=False):
+                return
         except BaseException:
             if self.held.pop(engine_id, None) is not None:
                 self._on_ended(candidate.model, engine_id)
@@ -568,6 +569,20 @@ class LeaseManager:
         self.stats.taken += 1
         self._free_since.pop(engine_id, None)
         _log.info("lease taken", engine=engine_id, token=token)
+
+    async def _take_over(
+        self, model_leases: ModelLeases, candidate: LeaseCandidate, token: int, *, again: bool
+    ) -> bool:
+        """Follow the engine; False if its lease ended here meanwhile."""
+        engine_id = candidate.engine.engine_id
+        held = self.held[engine_id]
+        await self._on_acquired(candidate, token, again)
+        if self.held.get(engine_id) is held:
+            return True
+        # What ended the lease ran before the engine was followed, so it is ended again.
+        self._on_ended(candidate.model, engine_id)
+        await model_leases.leases.release(engine_id, token)
+        return False
 
     async def _release(self, model_leases: ModelLeases, engine_id: str) -> None:
         held = self.held.pop(engine_id, None)

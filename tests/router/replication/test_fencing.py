@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from router.fleet.engines import EngineAddress
 from router.replication import scripts
 from router.replication.codec import as_words, pack_records
+from router.replication.leases import LeaseCandidate, LeaseManager, Membership, ModelLeases
 from router.replication.registry import EngineFacts, LeaseLost, Registry
 from router.replication.write_queue import RegistryGc
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
+from tests.support import waiting
 from tests.support.redis_servers import Cluster, Server
 
 
@@ -235,3 +239,34 @@ async def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert writer.mirror.counters.lost_slots == 1
+
+
+async def test_an_engine_removed_while_its_lease_is_acquired_is_not_followed(plain_server: Server) -> None:
+    """What started after the removal is ended again, and another replica may have the lease at once."""
+    async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
+        client, engine = replicas.clients[1], EngineAddress("http://e")
+        followed, acquisitions = set[str](), list[int]()
+
+        async def acquired(candidate: LeaseCandidate, token: int, again: bool) -> None:
+            manager.remove_candidate(candidate.engine.engine_id)
+            followed.add(candidate.engine.engine_id)
+            acquisitions.append(token)
+
+        key, clock = replicas["a"].mirror.registry.keys.replicas, time.monotonic
+        membership = Membership(client.command, key, "a", started=1, lease_s=9.0, clock=clock)
+        leases = ModelLeases(replicas["a"].leases, membership)
+        manager = LeaseManager(
+            "a",
+            lambda model: leases,
+            on_acquired=acquired,
+            on_ended=lambda model, engine_id: followed.discard(engine_id),
+            lease_s=9.0,
+            renew_s=3.0,
+            clock=clock,
+        )
+        manager.add_candidate(engine, MODEL)
+        rounds = asyncio.create_task(manager.run())
+        await waiting.until(lambda: acquisitions, "the lease is acquired")
+        await waiting.until(lambda: replicas["b"].leases.acquire(engine.engine_id), "it is free again")
+        rounds.cancel()
+        assert (followed, manager.held, manager.stats.taken) == (set(), {}, 0)
