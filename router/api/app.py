@@ -353,7 +353,15 @@ class Front:
         cors, path = self._cors, scope["path"]
         # The most common paths need no further checks.
         for_clients = path in PROMPT_APIS
-        if cors is not None and (for_clients or self._for_browsers(scope)) and cors.concerns(scope):
+        if (
+            cors is not None
+            and (for_clients or self._for_browsers(scope))
+            # Caches must know that the origin matters, also without one.
+            and (
+                not cors.allow_all_origins
+                or b"origin" in (scope.get(HEADERS_BY_NAME) or dict(scope["headers"]))
+            )
+        ):
             return cors(scope, receive, send)
         return self._proxy(scope, receive, send) if for_clients else self._answer(scope, receive, send)
 
@@ -421,13 +429,6 @@ class Cors(CORSMiddleware):
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
         )
-
-    def concerns(self, scope: Any) -> bool:
-        """Whether the response to this request depends on its origin."""
-        if not self.allow_all_origins:
-            # Caches must know that the origin matters, also without one.
-            return True
-        return b"origin" in (scope.get(HEADERS_BY_NAME) or dict(scope["headers"]))
 
     async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
         """Send without the engine's CORS headers."""

@@ -55,13 +55,13 @@ class DisconnectWatch(msgspec.Struct, eq=False):
     _scope: Scope
     _receive: Receive
     disconnected: bool = False
-    _task: asyncio.Task[Any] | None = None
+    task: asyncio.Task[Any] | None = None
     _disconnect_hook: DisconnectHook | None = None
     _watcher: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
         """Start watching. No other caller may use ``receive`` from here on."""
-        self._task = asyncio.current_task()
+        self.task = asyncio.current_task()
         extensions = self._scope.get("extensions")
         self._disconnect_hook = extensions.get(DISCONNECT_EXTENSION) if extensions else None
         if self._disconnect_hook is not None:
@@ -83,8 +83,8 @@ class DisconnectWatch(msgspec.Struct, eq=False):
 
     def _on_disconnect(self) -> None:
         self.disconnected = True
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
 
 class ResponseSink(Protocol):

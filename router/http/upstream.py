@@ -488,7 +488,8 @@ class UpstreamClient:
     ) -> None:
         self._stats = stats
         self._clock = clock
-        self._origins: dict[str, Origin] = {}
+        self.origins: dict[str, Origin] = {}
+        """By base URL, those used so far."""
         self._tls = tls or ssl.create_default_context()
         self._sweeper = Sweeper(clock, _tick(settings))
         self._owner: dict[UpstreamConnection, Origin] = {}
@@ -501,9 +502,9 @@ class UpstreamClient:
 
     def origin(self, base_url: str) -> Origin:
         """Return the origin of an engine, which is created on first use and removed by ``drop_origin``."""
-        origin = self._origins.get(base_url)
+        origin = self.origins.get(base_url)
         if origin is None:
-            origin = self._origins[base_url] = Origin.parse(base_url)
+            origin = self.origins[base_url] = Origin.parse(base_url)
         return origin
 
     async def request(
@@ -619,7 +620,7 @@ class UpstreamClient:
 
     def drop_origin(self, base_url: str) -> None:
         """Remove an engine: close its idle connections. Requests under way end by themselves."""
-        origin = self._origins.pop(base_url, None)
+        origin = self.origins.pop(base_url, None)
         if origin is not None:
             while origin.idle:
                 origin.idle.pop().abort()
@@ -629,7 +630,7 @@ class UpstreamClient:
         for connection in list(self._owner):
             connection.abort()
             self._connection_lost(connection)
-        self._origins.clear()
+        self.origins.clear()
 
 
 def _tick(settings: ClientSettings) -> float:

@@ -303,6 +303,7 @@ class RequestRecord(msgspec.Struct, eq=False):
     path: str
     arrived_s: float
     read_s: float
+    """Time at which it had been received completely."""
     model: str = ""
     request_id: str = ""
     label: str = ""
@@ -337,11 +338,6 @@ class RequestRecord(msgspec.Struct, eq=False):
     """Reasons for the chosen engine, as attributes of a trace."""
     placement_facts: Callable[[], Any] = _no_facts
     """Facts known when it was placed (``PlacementFacts``), until it ended."""
-
-    def read(self, size: int) -> None:
-        """Note that the request has been received completely."""
-        self.read_s = self.tracker.clock()
-        self.bytes_in = size
 
     def placed(self, engine_id: str, *, completion: bool, waited_s: float = 0.0) -> None:
         """Note that an engine is asked; the request waited for it in the queue."""

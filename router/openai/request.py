@@ -130,7 +130,8 @@ _SESSION_FIELDS: Final = (
     _SessionFields(b"session_id", agent=b"thread-id"),
     _SessionFields(b"x-session-affinity", parent=b"x-parent-session-id"),
 )
-_SESSION_NAMES: Final = frozenset(fields.session for fields in _SESSION_FIELDS)
+SESSION_FIELDS: Final = frozenset(fields.session for fields in _SESSION_FIELDS)
+"""Without one of them a head names no session."""
 # Members of the body that name a session; ``metadata.user_id`` is read between them.
 SESSION_MEMBERS: Final = ("session_id", "prompt_cache_key")
 # Claude Code's ``metadata.user_id`` ends in the session's UUID, or is a JSON text that has it.
@@ -141,8 +142,6 @@ _PRINTABLE: Final = re.compile(rb"[!-~](?:[ -~]{0,%d}[!-~])?" % (SESSION_CHARS_M
 
 def session_in_headers(told: Mapping[bytes, bytes]) -> Session | None:
     """The session that header fields name."""
-    if told.keys().isdisjoint(_SESSION_NAMES):
-        return None
     for fields in _SESSION_FIELDS:
         if name := session_name(told.get(fields.session, b"")):
             if parent := session_name(told.get(fields.parent, b"")):

@@ -361,7 +361,10 @@ class Placement(Attempt):
 
     def answered(self, status: int) -> None:
         """Implement ``Attempt``."""
-        super().answered(status)
+        if status < 400:
+            self._breaker.succeeded(self.now())
+        else:
+            super().answered(status)
         self.engine.answers += 1
 
     def unseen(self, ended: Callable[[], None]) -> float:
@@ -413,7 +416,7 @@ class Placement(Attempt):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
-        self.arrived()
+        engine.waiting.pop(self, None)
         engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)

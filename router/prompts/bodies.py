@@ -131,27 +131,28 @@ _ENCODER = msgspec.json.Encoder()
 class ModelTarget:
     """The model of a request: its configuration's name, and the adapter."""
 
-    __slots__ = ("_unsalted", "_unsalted_scope", "lora_name", "name")
+    __slots__ = ("lora_name", "name", "unsalted", "unsalted_scope")
 
     def __init__(self, name: str, lora_name: str | None = None, lora_path: str | None = None) -> None:
         self.name = name
         self.lora_name = lora_name
-        self._unsalted = NO_EXTRAS if lora_name is None else PromptExtras(lora_name, lora_path)
-        self._unsalted_scope = self._scope(self._unsalted)
+        # Extra inputs and scope of a prompt without a salt.
+        self.unsalted = NO_EXTRAS if lora_name is None else PromptExtras(lora_name, lora_path)
+        self.unsalted_scope = self._scope(self.unsalted)
 
     def extras(self, salt: Any) -> PromptExtras:
         """Return the extra inputs of hashes besides tokens and images. Raises ``NotLocalError`` for an
         invalid salt."""
         if salt is None:
-            return self._unsalted
+            return self.unsalted
         if not (isinstance(salt, str) and salt):
             raise NotLocalError("field")
-        return msgspec.structs.replace(self._unsalted, cache_salt=salt)
+        return msgspec.structs.replace(self.unsalted, cache_salt=salt)
 
     def scope(self, extras: PromptExtras) -> bytes:
         """Return the inputs that separate prompts of equal text: the model, and the extra inputs of
         hashes."""
-        return self._unsalted_scope if extras is self._unsalted else self._scope(extras)
+        return self.unsalted_scope if extras is self.unsalted else self._scope(extras)
 
     def _scope(self, extras: PromptExtras) -> bytes:
         return compact(_ENCODER.encode([self.name, extras]))

@@ -67,12 +67,14 @@ _NOTHING: Final = ids_of(())
 
 class _Kind(NamedTuple):
     """The inputs of a chat's prompt other than its messages, in compact form (``scope``). ``special``:
-    special tokens are added around it; ``tokenizer``: its tokenizer."""
+    special tokens are added around it; ``tokenizer``: its tokenizer; ``by_the_clock``: the same messages may
+    give another prompt the next time."""
 
     form: ChatForm
     scope: bytes
     special: bool
     tokenizer: str
+    by_the_clock: bool
 
 
 class LocalModel:
@@ -155,10 +157,15 @@ class LocalModel:
             kind = await self._kind_of(body, scope, long=long)
         if len(body.messages) > _MESSAGES_MAX:
             raise NotLocalError("too_complex")
-        form, scope, special, _ = kind
+        form, scope, special, _, by_the_clock = kind
         keys = message_keys(scope, body.messages)
-        parent, shared = self._find(scope, keys, body.messages)
-        if parent is not None and shared == len(keys) == len(parent.messages) and not form.by_the_clock:
+        parent, shared = self._cache.find(keys) or (None, 0)
+        if parent is None or not parent.begins_as(scope, body.messages[:shared]):
+            self._stats.prefix_misses += 1
+            parent, shared = None, 0
+        else:
+            self._stats.prefix_hits += 1
+        if parent is not None and shared == len(keys) == len(parent.messages) and not by_the_clock:
             self._stats.tokens_reused += len(parent.ids)
             return parent
         known = list(parent.messages[:shared]) if parent is not None else []
@@ -225,7 +232,7 @@ class LocalModel:
         form = await self._form_of(body, long=long)
         special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
         whole = self._chat_scope(scope, body, form, special=special)
-        kind = _Kind(form, whole, special, self.tokenizer.name)
+        kind = _Kind(form, whole, special, self.tokenizer.name, form.by_the_clock)
         if self.renderer.family is None and body.is_bare():
             if len(self._bare) >= _KINDS_MAX:
                 self._bare.clear()
@@ -259,15 +266,6 @@ class LocalModel:
         stamp = b"" if family is None else family.stamp()
         made_by = (self.tokenizer.name.encode(), self._serial, stamp)
         return compact(b"\0".join((scope, form.context.key, limits, *made_by)))
-
-    def _find(self, scope: bytes, keys: list[int], raws: list[msgspec.Raw]) -> tuple[Entry | None, int]:
-        """Find the prompt that shares the most leading messages."""
-        found = self._cache.find(keys)
-        if found is None or not found[0].begins_as(scope, raws[: found[1]]):
-            self._stats.prefix_misses += 1
-            return None, 0
-        self._stats.prefix_hits += 1
-        return found
 
     async def _tokenize(self, text: str, parent: Entry | None, *, special: bool) -> tuple[CutText, Ids, int]:
         """Cut and tokenize a text, reusing the ids of ``parent`` up to the last common cut.

@@ -72,22 +72,21 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
 
     def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]:
         """All block hashes under ``scheme``; must not be changed. ``ValueError`` for an unknown algorithm."""
-        known = self._hashes.get(scheme)
-        if known is None:
-            known = self._hashes[scheme] = self._chain(scheme)
-        return known
-
-    def _chain(self, scheme: HashScheme) -> Sequence[BlockHash]:
+        made = self._hashes.get(scheme)
+        if made is not None:
+            return made
         entry, stats = self._entry, self._stats
         chain = entry.chains.get(scheme)
         if chain is None:
             chain = HashChain(scheme, entry.extras)
-        known = len(chain.hashes)
-        hashes = chain.extend(entry.ids)
+        hashes, known = chain.hashes, len(chain.hashes)
+        if known < (self.num_tokens - scheme.lookahead) // scheme.hash_block_size or not known:
+            hashes = chain.extend(entry.ids)
         stats.blocks_reused += known
         stats.blocks_hashed += len(hashes) - known
         entry.chains[scheme] = chain
-        return hashes  # type: ignore[return-value]  # an array is a sequence in all but its base
+        self._hashes[scheme] = hashes  # type: ignore[assignment]  # an array is a sequence in all but its base
+        return hashes  # type: ignore[return-value]
 
     def num_blocks(self, scheme: HashScheme) -> int:
         """Number of hashes."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -46,6 +47,9 @@ class KnownMessage(msgspec.Struct, frozen=True, gc=False):
     """That text; empty without such a role."""
 
 
+_raw_of: Final = attrgetter("raw")
+
+
 class Entry(msgspec.Struct, eq=False, gc=False):
     """One prompt. Thousands are kept, so it consists of objects that the garbage collector does not track.
 
@@ -67,7 +71,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     def begins_as(self, scope: bytes, raws: list[msgspec.Raw]) -> bool:
         """Whether its first messages are these, byte by byte."""
         known = self.messages if len(raws) == len(self.messages) else self.messages[: len(raws)]
-        return self.scope == scope and [one.raw for one in known] == raws
+        return self.scope == scope and list(map(_raw_of, known)) == raws
 
     def inherit(self, other: Entry, num_tokens: int, *, last: bool) -> None:
         """Reuse the hashes of the first ``num_tokens`` tokens, which both prompts share.

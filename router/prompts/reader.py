@@ -24,7 +24,7 @@ from publisher.events import BlockHash
 from router.fleet.status import Frontend
 from router.openai.body import peek
 from router.openai.errors import ApiError
-from router.openai.request import InboundRequest
+from router.openai.request import PROMPT_APIS, InboundRequest
 from router.prompts.bodies import (
     Converted,
     ModelNames,
@@ -239,7 +239,7 @@ class PromptReader:
         path = request.path.rstrip("/")
         if len(request.body) > self._settings.prompt_bytes_max:
             return self._read_beginning(request, path, "too_large")
-        if has_many_values(request.body, VALUES_MAX):
+        if len(request.body) > 2 * VALUES_MAX and has_many_values(request.body, VALUES_MAX):
             self._check_json(request.body)
             return self._read_beginning(request, path, "too_complex")
         parsed: Parsed | None = None
@@ -248,7 +248,8 @@ class PromptReader:
             try:
                 parsed, request.prompt = request.prompt or decode_body(path, request.body), None
                 prompt = await self._read_local(request, path, parsed, frontends[0])
-                await self._add_variants(prompt, request, path, parsed, frontends[1:])
+                if len(frontends) > 1:
+                    await self._add_variants(prompt, request, path, parsed, frontends[1:])
             except NotLocalError as miss:
                 if miss.reason == "too_complex":
                     return self._read_beginning(request, path, miss.reason)
@@ -259,7 +260,8 @@ class PromptReader:
             self.stats.refused += 1
             raise
         self.stats.local += 1
-        self.stats.count_read(path, "local")
+        if (api := PROMPT_APIS.get(path)) is not None:
+            self.stats.reads[api, "local"] += 1
         if self._watched:
             self._show(request, path, prompt)
         return prompt
@@ -304,7 +306,10 @@ class PromptReader:
 
     async def hashes(self, prompt: Prompt, scheme: HashScheme) -> Sequence[BlockHash]:
         """``prompt.hashes(scheme)``, in a worker thread if many blocks are new."""
-        if prompt.num_new_blocks(scheme) > INLINE_BLOCKS_MAX:
+        if (
+            prompt.num_tokens > INLINE_BLOCKS_MAX * scheme.hash_block_size
+            and prompt.num_new_blocks(scheme) > INLINE_BLOCKS_MAX
+        ):
             try:
                 chain = prompt.forked_chain(scheme)
                 await self._workers.run(lambda: chain.extend(prompt.token_ids))
@@ -331,29 +336,23 @@ class PromptReader:
         self, request: InboundRequest, path: str, parsed: Parsed, frontend: Frontend = "python"
     ) -> Prompt:
         target = self._names.target(request.model)
-        extras = target.extras(parsed.cache_salt)
-        long = _takes_long(request.body, parsed)
+        extras = target.unsalted if parsed.cache_salt is None else target.extras(parsed.cache_salt)
+        scope = target.unsalted_scope if extras is target.unsalted else target.scope(extras)
+        # Only the new part of a plain chat is decoded: its cost is checked where it is known
+        # (``local_model.py``).
+        plain = isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is parsed.documents is None
+        long = len(request.body) > INLINE_BYTES_MAX if plain else _takes_long(request.body, parsed)
         if frontend == "sglang" and is_unlike_sglang(request.body):
             raise NotLocalError("frontend")
-        if isinstance(parsed, GenerateBody):
-            given = await self._done(long, lambda: _given_tokens(parsed))
-            given_ids = self._prompt_of(given, target, extras, parsed, source="local", by="the request")
-            given_ids.frontend = frontend
-            return given_ids
         local = self._local.get(target.name)
-        if local is not None:
+        if local is None or isinstance(parsed, GenerateBody):
+            return await self._read_tokens(target, extras, parsed, frontend, long=long)
+        if frontend != "python":
             local = local.behind(frontend)
-        if local is None:
-            if not isinstance(parsed, CompletionBody):
-                raise NotLocalError("no_tokenizer")
-            given = await self._done(long, lambda: _completion_tokens(parsed))
-            given_ids = self._prompt_of(given, target, extras, parsed, source="local", by="the request")
-            given_ids.frontend = frontend
-            return given_ids
-        if not local.renderer.reads(path):
+        family = local.renderer.family
+        if family is not None and not local.renderer.reads(path):
             # the engine has separate code for this API, which is not reproduced
             raise NotLocalError("renderer")
-        scope = target.scope(extras)
         count = 1
         if isinstance(parsed, ChatBody):
             entry = await local.chat(parsed, extras, scope, long=long)
@@ -366,7 +365,8 @@ class PromptReader:
         else:
             chat, long = await self._converted(parsed, local, long=long)
             entry = await local.chat(chat, extras, scope, long=long)
-        by = local.library_names(chat=not isinstance(parsed, CompletionBody))
+        is_chat = not isinstance(parsed, CompletionBody)
+        by = local.tokenizer.name if family is None else local.library_names(chat=is_chat)
         if entry.media:
             found = self._media.expanded(target.name, entry.media, entry.ids)
             if found is None or count > 1:
@@ -383,6 +383,20 @@ class PromptReader:
             answer_tokens_max=answer_tokens_max(parsed),
             frontend=frontend,
         )
+
+    async def _read_tokens(
+        self, target: ModelTarget, extras: PromptExtras, parsed: Parsed, frontend: Frontend, *, long: bool
+    ) -> Prompt:
+        """Read a prompt that the request gives as tokens, for which no tokenizer is needed."""
+        if isinstance(parsed, GenerateBody):
+            given = await self._done(long, lambda: _given_tokens(parsed))
+        elif isinstance(parsed, CompletionBody):
+            given = await self._done(long, lambda: _completion_tokens(parsed))
+        else:
+            raise NotLocalError("no_tokenizer")
+        prompt = self._prompt_of(given, target, extras, parsed, source="local", by="the request")
+        prompt.frontend = frontend
+        return prompt
 
     async def _converted(self, parsed: Converted, local: LocalModel, *, long: bool) -> tuple[ChatBody, bool]:
         """Convert a body to its chat; also whether that took a worker thread, or would have blocked the
@@ -484,12 +498,9 @@ class PromptReader:
 
 def _takes_long(body: bytes, parsed: Parsed) -> bool:
     """Whether decoding the whole body would block the event loop."""
-    # Of a plain chat or Messages request only the new part is decoded: its cost is checked where it is known
-    # (``local_model.py``, ``_converted``).
     if len(body) > INLINE_BYTES_MAX:
         return True
-    if isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is None and parsed.documents is None:
-        return False
+    # Of a plain Messages request too only the new part is decoded (``_converted``).
     if isinstance(parsed, MessagesBody) and parsed.chat_template_kwargs is None:
         return parsed.num_pieces() > INLINE_VALUES_MAX
     return has_many_values(body, INLINE_VALUES_MAX)

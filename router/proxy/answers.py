@@ -198,20 +198,23 @@ def read_usage(body: bytes) -> Usage | None:
     usage = answer.usage
     if usage is None and answer.response is not None:
         usage = answer.response.usage
-    for part in (answer.message, answer.delta):
-        if usage is None and isinstance(part, dict):
-            usage = msgspec.convert(part.get("usage"), _Usage | None)
-    if usage is None and isinstance(answer.meta, dict):
+    if usage is None:
+        for part in (answer.message, answer.delta):
+            if usage is None and isinstance(part, dict):
+                usage = msgspec.convert(part.get("usage"), _Usage | None)
+    if usage is None:
+        if not isinstance(answer.meta, dict):
+            return None
         billed = msgspec.convert(answer.meta, _Meta).billed_units
         return None if billed is None else Usage(int(billed.input_tokens), int(billed.output_tokens))
-    return None if usage is None else _read(usage)
+    if usage.prompt_tokens is None:
+        return _in_other_terms(usage)
+    details = usage.prompt_tokens_details
+    cached = None if details is None else details.cached_tokens
+    return Usage(usage.prompt_tokens, usage.completion_tokens or 0, cached)
 
 
-def _read(usage: _Usage) -> Usage | None:
-    if usage.prompt_tokens is not None:
-        details = usage.prompt_tokens_details
-        cached = None if details is None else details.cached_tokens
-        return Usage(usage.prompt_tokens, usage.completion_tokens or 0, cached)
+def _in_other_terms(usage: _Usage) -> Usage | None:
     if usage.tokens is not None:
         cached = None if usage.cached_tokens is None else int(usage.cached_tokens)
         return Usage(int(usage.tokens.input_tokens), int(usage.tokens.output_tokens), cached)

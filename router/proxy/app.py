@@ -147,8 +147,8 @@ class ProxyApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1000})
             return
-        if scope["path"].endswith("/") and scope["path"] not in self.settings.passed_paths:
-            scope = without_trailing_slashes(scope)
+        slash = scope["path"].endswith("/") and scope["path"] not in self.settings.passed_paths
+        scope = without_trailing_slashes(scope) if slash else scope
         self.stats.requests += 1
         self.stats.requests_active += 1
         own: RequestCycle | None = scope.get("extensions", _NONE).get(CYCLE_EXTENSION)
@@ -158,7 +158,8 @@ class ProxyApp:
         entry: TenantRequest | None = None
         try:
             client = scope.get("client")
-            sent, scope = scope["headers"], self._cleaned(scope)
+            sent = scope["headers"]
+            scope = scope if self._gate is None else _cleaned(scope, self._gate)
             if self.requests.traces is not None:
                 self.requests.trace(record, sent)
             head = read_request_headers(
@@ -171,13 +172,16 @@ class ProxyApp:
                 record.tenant = tenant.name
                 entry = self._gate.enter(tenant)
                 head.fields = capped(head.fields, entry.tenant.rules)
-            self._check(scope["path"], scope["method"], head)
-            body = None if own is None else self._whole_body(own)
-            if body is None:
-                body = await self._read_body(head, receive)
+            if scope["method"] != "POST" or scope["path"] not in PROMPT_APIS or head.encoding:
+                self._check(scope["path"], scope["method"], head)
+            body = None if own is None else own.complete_body()
+            if body is None or len(body) > self.settings.body_bytes_max:
+                body = await self._read_body(head, receive, body)
+            record.read_s, record.bytes_in = self.requests.clock(), len(body)
             out = await self._outbound(scope, head, body, record, entry)
             out.own = own
             watch.watch()
+            out.task = watch.task
             await self._forwarder.forward(out, send)
         except ApiError as error:
             await self._answer_error(error, request_id, record, send)
@@ -198,12 +202,6 @@ class ProxyApp:
                 record.charged_tokens = entry.charged_tokens
             self.stats.requests_active -= 1
             self.requests.end(record)
-
-    def _cleaned(self, scope: Scope) -> Scope:
-        """Without what must not reach engines."""
-        if self._gate is None:
-            return scope
-        return {**scope, "headers": self._gate.for_engines(scope["headers"]), HEADERS_BY_NAME: None}
 
     def _check(self, path: str, method: str, head: RequestHead) -> None:
         """Refuse what can be refused before the body is read."""
@@ -227,7 +225,6 @@ class ProxyApp:
         record: RequestRecord,
         entry: TenantRequest | None,
     ) -> Outbound:
-        record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
         form, seen = None, body
         found = None if path in PROMPT_APIS or not body else await self._form(scope["headers"], body)
@@ -238,7 +235,8 @@ class ProxyApp:
         earlier = None if path in PROMPT_APIS else response_named(method, path)
         if earlier is None and path.startswith(RESPONSES):
             earlier = look.previous_response
-        await self._check_tenant(path, method, look, earlier, entry)
+        if entry is not None or earlier is not None:
+            await self._check_tenant(path, method, look, earlier, entry)
         model, session = look.model, head.session or look.session
         if self._aliases is not None and (behind := self._aliases.model_for(model, session)):
             named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
@@ -257,8 +255,7 @@ class ProxyApp:
         )
         request.client = hash(record.tenant or tuple(head.forwarded_for.rsplit(b",", 2)[-2:]))
         request.trace = record.trace
-        if body is seen:
-            request.prompt = look.prompt
+        request.prompt = look.prompt if body is seen else None
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
@@ -364,15 +361,10 @@ class ProxyApp:
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
 
-    def _whole_body(self, own: RequestCycle) -> bytes | None:
-        body = own.complete_body()
-        if body is not None and len(body) > self.settings.body_bytes_max:
-            raise self._too_large()
-        return body
-
-    async def _read_body(self, head: RequestHead, receive: Receive) -> bytes:
+    async def _read_body(self, head: RequestHead, receive: Receive, whole: bytes | None) -> bytes:
+        """``whole``: the body, if all of it has come already. Raises ``ApiError`` if it is too large."""
         limit = self.settings.body_bytes_max
-        if head.content_length is not None and head.content_length > limit:
+        if whole is not None or (head.content_length is not None and head.content_length > limit):
             raise self._too_large()
         message = await receive()
         first = message.get("body", b"")
@@ -438,6 +430,11 @@ class ProxyApp:
             headers.append((b"x-request-id", request_id))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _cleaned(scope: Scope, gate: KeyGate) -> Scope:
+    """Return the scope without what must not reach engines."""
+    return {**scope, "headers": gate.for_engines(scope["headers"]), HEADERS_BY_NAME: None}
 
 
 def _served(record: RequestRecord) -> bool:

@@ -41,7 +41,6 @@ class Attempt:
         *(
             "_breaker",
             "_heard",
-            "_open",
             "abandoned",
             "asked_s",
             "base_url",
@@ -49,7 +48,7 @@ class Attempt:
             "client_headers",
             "engine_headers",
         ),
-        *("engine_id", "expected_s", "handoff", "kv_source", "now", "prefill", "request"),
+        *("engine_id", "expected_s", "handoff", "kv_source", "now", "open", "prefill", "request"),
         *("retention", "sent_body"),
         *("uncached_tokens", "version"),
         *("waited_s", "watched"),
@@ -84,7 +83,8 @@ class Attempt:
         self.now = now
         self._breaker = breaker
         self._heard = False
-        self._open = True
+        self.open = True
+        """It has not ended."""
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
         self.retention = b""
@@ -173,7 +173,7 @@ class Attempt:
             now = self.now()
             self._heard = True
             self._breaker.answered_at(now)
-            if self._open and 200 <= status < 300:
+            if self.open and 200 <= status < 300:
                 self._begun(now)
 
     def streamed(self, events: int) -> None:
@@ -181,7 +181,7 @@ class Attempt:
 
     def left_unanswered(self) -> bool:
         """The client left. Returns whether that counts against the engine, which has given no answers."""
-        if self._heard or not self._open:
+        if self._heard or not self.open:
             return False
         return self._breaker.left_unanswered(
             self.asked_s, self.now(), expected_s=self.expected_s, streams=self.request.stream
@@ -237,10 +237,12 @@ class Attempt:
 
     def finished(self, usage: Usage | None) -> None:
         """The answer ended (also when the client went away: ``usage`` is None then)."""
-        self._end(usage, "")
+        if self.open:
+            self.open = False
+            self._ended(usage, "")
 
     def _end(self, usage: Usage | None, failed: str) -> bool:
-        was_open, self._open = self._open, False
+        was_open, self.open = self.open, False
         if was_open:
             self._ended(usage, failed)
         return was_open
@@ -271,6 +273,8 @@ class Outbound(msgspec.Struct, gc=False):
     """None: our own connections."""
     own: RequestCycle | None = None
     """Where it came from, if that is our own listener."""
+    task: asyncio.Task[Any] | None = None
+    """The one that answers it."""
 
 
 class Answer(Protocol):
@@ -317,6 +321,8 @@ class OwnConnections:
 
     def __init__(self, client: UpstreamClient) -> None:
         self._client = client
+        self.done: Callable[[Any], None] = client.release
+        """Implement ``Carrier``."""
 
     def ask(
         self,
@@ -331,7 +337,7 @@ class OwnConnections:
         request = out.request
         if body is None:
             body = request.body if attempt.sent_body is None else attempt.sent_body
-        origin = self._client.origin(attempt.base_url)
+        origin = self._client.origins.get(attempt.base_url) or self._client.origin(attempt.base_url)
         has_body = body or out.head.content_length is not None or request.method == "POST"
         head = request_head(
             request.method,
@@ -342,10 +348,6 @@ class OwnConnections:
             length=len(body) if has_body else None,
         )
         return self._client.request(origin, request.method, head, body, timeout_s, once=once)
-
-    def done(self, answer: Any) -> None:
-        """Implement ``Carrier``."""
-        self._client.release(answer)
 
     def may_retry(self) -> bool:
         """Implement ``Carrier``."""
@@ -377,10 +379,12 @@ def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> 
         stats.count_failure("refused" if error.reason == "overflow" else error.reason)
 
 
-def await_first_byte(attempt: Attempt, carrier: Carrier) -> None:
+def await_first_byte(attempt: Attempt, carrier: Carrier, task: asyncio.Task[Any] | None = None) -> None:
     """From now on this task is cancelled where the engine goes down before the first byte, if another engine
-    may be asked then."""
-    if (task := asyncio.current_task()) is not None and carrier.may_retry():
+    may be asked then. ``task``: this one, if another engine surely may."""
+    if task is None:
+        task = asyncio.current_task() if carrier.may_retry() else None
+    if task is not None:
         attempt.awaited(task.cancel)
 
 

@@ -11,9 +11,9 @@ what the second one may be told, and what comes after a failure, is for the requ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -56,12 +56,13 @@ from router.proxy.disaggregated import (
     broke,
     new_transfer_id,
 )
-from router.proxy.headers import REDIRECTS, as_json, read_answer_headers
+from router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
 from router.proxy.relay import AnswerRelay
 from router.proxy.settings import ProxySettings, ProxyStats
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400
+_NOT_PASSED_ON = REFUSALS | REDIRECTS
 # Of an answer that is searched for its `usage`; longer ones give receipts without reported tokens.
 USAGE_BYTES_MAX = 4 << 20
 # A request that breaks an engine (500, or the connection ends before the first byte) is given to one other
@@ -154,7 +155,11 @@ class Forwarder:
             if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
-                placement = await self._place(out, exclude, left, disagg)
+                placement = await (
+                    self._place_again(out, exclude, left, disagg)
+                    if disagg is not None or left
+                    else self._planner.place(out.request, exclude=exclude)
+                )
             except ApiError:
                 if outcome is None:
                     raise
@@ -165,7 +170,11 @@ class Forwarder:
             if disagg is None and placement.body is not None:
                 disagg = self._legs.disagg()
             try:
-                outcome = await self._carry(placement, out, carrier, send, disagg)
+                outcome = await (
+                    self._attempt(placement, out, carrier, None, send)
+                    if disagg is None and out.entry is None
+                    else self._carry_on(placement, out, carrier, send, disagg)
+                )
             except AgainError as again:
                 # At most once per prefill that the disagg allows, plus one.
                 # Not an attempt of its own: the failure was the prefill's, and the decode engine may be used
@@ -190,39 +199,28 @@ class Forwarder:
                 break
         await self._give_up(outcome, out.record, send)
 
-    def _place(
-        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
-    ) -> Awaitable[Attempt]:
-        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
-        if disagg is not None:
-            exclude |= disagg.failed
-        if left:
-            return self._place_again(out, exclude, left, disagg)
-        return self._planner.place(out.request, exclude=exclude, disagg=disagg)
-
     async def _place_again(
         self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
     ) -> Attempt:
+        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
+        if disagg is not None:
+            exclude |= disagg.failed
         try:
             return await self._planner.place(out.request, exclude=exclude | left, disagg=disagg)
         except ApiError:
+            if not left:
+                raise
             return await self._planner.place(out.request, exclude=exclude, disagg=disagg)
 
-    def _carry(
+    async def _carry_on(
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState | None
-    ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
-        """Carry the request; await the result at once, as ``_attempt`` explains. Raises ``AgainError``."""
+    ) -> Refusal | UpstreamError | None:
+        """Charge the tenant, then implement ``_attempt``; before it, the prompt is computed by another
+        engine, where the placement says so. Raises ``AgainError``."""
         if out.entry is not None:
             out.entry.placed(*placement.price())
         if disagg is None:
-            return self._attempt(placement, out, carrier, None, send)
-        return self._carry_on(placement, out, carrier, send, disagg)
-
-    async def _carry_on(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState
-    ) -> Refusal | UpstreamError | None:
-        """Implement ``_attempt``; before it, the prompt is computed by another engine, where the placement
-        says so. Raises ``AgainError``."""
+            return await self._attempt(placement, out, carrier, None, send)
         try:
             prefill, body = placement.prefill, placement.body
             if prefill is not None and body is not None:
@@ -318,26 +316,26 @@ class Forwarder:
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
         connection: Answer | None = None
-        await_first_byte(placement, carrier)
+        await_first_byte(placement, carrier, out.task if disagg is None and carrier is self._own else None)
         try:
             if placement.body is not None:
                 placement.asked()
             self._tell(placement, out)
-            connection = await self._ask_in_order(placement, out, carrier, disagg)
+            connection = await self._ask(placement, out, carrier, disagg)
+            status = 0 if connection is None else connection.status
+            if status == _BAD_REQUEST and carrier is self._own and placement.drop_order():
+                refused, connection = connection, None
+                self._own.done(refused)
+                connection = await self._ask_without_order(placement, out, disagg)
             if connection is None:
                 out.record.unseen = True
                 return None
-            limits = () if out.entry is None else out.entry.answer_headers()
-            own = (*placement.answer_headers, *limits)
+            own = placement.client_headers if placement.body is None else placement.answer_headers
+            own = own if out.entry is None else (*own, *out.entry.answer_headers())
             head = read_answer_headers(connection.headers, out.head.request_id, own)
-            if connection.status in REFUSALS:
-                self._legs.failed(placement, out, disagg, connection.status)
-                body = await self._read_refusal(connection)
-                wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
-                return self._refused(placement, wait_s, Refusal(connection.status, head.fields, body))
+            if connection.status in _NOT_PASSED_ON:
+                return await self._refuse(placement, out, connection, head, disagg)
             placement.answered(connection.status)
-            if connection.status in REDIRECTS:
-                raise engine_redirects(out.request.path, connection.status)
             relay = AnswerRelay(
                 connection,
                 placement,
@@ -368,6 +366,24 @@ class Forwarder:
             if connection is not None:
                 carrier.done(connection)
 
+    async def _refuse(
+        self,
+        placement: Attempt,
+        out: Outbound,
+        connection: Answer,
+        head: AnswerHead,
+        disagg: DisaggState | None,
+    ) -> Refusal:
+        """End an attempt whose answer is not passed on: an error of the engine, or a redirect, for which
+        ``ApiError`` is raised."""
+        if connection.status in REDIRECTS:
+            placement.answered(connection.status)
+            raise engine_redirects(out.request.path, connection.status)
+        self._legs.failed(placement, out, disagg, connection.status)
+        body = await self._read_refusal(connection)
+        wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
+        return self._refused(placement, wait_s, Refusal(connection.status, head.fields, body))
+
     def _moved(self, placement: Attempt, out: Outbound, disagg: DisaggState | None) -> UpstreamError:
         """Its engine went down; raises the ``CancelledError`` that is being handled where the client left."""
         if (error := abandoned(placement, self._stats)) is None:
@@ -397,18 +413,12 @@ class Forwarder:
             return self._ask_with_hint(placement, out, carrier, timeout_s)
         return carrier.ask(placement, out, timeout_s)
 
-    async def _ask_in_order(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
+    async def _ask_without_order(
+        self, placement: Attempt, out: Outbound, disagg: DisaggState | None
     ) -> Answer | None:
-        """Where the engine refuses the request, ask it without the priority that it was given here: vLLM
-        before V1 takes none but 0 unless it schedules by priority (vllm/engine/llm_engine.py, 0.8)."""
-        answer = await self._ask(placement, out, carrier, disagg)
-        if answer is None or answer.status != _BAD_REQUEST or carrier is not self._own:
-            return answer
-        if not placement.drop_order():
-            return answer
-        carrier.done(answer)
-        answer = await self._ask(placement, out, carrier, disagg)
+        """Ask an engine that refused the request without the priority that it was given here: vLLM before V1
+        takes none but 0 unless it schedules by priority (vllm/engine/llm_engine.py, 0.8)."""
+        answer = await self._ask(placement, out, self._own, disagg)
         if answer is not None and answer.status != _BAD_REQUEST:
             placement.order_refused()
             self._stats.priorities_refused += 1

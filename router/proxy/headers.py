@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from router.openai.request import PROMPT_APIS, RESPONSES, Session, session_in_headers
+from router.openai.request import PROMPT_APIS, RESPONSES, SESSION_FIELDS, Session, session_in_headers
 from router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS, RETENTION
 
 Header = tuple[bytes, bytes]
@@ -104,7 +104,7 @@ def read_request_headers(
         None if length is None else int(length),
         encoding,
         forwarded_for,
-        session_in_headers(told),
+        None if told.keys().isdisjoint(SESSION_FIELDS) else session_in_headers(told),
     )
 
 

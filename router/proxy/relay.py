@@ -16,7 +16,7 @@ from router.http.request_cycle import ResponseSink
 from router.http.upstream import UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import stream_broken
-from router.openai.request import PROMPT_APIS, RESPONSES, Usage, error_event
+from router.openai.request import PROMPT_APIS, RESPONSES, error_event
 from router.proxy.answers import SseRelay, aborted, error_status, read_response_id, read_usage
 from router.proxy.attempt import REFUSALS, Answer, Attempt, EventRefusedError, broke_off
 from router.proxy.headers import AnswerHead
@@ -172,24 +172,39 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _usage_bytes_max: int
     _replaceable: bool = False
     """Another engine may be asked while nothing has been sent."""
+    _success: bool = False
+    _wants_usage: bool = False
 
-    def run(self) -> Awaitable[None] | None:
+    def run(self, first: bytes | None = None) -> Awaitable[None] | None:
         """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
-        ``EventRefusedError`` and ``NotFetchedError`` where nothing has been sent."""
-        first = self._connection.read_nowait()
-        return self._pass_later() if first is None else self._pass_on(first)
-
-    async def _pass_later(self) -> None:
-        if (rest := self._pass_on(await self._connection.read())) is not None:
-            await rest
-
-    def _pass_on(self, first: bytes) -> Awaitable[None] | None:
-        connection = self._connection
-        self._attempt.arrived()
-        self._record.status = connection.status
-        if self._head.sse:
+        ``EventRefusedError`` and ``NotFetchedError`` where nothing has been sent. ``first``: its beginning,
+        if that has been read."""
+        connection, head, attempt = self._connection, self._head, self._attempt
+        if first is None and (first := connection.read_nowait()) is None:
+            return self._run_later()
+        attempt.arrived()
+        self._record.status = status = connection.status
+        self._success = 200 <= status < 300
+        if head.sse:
             return self._pass_events(first)
+        request = attempt.request
+        self._wants_usage = (
+            self._success
+            and not head.encoded
+            and (
+                request.path in PROMPT_APIS
+                or (
+                    request.method == "POST"
+                    and not request.path.startswith(RESPONSES + "/")  # they repeat what was reported
+                    and head.json
+                )
+            )
+        )
         return self._pass_whole(first) if connection.at_eof else self._pass_body(first)
+
+    async def _run_later(self) -> None:
+        if (rest := self.run(await self._connection.read())) is not None:
+            await rest
 
     def _pass_events(self, first: bytes) -> Awaitable[None]:
         events = SseRelay(self._attempt.request.path, replaceable=self._replaceable and self._success)
@@ -208,14 +223,16 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
         """Pass a body that came in one piece on in one."""
+        attempt, status, head = self._attempt, self._connection.status, self._head
         if self._replaceable:
             # Raises where another engine is to be asked instead of passing this whole body on.
-            self._attempt.check_fetched()
-            if self._wants_usage and aborted(self._attempt.request.path, data):
+            if attempt.handoff is not None:
+                attempt.check_fetched()
+            if self._wants_usage and aborted(attempt.request.path, data):
                 raise UpstreamError("aborted")
         # An empty body is no sign that the engine generates.
-        self._attempt.first_byte(self._connection.status if data else 0)
-        self._start()
+        attempt.first_byte(status if data else 0)
+        self._answer.start(status, head.fields, head.length)
         self._record.bytes_out += len(data)
         if (waits := self._answer.write(data, more=False)) is not None:
             return self._settle_later(waits, data)
@@ -228,30 +245,18 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     def _settle(self, body: bytes) -> None:
         """The answer ended, with this whole body."""
-        usage = None
-        if len(body) <= self._usage_bytes_max and self._wants_usage:
-            if self._attempt.request.path == RESPONSES:
-                self._attempt.made_response(read_response_id(body))
-            usage = self._record.usage = self._attempt.corrected(self._usage_of(body))
-        self._attempt.finished(usage)
-
-    @property
-    def _wants_usage(self) -> bool:
-        request = self._attempt.request
-        reports = request.path in PROMPT_APIS or (
-            request.method == "POST"
-            and not request.path.startswith(RESPONSES + "/")  # they repeat what was reported
-            and self._head.json
-        )
-        return reports and self._success and not self._head.encoded
-
-    @property
-    def _success(self) -> bool:
-        return 200 <= self._connection.status < 300
-
-    def _start(self) -> None:
-        head = self._head
-        self._answer.start(self._connection.status, head.fields, head.length)
+        attempt, usage = self._attempt, None
+        if self._wants_usage and len(body) <= self._usage_bytes_max:
+            if attempt.request.path == RESPONSES:
+                attempt.made_response(read_response_id(body))
+            try:
+                usage = read_usage(body)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                self._stats.usage_unreadable += 1
+            if attempt.handoff is not None or attempt.watched:
+                usage = attempt.corrected(usage)
+            self._record.usage = usage
+        attempt.finished(usage)
 
     async def _pass_body(self, data: bytes) -> None:
         connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
@@ -268,7 +273,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         more = True
         if data:
             attempt.first_byte(connection.status)
-        self._start()
+        answer.start(connection.status, self._head.fields, self._head.length)
         wants_usage = self._wants_usage
         seen: list[bytes] = []
         seen_bytes = 0
@@ -302,10 +307,3 @@ class AnswerRelay(msgspec.Struct, eq=False):
             pieces.append(await self._connection.read())
             size += len(pieces[-1])
         return b"".join(pieces)
-
-    def _usage_of(self, body: bytes) -> Usage | None:
-        try:
-            return read_usage(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self._stats.usage_unreadable += 1
-            return None

@@ -37,7 +37,7 @@ def answered(tracker: RequestTracker, clock: Clock, model: str = "m", engine: st
     """A stream of three pieces: 20 ms in the router, 0.5 s to the first, 0.1 s between."""
     record = tracker.begin("POST", "/v1/chat/completions")
     clock.now += 0.002
-    record.read(1000)
+    record.read_s, record.bytes_in = clock(), 1000
     record.model = model
     clock.now += 0.02
     record.placed(engine, completion=True)
