@@ -259,13 +259,15 @@ class PoolRequest:
 
     Made by a pool's ``request``. Counts are in tokens. Block tables hold block numbers, 0 for a block
     that is not held (outside the window, or a skipped state). ``loading_to`` is the end of a running load,
-    else 0; ``offered`` tokens have been offered to a connector. Events carry ``session_id``.
+    else 0; ``offered`` tokens have been offered to a connector. ``host_hit`` tokens of the hit were loaded
+    from the pool's own host memory. Events carry ``session_id``.
 
     Invariant: ``hashes`` covers every whole hash block of ``token_ids`` (and may extend further if the caller
     supplied it), so nothing is hashed twice even if a request is tried again.
     """
 
     __slots__ = (
+        "_ahead",
         "_chain",
         "_hash_block_size",
         "_whole",
@@ -274,6 +276,7 @@ class PoolRequest:
         "extras",
         "hashes",
         "hit",
+        "host_hit",
         "last_state",
         "loading_to",
         "num_cached",
@@ -306,8 +309,8 @@ class PoolRequest:
         self.session_id: str | None = None
         self.num_prompt_tokens = len(self.token_ids)
         self.shared_prefix_boundary = 0
-        self.hit = 0
-        self._hash_block_size = scheme.hash_block_size
+        self.hit = self.host_hit = 0
+        self._hash_block_size, self._ahead = scheme.hash_block_size, scheme.lookahead
         if hashes is None:
             hashes = HashChain(scheme, extras)
         self._chain: HashChain | None = hashes if isinstance(hashes, HashChain) else None
@@ -344,15 +347,15 @@ class PoolRequest:
         hashes are too few.
         """
         self.token_ids.append(token_id)
-        # Hashes change only at the end of a whole hash block.
-        if not len(self.token_ids) % self._hash_block_size:
+        # Hashes change only at the end of a whole hash block, or of the token behind it with a look-ahead.
+        if not (len(self.token_ids) - self._ahead) % self._hash_block_size:
             self._cover()
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add generated tokens. Raises ``ValueError`` if the supplied hashes are too few."""
-        before = len(self.token_ids) // self._hash_block_size
+        before = (len(self.token_ids) - self._ahead) // self._hash_block_size
         self.token_ids.extend(token_ids)
-        if len(self.token_ids) // self._hash_block_size != before:
+        if (len(self.token_ids) - self._ahead) // self._hash_block_size != before:
             self._cover()
 
     def _cover(self) -> None:

@@ -284,7 +284,7 @@ class Scheduler:
             self._running[request] = pooled
             whole = hit if self._tier is None else self._tier.reach(pooled, hit)
             request.loaded_to = whole
-            plan.loaded_tokens += whole - hit
+            plan.loaded_tokens += whole - hit + pooled.host_hit
             plan.take(request, num_tokens, pooled.num_computed, is_prefill=True)
             if request.cached_tokens is None:
                 self._count_hit(request, hit, whole)

@@ -241,7 +241,13 @@ class SimulatedEngine:
         settings = self.settings
         chunk = settings.max_num_batched_tokens
         if settings.kind == "sglang":
-            return RadixPool(num_blocks=settings.num_blocks, scheme=self.scheme, chunk_tokens_max=chunk)
+            return RadixPool(
+                num_blocks=settings.num_blocks,
+                scheme=self.scheme,
+                chunk_tokens_max=chunk,
+                host_pages=settings.host_blocks,
+                write_policy=settings.hicache_write_policy or "write_through",
+            )
         return HybridBlockPool(
             self.groups,
             num_blocks=settings.num_blocks,

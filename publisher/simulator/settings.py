@@ -79,7 +79,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_s_per_token: float = 0.01
     """Seconds of a step that decodes."""
     host_blocks: int = 0
-    """Blocks of host memory behind the pool, as with a connector; 0 for none."""
+    """Blocks of host memory behind the pool, as with a connector, or with SGLang's
+    `--enable-hierarchical-cache`; 0 for none."""
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] | None = None
+    """With kind `sglang` and `host_blocks`, SGLang's `--hicache-write-policy`; `none`: `write_through`."""
     load_s_per_token: float = 2e-6
     """Seconds to load one token from host memory."""
     max_num_seqs: int = 64
@@ -215,11 +218,11 @@ def _check_kind(settings: EngineSettings) -> None:
             raise ValueError(
                 f"groups = {settings.groups!r}: kind = 'sglang' has one full-attention group (full)"
             )
-        _check_absent(settings, "kind = 'sglang'", "role", "host_blocks", "decode_context_parallel_size")
+        _check_absent(settings, "kind = 'sglang'", "role", "decode_context_parallel_size")
         if settings.load_port is not None and not settings.publish_events:
             raise ValueError(f"load_port = {settings.load_port}: SGLang needs publish_events for it")
         return
-    for name in ("speculative_algorithm", "load_port"):
+    for name in ("speculative_algorithm", "load_port", "hicache_write_policy"):
         value = getattr(settings, name)
         if value is not None:
             raise ValueError(f"{name} = {value!r}: simulated with kind = 'sglang' only")

@@ -16,10 +16,11 @@ wrote to a shared store are available to every engine that uses it. Sources: vLL
 implementation in tests/router/index/rules/test_offload.py.
 
 The writer (``OffloadedBlocks``): own places (host memory, a local disk) are counted like the GPU: one store
-adds a copy, one removal removes one, separately for each owner. Events about a shared store are hints: a
-block is present or not, however often it was published, and it expires if not published again for
-``facts.shared_store_ttl_s`` (at least half of that), because the store's evictions are not published. A
-removal revokes what this engine published, not what others did.
+adds a copy, one removal removes one, separately for each owner. SGLang's host memory has one copy of a page,
+and publishes it again when it adds windows or states of it (``finish_write_through``, SGLang 0.5.23). Events
+about a shared store are hints: a block is present or not, however often it was published, and it expires if
+not published again for ``facts.shared_store_ttl_s`` (at least half of that), because the store's evictions
+are not published. A removal revokes what this engine published, not what others did.
 
 Nothing here affects the GPU's residency; one engine has at most ``PLACES_MAX`` places, events of further ones
 are counted and ignored.
@@ -253,12 +254,12 @@ class OffloadedBlocks:
         self.stores = frozenset()
 
     def stored(self, event: BlockStored) -> None:
-        """Add one copy of each block; in a shared store, mark it present."""
+        """Add one copy of each block; where there is one at most, mark it present."""
         plane = self._plane(event)
         if plane is None:
             return
         hashes = [to_block_hash(value) for value in event.block_hashes]
-        if not is_shared(plane.medium):
+        if not is_shared(plane.medium) and not is_cleared_with_gpu(event.medium):
             self._index.store(self.engine_id, plane, hashes)
             return
         for block in hashes:

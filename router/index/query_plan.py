@@ -250,6 +250,8 @@ def _loading(query: EngineQuery, gpu: WordHits, extents: tuple[Extent, ...], *, 
     layout, bit = query.layout, query.slot.bit
     hit, its = gpu.hit[bit], usable(extents, query.stores)
     by_medium = loaded(its, bit, hit, first=layout.first_connector_loads)
+    if sum(by_medium.values()) < layout.load_tokens_min:
+        by_medium = {}
     if hit + sum(by_medium.values()) <= layout.replay_tokens:
         hit, by_medium = 0, {}
     return EngineHit(

@@ -1,35 +1,53 @@
-"""SGLang's own ``RadixCache`` beside ours: run by vLLM's interpreter, which has torch.
+"""SGLang's own ``UnifiedRadixCache`` beside ours: run by vLLM's interpreter, which has torch.
 
     python -m tests.support.real_radix WHEEL SEEDS
 
-Random prompts go through both; hits, evictions and events must be equal. Modules of the wheel that the cache
-does not need for this are stand-ins, and its C++ hash is written in Python. Prints the number of events.
+Random requests, several at a time, go through both, with and without host memory, with each write policy, and
+with EAGLE. Hits, evictions and events must be equal, and with them what each holds. Half of the caches have
+the wheel's compiled tree, SGLang's default; the others its tree in Python. Prints the number of events.
+
+Modules of the wheel that the cache does not need for this are stand-ins, and its C++ hash is written in
+Python. Its ``HiCacheController`` and pools need CUDA: here both count pages, and a copy or load ends when
+``check_hicache_events`` is called.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import random
 import sys
+import tempfile
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 from unittest.mock import MagicMock
 
 import msgspec
 
 from publisher.block_hash import SGLANG, HashScheme, PromptExtras
+from publisher.block_pool import PoolRequest
 from publisher.events import encode_sglang_batch
-from publisher.pool.radix import RadixPool
+from publisher.pool.radix import RadixPool, WritePolicy
 from tests.support.sglang_wire import Wheel
 
 PAGE = 4
+CHUNK = 16
 _CACHE = "sglang.srt.mem_cache."
+_RUST = _CACHE + "rust_tree_core.mem_cache"
+_TREE = ("cache_action", "component_type", "session_ref_tracker", "unified_tree_core")
+_PARTS = ("", ".base", ".full", ".mamba", ".swa")
 _REAL = {
-    *(_CACHE + name for name in ("radix_cache", "events", "evict_policy", "utils")),
-    *(_CACHE + name for name in ("cache_init_params", "base_prefix_cache")),
+    *(_CACHE + name for name in ("unified_radix_cache", "radix_cache", "events", "evict_policy", "utils")),
+    *(_CACHE + name for name in ("cache_init_params", "base_prefix_cache", "hicache_storage")),
+    *(_CACHE + "unified_cache." + name for name in (*_TREE, "unified_tree_core_interface")),
+    *(_CACHE + "unified_cache.components" + name for name in _PARTS),
+    _CACHE + "rust_tree_core.adapter",
     "sglang.srt.disaggregation.kv_events",
+    "sglang.srt.environ",
+    "sglang.srt.utils.rank_consensus_checker",
 }
 
 
@@ -45,70 +63,264 @@ def _native_hash(key: Sequence[Any], prior: bytes | None, page_size: int) -> lis
     return made
 
 
-class Pair:
-    """One small cache of each kind, and the free pages of SGLang's, which its allocator would count."""
+class Pages:
+    """Free pages of one pool, as its allocator counts them."""
 
-    def __init__(self, rng: random.Random, *, eagle: bool) -> None:
-        self._ahead = int(eagle)
-        self._rng, self._cache = rng, importlib.import_module(_CACHE + "radix_cache")
-        self._params = importlib.import_module(_CACHE + "base_prefix_cache")
-        pages = rng.randint(12, 30)
-        self.theirs = self._cache.RadixCache.create_simulated(
-            mock_allocator=MagicMock(device="cpu"), page_size=PAGE, enable_kv_cache_events=True
-        )
-        self.theirs.is_eagle = eagle
-        self.theirs.kv_events.take()  # that of its construction
-        self._free = pages
-        self.ours = RadixPool(
-            num_blocks=pages + 1,
-            scheme=HashScheme(SGLANG, "", PAGE, self._ahead, tagged=False),
-            chunk_tokens_max=512,
-        )
+    device = "cpu"
+    anchor_entry = SimpleNamespace(host_pool=SimpleNamespace(shared_allocation_domain=None))
 
-    def serve(self) -> int:
-        """One request in both; returns the number of its events."""
-        prompt = [self._rng.choice((1, 2)) for _ in range(self._rng.randint(1, 24))]
-        salt = self._rng.choice((None, None, "s"))
-        request = self.ours.request(prompt, PromptExtras(cache_salt=salt))
-        hit = self.ours.start(request)
-        assert hit == self._serve(prompt, salt)
-        assert self.ours.compute(request, len(prompt) - hit)
-        self.ours.finish(request)
-        told = msgspec.msgpack.encode([0.0, events := self.theirs.kv_events.take(), 0])
-        assert encode_sglang_batch(0.0, self.ours.take_events()) == told
-        return len(events)
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.clear()
 
-    def _serve(self, prompt: list[int], salt: str | None) -> int:
+    def clear(self) -> None:
+        self.free_pages = list(range(self._count))
+
+    def available_size(self) -> int:
+        return len(self.free_pages) * PAGE
+
+    def alloc(self, num_tokens: int) -> Any:
         import torch  # noqa: PLC0415  # only vLLM's environment has it
 
-        found = self._match(prompt[:-1], salt)
-        hit = int(found.device_prefix_len)
-        self.theirs.inc_lock_ref(found.last_device_node)
-        needed = -(-len(prompt) // PAGE) - hit // PAGE
-        if needed > self._free:
-            evicted = self.theirs.evict(self._params.EvictParams(num_tokens=(needed - self._free) * PAGE))
-            self._free += evicted.num_tokens_evicted // PAGE
-        key, value = self._key(prompt, salt), torch.zeros(len(prompt), dtype=torch.int64)
-        known = self.theirs.insert(self._params.InsertParams(key=key, value=value)).prefix_len
-        self._free -= (len(prompt) - self._ahead - known) // PAGE
-        self._match(prompt, salt)
-        self.theirs.dec_lock_ref(found.last_device_node)
-        return hit
+        if num_tokens > self.available_size():
+            return None
+        taken = [self.free_pages.pop() for _ in range(num_tokens // PAGE)]
+        return torch.tensor([page * PAGE + at for page in taken for at in range(PAGE)], dtype=torch.int64)
 
-    def _match(self, tokens: list[int], salt: str | None) -> Any:
-        return self.theirs.match_prefix(self._params.MatchPrefixParams(key=self._key(tokens, salt)))
+    def free_segment(self, indices: Any, start_pos: int = 0) -> None:
+        pages = [int(index) // PAGE for index in indices[::PAGE]]
+        assert not set(pages) & set(self.free_pages)
+        self.free_pages += pages
 
-    def _key(self, tokens: list[int], salt: str | None) -> Any:
-        return self._cache.RadixKey(array("q", tokens), cache_salt=salt)
+    def free(self, indices: Any, pool: object = None) -> None:
+        self.free_segment(indices)
+
+    def mamba_full_cache_donor(self) -> None:
+        return None
+
+
+class Controller:
+    """``HiCacheController`` without transfers: what it was asked for is complete when it is looked at."""
+
+    enable_storage = False
+
+    def __init__(self, policy: WritePolicy, device: Pages, host: Pages) -> None:
+        self.write_policy, self.mem_pool_host, self._device = policy, host, device
+        self.reset()
+
+    def reset(self) -> None:
+        self.ack_write_queue: list[Any] = []
+        self.ack_load_queue: list[Any] = []
+
+    def write(self, device_indices: Any, *, node_id: int, **_: Any) -> Any:
+        self.ack_write_queue.append(self._ack(node_id))
+        return self.mem_pool_host.alloc(len(device_indices))
+
+    def load(self, *, host_indices: Any, node_id: int, **_: Any) -> Any:
+        self.ack_load_queue.append(self._ack(node_id))
+        return self._device.alloc(len(host_indices))
+
+    def start_writing(self) -> None:
+        """Nothing is merged."""
+
+    def _ack(self, node_id: int) -> Any:
+        return SimpleNamespace(finish_event=MagicMock(), node_ids=[node_id], num_tokens_by_pool=None)
+
+
+class Request:
+    """A request of both: its fields as ``Req`` has them, and ours."""
+
+    def __init__(self, ours: PoolRequest) -> None:
+        self.ours, self.pages = ours, 0
+        self.rid = self.session_id = self.kv_rotation_base = self.extra_key = None
+        self.priority = self.swa_host_hit_length = self.mamba_host_hit_length = 0
+        self.cache_salt = ours.extras.cache_salt
+        self.origin_input_ids = array("q", ours.token_ids)
+        self.is_finished = False
+        self.lock: Any = None
+        self.last_node: Any = None
+        self.kv = SimpleNamespace(cache_inserted_len=0, mamba_pool_idx=None)
+
+    @property
+    def full_untruncated_fill_ids(self) -> array[int]:
+        return array("q", self.ours.token_ids)
+
+    def finished(self) -> bool:
+        return self.is_finished
+
+
+class Pair:
+    """One small cache of each kind."""
+
+    def __init__(self, rng: random.Random, policy: WritePolicy | None, core: str, *, eagle: bool) -> None:
+        import torch  # noqa: PLC0415
+
+        self._rng = rng
+        self._api = importlib.import_module(_CACHE + "base_prefix_cache")
+        self._module = importlib.import_module(_CACHE + "unified_radix_cache")
+        pages = rng.randint(14, 30)
+        host_pages = 0 if policy is None else rng.randint(2, rng.choice((12, 50)))
+        self._device, host = Pages(pages), Pages(host_pages)
+        # One row for each of few requests: where its tokens are.
+        self._rows = torch.zeros((4, 256), dtype=torch.int64)
+        self.theirs = self._made(eagle=eagle, core=core)
+        if policy is not None:
+            self.theirs.cache_controller = Controller(policy, self._device, host)
+            self.theirs.host_pool_group = host
+            self.theirs.components[self._module.ComponentType.FULL]._full_kv_pool_host = host
+            self.theirs.tree_core.set_hicache_enabled()
+            self.theirs.write_through_threshold = 1 if policy == "write_through" else 2
+            self.theirs.is_write_back = policy == "write_back"
+            self.theirs.load_back_threshold = 10
+        self.theirs.take_events()  # that of its construction
+        self._live: dict[int, Request] = {}
+        self.ours = RadixPool(
+            num_blocks=pages + 1,
+            scheme=HashScheme(SGLANG, "", PAGE, int(eagle), tagged=False),
+            chunk_tokens_max=CHUNK,
+            host_pages=host_pages,
+            write_policy=policy or "write_through",
+        )
+
+    def _made(self, *, eagle: bool, core: str) -> Any:
+        rows = SimpleNamespace(req_to_token=self._rows, write=self._rows.__setitem__)
+        params = importlib.import_module(_CACHE + "cache_init_params").CacheInitParams(
+            disable=False,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=self._device,
+            page_size=PAGE,
+            is_eagle=eagle,
+            enable_kv_cache_events=True,
+            tree_components=(self._module.ComponentType.FULL,),
+            tree_core_backend=core,
+        )
+        return self._module.UnifiedRadixCache(params)
+
+    def step(self) -> int:
+        """Start, continue or end some requests in both; returns the number of their events."""
+        rng = self._rng
+        if len(self._live) < len(self._rows) and rng.random() < 0.7:
+            self._start()
+        for row, request in list(self._live.items()):
+            ours = request.ours
+            left = ours.num_tokens - ours.num_computed
+            if not left:
+                ours.append(rng.choice((1, 2)))
+                left = 1
+            if self._compute(row, request, min(left, rng.randint(1, CHUNK))):
+                chance = rng.random()
+                if chance < 0.4:
+                    self._end(row, request, finished=chance < 0.3)
+            else:
+                self._end(row, request, finished=False)
+        self.ours.end_step()
+        self.ours.check_integrity()
+        if rng.random() < 0.4:
+            return 0  # transfers are under way meanwhile
+        if self.theirs.cache_controller is not None:
+            self.theirs.check_hicache_events()
+        told, theirs = self.ours.take_events(), self.theirs.take_events()
+        assert encode_sglang_batch(0.0, told) == msgspec.msgpack.encode([0.0, theirs, 0]), (told, theirs)
+        if not self._live and rng.random() < 0.1:
+            self.theirs.reset()
+            self._device.clear()
+            assert self.ours.reset()
+        return len(theirs)
+
+    def _start(self) -> None:
+        prompt = [self._rng.choice((1, 2)) for _ in range(self._rng.randint(1, 40))]
+        salt = self._rng.choice((None, None, "s"))
+        request = Request(self.ours.request(prompt, PromptExtras(cache_salt=salt)))
+        hit = self.ours.start(request.ours)
+        key = self._module.RadixKey(array("q", prompt[:-1]), cache_salt=salt)
+        found = self.theirs.match_prefix(self._api.MatchPrefixParams(key=key))
+        if hit is None:
+            return
+        prefix = int(found.device_prefix_len)
+        request.last_node = found.last_device_node
+        if found.host_hit_length:
+            load = self._api.InitLoadBackParams(found.best_match_node, found.host_hit_length, None, request)
+            loaded, request.last_node = self.theirs.init_load_back(load)
+            prefix += loaded
+        assert hit == prefix, (hit, prefix, found)
+        row = next(row for row in range(len(self._rows)) if row not in self._live)
+        self._rows[row, :prefix] = self.theirs.path_device_indices(request.last_node)
+        request.lock = self.theirs.lock(request.last_node)
+        request.kv.req_pool_idx, request.kv.cache_protected_len = row, prefix
+        request.pages = prefix // PAGE
+        self._live[row] = request
+
+    def _compute(self, row: int, request: Request, num_tokens: int) -> bool:
+        ours = request.ours
+        is_prompt = ours.num_computed + num_tokens <= ours.num_prompt_tokens
+        fits = self.ours.compute(ours, num_tokens)
+        total = ours.num_computed if fits else ours.num_computed + num_tokens
+        wanted = -(-total // PAGE) - request.pages
+        short = wanted * PAGE - self._device.available_size()
+        if short > 0:
+            self.theirs.evict_for_alloc(self._api.EvictParams(num_tokens=short))
+        taken = self._device.alloc(wanted * PAGE)
+        assert fits == (taken is not None)
+        if not fits:
+            return False
+        self._rows[row, request.pages * PAGE : (request.pages + wanted) * PAGE] = taken
+        request.pages += wanted
+        if is_prompt:
+            self.theirs.checkpoint_into_tree(request, up_to=total)
+            self.ours.end_step()
+        return True
+
+    def _end(self, row: int, request: Request, *, finished: bool) -> None:
+        if finished:
+            request.is_finished = True
+            self.theirs.checkpoint_into_tree(request, up_to=request.ours.num_computed)
+            self.ours.finish(request.ours)
+        else:
+            self.ours.preempt(request.ours)
+        first = -(-request.kv.cache_protected_len // PAGE) * PAGE
+        self._device.free_segment(self._rows[row, first : request.pages * PAGE])
+        self.theirs.unlock(request.lock)
+        del self._live[row]
+
+
+def load_wheel(path: str, directory: str) -> None:
+    """Import what the cache needs from the wheel, its compiled tree through ``directory``."""
+    wheel = Wheel(path, _REAL)
+    sys.meta_path.insert(0, wheel)
+    # An attribute of a stand-in exists before its module is imported, so no ``from`` import.
+    vars(importlib.import_module(_CACHE + "utils"))["get_native_hash"] = _native_hash
+    import torch  # noqa: F401, PLC0415  # the compiled tree needs its libraries
+
+    spec = importlib.util.spec_from_file_location(_RUST.rpartition(".")[2], wheel.binary(_RUST, directory))
+    assert spec is not None
+    assert spec.loader is not None
+    compiled = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compiled)
+    vars(importlib.import_module(_CACHE + "rust_tree_core.extension"))["bindings"] = compiled
+    cache = vars(importlib.import_module(_CACHE + "unified_radix_cache"))
+    rust = importlib.import_module(_CACHE + "rust_tree_core.adapter").RustUnifiedTreeCore
+    cache["select_tree_core_backend"] = lambda params: params.tree_core_backend
+    cache["create_tree_core"] = lambda name, params, components: (
+        rust(params) if name == "rust" else cache["UnifiedTreeCore"](params, components)
+    )
+    session = MagicMock()
+    session.try_match_prefix.return_value = None
+    cache["StreamingSession"] = lambda _cache: session
+    cache["page_interleave_shard_size"] = lambda _allocator: 1
+    cache["is_virtual_node"] = lambda _node: False
 
 
 def main(wheel: str, seeds: int) -> int:
     """Returns the number of events that were equal."""
-    sys.meta_path.insert(0, Wheel(wheel, _REAL))
-    # An attribute of a stand-in exists before its module is imported, so no ``from`` import.
-    vars(importlib.import_module(_CACHE + "utils"))["get_native_hash"] = _native_hash
-    pairs = [Pair(random.Random(seed), eagle=bool(seed % 2)) for seed in range(seeds)]
-    return sum(pair.serve() for pair in pairs for _ in range(40))
+    policies: tuple[WritePolicy | None, ...] = (None, *get_args(WritePolicy))
+    with tempfile.TemporaryDirectory() as directory:
+        load_wheel(wheel, directory)
+        events = 0
+        for seed in range(seeds):
+            core = ("rust", "python")[seed // 8 % 2]
+            pair = Pair(random.Random(seed), policies[seed % 4], core, eagle=bool(seed // 4 % 2))
+            events += sum(pair.step() for _ in range(60))
+        return events
 
 
 if __name__ == "__main__":

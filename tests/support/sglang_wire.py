@@ -51,20 +51,32 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, path: str, real: Collection[str]) -> None:
         self._files = zipfile.ZipFile(path)
+        self._names = set(self._files.namelist())
         self._real = real
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if fullname.partition(".")[0] != "sglang":
             return None
-        return importlib.util.spec_from_loader(fullname, self, is_package=fullname not in self._real)
+        is_package = fullname not in self._real or self._path(fullname).endswith("__init__.py")
+        return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return ModuleType(spec.name) if spec.name in self._real else _StandIn(spec.name, self._real)
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in self._real:
-            path = module.__name__.replace(".", "/") + ".py"
+            path = self._path(module.__name__)
             exec(compile(self._files.read(path), path, "exec"), module.__dict__)
+
+    def binary(self, name: str, directory: str) -> str:
+        """Unpack a compiled module into ``directory``; returns its path."""
+        start = name.replace(".", "/") + "."
+        (found,) = (one for one in self._names if one.startswith(start) and one.endswith(".so"))
+        return self._files.extract(found, directory)
+
+    def _path(self, name: str) -> str:
+        path = name.replace(".", "/")
+        return path + ".py" if path + ".py" in self._names else path + "/__init__.py"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):

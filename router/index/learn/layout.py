@@ -126,6 +126,8 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     """Tokens of a hit that are recomputed; a hit of no more than these is none."""
     computed_tokens: int = 1
     """Tokens at the end of each prompt that no hit covers."""
+    load_tokens_min: int = 1
+    """Fewest tokens that are loaded from outside the GPU; fewer are computed."""
 
     @property
     def single_group(self) -> bool:
@@ -199,6 +201,8 @@ def make_layout(
         hidden_groups=_has_hidden(groups, facts),
         replay_tokens=facts.replay_tokens,
         computed_tokens=computed,
+        # ``load_back_threshold`` (srt/mem_cache/unified_radix_cache.py of 0.5.23).
+        load_tokens_min=10 if sglang else 1,
     )
 
 

@@ -6,6 +6,7 @@ The engines are simulated: SGLang's radix tree, its own events over real sockets
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from publisher.pool.radix import RadixPool
 from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
@@ -31,6 +33,10 @@ from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, rout
 
 SGLANG: dict[str, Any] = {"kind": "sglang", "groups": "full", "max_model_len": 4096}
 EAGLE: dict[str, Any] = {**SGLANG, "speculative_algorithm": "EAGLE"}
+# The stories of ``reread`` fit neither the GPU nor host memory.
+HICACHE: dict[str, Any] = {**SGLANG, "num_blocks": 60, "max_model_len": 600, "host_blocks": 90}
+BACK: dict[str, Any] = {**HICACHE, "hicache_write_policy": "write_back"}
+SELECTIVE: dict[str, Any] = {**HICACHE, "hicache_write_policy": "write_through_selective"}
 PINNED = ProxySettings(pin_header=True)
 
 
@@ -55,6 +61,25 @@ async def ask(rig: Rig, engine: SimulatedEngine, path: str, body: dict[str, Any]
     await until(lambda: rig.idle, "answered")
     await rig.caught_up(engine)
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def reread(rig: Rig, engine: SimulatedEngine, count: int = 60) -> int:
+    """Stories read again in random order, cut or continued; returns the tokens loaded from host memory."""
+    rng = random.Random(1)
+    for _ in range(count):
+        story = f"Story {rng.choice((1, 1, 2, 3, 4, 5, 6, 7))}. {TEXT * 10}"
+        text = story[: rng.randint(len(story) // 2, len(story))] + rng.choice(("", "It goes on."))
+        await ask(rig, engine, COMPLETION, {"model": MODEL, "max_tokens": 20, "prompt": text})
+    check(rig)
+    pool = engine.pool
+    assert isinstance(pool, RadixPool)
+    pool.check_integrity()
+    residency = rig.router.scopes.engine(engine.base_url)
+    assert residency is not None
+    held = [residency.index.physical(engine.base_url, medium) for medium in ("GPU", "CPU")]
+    assert held == [len(pool.resident(0)), len(pool.in_host())]
+    (known,) = rig.router.fleet
+    return known.receipts.predicted_by_medium.get("CPU", 0)
 
 
 async def exchange(rig: Rig, engines: Sequence[SimulatedEngine], salt: str | None = None) -> None:
@@ -98,6 +123,28 @@ async def test_a_small_pool_evicts_and_receipts_stay_exact() -> None:
         assert residency.index.physical(engines[0].base_url, "GPU") <= 39
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [HICACHE, {**HICACHE, "speculative_algorithm": "EAGLE"}, SELECTIVE, BACK],
+    ids=["through", "through-eagle", "selective", "back"],
+)
+async def test_pages_loaded_from_host_memory_are_predicted(settings: dict[str, Any]) -> None:
+    async with running(settings) as (engine,), routing(configure(engine)) as rig:
+        assert await reread(rig, engine) > 500
+
+
+async def test_less_than_ten_tokens_are_computed_and_not_loaded() -> None:
+    """With pages of 4 tokens two pages are too few; three are loaded."""
+    small = {**HICACHE, "block_size": 4, "num_blocks": 27, "max_model_len": 104}
+    async with running(small) as (engine,), routing(configure(engine)) as rig:
+        body = {"model": MODEL, "max_tokens": 1}
+        for pages, hit in ((2, 0), (3, 12)):
+            short, long = [[base + pages] * tokens for base, tokens in ((3, 4 * pages + 1), (13, 100))]
+            hits = [await ask(rig, engine, COMPLETION, {**body, "prompt": p}) for p in (short, long, short)]
+            assert hits == [0, 0, hit]
+        check(rig)
+
+
 @pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
 async def test_a_router_that_starts_late_knows_what_the_engine_holds(settings: dict[str, Any]) -> None:
     async with running(settings) as engines:
@@ -107,6 +154,16 @@ async def test_a_router_that_starts_late_knows_what_the_engine_holds(settings: d
             path, body = bodies()[0]
             assert await ask(late, engines[0], path, body) > 0
             await exchange(late, engines)
+
+
+@pytest.mark.parametrize("settings", [HICACHE, BACK], ids=["through", "back"])
+async def test_a_router_that_starts_late_knows_what_host_memory_holds(settings: dict[str, Any]) -> None:
+    async with running(settings) as (engine,):
+        async with routing(configure(engine)) as rig:
+            await reread(rig, engine)
+        async with routing(configure(engine)) as late:
+            await late.caught_up(engine)
+            assert await reread(late, engine) > 500
 
 
 async def test_prompts_of_every_length_are_exact_with_pages_of_token_pairs() -> None:
@@ -121,10 +178,10 @@ async def test_prompts_of_every_length_are_exact_with_pages_of_token_pairs() -> 
         assert hits == [0, *((length - 2) // 16 * 16 for length in range(28, 52))]
 
 
-@pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
+@pytest.mark.parametrize("settings", [SGLANG, EAGLE, HICACHE], ids=["plain", "eagle", "host-memory"])
 async def test_an_engine_that_restarts_holds_nothing(settings: dict[str, Any]) -> None:
     async with running(settings) as (engine,), routing(configure(engine)) as rig:
-        await exchange(rig, [engine])
+        await (reread(rig, engine) if settings is HICACHE else exchange(rig, [engine]))
         assert engine.events_endpoint is not None
         assert engine.replay_endpoint is not None
         ports = {
@@ -138,8 +195,8 @@ async def test_an_engine_that_restarts_holds_nothing(settings: dict[str, Any]) -
         async with running({**settings, **ports}) as (again,):
             await rig.ready()
             path, body = bodies()[0]
-            assert await ask(rig, again, path, body) == 0
-            await exchange(rig, [again])
+            assert await ask(rig, again, path, {**body, "prompt": body["prompt"][:2000]}) == 0
+            await (reread(rig, again) if settings is HICACHE else exchange(rig, [again]))
 
 
 async def test_vllm_and_sglang_engines_of_one_model() -> None:
@@ -201,7 +258,9 @@ def load_of(engine: Engine) -> EngineLoad:
     return engine.load.current(time.monotonic())
 
 
-@pytest.mark.parametrize("changes", [{"groups": "gemma3-like"}, {"role": "decode"}, {"host_blocks": 8}])
+@pytest.mark.parametrize(
+    "changes", [{"groups": "gemma3-like"}, {"role": "decode"}, {"decode_context_parallel_size": 2}]
+)
 async def test_what_is_not_simulated_is_refused(changes: dict[str, Any]) -> None:
     (name,) = changes
     with pytest.raises(ValueError, match=f"{name} = .*sglang"):

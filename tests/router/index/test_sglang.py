@@ -226,6 +226,16 @@ def test_the_host_cache_counts_and_goes_with_a_clear() -> None:
     assert fleet.predict(Prompt(prompt), ["a"])["a"].offloaded_tokens == 0
 
 
+def test_a_page_that_host_memory_publishes_again_goes_with_one_removal() -> None:
+    """A copy of its windows or states publishes it again."""
+    fleet, prompt = FleetResidency(ModelFacts()), tokens(200)
+    told = stored(prompt, medium="CPU_PINNED")
+    tell(fleet, *stored(prompt), *told, *told, BlockRemoved(page_hashes(prompt), "GPU"))
+    assert fleet.predict(Prompt(prompt), ["a"])["a"].cpu_tokens == 192
+    tell(fleet, BlockRemoved(page_hashes(prompt)[4:], "CPU_PINNED"))
+    assert fleet.predict(Prompt(prompt), ["a"])["a"].cpu_tokens == 64
+
+
 @pytest.mark.parametrize(
     ("fields", "extras"),
     [
