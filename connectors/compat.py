@@ -43,7 +43,7 @@ check_vllm_version("kvatlas")
 
 try:
     from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVConnectorKVEvents
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -57,9 +57,7 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
         MultiConnector,
-        MultiKVConnectorMetadata,
-        MultiKVConnectorStats,
-        MultiKVConnectorWorkerMetadata,
+        MultiKVConnectorPromMetrics,
     )
     from vllm.v1.core.kv_cache_utils import (
         generate_block_hash_extra_keys,
@@ -84,7 +82,6 @@ __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorFactory",
     "KVConnectorHandshakeMetadata",
-    "KVConnectorKVEvents",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
@@ -93,9 +90,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "KVTransferConfig",
     "MultiConnector",
-    "MultiKVConnectorMetadata",
-    "MultiKVConnectorStats",
-    "MultiKVConnectorWorkerMetadata",
+    "MultiKVConnectorPromMetrics",
     "SupportsHMA",
     "check_vllm_version",
     "generate_block_hash_extra_keys",

@@ -28,7 +28,7 @@ class ConfigError(ValueError):
         return type(self), (self.key, self.value, self.remedy)
 
 
-POLICIES = ("lru", "arc", "boundary", "hinted")
+POLICIES = ("lru", "boundary", "hinted")
 LAYOUTS = ("BLHNC", "engine")
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -42,7 +42,7 @@ class OffloadSettings:
     host_bytes: int
     """Host memory for rows, of all ranks together."""
     policy: str = "boundary"
-    """Eviction policy when the host memory is full: ``lru``, ``arc``, ``boundary`` or ``hinted``."""
+    """Eviction policy when the host memory is full: ``lru``, ``boundary`` or ``hinted``."""
     hint_share: float = OWNER_SHARE
     """Policy ``hinted``: the largest share of the rows that the retention hints of one tenant cover."""
     pinned_source_blocks_max: float = 0.1

@@ -1,6 +1,6 @@
 """Eviction policies of a tier.
 
-``lru`` and ``arc`` evict by recency; ``boundary`` evicts blocks first that can no longer serve a hit;
+``lru`` evicts by recency; ``boundary`` evicts blocks first that can no longer serve a hit;
 ``hinted`` keeps blocks for which a router expects another turn.
 """
 
@@ -47,12 +47,6 @@ class EvictionPolicy(Protocol):
         """Choose and remove up to ``count`` keys; fewer if the remaining ones are spared."""
 
 
-# Eviction by recency, with and without frequency.
-#
-# ``LruPolicy``: the least recently used key. ``ArcPolicy``: adaptive balance of recency and frequency
-# (Megiddo and Modha, FAST 2003).
-
-
 class LruPolicy:
     """Least recently used first; of keys used together, the last in the prompt first."""
 
@@ -78,85 +72,6 @@ class LruPolicy:
         for key in chosen:
             del self._order[key]
         return chosen
-
-
-class ArcPolicy:
-    """Adaptive replacement: recent misses balance the slots between keys seen once and keys seen again.
-
-    It remembers up to ``slots`` evicted keys besides the held ones.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._once: OrderedDict[bytes, None] = OrderedDict()
-        self._again: OrderedDict[bytes, None] = OrderedDict()
-        self._gone_once: OrderedDict[bytes, None] = OrderedDict()
-        self._gone_again: OrderedDict[bytes, None] = OrderedDict()
-        # Target number of slots for keys seen once.
-        self._once_share = 0.0
-        self._returning: set[bytes] = set()
-
-    def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
-        self.use([key for key in chain if key in self._once or key in self._again])
-        for key in chain:
-            self._learn(key)
-
-    def end_chain(self, added: Sequence[bytes]) -> None:
-        for key in reversed(added):
-            (self._again if key in self._returning else self._once)[key] = None
-        self._returning.clear()
-        self._forget()
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):
-            self._once.pop(key, None)
-            self._again[key] = None
-            self._again.move_to_end(key)
-
-    def remove(self, key: bytes) -> None:
-        if key in self._once:
-            del self._once[key]
-        else:
-            del self._again[key]
-
-    def victims(self, count: int, spared: Spared) -> list[bytes]:
-        chosen: list[bytes] = []
-        while len(chosen) < count and (key := self._victim(spared)) is not None:
-            chosen.append(key)
-        return chosen
-
-    def _victim(self, spared: Spared) -> bytes | None:
-        first = self._once if len(self._once) > self._once_share else self._again
-        for here in (first, self._again if first is self._once else self._once):
-            key = _first(here, spared)
-            if key is not None:
-                del here[key]
-                (self._gone_once if here is self._once else self._gone_again)[key] = None
-                return key
-        return None
-
-    def _learn(self, key: bytes) -> None:
-        """Handle the return of an evicted key: give its list more room."""
-        once, again = len(self._gone_once), len(self._gone_again)
-        if key in self._gone_once:
-            self._once_share = min(self._slots, self._once_share + max(1.0, again / once))
-            del self._gone_once[key]
-        elif key in self._gone_again:
-            self._once_share = max(0.0, self._once_share - max(1.0, once / again))
-            del self._gone_again[key]
-        else:
-            return
-        self._returning.add(key)
-
-    def _forget(self) -> None:
-        while len(self._once) + len(self._gone_once) > self._slots and self._gone_once:
-            self._gone_once.popitem(last=False)
-        while len(self._gone_once) + len(self._gone_again) > self._slots:
-            (self._gone_again or self._gone_once).popitem(last=False)
-
-
-def _first(keys: Iterable[bytes], spared: Spared) -> bytes | None:
-    return next((key for key in keys if not spared(key)), None)
 
 
 class HintedPolicy:
@@ -216,11 +131,11 @@ class HintedPolicy:
 # Measured by ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group, shared
 # system prompts, conversations and one-off prompts, seeded): share of prompt tokens that can be loaded::
 #
-#     slots          lru       arc  boundary
-#     2000         0.351     0.449     0.498
-#     4000         0.490     0.498     0.614
-#     8000         0.610     0.613     0.627
-#     16000        0.631     0.631     0.641
+#     slots          lru  boundary
+#     2000         0.351     0.498
+#     4000         0.490     0.614
+#     8000         0.610     0.627
+#     16000        0.631     0.641
 
 
 # Most spared keys visited in one queue before the next queue is used.
@@ -458,7 +373,7 @@ def _oldest(queue: OrderedDict[bytes, None], count: int, spared: Spared) -> list
     return found
 
 
-POLICY_NAMES = ("lru", "arc", "boundary", "hinted")
+POLICY_NAMES = ("lru", "boundary", "hinted")
 
 
 def make_policy(
@@ -478,8 +393,6 @@ def make_policy(
     """
     if name == "lru":
         return LruPolicy()
-    if name == "arc":
-        return ArcPolicy(slots)
     if name == "hinted":
         return HintedPolicy(slots, hint_share)
     if name == "boundary":

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_events import BlockStored, KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -41,38 +39,6 @@ class Answers(KVConnectorWorkerMetadata):
     def aggregate(self, other: Any) -> Answers:
         assert other.owner == self.owner
         return Answers(self.owner, self.ended + other.ended)
-
-
-@dataclass
-class Told(KVConnectorHandshakeMetadata):
-    owner: str
-
-
-class Events(KVConnectorKVEvents):
-    """Events of one child's ranks."""
-
-    def __init__(self, owner: str, events: list[Any]) -> None:
-        self.owner = owner
-        self.events = list(events)
-        self.ranks = 1
-
-    def add_events(self, events: list[Any]) -> None:
-        self.events += events
-
-    def aggregate(self) -> Events:
-        return self
-
-    def increment_workers(self, count: int = 1) -> None:
-        self.ranks += count
-
-    def get_all_events(self) -> list[Any]:
-        return list(self.events)
-
-    def get_number_of_workers(self) -> int:
-        return self.ranks
-
-    def clear_events(self) -> None:
-        self.events.clear()
 
 
 @dataclass
@@ -160,13 +126,10 @@ class Plain(KVConnectorBase_V1):
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
-        answers, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
+        answers = connector_output.kv_connector_worker_meta
         if answers is not None:
             assert answers.owner == self.owner
             self.account.answered += answers.ended
-        if events is not None:
-            assert events.owner == self.owner
-            self.account.events += events.events
 
     def register_finished_partial_tail(
         self, request: Any, block_ids: Any, partial_tail_offloads: Any
@@ -191,13 +154,7 @@ class Plain(KVConnectorBase_V1):
         stats, self.account.stats = self.account.stats, {}
         return OffloadStats(data=stats)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._log("handshake", metadata)
-
     # worker
-
-    def get_handshake_metadata(self) -> Told | None:
-        return Told(self.owner) if self._kv_transfer_config.kv_connector_extra_config.get("tells") else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         assert kv_connector_metadata.owner == self.owner
@@ -223,10 +180,6 @@ class Plain(KVConnectorBase_V1):
         ended, self.account.ended = self.account.ended, Counter()
         return Answers(self.owner, ended) if ended else None
 
-    def get_kv_connector_kv_cache_events(self) -> Events | None:
-        events, self.account.events = self.account.events, []
-        return Events(self.owner, events) if events else None
-
     def shutdown(self) -> None:
         SHUT_DOWN.append(self.owner)
 
@@ -250,14 +203,13 @@ class Resettable(Fake):
         return not self._kv_transfer_config.kv_connector_extra_config.get("stuck")
 
 
-def child(owner: str, kind: str = "Fake", name: str | None = None, **extra: Any) -> dict[str, Any]:
+def child(owner: str, kind: str = "Fake", **extra: Any) -> dict[str, Any]:
     """Settings of one fake."""
-    named = {} if name is None else {"name": name}
     return {
         "kv_connector": kind,
         "kv_connector_module_path": __name__,
         "kv_connector_extra_config": {"owner": owner, **extra},
-    } | named
+    }
 
 
 def config_of(*children: Any, hma: bool = True, **outer: Any) -> Any:
@@ -278,21 +230,8 @@ def multi(
 ) -> tuple[HybridMultiConnector, list[Account]]:
     """The connector and its children's accounts."""
     connector = HybridMultiConnector(config_of(*children, hma=hma), role, None)
-    return connector, [made.account for _, made in connector.children]
+    return connector, [made.account for made in connector.sub_connectors]
 
 
 def request(request_id: str = "r") -> Any:
     return SimpleNamespace(request_id=request_id)
-
-
-def stored(block_hash: int, ownership: str | None = None) -> BlockStored:
-    return BlockStored(
-        block_hashes=[block_hash],
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=16,
-        lora_id=None,
-        medium="CPU",
-        lora_name=None,
-        ownership=ownership,
-    )

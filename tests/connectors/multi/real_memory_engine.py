@@ -100,14 +100,13 @@ class RealMemoryEngine:
         """Give a connector this memory as every group's; blocks belong to one group at a time."""
         groups = len(self.setup.groups)
         if isinstance(connector, HybridMultiConnector):
-            for _, inner in connector.children:
+            for inner in connector.sub_connectors:
                 self._register(inner)
         elif isinstance(connector, OffloadingConnector):
             pages = self.memory.view(torch.int8)
             refs = [[CanonicalKVCacheRef(0, PAGE_BYTES)] for _ in range(groups)]
             tensors = [CanonicalKVCacheTensor(pages, PAGE_BYTES)]
             connector.connector_worker._init_worker(CanonicalKVCaches(tensors, refs))
-            self.engines.append(connector.connector_worker.worker._engine)
         else:
             piece = Piece(self.memory.data_ptr(), PAGE_BYTES, PAGE_BYTES)
             pages = tuple(group_pages(index, [piece], self.setup.num_blocks) for index in range(groups))

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from connectors import compat
-from connectors.multi_children import read_children
+from connectors.multi import read_children
 from connectors.offload import HybridOffloadConnector
 from connectors.settings import ConfigError
 from connectors.shared_store import SharedStoreConnector
@@ -71,8 +71,13 @@ def test_children_know_the_engines_policy() -> None:
         "kv_connector_extra_config": {"host_bytes": "1GiB"},
     }
     for policy in ("fail", "recompute"):
-        (child,) = read_children({"connectors": [entry]}, load_failure_policy=policy)
-        assert child.transfer_config.kv_load_failure_policy == policy
+        ((_, child),) = read_children({"connectors": [entry]}, kv_load_failure_policy=policy)
+        assert child.kv_load_failure_policy == policy
+
+
+def test_no_connector_of_ours_claims_sleep_mode() -> None:
+    for connector in (HybridOffloadConnector, SharedStoreConnector):
+        assert connector.supports_sleep_mode(None) is False
 
 
 def test_a_shared_store_asks_for_the_version_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:

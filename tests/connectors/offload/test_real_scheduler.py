@@ -121,7 +121,7 @@ def test_any_connector_under_any_load(seed: int, model: str) -> None:
         ranks=rng.choice((1, 2, 3)),
         failure_rate=rng.choice((0, 0.05, 0.2, 0.6)),
         name_failed_keys=rng.random() < 0.5,
-        policy=rng.choice(("lru", "arc", "boundary")),
+        policy=rng.choice(("lru", "boundary", "hinted")),
         pinned_share=rng.choice((0.02, 0.1, 1.0)),
         load_failure_policy=rng.choice(("recompute", "recompute", "fail")),
         steps_ahead=rng.choice((0, 1)),

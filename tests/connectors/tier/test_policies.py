@@ -12,7 +12,6 @@ from connectors.hits import GroupKind, GroupShape
 from connectors.tier.base import block_key
 from connectors.tier.eviction import (
     POLICY_NAMES,
-    ArcPolicy,
     BoundaryPolicy,
     HintedPolicy,
     LruPolicy,
@@ -68,35 +67,6 @@ def test_lru_lets_the_unused_go_and_of_those_the_last_of_the_prompt() -> None:
     load(tier, keys("abc", FULL))
     store(tier, "m", FULL)
     assert missing(tier, keys("abc", FULL) + keys("xyz", FULL)) == keys("xyz", FULL)[-1:]
-
-
-def test_arc_keeps_what_was_asked_twice_through_a_scan() -> None:
-    tier = HostTier(8, ArcPolicy(8))
-    store(tier, "abcd", FULL)
-    load(tier, keys("abcd", FULL))
-    for i in range(20):
-        store(tier, chr(ord("A") + i) * 2, FULL)
-    assert missing(tier, keys("abcd", FULL)) == []
-
-
-def test_arc_gives_more_room_to_the_list_that_was_missed() -> None:
-    tier = HostTier(2, ArcPolicy(2))
-    store(tier, "a", FULL)
-    load(tier, keys("a", FULL))
-    store(tier, "b", FULL)
-    store(tier, "c", FULL)
-    assert missing(tier, keys("a", FULL)) == []  # seen again, so "b", seen once, went
-    store(tier, "b", FULL)
-    assert missing(tier, keys("a", FULL)) == keys("a", FULL)  # "b" was missed: now "c", seen once, may stay
-    assert missing(tier, keys("c", FULL)) == []
-
-
-def test_arc_remembers_no_more_than_it_has_slots() -> None:
-    policy = ArcPolicy(4)
-    tier = HostTier(4, policy)
-    for i in range(100):
-        store(tier, chr(200 + i), FULL)
-    assert len(policy._gone_once) + len(policy._gone_again) <= 4
 
 
 def test_tails_that_the_prompt_went_past_go_first() -> None:
@@ -253,7 +223,7 @@ def test_the_tree_is_bounded_and_counts_what_it_did_not_place() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="no eviction policy 'fifo'; there are lru, arc, boundary, hinted"):
+    with pytest.raises(ValueError, match="no eviction policy 'fifo'; there are lru, boundary, hinted"):
         make_policy("fifo", slots=1, shapes=(), hash_block_tokens=4, boundary_tokens=4)
     with pytest.raises(ValueError, match="must be multiples of 3"):
         BoundaryPolicy(SHAPES, 3, 4, nodes_max=4)
@@ -496,4 +466,3 @@ def test_keeping_boundaries_saves_more_tokens_than_recency(slots: int) -> None:
         for name in POLICY_NAMES
     }
     assert saved["boundary"] > 1.1 * saved["lru"]
-    assert saved["boundary"] > saved["arc"]
