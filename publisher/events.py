@@ -142,22 +142,7 @@ class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
         """The event in this form; unchanged if it has look-ahead tokens (vLLM 0.33) or SGLang's salt."""
         if event.lookahead_token_ids is not None or event.cache_salt is not None:
             return event
-        return cls(
-            event.block_hashes,
-            event.parent_block_hash,
-            event.token_ids,
-            event.block_size,
-            event.lora_id,
-            event.medium,
-            event.lora_name,
-            event.extra_keys,
-            event.group_idx,
-            event.kv_cache_spec_kind,
-            event.kv_cache_spec_sliding_window,
-            event.locality,
-            event.ownership,
-            event.session_id,
-        )
+        return cls(*[getattr(event, name) for name in cls.__struct_fields__])
 
 
 _TOKENS: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 TRACEBACK_VARIABLE = "KVATLAS_TRACEBACK"
 # Extra that provides a module; all others come with ``router``.
-_EXTRA_OF = {"matplotlib": "plot", "torch": "connectors", "mooncake": "connectors-mooncake"}
+_EXTRA_OF = {"torch": "connectors", "mooncake": "connectors-mooncake"}
 _OWN = frozenset({"router", "publisher", "connectors"})
 # New objects between two garbage collections. Imports create no garbage; collecting takes a tenth of their
 # time.

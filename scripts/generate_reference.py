@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
-from cyclopts import App
+from cyclopts import App, Argument
 from prometheus_client.metrics_core import Metric
 from struct_source import Field, code, fields, prose, shown, table
 
@@ -155,13 +155,18 @@ def command_of(name: str) -> App:
     return command
 
 
+def _arguments(command: App) -> list[Argument]:
+    """Its arguments, without the structs that hold some of them."""
+    return [one for one in command.assemble_argument_collection() if one.names != ("*",)]
+
+
 def flag_names(command: App) -> dict[str, set[str]]:
     """Every flag of a command with its aliases and its negative form, by its first name."""
-    return {argument.names[0]: set(argument.names) for argument in command.assemble_argument_collection()}
+    return {argument.names[0]: set(argument.names) for argument in _arguments(command)}
 
 
 def _flags(command: App) -> Iterator[tuple[str, str, str]]:
-    for argument in command.assemble_argument_collection():
+    for argument in _arguments(command):
         names = ", ".join(map(code, argument.names))
         default = argument.field_info.default
         if default is None or default is False or default is inspect.Parameter.empty:

@@ -26,54 +26,37 @@ class Sampler(Protocol):
         """The ``index``-th output token; called in order, once each."""
 
 
-class SimRequest:
-    """One generation: its prompt, limits and progress. ``cached_tokens`` is None until it is admitted."""
+class SimRequest(msgspec.Struct, eq=False):
+    """One generation: its prompt, limits and progress."""
 
-    __slots__ = (
-        *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "handed", "ignore_eos"),
-        *("found", "loaded_to", "max_tokens", "output", "priority", "prompt", "reported_hit", "request_id"),
-        *("sampler", "session_id", "transfer"),
-    )
+    request_id: str
+    prompt: list[int]
+    sampler: Sampler
+    max_tokens: int
+    eos_id: int
+    extras: PromptExtras = NO_EXTRAS
+    ignore_eos: bool = False
+    transfer: TransferParams | None = None
+    """Parameters for the connector; None without any, or after they were used."""
+    priority: int = 0
+    session_id: str | None = None
+    output: list[int] = []
+    cached_tokens: int | None = None
+    """None until it is admitted."""
+    loaded_to: int = 0
+    """Tokens from the start that were loaded and need no computation."""
+    found: frozenset[HeldKey] | None = None
+    """Blocks that another engine's host memory holds; None: it has not been asked."""
+    finish_reason: FinishReason | None = None
+    arrival_s: float = 0.0
+    reported_hit: int | None = None
+    """Hit of the engine that computed the prompt, which the answer reports instead of this engine's."""
+    handed: Json | None = None
+    """``kv_transfer_params`` of the answer: the address of the blocks computed for another engine."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: list[int],
-        sampler: Sampler,
-        *,
-        max_tokens: int,
-        eos_id: int,
-        extras: PromptExtras = NO_EXTRAS,
-        ignore_eos: bool = False,
-        transfer: TransferParams | None = None,
-        priority: int = 0,
-        session_id: str | None = None,
-    ) -> None:
-        if not prompt or max_tokens < 1:
-            raise ValueError(f"{request_id}: needs a prompt and max_tokens >= 1, got {max_tokens}")
-        self.request_id = request_id
-        self.prompt = prompt
-        self.sampler = sampler
-        self.max_tokens = max_tokens
-        self.eos_id = eos_id
-        self.extras = extras
-        self.ignore_eos = ignore_eos
-        self.output: list[int] = []
-        self.cached_tokens: int | None = None
-        # Tokens from the start that were loaded and need no computation.
-        self.loaded_to = 0
-        # Blocks that another engine's host memory holds; None: it has not been asked.
-        self.found: frozenset[HeldKey] | None = None
-        self.finish_reason: FinishReason | None = None
-        self.arrival_s = 0.0
-        self.priority = priority
-        self.session_id = session_id
-        # Hit of the engine that computed the prompt, which the answer reports instead of this engine's.
-        self.reported_hit: int | None = None
-        # Parameters for the connector; None without any, or after they were used.
-        self.transfer = transfer
-        # ``kv_transfer_params`` of the answer: the address of the blocks computed for another engine.
-        self.handed: Json | None = None
+    def __post_init__(self) -> None:
+        if not self.prompt or self.max_tokens < 1:
+            raise ValueError(f"{self.request_id}: needs a prompt and max_tokens >= 1, got {self.max_tokens}")
 
 
 # Counters of a simulated engine, and their form on ``/metrics`` under vLLM's names.

@@ -27,6 +27,7 @@ from router.simulate.advise_trials import (
     reusable_share,
     trials,
 )
+from router.simulate.cli import AdviseOptions
 from router.simulate.command import (
     ENGINES,
     progress_bar,
@@ -51,7 +52,7 @@ from router.simulate.study import (
     run_all,
     speed_for,
 )
-from router.simulate.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes
+from router.simulate.tiers import TierSetup, block_bytes
 from router.simulate.traces import is_capture, read_capture
 from router.simulate.workload import WorkloadSource
 from router.tools.ops_client import output_console
@@ -59,28 +60,6 @@ from router.tools.ops_client import output_console
 LOAD = 0.85
 POOL = "25%"
 MODEL = "gpt-oss-like"
-
-
-class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Command-line options, unparsed; None: taken from ``router``, or the default."""
-
-    workload: str | None
-    router: str | None = None
-    engines: int | None = None
-    model: str | None = None
-    pool: str | None = None
-    block_tokens: int = 64
-    retention: str = "0"
-    host_memory: str | None = None
-    store: str | None = None
-    kv_kib_per_token: float = KV_KIB_PER_TOKEN
-    load: float | None = None
-    speed: float | None = None
-    ttft_target: float | None = None
-    requests: int = 2000
-    seeds: int = 2
-    served_model: str | None = None
-    processes: int | None = None
 
 
 class ObservedFleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,21 +79,22 @@ class _Engine(msgspec.Struct, frozen=True):
     layout: _Layout | None = None
 
 
-def run_advise(options: AdviseOptions, *, as_json: bool) -> int:
+def run_advise(workload: str | None, options: AdviseOptions, *, as_json: bool) -> int:
     """Run the trials; returns the exit status. Raises ``ConfigError`` for unusable options."""
     _check(options)
-    if options.workload is not None:
-        return _advise(options, options.workload, as_json=as_json)
+    if workload is not None:
+        return _advise(options, workload, workload, as_json=as_json)
     if options.router is None:
         raise ConfigError("workload: name one, or a running router with --router")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "access.jsonl"
         with refused(f"--router {options.router}", OSError):
             fetch_usage(options.router, path)
-        return _advise(options, str(path), as_json=as_json)
+        name = f"the usage record of {options.router}"
+        return _advise(options, str(path), name, as_json=as_json)
 
 
-def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
+def _advise(options: AdviseOptions, workload: str, name: str, *, as_json: bool) -> int:
     seen = None if options.router is None else see(options.router)
     seeds = range(options.seeds)
     source = WorkloadSource(name=workload, requests_max=options.requests, model=options.served_model)
@@ -142,7 +122,7 @@ def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
         setup, results, reusable=reusable, num_requests=len(workloads[0]), ttft_target_s=options.ttft_target
     )
     unsure = doubt(results, len(workloads[0]))
-    facts = _facts(options, setup, workloads, reusable, notes)
+    facts = _facts(options, name, setup, workloads, reusable, notes)
     if as_json:
         report = {"facts": facts, "runs": results, "advice": advice, "doubt": unsure}
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -253,10 +233,15 @@ def _at_speed(
 
 
 def _facts(
-    options: AdviseOptions, setup: FleetSetup, workloads: Workloads, reusable: float, notes: list[str]
+    options: AdviseOptions,
+    name: str,
+    setup: FleetSetup,
+    workloads: Workloads,
+    reusable: float,
+    notes: list[str],
 ) -> dict[str, Any]:
     return {
-        "workload": options.workload or f"the usage record of {options.router}",
+        "workload": name,
         "requests": len(workloads[0]),
         "seeds": options.seeds,
         "engines": setup.engines,

@@ -1,50 +1,44 @@
-"""Arguments of the ``simulate`` subcommand. Light to import: the implementation is loaded when it runs."""
+"""Arguments of ``kvatlas simulate`` and ``advise``. Light to import: the implementation is loaded later."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter
 
 
-def simulate(
-    workload: Annotated[
-        str,
-        Parameter(
-            help="A trace in Mooncake's or AIPerf's format or a router's usage record (.jsonl, .jsonl.gz), "
-            "session files (.json, .json.gz; a folder, or several separated by commas), or `chat`, "
-            "`tenants`, `agents`, `documents`, `pauses`, `shared`."
-        ),
-    ],
-    *,
-    engines: Annotated[int | None, Parameter(help="Number of simulated engines (8).")] = None,
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """Options of ``kvatlas simulate``, unparsed."""
+
+    engines: Annotated[int | None, Parameter(help="Number of simulated engines (8).")] = None
     prefill: Annotated[
         int | None,
         Parameter(
             help="With --decode: number of engines that compute prompts for others, compared with the same "
             "engines all alike; kvatlas:prefill=2 under --policy tries other numbers beside."
         ),
-    ] = None,
+    ] = None
     decode: Annotated[
         int | None,
         Parameter(
             help="Number of engines that fetch prompts computed by the --prefill engines, and generate."
         ),
-    ] = None,
+    ] = None
     transfer_gbyte_s: Annotated[
         float, Parameter(help="GB/s at which a decode engine fetches a prompt's blocks.")
-    ] = 10.0,
+    ] = 10.0
     model: Annotated[
         str, Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups.")
-    ] = "gpt-oss-like",
-    block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64,
+    ] = "gpt-oss-like"
+    block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64
     pool: Annotated[
         str,
         Parameter(
             help="KV cache: blocks per engine, or the share of what these requests fill that the fleet holds."
         ),
-    ] = "25%",
+    ] = "25%"
     policy: Annotated[
         str,
         Parameter(
@@ -57,27 +51,27 @@ def simulate(
             "predicted to miss a first token within 1 s and refuses requests for their wait, refuse=2 by "
             "their first token."
         ),
-    ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin",
+    ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin"
     load: Annotated[
         float,
         Parameter(
             help="Speed arrivals up until prompts take round robin this share of the time in which requests "
             "come."
         ),
-    ] = 0.85,
+    ] = 0.85
     speed: Annotated[
         float | None, Parameter(help="Instead of --load: arrival speed, as a multiple of the recorded one.")
-    ] = None,
+    ] = None
     closed: Annotated[
         bool,
         Parameter(
             help="Closed sessions: a turn waits for the answer before it, and for the client's pause.",
             negative="",
         ),
-    ] = False,
+    ] = False
     retention: Annotated[
         str, Parameter(help="prefix_cache_retention_interval: tokens or dense; several separated by commas.")
-    ] = "0",
+    ] = "0"
     host_memory: Annotated[
         str | None,
         Parameter(
@@ -85,7 +79,7 @@ def simulate(
             "400%:gbyte_s=20+latency_ms=0.1+busy=0 sets its link (45 GB/s), and what share of a load's time "
             "computing loses."
         ),
-    ] = None,
+    ] = None
     store: Annotated[
         str | None,
         Parameter(
@@ -93,88 +87,125 @@ def simulate(
             "400%:gbit_s=25+total_gbit_s=100+latency_ms=2+busy=0 sets each engine's link (100 Gbit/s) and "
             "the store's own (unlimited)."
         ),
-    ] = None,
+    ] = None
     pull: Annotated[
         float | None,
         Parameter(
             help="With --host-memory: engines pull prefixes from each other's host memory, over links of N "
             "Gbit/s; kvatlas:pull=0 under --policy compares without."
         ),
-    ] = None,
+    ] = None
     kv_kib_per_token: Annotated[
         float, Parameter(help="KiB of KV cache that one token takes in full attention, for what tiers move.")
-    ] = 100.0,
-    seeds: Annotated[int, Parameter(help="Runs per policy; several give 95 % confidence intervals.")] = 1,
+    ] = 100.0
+    seeds: Annotated[int, Parameter(help="Runs per policy; several give 95 % confidence intervals.")] = 1
     requests: Annotated[
         int | None, Parameter(help="Use the first N requests (default: all of a file, 4000 of a generator).")
-    ] = None,
+    ] = None
     seconds: Annotated[
         float | None,
         Parameter(help="Time over which a generator starts its sessions (default: 0.3 per request)."),
-    ] = None,
+    ] = None
     served_model: Annotated[
         str | None, Parameter(help="Only requests of this model, where a usage record has several.")
-    ] = None,
+    ] = None
     fit: Annotated[
         str | None,
         Parameter(help="Take the rates from an engine (URL), a saved metrics page, or a usage record."),
-    ] = None,
+    ] = None
     prefill_tokens_per_s: Annotated[
         float | None, Parameter(help="Prompt tokens an engine computes per second (8000).")
-    ] = None,
-    decode_tokens_per_s: Annotated[
-        float | None, Parameter(help="Tokens per second of one answer (50).")
-    ] = None,
-    chunk_tokens: Annotated[int | None, Parameter(help="The engines' max_num_batched_tokens (8192).")] = None,
-    seqs_max: Annotated[int | None, Parameter(help="The engines' max_num_seqs (64).")] = None,
+    ] = None
+    decode_tokens_per_s: Annotated[float | None, Parameter(help="Tokens per second of one answer (50).")] = (
+        None
+    )
+    chunk_tokens: Annotated[int | None, Parameter(help="The engines' max_num_batched_tokens (8192).")] = None
+    seqs_max: Annotated[int | None, Parameter(help="The engines' max_num_seqs (64).")] = None
     sensitivity: Annotated[
         bool, Parameter(help="Run at 0.8 and 1.25 times the prefill rate too.", negative="")
-    ] = False,
-    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None,
-    plot: Annotated[
-        Path | None,
-        Parameter(help="Draw into a .png, .svg or .html file (needs matplotlib: the extra plot)."),
-    ] = None,
+    ] = False
+    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None
+
+
+def simulate(
+    workload: Annotated[
+        str,
+        Parameter(
+            help="A trace in Mooncake's or AIPerf's format or a router's usage record (.jsonl, .jsonl.gz), "
+            "session files (.json, .json.gz; a folder, or several separated by commas), or `chat`, "
+            "`tenants`, `agents`, `documents`, `pauses`, `shared`."
+        ),
+    ],
+    *,
+    options: Annotated[SimulateOptions, Parameter(name="*")] = SimulateOptions(),
     json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
     """Compare policies, memory and engine flags on a workload: engines on a virtual clock, no GPU."""
-    from router.simulate.command import SimulateOptions, run_simulate
+    from router.simulate.command import run_simulate
 
-    options = SimulateOptions(
-        workload=workload,
-        engines=engines,
-        prefill=prefill,
-        decode=decode,
-        transfer_gbyte_s=transfer_gbyte_s,
-        model=model,
-        block_tokens=block_tokens,
-        pool=pool,
-        policy=policy,
-        load=load,
-        speed=speed,
-        closed=closed,
-        retention=retention,
-        host_memory=host_memory,
-        store=store,
-        pull=pull,
-        kv_kib_per_token=kv_kib_per_token,
-        seeds=seeds,
-        requests=requests,
-        seconds=seconds,
-        served_model=served_model,
-        fit=fit,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-        decode_tokens_per_s=decode_tokens_per_s,
-        chunk_tokens=chunk_tokens,
-        seqs_max=seqs_max,
-        sensitivity=sensitivity,
-        processes=processes,
-        plot=plot,
+    return run_simulate(workload, options, as_json=json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions:
+    """Options of ``kvatlas advise``, unparsed; None: taken from ``router``, or the default."""
+
+    router: Annotated[
+        str | None,
+        Parameter(
+            help="URL of a running router's ops port: takes the number of engines, groups and blocks from "
+            "it, and where no workload is named its usage record."
+        ),
+    ] = None
+    engines: Annotated[int | None, Parameter(help="Number of engines (default: the router's, else 8).")] = (
+        None
     )
-    return run_simulate(options, as_json=json)
-
-
-# Arguments of the ``advise`` subcommand. Light to import: the implementation is loaded when it runs.
+    model: Annotated[
+        str | None,
+        Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups."),
+    ] = None
+    block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64
+    pool: Annotated[
+        str | None,
+        Parameter(
+            help="Current KV cache: blocks per engine (vLLM's num_gpu_blocks), or the share of what these "
+            "requests fill that the fleet holds (default: the router's, else 25%)."
+        ),
+    ] = None
+    retention: Annotated[
+        str, Parameter(help="The engines' current prefix_cache_retention_interval: tokens or dense.")
+    ] = "0"
+    host_memory: Annotated[
+        str | None, Parameter(help="Host memory that each engine has behind its GPU now, as for simulate.")
+    ] = None
+    store: Annotated[str | None, Parameter(help="Store that the engines share now, as for simulate.")] = None
+    kv_kib_per_token: Annotated[
+        float, Parameter(help="KiB of KV cache that one token takes in full attention.")
+    ] = 100.0
+    load: Annotated[
+        float | None,
+        Parameter(
+            help="Speed arrivals up until prompts take this share of the engines' time under round robin "
+            "(default 0.85; usage records keep their times)."
+        ),
+    ] = None
+    speed: Annotated[
+        float | None,
+        Parameter(
+            help="Instead of --load: arrival speed, as a multiple of the recorded one (usage records: 1)."
+        ),
+    ] = None
+    ttft_target: Annotated[
+        float | None, Parameter(help="Target for the p90 time to first token, in seconds.")
+    ] = None
+    requests: Annotated[int, Parameter(help="Use the first N requests; bounds the run time.")] = 2000
+    seeds: Annotated[
+        int, Parameter(help="Runs with different arrivals; a change is advised only if it helps in each.")
+    ] = 2
+    served_model: Annotated[
+        str | None, Parameter(help="Only requests of this model, where a usage record has several.")
+    ] = None
+    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None
 
 
 def advise(
@@ -186,84 +217,10 @@ def advise(
         ),
     ] = None,
     *,
-    router: Annotated[
-        str | None,
-        Parameter(
-            help="URL of a running router's ops port: takes the number of engines, groups and blocks from "
-            "it, and where no workload is named its usage record."
-        ),
-    ] = None,
-    engines: Annotated[
-        int | None, Parameter(help="Number of engines (default: the router's, else 8).")
-    ] = None,
-    model: Annotated[
-        str | None,
-        Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups."),
-    ] = None,
-    block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64,
-    pool: Annotated[
-        str | None,
-        Parameter(
-            help="Current KV cache: blocks per engine (vLLM's num_gpu_blocks), or the share of what these "
-            "requests fill that the fleet holds (default: the router's, else 25%)."
-        ),
-    ] = None,
-    retention: Annotated[
-        str, Parameter(help="The engines' current prefix_cache_retention_interval: tokens or dense.")
-    ] = "0",
-    host_memory: Annotated[
-        str | None, Parameter(help="Host memory that each engine has behind its GPU now, as for simulate.")
-    ] = None,
-    store: Annotated[str | None, Parameter(help="Store that the engines share now, as for simulate.")] = None,
-    kv_kib_per_token: Annotated[
-        float, Parameter(help="KiB of KV cache that one token takes in full attention.")
-    ] = 100.0,
-    load: Annotated[
-        float | None,
-        Parameter(
-            help="Speed arrivals up until prompts take this share of the engines' time under round robin "
-            "(default 0.85; usage records keep their times)."
-        ),
-    ] = None,
-    speed: Annotated[
-        float | None,
-        Parameter(
-            help="Instead of --load: arrival speed, as a multiple of the recorded one (usage records: 1)."
-        ),
-    ] = None,
-    ttft_target: Annotated[
-        float | None, Parameter(help="Target for the p90 time to first token, in seconds.")
-    ] = None,
-    requests: Annotated[int, Parameter(help="Use the first N requests; bounds the run time.")] = 2000,
-    seeds: Annotated[
-        int, Parameter(help="Runs with different arrivals; a change is advised only if it helps in each.")
-    ] = 2,
-    served_model: Annotated[
-        str | None, Parameter(help="Only requests of this model, where a usage record has several.")
-    ] = None,
-    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None,
+    options: Annotated[AdviseOptions, Parameter(name="*")] = AdviseOptions(),
     json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
     """Advise from your traffic: retention, memory, connectors, engines, and if prefix routing pays."""
-    from router.simulate.advise import AdviseOptions, run_advise
+    from router.simulate.advise import run_advise
 
-    options = AdviseOptions(
-        workload=workload,
-        router=router,
-        engines=engines,
-        model=model,
-        pool=pool,
-        block_tokens=block_tokens,
-        retention=retention,
-        host_memory=host_memory,
-        store=store,
-        kv_kib_per_token=kv_kib_per_token,
-        load=load,
-        speed=speed,
-        ttft_target=ttft_target,
-        requests=requests,
-        seeds=seeds,
-        served_model=served_model,
-        processes=processes,
-    )
-    return run_advise(options, as_json=json)
+    return run_advise(workload, options, as_json=json)

@@ -1,4 +1,4 @@
-"""``kvatlas simulate``: turns flags into a plan, runs it on all cores, and prints a table, JSON or a plot."""
+"""``kvatlas simulate``: turns flags into a plan, runs it on all cores, and prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from publisher.events import GroupSpec
 from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
+from router.simulate.cli import SimulateOptions
 from router.simulate.fit import Fit, FitError, fetch, fit_capture, fit_metrics
-from router.simulate.report import PlotError, check_plot, draw, facts_of, report_json, show
+from router.simulate.report import facts_of, report_json, show
 from router.simulate.requests import WorkloadError
 from router.simulate.setup import FleetSetup, Timing, Variant, variants_of
 from router.simulate.study import (
-    BLOCK_TOKENS,
     POOL_BLOCKS_MIN,
     ModelError,
     NothingServedError,
@@ -33,7 +33,7 @@ from router.simulate.study import (
     pool_blocks,
     run_plan,
 )
-from router.simulate.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from router.simulate.tiers import TierSetup, block_bytes, read_host, read_store
 from router.simulate.traces import is_capture, read_capture
 from router.simulate.workload import WorkloadSource
 from router.tools.ops_client import output_console
@@ -44,56 +44,25 @@ SEEDS_MAX = 100
 SENSITIVITY = (0.8, 1.0, 1.25)
 
 
-class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Command-line options, unparsed."""
-
-    workload: str
-    engines: int | None = None
-    prefill: int | None = None
-    decode: int | None = None
-    transfer_gbyte_s: float = 10.0
-    model: str = "gpt-oss-like"
-    block_tokens: int = BLOCK_TOKENS
-    pool: str = "25%"
-    policy: str = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin"
-    load: float = 0.85
-    speed: float | None = None
-    closed: bool = False
-    retention: str = "0"
-    host_memory: str | None = None
-    store: str | None = None
-    pull: float | None = None
-    kv_kib_per_token: float = KV_KIB_PER_TOKEN
-    seeds: int = 1
-    requests: int | None = None
-    seconds: float | None = None
-    served_model: str | None = None
-    fit: str | None = None
-    prefill_tokens_per_s: float | None = None
-    decode_tokens_per_s: float | None = None
-    chunk_tokens: int | None = None
-    seqs_max: int | None = None
-    sensitivity: bool = False
-    processes: int | None = None
-    plot: Path | None = None
-
-
-def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
+def run_simulate(workload: str, options: SimulateOptions, *, as_json: bool) -> int:
     """Run the simulation; returns the exit status. Raises ``ConfigError`` for unusable options."""
     _check_numbers(options)
     groups = read_model(options.model, options.block_tokens)
     engines = _engines(options)
     variants = _variants(options, engines)
     retentions = read_retentions(options.retention, groups)
-    with refused("--plot", PlotError):
-        if options.plot is not None:
-            check_plot(options.plot)
     fit = None if options.fit is None else read_fit(options.fit, options.served_model)
     timing = _timing(options, fit)
     if any(variant.prefill for variant in variants.values()):
         timing = msgspec.structs.replace(timing, stall_share=1.0)
     with refused("workload", WorkloadError):
-        workloads = _source(options).draws(range(options.seeds))
+        source = WorkloadSource(
+            name=workload,
+            requests_max=options.requests,
+            seconds=options.seconds,
+            model=options.served_model,
+        )
+        workloads = source.draws(range(options.seeds))
     with refused("--model", ModelError):
         check_units(groups, workloads[0][0].unit_tokens)
     blocks = read_pool(options.pool, groups, engines, workloads)
@@ -129,16 +98,11 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
         progress_bar(total, quiet=as_json) as placed,
     ):
         study = run_plan(plan, workloads, processes=processes, placed=placed)
-    facts = facts_of(
-        plan, study, workloads, workload=options.workload, model=options.model, pool=options.pool
-    )
+    facts = facts_of(plan, study, workloads, workload=workload, model=options.model, pool=options.pool)
     if as_json:
         sys.stdout.write(msgspec.json.encode(report_json(plan, study, facts, fit)).decode() + "\n")
     else:
         show(plan, study, facts, fit, output_console())
-    if options.plot is not None:
-        with refused("--plot", PlotError):
-            draw(study, facts, options.plot)
     return 0
 
 
@@ -260,15 +224,6 @@ def _apart(name: str, prefill: int) -> str:
     if "prefill=" in name:
         return name
     return f"{name}{'+' if ':' in name else ':'}prefill={prefill}"
-
-
-def _source(options: SimulateOptions) -> WorkloadSource:
-    return WorkloadSource(
-        name=options.workload,
-        requests_max=options.requests,
-        seconds=options.seconds,
-        model=options.served_model,
-    )
 
 
 def _timing(options: SimulateOptions, fit: Fit | None) -> Timing:

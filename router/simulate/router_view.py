@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,18 +40,8 @@ class PrefixHit(NamedTuple):
 NOTHING = PrefixHit(0, 0)
 
 
-class RouterView(Protocol):
-    """Interface of a view. ``hashes`` are those of the prompt's whole hash blocks."""
-
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]: ...
-
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
-
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
-
-
-class NoView:
-    """View without any cache."""
+class RouterView:
+    """View without any cache, and interface of all views. ``hashes`` are those of whole hash blocks."""
 
     def __init__(self, engines: int) -> None:
         self._nothing = [NOTHING] * engines
@@ -66,7 +56,7 @@ class NoView:
         pass
 
 
-class OracleView:
+class OracleView(RouterView):
     """Exact view without delay: the engines' own pools, and the memory outside them if ``tiers`` are given
     (one per pool); with ``pulls``, what host memory holds by itself."""
 
@@ -77,6 +67,7 @@ class OracleView:
         *,
         pulls: bool = False,
     ) -> None:
+        super().__init__(len(pools))
         self._pools = pools
         self._pulls = pulls
         self._tiers: Sequence[EngineTiers | None] = tiers or [None] * len(pools)
@@ -94,14 +85,8 @@ class OracleView:
             found.append(PrefixHit(hit, shared_prefix, cpu, storage, alone))
         return found
 
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
-        pass
 
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
-        pass
-
-
-class History:
+class History(RouterView):
     """View of a prefix tree of sent prompts, as kept by routers without events: full attention, no groups.
 
     ``blocks_max`` per engine limits it, least recently used first; None: no limit. A prompt counts from its
@@ -109,6 +94,7 @@ class History:
     """
 
     def __init__(self, engines: int, block_tokens: int, blocks_max: int | None) -> None:
+        super().__init__(engines)
         self._held: list[OrderedDict[BlockHash, None]] = [OrderedDict() for _ in range(engines)]
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
@@ -140,24 +126,19 @@ class History:
         """Return the number of blocks per engine."""
         return [len(held) for held in self._held]
 
-    def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
-        pass
 
-
-class ExactRules:
+class ExactRules(RouterView):
     """View of the router's own shadow pools (``router.placement.affinity``): the rules of engines, without
     events."""
 
     def __init__(self, engines: int, spec: ShadowSpec) -> None:
+        super().__init__(engines)
         self._shadows = [Shadow(spec) for _ in range(engines)]
 
     def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
         known = list(hashes)
         prompt = ShadowPrompt([0] * prompt_tokens, lambda _: known)
         return [PrefixHit(*shadow.lookup(prompt)) for shadow in self._shadows]
-
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
-        pass
 
     def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         self._shadows[engine].served([0] * prompt_tokens, lambda _: list(hashes))
@@ -216,7 +197,7 @@ def router_view(
             )
             return ExactRules(count, spec)
         case "blind":
-            return NoView(count)
+            return RouterView(count)
 
 
 # Disaggregated prefill in the simulated fleet: the router's own decision over pairs, and both legs.

@@ -160,77 +160,39 @@ class Fetch(NamedTuple):
     fixed_s: float
 
 
-class RequestRun:
+class RequestRun(msgspec.Struct, eq=False):
     """One request on its engine. Times in seconds, ``-1`` before they are known; ``hit`` in tokens, of which
     ``loaded`` came from ``medium``, outside the GPU, or were fetched. ``keeps``: its blocks are for another
     engine."""
 
-    __slots__ = (
-        "arrived_s",
-        "coming",
-        "due",
-        "ended_s",
-        "fetch",
-        "first_token_s",
-        "generated",
-        "hint",
-        "hit",
-        "index",
-        "input_tokens",
-        "keeps",
-        "kept",
-        "loaded",
-        "medium",
-        "output_tokens",
-        "pool_request",
-        "preempted",
-        "pulled",
-        "rank_s",
-        "source",
-        "stalled_s",
-        "started_s",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        pool_request: PoolRequest,
-        input_tokens: int,
-        output_tokens: int,
-        now: float,
-        *,
-        keeps: bool = False,
-        fetch: Fetch | None = None,
-        rank_s: float = 0.0,
-        source: EngineTiers | None = None,
-        hint: RetentionHint | None = None,
-    ) -> None:
-        self.index = index
-        self.pool_request = pool_request
-        self.input_tokens = input_tokens
-        self.output_tokens = output_tokens
-        self.arrived_s = now
-        self.started_s = -1.0
-        self.first_token_s = -1.0
-        self.ended_s = -1.0
-        self.hit = 0
-        self.loaded = 0
-        self.medium: Medium | None = None
-        # Blocks that the current chunk copies out.
-        self.due: list[HeldKey] = []
-        self.coming = 0
-        self.generated = 0
-        self.preempted = 0
-        # The engine's total when this request's next event was scheduled.
-        self.stalled_s = 0.0
-        self.keeps = keeps
-        self.kept: list[int] = []
-        self.fetch = fetch
-        self.source = source  # engine to pull from
-        self.hint = hint  # sent with the request, for its engine's host memory
-        self.pulled = 0  # tokens that only that engine had
-        # Its key in the engine's order; 0 for all: order of arrival.
-        self.rank_s = rank_s
+    index: int
+    pool_request: PoolRequest
+    input_tokens: int
+    output_tokens: int
+    arrived_s: float
+    keeps: bool = False
+    fetch: Fetch | None = None
+    rank_s: float = 0.0
+    """Its key in the engine's order; 0 for all: order of arrival."""
+    source: EngineTiers | None = None
+    """Engine to pull from; ``pulled``: tokens that only that engine had."""
+    hint: RetentionHint | None = None
+    """Sent with the request, for its engine's host memory."""
+    started_s: float = -1.0
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    hit: int = 0
+    loaded: int = 0
+    medium: Medium | None = None
+    due: list[HeldKey] = []
+    """Blocks that the current chunk copies out."""
+    coming: int = 0
+    generated: int = 0
+    preempted: int = 0
+    stalled_s: float = 0.0
+    """The engine's total when this request's next event was scheduled."""
+    kept: list[int] = []
+    pulled: int = 0
 
 
 # Variants: a policy of the router, the view it has, and whether prompts in flight count.

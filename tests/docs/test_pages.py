@@ -23,7 +23,7 @@ def flags_of(*path: str) -> set[str]:
     command = app
     for word in path:
         command = command[word]
-    return {name for argument in command.assemble_argument_collection() for name in argument.names}
+    return {name for argument in command.assemble_argument_collection() for name in argument.names} - {"*"}
 
 
 def page_id(page: Path) -> str:

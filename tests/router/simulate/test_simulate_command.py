@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import EngineSettings
 from router.cli import app
 from router.config.errors import ConfigError
-from router.simulate import report
-from router.simulate.report import Facts
-from router.simulate.study import Curves, Outcome, Result, Study, VariantReport
 from tests.router.simulate.support import line, write_lines
 from tests.router.simulate.test_capture_and_fit import COMPUTED, PACE, PREFILL, captured, drawn
-from tests.support.examples import some
 
 SMALL = ["chat", "--requests", "60", "--engines", "2", "--pool", "2000", "--processes", "1"]
 
@@ -78,35 +72,6 @@ def test_the_pool_and_the_load_are_said_as_they_are(capsys: pytest.CaptureFixtur
         f"Busy with prompts, of the whole run until the last answer: {busy['kvatlas']}, {busy['round-robin']}"
         in out
     )
-
-
-def test_pictures_have_a_title_one_colour_per_policy_and_a_legend_beside_the_curves() -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra plot")
-    outcome = Outcome(**dict.fromkeys(Outcome.__struct_fields__, 0.5))
-    curves = Curves(hit_shares=[0.1, 0.2], busy_s=[1.0, 2.0], lasted_s=4.0)
-    result = Result(outcome=outcome, ttft_s=np.array([0.1, 0.2]), curves=curves)
-    reports = [
-        VariantReport(variant=variant, retention=kept, rate_factor=1.0, outcomes=[outcome], results=[result])
-        for kept in (0, 4096)
-        for variant in ("kvatlas", "hash")
-    ]
-    facts = Facts(
-        workload="chat", model="full", requests=2, sessions=1, mean_prompt_tokens=1, mean_output_tokens=1,
-        seeds=1, engines=2, blocks_per_engine=64, pool="25%", tokens_per_engine=64, load=None, speeds=[1.0],
-    )  # fmt: skip
-    figure = report._figure(Study(speeds=[1.0], reports=reports), facts)
-    assert figure.get_suptitle() == "chat on 2 engines of full"
-    for axes in figure.axes:
-        looks = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
-        assert looks[0][0] == looks[2][0] != looks[1][0] == looks[3][0]
-        assert looks[0][1] == looks[1][1] != looks[2][1]
-        assert axes.get_title()
-        assert axes.get_legend() is None
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()][:2] == [
-        "kvatlas, retention 0",
-        "hash, retention 0",
-    ]
 
 
 def test_json_holds_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,27 +141,6 @@ def test_rates_from_a_running_engine(capsys: pytest.CaptureFixture[str]) -> None
         call(*SMALL, "--fit", url)
 
 
-@pytest.mark.parametrize("ending", some(report.ENDINGS, 3))
-def test_pictures(tmp_path: Path, ending: str) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra plot")
-    path = tmp_path / f"study{ending}"
-    assert call(*SMALL, "--policy", "kvatlas,round-robin", "--plot", str(path)) == 0
-    whole = path.read_bytes()
-    assert whole.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".html": b"<!doctype html>"}[ending])
-    if ending == ".html":
-        text = whole.decode()
-        assert text.count("<svg") == 1
-        assert "round-robin" in text
-        for fetched in ("<script", "<link", "<img", "src=", "@import"):
-            assert fetched not in text, "a page fetches nothing"
-
-
-def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"--plot needs matplotlib: python -m pip install matplotlib"):
-        call(*SMALL, "--plot", str(tmp_path / "a.png"))
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -214,8 +158,6 @@ def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ([*SMALL, "--seeds", "0"], "--seeds 0: expected 1 to 100"),
         ([*SMALL, "--load", "-1"], "--load -1.0: expected a number above 0"),
         ([*SMALL, "--block-tokens", "48"], "block_size = 48; a workload identifies tokens in units of 512"),
-        ([*SMALL, "--plot", "a.gif"], "--plot: a.gif: the name must end in one of .png"),
-        ([*SMALL, "--plot", "nowhere/a.png"], "the folder does not exist"),
         ([*SMALL, "--served-model", "m", "--fit", "nowhere"], "--fit nowhere: .*No such file"),
     ],
 )

@@ -15,9 +15,9 @@ from router.simulate.router_view import (
     NOTHING,
     ExactRules,
     History,
-    NoView,
     OracleView,
     PrefixHit,
+    RouterView,
     history_blocks,
 )
 from router.simulate.setup import VARIANTS, variants_of
@@ -92,7 +92,7 @@ def test_rules_follow_the_engines_retention_without_events() -> None:
 
 
 def test_the_blind_see_nothing() -> None:
-    assert NoView(3).look(100, hashes_of("ab"), 0.0) == [NOTHING] * 3
+    assert RouterView(3).look(100, hashes_of("ab"), 0.0) == [NOTHING] * 3
 
 
 def test_a_capped_history_is_as_large_as_the_pool_allows_beside_the_windows() -> None:
