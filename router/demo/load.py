@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from publisher.simulator.api_protocol import ChatRequest
@@ -46,6 +44,7 @@ from router.observe.receipts import EngineReceipts, Receipt
 from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
 from router.placement.engine import Engine
 from router.proxy.answers import read_usage
+from router.tools.ops_client import LIVE_STYLE, make_table
 
 
 class Tally(msgspec.Struct):
@@ -131,32 +130,21 @@ def live_table(
     """Render the current table; ``routers`` are replicas of one fleet, ``legs`` None without roles."""
     router = routers[0]
     count = f"{len(router.fleet)} engines" + (f", {len(routers)} routers" if len(routers) > 1 else "")
-    table = Table(
-        title=f"kvatlas demo: {count}, {elapsed_s:.0f} s",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=0,
-    )
-    table.add_column("engine", no_wrap=True)
-    if legs is not None:
-        table.add_column("role", no_wrap=True)
-        for name in ("alone", "computed", "fetched"):
-            table.add_column(name, justify="right", no_wrap=True)
-    for name in ("reqs", "predicted", "actual", "exact", "KV held", "TTFT p50"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("feed", no_wrap=True)
+    halves = () if legs is None else ("<role", ">alone", ">computed", ">fetched")
+    sums = (">reqs", ">predicted", ">actual", ">exact", ">KV held", ">TTFT p50")
+    title = f"kvatlas demo: {count}, {elapsed_s:.0f} s"
+    table = make_table("<engine", *halves, *sums, "<feed", title=title, **LIVE_STYLE)
     for status in router.fleet:
         same = [r.fleet.get(status.engine_id) for r in routers]
-        sums = [engine.receipts for engine in same if engine is not None]
+        found = [engine.receipts for engine in same if engine is not None]
         tally = per_engine.get(status.engine_id, Tally())
         table.add_row(
             status.engine_id.removeprefix("http://"),
             *(() if legs is None else _halves(legs, status)),
             str(tally.requests),
-            f"{sum(s.predicted_tokens for s in sums):,}",
-            f"{sum(s.actual_tokens for s in sums):,}",
-            _exact(sums),
+            f"{sum(s.predicted_tokens for s in found):,}",
+            f"{sum(s.actual_tokens for s in found):,}",
+            _exact(found),
             _held(routers, status),
             _ms(tally.ttft_ms(0.5)),
             _feed(routers, status),

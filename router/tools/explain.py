@@ -41,7 +41,7 @@ from router.tools.explain_state import (
     read_prompt,
     router_body,
 )
-from router.tools.ops_client import ops_headers, output_console, reason
+from router.tools.ops_client import make_table, ops_headers, output_console, reason
 from router.tools.replay_player import Player, up_to
 from router.tools.trace_verification import TraceError, trace_facts
 
@@ -207,11 +207,8 @@ def _summary(
 
 
 def _show(prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: Selection) -> None:
-    table = Table(title=f"a prompt of {prompt.num_tokens:,} tokens", box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold")
-    for name in ("seq", "hit", "offloaded", "shared_prefix"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("the match ended", overflow="fold")
+    columns = ("engine", ">seq", ">hit", ">offloaded", ">shared_prefix", "the match ended")
+    table = make_table(*columns, title=f"a prompt of {prompt.num_tokens:,} tokens")
     for e in engines:
         numbers = (e.hit_tokens, e.offloaded_tokens, e.shared_prefix_tokens)
         style = "bold" if e.engine == made.engine else ""
@@ -339,13 +336,8 @@ def _router_table(response: RouterAnswer) -> Table:
     chosen = response.choice.get("engine")
     tokens = response.prompt.get("tokens", response.prompt.get("tokens_estimated"))
     title = f"a prompt of {tokens} tokens: {chosen} ({response.choice.get('reason')})"
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold")
-    for name in ("feed", "mode"):
-        table.add_column(name, no_wrap=True)
-    for name in ("hit", "offloaded", "shared_prefix", "cost ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("the match ended", overflow="fold")
+    columns = ("<feed", "<mode", ">hit", ">offloaded", ">shared_prefix", ">cost ms", "the match ended")
+    table = make_table("engine", *columns, title=title)
     for e in response.engines:
         ended = e.why_unknown
         if e.ended_by is not None:
@@ -365,10 +357,7 @@ def _target_line(slo: TargetForecast, refused: Mapping[str, float] | None) -> st
 
 
 def _target_table(slo: TargetForecast) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine", overflow="fold")
-    for name in ("first token ms", "late ms"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("engine", ">first token ms", ">late ms")
     for each in slo.engines:
         late_ms = f"{1000 * each.late_s:,.0f}" if each.late_s else ""
         table.add_row(each.engine, f"{1000 * each.first_token_s:,.0f}", late_ms)

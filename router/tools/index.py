@@ -21,7 +21,6 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 from redis.exceptions import RedisError
-from rich.table import Table
 
 from publisher.events import BlockHash
 from router.config.errors import ConfigError
@@ -40,7 +39,7 @@ from router.replication.redis_connection import IndexUnavailable, unavailable
 from router.replication.registry import IndexRefused, Registry, Scope, ScopeView
 from router.replication.settings import IndexSettings, SettingsError
 from router.serve import configure_logging
-from router.tools.ops_client import output_console
+from router.tools.ops_client import make_table, output_console
 
 # Reads a shared index from outside the router: its scopes, lease holders, and every block key. For tools and
 # tests only: it walks all keys (SCAN), which the router never does.
@@ -497,12 +496,7 @@ def _run(
 def _print_scope(line: ScopeLine) -> None:
     size = "-" if line.bytes_per_block is None else f"{line.bytes_per_block:.0f}"
     title = f"{line.model}: {line.blocks:,} blocks, {size} bytes per block"
-    table = Table(title=title, pad_edge=False)
-    table.add_column("engine", no_wrap=True)
-    for name in ("slot", "generation"):
-        table.add_column(name, justify="right")
-    for name in ("holder", "lease", "feed", "mode"):
-        table.add_column(name, no_wrap=True)
+    table = make_table("<engine", ">slot", ">generation", "<holder", "<lease", "<feed", "<mode", title=title)
     for engine in line.engines:
         lease = f"{engine.lease_s:.1f} s" if engine.holder else "free"
         feed = engine.feed + (f" (-{engine.missing_batches})" if engine.missing_batches else "")
@@ -515,12 +509,8 @@ def _print_scope(line: ScopeLine) -> None:
 
 
 def _print_diffs(diffs: list[EngineDiff]) -> None:
-    table = Table(title="the index against the engines' feeds", pad_edge=False)
-    table.add_column("engine", no_wrap=True)
-    for name in ("resident", "wrong", "missing"):
-        table.add_column(name, justify="right")
-    for name in ("feed", "holder"):
-        table.add_column(name, no_wrap=True)
+    columns = ("<engine", ">resident", ">wrong", ">missing", "<feed", "<holder")
+    table = make_table(*columns, title="the index against the engines' feeds")
     for diff in diffs:
         counts = (f"{number:,}" for number in (diff.resident, diff.wrong, diff.missing))
         holder = "gone" if diff.gone else diff.holder + (" (stale)" if diff.stale else "")

@@ -1,14 +1,18 @@
-"""Shared parts of the tools: access to a router's ops port, error messages, the simulated engine, table
-output.
-"""
+"""Shared parts of the tools: a router's ops port, error messages, signals, the simulated engine, tables."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 from publisher.simulator.server import run
 from publisher.simulator.settings import EngineSettings
@@ -69,8 +73,42 @@ def engine_settings(host: str, port: int, assignments: list[str]) -> EngineSetti
     return EngineSettings(**values)  # type: ignore[arg-type]  # each was checked above
 
 
+@contextmanager
+def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call ``stop`` at SIGINT and SIGTERM, inside a running loop."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
 # Wider than any table: lines are never folded, so that output can be grepped.
 WIDTH_PIPED = 1000
+# Options of a table that is drawn again and again in 80 columns.
+LIVE_STYLE: dict[str, Any] = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": 0}
+
+
+def make_table(*columns: str, gap: int = 2, min_width: int | None = None, **options: Any) -> Table:
+    """Return a table without rows.
+
+    A column named ``>name`` is aligned right and, like one named ``<name``, never folded; any other one is
+    folded, but has at least ``min_width`` characters. ``options`` are those of ``rich.table.Table``.
+    """
+    table = Table(**{"box": None, "padding": (0, gap, 0, 0)} | options)
+    for column in columns:
+        kind = column[:1] if column[:1] in {"<", ">"} else ""
+        table.add_column(
+            column.removeprefix(kind),
+            justify="right" if kind == ">" else "left",
+            no_wrap=bool(kind),
+            overflow="ellipsis" if kind else "fold",
+            min_width=None if kind else min_width,
+        )
+    return table
 
 
 def output_console() -> Console:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 import time
 import urllib.error
@@ -28,7 +27,7 @@ from router.fleet.engines import EngineAddress
 from router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
 from router.tools.capture import CaptureError, CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
-from router.tools.ops_client import output_console
+from router.tools.ops_client import make_table, output_console, stop_signals
 
 # Records raw frames of live feeds, in order, into a ``CaptureWriter``. One ``SourceRecorder`` per engine
 # subscribes first, requests the history from the replay socket, and continues with the live stream without a
@@ -269,7 +268,6 @@ async def record(
 _ASK_TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 1 << 20
 _OPTIONS = {"events", "replay", "topic", "source"}
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class RecordOptions(msgspec.Struct, frozen=True):
@@ -395,25 +393,17 @@ def _check(options: RecordOptions) -> None:
 async def _record(
     recorders: Sequence[SourceRecorder], writer: CaptureWriter, options: RecordOptions, *, quiet: bool
 ) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    console = Console(stderr=True)
-    try:
+    stop, console = asyncio.Event(), Console(stderr=True)
+    with stop_signals(stop.set):
         recording = asyncio.ensure_future(
             record(recorders, stop=stop, seconds=options.seconds, ended=lambda: writer.ended)
         )
-        if quiet or not console.is_terminal:
-            await recording
-            return
-        with Live(console=console, transient=True, auto_refresh=False) as live:
-            while not recording.done():
-                await asyncio.wait([recording], timeout=0.5)
-                live.update(_table([recorder.stats for recorder in recorders], writer), refresh=True)
+        if not quiet and console.is_terminal:
+            with Live(console=console, transient=True, auto_refresh=False) as live:
+                while not recording.done():
+                    await asyncio.wait([recording], timeout=0.5)
+                    live.update(_table([recorder.stats for recorder in recorders], writer), refresh=True)
         await recording
-    finally:
-        for number in _STOP_SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 def _summary(recorders: Sequence[SourceRecorder], writer: CaptureWriter) -> dict[str, Any]:
@@ -434,13 +424,9 @@ def _summary(recorders: Sequence[SourceRecorder], writer: CaptureWriter) -> dict
 
 
 def _table(stats: Sequence[RecordStats], writer: CaptureWriter) -> Table:
-    table = Table(
-        title=f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB", box=None, padding=(0, 1, 0, 0)
-    )
-    table.add_column("engine", overflow="fold", min_width=15)
-    names = ("frames", "history", "seqs", "gaps", "lost", "restarts", "malformed")
-    for name in ("reached", *names):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"recording {writer.stats.bytes_written / (1 << 20):,.1f} MB"
+    columns = (">reached", ">frames", ">history", ">seqs", ">gaps", ">lost", ">restarts", ">malformed")
+    table = make_table("engine", *columns, title=title, gap=1, min_width=15)
     for s in stats:
         seqs = "" if s.first_seq is None else f"{s.first_seq}..{s.last_seq}"
         counts = [str(n) for n in (s.gaps, s.lost_frames, s.restarts, s.malformed)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ from router.replication.registry import IndexRefused
 from router.replication.settings import IndexSettings
 from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture, with_progress
 from router.tools.index import shown_pairs
-from router.tools.ops_client import output_console
+from router.tools.ops_client import make_table, output_console, stop_signals
 from router.tools.replay_player import (
     JournaledIndex,
     Player,
@@ -211,11 +210,8 @@ _SHOWN_HASHES = 8
 
 def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against B") -> Table:
     """Table of the blocks held in only one of two states, plane by plane."""
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
-    table.add_column("engine", overflow="fold", min_width=12)
-    for name in ("medium", "group", "in both", "only A", "only B", "copies"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("blocks", no_wrap=True)
+    columns = (">medium", ">group", ">in both", ">only A", ">only B", ">copies", "<blocks")
+    table = make_table("engine", *columns, title=title, gap=1, min_width=12)
     for plane in found:
         shown = [*(f"A {h}" for h in plane.only_a), *(f"B {h}" for h in plane.only_b)]
         more = [f"and {len(shown) - _SHOWN_HASHES} more (--json)"] if len(shown) > _SHOWN_HASHES else []
@@ -233,11 +229,8 @@ def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against
 
 def stream_table(runs: Sequence[SourceRun]) -> Table:
     """Table of the streams, one row per engine."""
-    table = Table(title="streams", box=None, padding=(0, 1, 0, 0))
-    table.add_column("engine", overflow="fold", min_width=12)
     names = ("frames", "events", "seqs", "gaps", "missing", "restarts", "resets", "late", "bad")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("engine", *[f">{name}" for name in names], title="streams", gap=1, min_width=12)
     for run in runs:
         bad = run.undecodable + run.rejected_events
         counts = (run.gaps, run.missing_batches, run.restarts, run.clears, run.late, bad)
@@ -255,12 +248,9 @@ def stream_table(runs: Sequence[SourceRun]) -> Table:
 def sample_table(samples: Sequence[Sample]) -> Table:
     """Table with one row per time and plane; the engine has a column only if there are several."""
     engines = {p.source for taken in samples for p in taken.planes}
-    table = Table(title="residency over time", box=None, padding=(0, 1, 0, 0))
-    if len(engines) > 1:
-        table.add_column("engine", overflow="fold", min_width=8)
-    names = ("plane", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
-    for name in ("s", "seq", *names):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("s", "seq", "plane", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
+    columns = (*(["engine"] if len(engines) > 1 else []), *[f">{name}" for name in names])
+    table = make_table(*columns, title="residency over time", gap=1, min_width=8)
     for taken in samples:
         for number, p in enumerate(taken.planes):
             counts = (p.blocks, p.copies, p.stored, p.removed, p.cleared, p.unknown_removals, p.gaps)
@@ -276,7 +266,6 @@ def sample_table(samples: Sequence[Sample]) -> Table:
 
 
 _REFRESH_S = 0.25
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
@@ -448,7 +437,7 @@ async def _perform(
     with contextlib.ExitStack() as stack:
         published = stack.enter_context(publishers(endpoints, topics, buffer_steps=total))
         if endpoints:
-            stack.enter_context(_signals(stop))
+            stack.enter_context(stop_signals(stop.set))
             for source, publisher in published.items():
                 replay = f", replay {publisher.replay_endpoint}" if publisher.replay_endpoint else ""
                 print(f"{source}: events {publisher.endpoint}{replay}", file=sys.stderr, flush=True)
@@ -483,18 +472,6 @@ async def _feed(
             if live is not None and loop.time() - shown > _REFRESH_S:
                 shown = loop.time()
                 live.update(sample_table([sample(player, sampler.frames, 0.0)]), refresh=True)
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield
-    finally:
-        for number in _STOP_SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 def _summary(done: _Done) -> dict[str, Any]:

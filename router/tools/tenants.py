@@ -34,7 +34,7 @@ from router.admission.key_file import (
 )
 from router.config.errors import ConfigError
 from router.observe.usage import UsageLine, all_files
-from router.tools.ops_client import output_console
+from router.tools.ops_client import make_table, output_console
 
 # Priced token kinds: prompt tokens computed, prompt tokens taken from each tier, and generated tokens.
 PRICED = ("computed", "device", "host", "store", "generated")
@@ -121,9 +121,8 @@ def _report(
 
 
 def _table(by: tuple[str, ...], rows: dict[tuple[str, ...], InvoiceRow], prices: dict[str, Decimal]) -> Table:
-    table = Table(*by, box=None, pad_edge=False)
-    for name in ("requests", *PRICED, "unreported", "contradicted", "amount"):
-        table.add_column(name, justify="right")
+    columns = ("requests", *PRICED, "unreported", "contradicted", "amount")
+    table = make_table(*by, *[f">{name}" for name in columns])
     for key, row in rows.items():
         counts = (row.requests, *row.tokens.values(), row.unreported, row.contradicted)
         table.add_row(*(text or "-" for text in key), *map(str, counts), f"{row.amount(prices):.4f}")

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -22,7 +21,7 @@ from router.config.errors import ConfigError
 from router.http.client import HttpClient
 from router.tools.doctor.command import router_url
 from router.tools.doctor.http import Http, HttpAnswer, series
-from router.tools.ops_client import ops_headers, output_console
+from router.tools.ops_client import LIVE_STYLE, make_table, ops_headers, output_console
 
 # Snapshot of a running router: the responses of its endpoints converted to rows and totals. Pure functions of
 # the responses of ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics``. Fields that are missing or of
@@ -232,7 +231,7 @@ def _whole(value: Any) -> int | None:
     return None if number is None else int(number)
 
 
-_COLUMNS = ("reqs", "req/s", "hit", "exact", "queue", "run", "wait", "KV\nuse", "KV\nheld")
+_COLUMNS = (">reqs", ">req/s", ">hit", ">exact", ">queue", ">run", ">wait", ">KV\nuse", ">KV\nheld")
 _LAG_SHOWN_S = 0.1
 _FEED_STYLES = {"ready": "green", "none": "dim", "": "dim"}
 
@@ -243,19 +242,9 @@ def render(snapshot: RouterSnapshot, *, hint: str = "") -> RenderableType:
         return Group(
             Text(f"{snapshot.router}: {snapshot.problem}", style="bold red"), Text(hint, style="dim")
         )
-    table = Table(
-        title=f"kvatlas at {snapshot.router}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=0,
-    )
-    table.add_column("engine", overflow="fold", min_width=14)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("feed", overflow="fold")
-    table.add_column("state", overflow="fold")
+    title = f"kvatlas at {snapshot.router}"
+    table = make_table("engine", *_COLUMNS, "feed", "state", title=title, title_justify="left", **LIVE_STYLE)
+    table.columns[0].min_width = 14
     for row in snapshot.engines:
         feed = Text(row.feed or "-", style=_FEED_STYLES.get(row.feed, "yellow"))
         table.add_row(_name(row), *_figures(row), feed, _state(row))
@@ -324,10 +313,7 @@ def _proxy(totals: Totals) -> str:
 
 def _first_tokens(snapshot: RouterSnapshot) -> Table:
     """Table of predicted and measured time to first token of the latest streams, by engine."""
-    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("first token", overflow="fold", min_width=14)
-    for name in ("predicted", "measured", "held"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("first token", ">predicted", ">measured", ">held", min_width=14)
     for row in snapshot.engines:
         if row.ttft_compared:
             held = f"{_percent(row.ttft_held / row.ttft_compared)} of {row.ttft_compared}"

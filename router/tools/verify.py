@@ -41,7 +41,7 @@ from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import Registry
 from router.replication.settings import IndexSettings
 from router.tools.index import block_hashes
-from router.tools.ops_client import output_console
+from router.tools.ops_client import make_table, output_console
 from router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,
@@ -328,13 +328,14 @@ def _with_progress(files: list[Path], verify_one: Callable[[Path], TraceResult])
 
 def _table(results: list[TraceResult], *, narrow: bool, cold: bool = False) -> Table:
     """Table of the results; on a narrow terminal long names are truncated so that all counts fit."""
-    table = Table(
-        title="predicted hits against recorded truth", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=22 if narrow else None)
-    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=11 if narrow else None)
-    for name, digits in (_NUMBERS | ({"unknown": 7} if cold else {})).items():
-        table.add_column(name, justify="right", no_wrap=True, min_width=digits)
+    numbers = _NUMBERS | ({"unknown": 7} if cold else {})
+    title, columns = "predicted hits against recorded truth", [f">{name}" for name in numbers]
+    table = make_table("<trace", "<scheme", *columns, title=title, gap=1, box=SIMPLE_HEAD, pad_edge=False)
+    for column, width in zip(table.columns, (22, 11, *numbers.values()), strict=True):
+        if column.justify == "right":
+            column.min_width = width
+        elif narrow:
+            column.max_width = width
     for result in (*results, total(results)):
         counts = (result.probes, result.exact, result.over, result.under)
         tokens = (result.truth_tokens, result.abs_error_tokens, *([result.unknown] if cold else []))

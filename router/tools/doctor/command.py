@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from router.config.errors import ConfigError
@@ -31,7 +30,7 @@ from router.tools.doctor.findings import (
     engine_verdict,
     exit_status,
 )
-from router.tools.ops_client import output_console
+from router.tools.ops_client import make_table, output_console
 
 STYLES = {
     Severity.OK: "green",
@@ -130,10 +129,7 @@ def describe(finding: Finding) -> Text:
 def show(findings: list[Finding], console: Console) -> None:
     """Print findings grouped by subject, with cause and remedy below each problem."""
     for subject in dict.fromkeys(finding.subject for finding in findings):
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        table = make_table("<", "<", "", show_header=False)
         for finding in (f for f in findings if f.subject == subject):
             label = Text(f"  {finding.severity}", style=STYLES[finding.severity])
             table.add_row(label, finding.check, describe(finding))
@@ -212,10 +208,7 @@ def _show(reports: list[_EngineReport], took_s: float, console: Console) -> None
             Text.assemble((f"{title}: ", style), (verdict.engine, "bold")),
             f"({version}{report.requests} requests, {took_s:.0f} s)",
         )
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        table = make_table("<", "<", "", show_header=False)
         for each in verdict.properties:
             table.add_row(
                 Text(f"  {each.state.replace('_', ' ')}", style=STYLES[_STATES[each.state]]),
