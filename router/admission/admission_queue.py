@@ -102,7 +102,6 @@ class AdmissionQueue:
         return len(self._queue) + (self._let_go is not None)
 
     def alone(self, tenant: str, pool: str) -> bool:
-        """Whether no other tenant waits for this pool."""
         return self._queue.alone(tenant, pool)
 
     async def wait(

@@ -57,7 +57,6 @@ class SharedSecret:
         self._secret = read_secret(self._watched.path, setting)
 
     def __call__(self) -> bytes:
-        """Return the secret of now."""
         if self._watched.changed():
             try:
                 self._secret = read_secret(self._watched.path, self._setting)
@@ -223,7 +222,6 @@ class KeyGate:
         return names
 
     def knows(self, tenant: str) -> bool:
-        """Whether the key file has this tenant."""
         return tenant in self.keys.table.tenants
 
     def used_elsewhere(self, other: Hashable, tenant: str, before: Use | None, use: Use) -> bool:
@@ -236,7 +234,6 @@ class KeyGate:
             tenant.forget_other(other)
 
     def for_engines(self, fields: _Fields) -> _Fields:
-        """The fields that engines get."""
         if self._forward:
             return fields
         return [*(field for field in fields if field[0] not in _CREDENTIALS), *self._engine_fields]

@@ -241,5 +241,4 @@ def new_key() -> str:
 
 
 def digest_of(key: str) -> str:
-    """Return the digest of a key, as in the file."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -350,7 +350,6 @@ class Tenant:
         self._elsewhere.pop(other, None)
 
     def follow(self, rules: TenantRules, now: float) -> None:
-        """The file has other rules for it."""
         if rules is self.rules:
             return
         self.rules = rules
@@ -400,7 +399,6 @@ class Tenant:
             raise model_not_allowed(model)
 
     def may_use(self, model: str) -> bool:
-        """Whether the model is for this tenant."""
         return any(fnmatchcase(model, pattern) for pattern in self.rules.models)
 
     def charge(self, uncached_tokens: int, now: float) -> None:
@@ -453,11 +451,9 @@ class TenantRequest:
 
     @property
     def charged_tokens(self) -> int:
-        """Prompt tokens that the tenant is charged for it."""
         return self._charged
 
     def answer_headers(self) -> Headers:
-        """Added to its answer."""
         return self.tenant.headers(self._clock())
 
     def leave(self, usage: Usage | None, *, served: bool = True, asked: bool = True) -> None:

@@ -338,7 +338,6 @@ class ReceiptView(Receipt, frozen=True, kw_only=True):
 
 
 def view_receipt(receipt: Receipt) -> ReceiptView:
-    """Derive the view of a receipt."""
     return ReceiptView(
         **msgspec.structs.asdict(receipt), hit_by_medium=receipt.by_medium, outcome_=receipt.outcome
     )

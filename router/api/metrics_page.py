@@ -272,7 +272,6 @@ def _escaped(text: str) -> str:
 
 
 def build_info() -> Iterator[Metric]:
-    """Return the version metric."""
     build = GaugeMetricFamily(
         "kvatlas_build_info",
         "1; the version of kvatlas and of Python as labels",

@@ -293,7 +293,6 @@ class LocalView:
         self._sources = sources
 
     async def metrics(self) -> bytes:
-        """Return the metrics page."""
         return await run_cooperatively(page_steps(families(self._sources)))
 
     async def engines(self) -> list[EngineView]:
@@ -302,26 +301,21 @@ class LocalView:
         return [_viewed(self._sources, status, others) for status in self._sources.fleet]
 
     async def receipts(self, request_id: str = "") -> list[ReceiptView]:
-        """Return the receipts of this process."""
         kept = self._sources.accounts.receipts.latest
         if request_id:
             return [view_receipt(receipt) for receipt in kept if is_named(receipt.request_id, request_id)]
         return [view_receipt(receipt) for receipt in last(kept, LATEST_SHOWN)]
 
     async def answers(self, request_id: str = "") -> list[EndedRequest]:
-        """Return the ended requests of this process."""
         return ended_requests(self._sources.requests, LATEST_SHOWN, request_id)
 
     async def sessions(self, session: str = "") -> list[SessionView]:
-        """Return the sessions of this process."""
         return await run_cooperatively(sessions(self._sources, session))
 
     async def history(self) -> RecentHistory:
-        """Return the history of this process."""
         return show_history(self._sources)
 
     async def requests(self) -> list[LiveRequest]:
-        """Return the requests in progress."""
         return live_requests(self._sources.requests)
 
     async def prefixes(self) -> list[PrefixView]:
@@ -550,7 +544,6 @@ class ReadinessCheck:
         self._warmed_up = False
 
     def check(self, *, draining: bool) -> Readiness:
-        """Return the current readiness."""
         if draining:
             return Readiness(False, "draining")
         waited = self._clock() - self._started_s > self._warm_up_s_max

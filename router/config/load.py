@@ -84,7 +84,6 @@ def variable(section: str, key: str = "") -> str:
 
 
 def plain_keys(section: str) -> list[str]:
-    """Return the keys of a section that are values, not sections."""
     return [key for key in SECTIONS[section].__struct_fields__ if f"{section}.{key}" not in SECTIONS]
 
 

@@ -288,7 +288,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageSettings = UsageSettings()
 
     def model(self, name: str) -> ModelConfig:
-        """Return the configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
 
     def adapters(self) -> dict[str, dict[str, str]]:
@@ -296,7 +295,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return {name: self.model(name).lora_paths for name in (*self.models, ANY_MODEL)}
 
     def alias_shares(self) -> dict[str, dict[str, float]]:
-        """Return ``aliases``, each with shares."""
         return {n: {to: 1.0} if isinstance(to, str) else to for n, to in self.aliases.items()}
 
     @property

@@ -45,7 +45,6 @@ def address(endpoint: str) -> Json:
 
 
 def cluster(name: str, endpoints: Sequence[str]) -> Json:
-    """Return a cluster of these endpoints."""
     return {
         "name": name,
         "type": "STATIC",
@@ -158,7 +157,6 @@ def ext_proc(request_body: str = "FULL_DUPLEX_STREAMED", response_body: str = "F
 
 
 def http_filter(name: str, kind: str, **config: Any) -> Json:
-    """Return one HTTP filter."""
     typed = {"@type": f"{_FILTERS}.http.{kind}", **config}
     return {"name": f"envoy.filters.http.{name}", "typed_config": typed}
 
@@ -185,7 +183,6 @@ def find_envoy(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -197,7 +197,6 @@ def _feed(routers: Sequence[Router], engine: Engine) -> str:
 
 
 def _follower(routers: Sequence[Router], engine_id: str) -> int | None:
-    """Return which of the routers follows the engine."""
     return next((n for n, r in enumerate(routers) if engine_id in r.lifecycle.feeds.stats), None)
 
 
@@ -340,7 +339,6 @@ def text_of(event: dict[str, Any]) -> str:
 
 
 def usage_of(data: bytes) -> Usage | None:
-    """Return the usage in an event."""
     return read_usage(data) if b'"usage"' in data else None
 
 

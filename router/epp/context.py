@@ -129,12 +129,10 @@ class Timer:
         self.deadline = self._clock() + seconds
 
     def expire(self) -> None:
-        """Implement ``Watched``."""
         self.deadline = NEVER
         self._passed()
 
     def stop(self) -> None:
-        """Stop for good."""
         self.deadline = NEVER
         self._sweeper.discard(self)
         self._passed = _nothing

@@ -69,7 +69,6 @@ class GatewayExchange:
     # Stream side.
 
     def on_data(self, data: bytes) -> None:
-        """Implement ``StreamHandler``."""
         if self._writer.over:
             self._stream.acknowledge_data(len(data))
             return
@@ -93,7 +92,6 @@ class GatewayExchange:
         self.on_lost()
 
     def on_lost(self) -> None:
-        """Implement ``StreamHandler``."""
         if self._writer.over:
             return
         self._context.stats.cut_before_answer += self._carrier.asked and self._carrier.answer is None
@@ -102,7 +100,6 @@ class GatewayExchange:
         self._handle_end()
 
     def _handle_end(self) -> None:
-        """Handle a gateway that has left."""
         self._writer.over = True
         if self._gone:
             return
@@ -241,7 +238,6 @@ class GatewayExchange:
             callback()
 
     async def receive(self) -> Message:
-        """ASGI ``receive``."""
         body = self._body
         while not self._writer.over and not self._gone:
             if body.readable:
@@ -355,7 +351,6 @@ class ConformanceExchange:
         self._timer.wait(context.settings.request_timeout_s)
 
     def on_data(self, data: bytes) -> None:
-        """Implement ``StreamHandler``."""
         self._stream.acknowledge_data(len(data))
         if self._writer.over:
             return
@@ -369,12 +364,10 @@ class ConformanceExchange:
             self._finish(grpc.INVALID_ARGUMENT, str(error))
 
     def on_end(self) -> None:
-        """Implement ``StreamHandler``."""
         if not self._writer.over:
             self._finish()
 
     def on_lost(self) -> None:
-        """Implement ``StreamHandler``."""
         self._writer.over = True
         self._timer.stop()
 

@@ -60,7 +60,6 @@ def message_frame(message: bytes) -> bytes:
 
 
 def message_head(size: int) -> bytes:
-    """Frame head of a message of ``size`` bytes."""
     return size.to_bytes(_HEAD_BYTES)  # first byte 0: not compressed
 
 

@@ -121,7 +121,6 @@ def varint(value: int) -> bytes:
 
 
 def number_field(number: int, value: int) -> bytes:
-    """Encode a field with a number."""
     return varint(number << 3) + varint(value)
 
 
@@ -278,7 +277,6 @@ def _read_headers(message: bytes) -> tuple[list[Header], bool]:
 
 
 def _read_map(message: bytes) -> list[Header]:
-    """Decode a header map."""
     # Every request has about a dozen fields: usual encodings take a fast path without ``fields``.
     headers: list[Header] = []
     at, size = 0, len(message)

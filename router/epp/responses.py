@@ -65,11 +65,9 @@ class GatewayAnswer:
 
     @property
     def at_eof(self) -> bool:
-        """Implement ``Answer``."""
         return self.complete and not self._pieces
 
     def read_nowait(self) -> bytes | None:
-        """Implement ``Answer``."""
         pieces = self._pieces
         if not pieces:
             return b"" if self.complete else None
@@ -84,7 +82,6 @@ class GatewayAnswer:
         return self._next_event()
 
     async def read(self) -> bytes:
-        """Implement ``Answer``."""
         while (data := self.read_nowait()) is None:
             await self.next_event()
         return data
@@ -199,7 +196,6 @@ class ResponseWriter:
             self.resume(kind)
 
     def send_body(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
-        """Send a body back."""
         last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
         for at in range(0, last, _PIECE_BYTES):
             self._give(kind, body[at : at + _PIECE_BYTES], ends=False)
@@ -219,7 +215,6 @@ class ResponseWriter:
             self._stream.send_headers(grpc.only_trailers(status, text), end=True)
 
     def reset(self, code: int) -> None:
-        """Reset the stream."""
         self.over = True
         self._stream.reset(code)
 
@@ -418,7 +413,6 @@ class GatewayCarrier:
     # ``Carrier``
 
     async def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> GatewayAnswer | None:
-        """Implement ``Carrier``."""
         if self.answer is None:
             # the client has left, or has received the gateway's own reply
             if self._writer.over or self._writer.shown:
@@ -447,7 +441,6 @@ class GatewayCarrier:
         return answer
 
     def done(self, answer: Answer) -> None:
-        """Implement ``Carrier``."""
         self.broken = self.broken or not answer.at_eof
 
     def may_retry(self) -> bool:

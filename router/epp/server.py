@@ -86,7 +86,6 @@ class HealthCall:
         self._reader = GrpcReader(_MESSAGE_BYTES_MAX)
 
     def on_data(self, data: bytes) -> None:
-        """Implement ``StreamHandler``."""
         self._stream.acknowledge_data(len(data))
         if self._stream.headers_sent:
             return
@@ -98,7 +97,6 @@ class HealthCall:
             self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, str(error)), end=True)
 
     def on_end(self) -> None:
-        """Implement ``StreamHandler``."""
         if not self._stream.headers_sent:
             text = "a check is one message"
             self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, text), end=True)
@@ -211,7 +209,6 @@ class PickerServer:
 
     @property
     def draining(self) -> bool:
-        """Whether a drain has begun."""
         return self._context.draining
 
     def _make_tls(self, certificates: Certificates) -> ssl.SSLContext | None:

@@ -223,13 +223,11 @@ class WaitSlots:
         self._stuck: dict[str, list[float]] = {}
 
     def taken(self, engine_id: str, now: float) -> int:
-        """Slots taken at this engine."""
         young = {one: [end_s for end_s in ends if end_s > now] for one, ends in self._stuck.items()}
         self._stuck = {one: ends for one, ends in young.items() if ends}
         return self._open.get(engine_id, 0) + len(self._stuck.get(engine_id, ()))
 
     def take(self, engine_id: str) -> None:
-        """Take a slot."""
         self._open[engine_id] = self._open.get(engine_id, 0) + 1
 
     def free(self, engine_id: str) -> None:

@@ -72,15 +72,12 @@ class _SequentialTransfer:
     """Base of connectors whose parameters come with the answer, or that refuse early readers."""
 
     def leased(self, source: PrefillHolder) -> bool:
-        """Implement ``Connector``."""
         return False
 
     async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """Implement ``Connector``."""
         return None
 
     def problem(self, answer: bytes) -> Problem:
-        """Implement ``Connector``."""
         return ""
 
 
@@ -121,7 +118,6 @@ class _Ending(msgspec.Struct, gc=False):
 
     @property
     def cut_short(self) -> bool:
-        """Whether its length ended it."""
         reasons = [choice.finish_reason for choice in self.choices]
         return reasons == ["length"] or self.stop_reason == "max_tokens" or self.status == "incomplete"
 
@@ -176,7 +172,6 @@ class NixlPull(_SequentialTransfer):
     """NixlConnector (NixlPullConnector) of vLLM 0.30 to 0.33."""
 
     def prefill_params(self, transfer_id: str) -> bytes:
-        """Implement ``Connector``."""
         return b"{%b}" % _ASKED.encode()
 
     async def decode_params(
@@ -186,7 +181,6 @@ class NixlPull(_SequentialTransfer):
         return self.read(answer)
 
     def leased(self, source: PrefillHolder) -> bool:
-        """Implement ``Connector``."""
         return True
 
     def read(self, answer: bytes) -> TransferResult:
@@ -209,13 +203,11 @@ class Mooncake:
         self._port = port
 
     def prefill_params(self, transfer_id: str) -> bytes:
-        """Implement ``Connector``."""
         return f'{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}'.encode()
 
     async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> TransferResult:
-        """Implement ``Connector``."""
         found = await self._find(transfer_id, source, cached_tokens)
         return found if found in ("no connector", "unreadable") else self.problem(answer) or found
 
@@ -224,12 +216,10 @@ class Mooncake:
         return False
 
     async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """Implement ``Connector``."""
         found = await self._find(transfer_id, source)
         return found if isinstance(found, bytes) else None
 
     def problem(self, answer: bytes) -> Problem:
-        """Implement ``Connector``."""
         try:
             return "" if _ENDING.decode(answer).cut_short else "stopped"
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -274,13 +264,11 @@ class Offloading(_SequentialTransfer):
         self._port = port
 
     def prefill_params(self, transfer_id: str) -> bytes:
-        """Implement ``Connector``."""
         return f'{{"remote_decoder":{{"kv_request_id":"{transfer_id}"}}}}'.encode()
 
     async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> TransferResult:
-        """Implement ``Connector``."""
         # The answer carries nothing; engines read ``cached_tokens`` only next to ``do_remote_prefill``, which
         # other connectors beside this one would take for theirs.
         host, port = urlsplit(source.base_url).hostname, self._port + int(source.rank or 0)
@@ -321,13 +309,11 @@ class AutoDetect:
         self._have_mooncake: set[str] = set()
 
     def prefill_params(self, transfer_id: str) -> bytes:
-        """Implement ``Connector``."""
         return f'{{{_ASKED},"transfer_id":"{transfer_id}"}}'.encode()
 
     async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> TransferResult:
-        """Implement ``Connector``."""
         result = self._nixl.read(answer)
         self._have_mooncake.discard(source.base_url)
         if result != "no connector":
@@ -343,9 +329,7 @@ class AutoDetect:
         return await self._mooncake.early_params(transfer_id, source) if known else None
 
     def leased(self, source: PrefillHolder) -> bool:
-        """Implement ``Connector``."""
         return source.base_url not in self._have_mooncake
 
     def problem(self, answer: bytes) -> Problem:
-        """Implement ``Connector``."""
         return self._mooncake.problem(answer)

@@ -3,13 +3,12 @@
 ``.jsonl`` or ``.jsonl.gz``, one object per line: ``source`` (the engine), ``recv_ts`` (seconds since the
 epoch), ``topic``, ``seq`` and ``payload_b64`` (the exact bytes of the batch, base64). The pieces of a rotated
 capture are read one after the other. Verification traces are read too, as one engine named ``recorded``.
-Reading yields frames or raises ``CaptureError``, which names file, line and reason.
+Reading yields frames or raises ``RecordingError``, which names file, line and reason.
 """
 
 from __future__ import annotations
 
 import binascii
-import gzip
 import threading
 import time
 import zlib
@@ -22,18 +21,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from router.tools.trace_verification import TraceError, read_trace
+from router.tools.trace_verification import RecordingError, numbered_lines, read_trace
 
-# Longest line that is read: fits the largest payload a feed decodes, in base64.
-LINE_BYTES_MAX = 128 << 20
 TRACE_SOURCE = "recorded"
 
 _SUFFIXES = (".jsonl", ".jsonl.gz")
 _Seq = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class CaptureError(Exception):
-    """A capture that cannot be read or written; the message names file, line and reason."""
 
 
 class CapturedFrame(NamedTuple):
@@ -70,7 +63,6 @@ _JSON = msgspec.json.Encoder()
 _LINE = msgspec.json.Decoder(_Line)
 _FIRST: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BAD_LINE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
-_BAD_FILE = (OSError, EOFError, zlib.error)
 
 
 def is_capture_name(path: Path) -> bool:
@@ -79,7 +71,6 @@ def is_capture_name(path: Path) -> bool:
 
 
 def encode_lines(lines: Sequence[CaptureLine]) -> bytes:
-    """Encode lines, each with its newline."""
     return _JSON.encode_lines(lines)
 
 
@@ -89,7 +80,7 @@ def encode_line(source: str, recv_ts: float, topic: str, seq: int, payload: byte
 
 
 def read_capture(paths: Sequence[Path]) -> Iterator[CapturedFrame]:
-    """Yield all frames of one capture, its pieces in the given order. Raises ``CaptureError``."""
+    """Yield all frames of one capture, its pieces in the given order. Raises ``RecordingError``."""
     for path in paths:
         yield from _read_trace(path) if is_trace(path) else _read_frames(path)
 
@@ -97,14 +88,14 @@ def read_capture(paths: Sequence[Path]) -> Iterator[CapturedFrame]:
 def is_trace(path: Path) -> bool:
     """Whether the file is a verification trace, by its first line.
 
-    Raises ``CaptureError`` if it is not JSON lines.
+    Raises ``RecordingError`` if it is not JSON lines.
     """
-    for number, text in _lines(path):
+    for number, text in _frame_lines(path):
         try:
             return "header" in _FIRST.decode(text)
         except _BAD_LINE as error:
-            raise CaptureError(f"{path}:{number}: {error}") from None
-    raise CaptureError(f"{path}:1: empty file, expected frames")
+            raise RecordingError(f"{path}:{number}: {error}") from None
+    raise RecordingError(f"{path}:1: empty file, expected frames")
 
 
 def sources(frames: Iterable[CapturedFrame]) -> list[str]:
@@ -112,13 +103,17 @@ def sources(frames: Iterable[CapturedFrame]) -> list[str]:
     return list(dict.fromkeys(frame.source for frame in frames))
 
 
+def _frame_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    return ((number, text) for number, text in numbered_lines(path) if text.strip())
+
+
 def _read_frames(path: Path) -> Iterator[CapturedFrame]:
-    for number, text in _lines(path):
+    for number, text in _frame_lines(path):
         try:
             line = _LINE.decode(text)
             payload = binascii.a2b_base64(line.payload_b64, strict_mode=True)
         except _BAD_LINE as error:
-            raise CaptureError(f"{path}:{number}: {error}") from None
+            raise RecordingError(f"{path}:{number}: {error}") from None
         yield CapturedFrame(path, number, line.source, line.recv_ts, line.topic, line.seq, payload)
 
 
@@ -130,28 +125,11 @@ def _read_trace(path: Path) -> Iterator[CapturedFrame]:
                 continue
             seq = next_seq if line.seq is None else line.seq
             if not 0 <= seq < 1 << 63:
-                raise CaptureError(f"{path}:{number}: seq {seq} is not a sequence number")
+                raise RecordingError(f"{path}:{number}: seq {seq} is not a sequence number")
             yield CapturedFrame(path, number, TRACE_SOURCE, 0.0, "", seq, line.payload())
             next_seq = seq + 1
-    except TraceError as error:
-        raise CaptureError(str(error)) from None
     except ValueError as error:  # not base64
-        raise CaptureError(f"{path}:{number}: {error}") from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, text) of every non-blank line."""
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-            while text := lines.readline(LINE_BYTES_MAX):
-                number += 1
-                if len(text) == LINE_BYTES_MAX:
-                    raise CaptureError(f"{path}:{number}: line over {LINE_BYTES_MAX} bytes")
-                if text.strip():
-                    yield number, text
-    except _BAD_FILE as error:
-        raise CaptureError(f"{path}:{number + 1}: cannot be read: {error}") from None
+        raise RecordingError(f"{path}:{number}: {error}") from None
 
 
 # Progress of reading a long capture, shown on a terminal only.
@@ -318,7 +296,7 @@ class CaptureWriter:
     """Writer of ``path``, or with ``rotate_bytes`` of pieces of about that size named after it.
 
     Beyond ``total_bytes_max`` a rotated capture deletes its oldest piece; any other capture ends
-    (``stats.full``). Raises ``CaptureError`` if a file exists already or cannot be created. ``put`` may be
+    (``stats.full``). Raises ``RecordingError`` if a file exists already or cannot be created. ``put`` may be
     called from one thread only; ``close`` must be called.
     """
 
@@ -332,7 +310,7 @@ class CaptureWriter:
         queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
         if not is_capture_name(path):
-            raise CaptureError(f"{path}: the name of a capture ends in .jsonl or .jsonl.gz")
+            raise RecordingError(f"{path}: the name of a capture ends in .jsonl or .jsonl.gz")
         self.stats = WriterStats()
         # Files written and not deleted, oldest first.
         self.pieces: deque[Path] = deque()
@@ -475,9 +453,9 @@ class CaptureWriter:
         try:
             opened = path.open("xb")
         except FileExistsError:
-            raise CaptureError(f"{path}: exists already; a capture is never overwritten") from None
+            raise RecordingError(f"{path}: exists already; a capture is never overwritten") from None
         except OSError as error:
-            raise CaptureError(f"{path}: cannot be written: {error.strerror}") from None
+            raise RecordingError(f"{path}: cannot be written: {error.strerror}") from None
         self.stats.files += 1
         self.pieces.append(path)
         self._sizes.append(0)

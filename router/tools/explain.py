@@ -29,7 +29,7 @@ from router.placement.candidate import (
 )
 from router.placement.policies import ArmState, policy
 from router.prompts.settings import ANY_MODEL
-from router.tools.capture import CaptureError, is_trace, read_capture, with_progress
+from router.tools.capture import is_trace, read_capture, with_progress
 from router.tools.explain_state import (
     PATHS,
     Boundary,
@@ -43,7 +43,7 @@ from router.tools.explain_state import (
 )
 from router.tools.ops_client import make_table, ops_headers, output_console, reason
 from router.tools.replay_player import Player, up_to
-from router.tools.trace_verification import TraceError, trace_facts
+from router.tools.trace_verification import RecordingError, trace_facts
 
 # The engine that would be selected, from the state in a capture. A capture has no load, so all engines count
 # as idle.
@@ -115,7 +115,7 @@ def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
             asked = router_body(options.request, body, options.api)
             return _query_router(options, options.router, asked, as_json=as_json)
         return _explain(options, body, as_json=as_json)
-    except (CaptureError, ConfigError, PromptError, TraceError) as error:
+    except (RecordingError, ConfigError, PromptError) as error:
         print(f"kvatlas explain: {error}", file=sys.stderr)
         return 2
 
@@ -163,7 +163,7 @@ def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
     player.learn(with_progress(read_capture(options.paths), "learning groups and hash scheme", quiet=as_json))
     player.play_all(with_progress(up_to(read_capture(options.paths), options.at), "playing", quiet=as_json))
     if not player.runs:
-        raise CaptureError(f"{options.paths[0]}: no frames up to that seq")
+        raise RecordingError(f"{options.paths[0]}: no frames up to that seq")
     engines = [_hinted(player, explain_engine(player, run.source, prompt, scheme)) for run in player.runs]
     used = scheme or next((s for s in (player.fleet.engine(e.engine).scheme for e in engines) if s), None)
     made = select_engine(engines, prompt, used, config.policy)

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from publisher.block_hash import HashScheme, PromptExtras, block_hashes
+from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash, EventDecodeError, Family, SpecClass
 from router.config.schema import Config, ModelConfig
 from router.index.base import GPU, Plane
@@ -29,7 +29,7 @@ from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.prompts.settings import ANY_MODEL, ModelPrompts
 from router.tools.replay_player import EventPosition, MaskedSpan, Player
-from router.tools.trace_verification import TraceProbe
+from router.tools.trace_verification import ProbePrompt, TraceProbe
 
 # The blocks that a hit of a given length needs, by spec class: the inverse of ``router/index/hit_rules.py``,
 # for one engine and one boundary. Invariant, unless EAGLE windows make the search order matter: a boundary is
@@ -328,7 +328,6 @@ class _PromptJournal:
         return max(found, key=lambda span: span.at, default=None)
 
     def _same_tokens(self, span: MaskedSpan, start: int, end: int) -> bool:
-        """Return whether the span belongs to this prompt."""
         # For redacted captures, decided by the parent alone, or by any listed hash.
         if self._player.run_of(self._source).redacted:
             return start > 0 or any(block in span.listed for block in self._hashes)
@@ -350,21 +349,6 @@ _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 class PromptError(Exception):
     """A request that cannot be explained; the message names the file and the reason."""
-
-
-class TokenPrompt:
-    """A prompt given as token ids."""
-
-    def __init__(self, token_ids: Sequence[int], extras: PromptExtras) -> None:
-        self.token_ids = token_ids
-        self.extras = extras
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    def hashes(self, scheme: HashScheme) -> list[BlockHash]:
-        return block_hashes(self.token_ids, scheme, self.extras)
 
 
 class _Fields(msgspec.Struct):
@@ -440,12 +424,12 @@ def _tokens(path: Path, body: bytes) -> HashedPrompt:
     return _checked(path, probe.token_ids, probe.extras())
 
 
-def _checked(path: Path, token_ids: list[int], extras: PromptExtras) -> TokenPrompt:
+def _checked(path: Path, token_ids: list[int], extras: PromptExtras) -> ProbePrompt:
     if not token_ids:
         raise PromptError(f"{path}: it contains no tokens")
     if min(token_ids) < 0 or max(token_ids) >= 1 << 32:
         raise PromptError(f"{path}: token ids must lie in 0..{(1 << 32) - 1}")
-    return TokenPrompt(token_ids, extras)
+    return ProbePrompt(token_ids, extras)
 
 
 def _ids(raw: msgspec.Raw | msgspec.UnsetType) -> list[int] | None:

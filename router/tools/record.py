@@ -25,9 +25,10 @@ from router.feeds.base import FeedSettings
 from router.feeds.sockets import MessageReader, live_socket
 from router.fleet.engines import EngineAddress
 from router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
-from router.tools.capture import CaptureError, CaptureLine, CaptureWriter
+from router.tools.capture import CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
 from router.tools.ops_client import make_table, output_console, stop_signals
+from router.tools.trace_verification import RecordingError
 
 # Records raw frames of live feeds, in order, into a ``CaptureWriter``. One ``SourceRecorder`` per engine
 # subscribes first, requests the history from the replay socket, and continues with the live stream without a
@@ -293,7 +294,7 @@ def run_record(engines: Sequence[str], options: RecordOptions, *, as_json: bool)
             total_bytes_max=None if options.max_mb is None else int(options.max_mb * (1 << 20)),
             redacted=options.redact,
         )
-    except (CaptureError, ConfigError) as error:
+    except (RecordingError, ConfigError) as error:
         print(f"kvatlas record: {error}", file=sys.stderr)
         return 2
     recorders = [SourceRecorder(source, writer) for source in sources]

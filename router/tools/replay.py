@@ -2,16 +2,14 @@
 
 With ``--index`` the capture is also written to a shared index and read back. A writer mirrors the residency
 to the server as a router does while the capture plays; a reader with a separate connection then reads what
-another replica would see. Each run uses a separate namespace that expires soon, so that a fleet on the same
-server is not affected. Both sides run in one process; ``kvatlas verify --index`` uses a separate writing
-process.
+another replica would see. Each run
+uses a separate namespace that expires soon, so that a fleet on the same server is not affected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ from router.replication.redis_client import Client
 from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import IndexRefused
 from router.replication.settings import IndexSettings
-from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture, with_progress
+from router.tools.capture import CapturedFrame, is_trace, read_capture, with_progress
 from router.tools.index import shown_pairs
 from router.tools.ops_client import make_table, output_console, stop_signals
 from router.tools.replay_player import (
@@ -53,8 +51,8 @@ from router.tools.replay_player import (
     topics_of,
     up_to,
 )
-from router.tools.trace_verification import TraceError, trace_facts
-from router.tools.verify import CONNECT_S, trace_settings
+from router.tools.trace_verification import RecordingError, trace_facts
+from router.tools.verify import index_connections
 
 # Differences between two states of residency: two captures, or one capture at two points.
 
@@ -175,13 +173,7 @@ async def open_shared_replay(
     index: IndexSettings, facts: ModelFacts, sources: Iterable[str]
 ) -> AsyncIterator[SharedReplay]:
     """Open both connections and start the writer. Raises ``IndexUnavailable`` or ``IndexRefused``."""
-    settings = trace_settings(index.url, f"replay-{secrets.token_hex(6)}")
-    async with contextlib.AsyncExitStack() as stack:
-        writing, reading = Client(settings), Client(settings)
-        for client in (writing, reading):
-            stack.push_async_callback(client.close)
-            if not await client.start(CONNECT_S):
-                raise IndexUnavailable("connection", client.last_error or "no connection in time")
+    async with index_connections(index.url, "replay") as (writing, reading):
         play = SharedReplay(writing, reading, facts)
         await play.acquire(sources)
         keeping = asyncio.create_task(play.run())
@@ -293,7 +285,7 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
         if options.diff is not None or options.diff_seq is not None:
             return _diff(options, as_json=as_json)
         return _play(options, as_json=as_json)
-    except (CaptureError, ConfigError, TraceError, IndexRefused, IndexUnavailable) as error:
+    except (RecordingError, ConfigError, IndexRefused, IndexUnavailable) as error:
         print(f"kvatlas replay: {error}", file=sys.stderr)
         return 2
 
@@ -355,7 +347,7 @@ def _play(options: ReplayOptions, *, as_json: bool) -> int:
     total = sum(1 for _ in _frames(options, options.to_seq))
     if not total:
         where = "" if options.source is None else f" of {options.source}"
-        raise CaptureError(f"{options.paths[0]}: no frames{where} up to that seq")
+        raise RecordingError(f"{options.paths[0]}: no frames{where} up to that seq")
     endpoints = _endpoints(options)
     try:
         done = asyncio.run(_run(options, endpoints, total=total, quiet=as_json))

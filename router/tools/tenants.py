@@ -66,7 +66,6 @@ class InvoiceRow(msgspec.Struct):
     tokens: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PRICED, 0))
 
     def add(self, line: UsageLine) -> None:
-        """Count one line."""
         served = 200 <= line.status < 300 or line.outcome == "unseen"
         if not served and not (line.outcome == "client_gone" and line.engine):
             self.not_served += 1
@@ -85,7 +84,6 @@ class InvoiceRow(msgspec.Struct):
             self.tokens[name] += count or 0
 
     def amount(self, prices: dict[str, Decimal]) -> Decimal:
-        """Return the price of the tokens."""
         return sum((prices[name] * self.tokens[name] / _MILLION for name in prices), Decimal(0))
 
 

@@ -30,11 +30,15 @@ from router.index.model import FleetResidency
 # Traces: a stream of event batches and, between them, prompts with the hit the engine really found. A trace
 # is ``.jsonl`` or ``.jsonl.gz``, one JSON object per line: a ``header`` first, then ``events`` (base64 of the
 # exact payload, and its ``seq``), ``state`` (distinct hashes per group), ``probe`` (a prompt and its true
-# ``hit_tokens``) and ``note``. Every error names file, line and reason (``TraceError``).
+# ``hit_tokens``) and ``note``. Every error names file, line and reason (``RecordingError``).
 
 
-class TraceError(Exception):
-    """A trace that cannot be read; the message names file, line and reason."""
+# Longest line that is read: fits the largest payload a feed decodes, in base64.
+LINE_BYTES_MAX = 128 << 20
+
+
+class RecordingError(Exception):
+    """A trace or capture that cannot be read or written; the message names file, line and reason."""
 
 
 class TraceGroup(msgspec.Struct):
@@ -102,7 +106,7 @@ _LINE = msgspec.json.Decoder(TraceLine)
 def trace_files(paths: list[Path]) -> list[Path]:
     """Find traces by files and folders (searched recursively), sorted.
 
-    Raises ``TraceError`` if there are none.
+    Raises ``RecordingError`` if there are none.
     """
     files: list[Path] = []
     for path in paths:
@@ -111,9 +115,9 @@ def trace_files(paths: list[Path]) -> list[Path]:
         elif path.exists():
             files.append(path)
         else:
-            raise TraceError(f"{path}: no such file or folder")
+            raise RecordingError(f"{path}: no such file or folder")
     if not files:
-        raise TraceError(f"no .jsonl or .jsonl.gz trace under {', '.join(map(str, paths))}")
+        raise RecordingError(f"no .jsonl or .jsonl.gz trace under {', '.join(map(str, paths))}")
     return sorted(files)
 
 
@@ -121,22 +125,33 @@ def read_trace(path: Path) -> Iterator[tuple[int, TraceLine]]:
     """Yield (line number, line) of one trace, the header first."""
     number = 0
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, text in enumerate(lines, 1):
-                line = _LINE.decode(text)
-                if (number == 1) != (line.header is not None):
-                    raise TraceError(
-                        f"{path}:{number}: the header must be the first line, and only the first"
-                    )
-                if line.probe is not None and line.hit_tokens is None:
-                    raise TraceError(f"{path}:{number}: probe without hit_tokens")
-                yield number, line
+        for number, text in numbered_lines(path):
+            line = _LINE.decode(text)
+            if (number == 1) != (line.header is not None):
+                raise RecordingError(
+                    f"{path}:{number}: the header must be the first line, and only the first"
+                )
+            if line.probe is not None and line.hit_tokens is None:
+                raise RecordingError(f"{path}:{number}: probe without hit_tokens")
+            yield number, line
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{path}:{number}: {error}") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}:{number + 1}: cannot be read: {error}") from None
+        raise RecordingError(f"{path}:{number}: {error}") from None
     if number == 0:
-        raise TraceError(f"{path}:1: empty file, expected a header")
+        raise RecordingError(f"{path}:1: empty file, expected a header")
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, text) of each line of a file, which may be compressed. Raises ``RecordingError``."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            while text := lines.readline(LINE_BYTES_MAX):
+                number += 1
+                if len(text) == LINE_BYTES_MAX:
+                    raise RecordingError(f"{path}:{number}: line over {LINE_BYTES_MAX} bytes")
+                yield number, text
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecordingError(f"{path}:{number + 1}: cannot be read: {error}") from None
 
 
 def trace_facts(path: Path) -> ModelFacts:
@@ -213,7 +228,7 @@ class TraceResult(msgspec.Struct):
 
 
 class ProbePrompt:
-    """A probe in the form the predictor takes."""
+    """A prompt given as token ids, in the form the predictor takes."""
 
     def __init__(self, token_ids: list[int], extras: PromptExtras) -> None:
         self.token_ids = token_ids
@@ -232,7 +247,7 @@ class ProbePrompt:
 
 
 def verify_trace(path: Path, *, cold: bool = False) -> TraceResult:
-    """Replay one trace; ``cold``: learn nothing beforehand. Raises ``TraceError`` naming file and line."""
+    """Replay one trace; ``cold``: learn nothing beforehand. Raises ``RecordingError``."""
     fleet = FleetResidency(trace_facts(path))
     engine = fleet.engine(RECORDED)
     if not cold:
@@ -261,7 +276,7 @@ def verify_trace(path: Path, *, cold: bool = False) -> TraceResult:
 def learn_trace(fleet: FleetResidency, path: Path) -> None:
     """Apply the events and prompts to find the engine's groups and hash scheme; then discard the residency.
 
-    Raises ``TraceError``.
+    Raises ``RecordingError``.
     """
     for number, line in read_trace(path):
         if line.events is not None:
@@ -273,17 +288,16 @@ def learn_trace(fleet: FleetResidency, path: Path) -> None:
 
 
 def apply_line(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:
-    """Apply one batch of a trace and complete a pending search for the hash scheme. Raises ``TraceError``."""
+    """Apply one batch and complete a pending search for the hash scheme. Raises ``RecordingError``."""
     try:
         fleet.apply(RECORDED, decode_batch(line.payload()))
     except ValueError as error:
         # Not base64 (binascii.Error), not ASCII, or not a batch (EventDecodeError).
-        raise TraceError(f"{path}:{number}: {error}") from None
+        raise RecordingError(f"{path}:{number}: {error}") from None
     fleet.engine(RECORDED).finish_detection()
 
 
 def detected(engine: EngineResidency) -> dict[str, Any]:
-    """Return what was detected about an engine."""
     layout = engine.layout
     return {
         "mode": str(engine.detection),
@@ -296,7 +310,6 @@ def detected(engine: EngineResidency) -> dict[str, Any]:
 
 
 def total(results: list[TraceResult]) -> TraceResult:
-    """Sum all results."""
     summed = TraceResult("total", "")
     for name in _SUMMED:
         setattr(summed, name, sum(getattr(result, name) for result in results))

@@ -1,23 +1,22 @@
 """``kvatlas verify``: verify traces and print a table with a progress bar, or JSON lines.
 
-Run as a program, it is the writing process of ``kvatlas verify --index``, which replays traces into a shared
-index on command. It reads one JSON object per line from its standard input and answers each with one line:
-``{"url", "namespace"}`` first; then ``{"trace", "model"}`` (play the trace once to learn, then restart it)
-and ``{"line"}`` (apply every event up to this line and write it). It exits at the end of its input.
+With ``--index`` the events are written to a shared index over one connection, and each probe is predicted
+from what another connection reads there, as by a replica for an engine that another replica follows. Each run
+uses a namespace of its own that expires soon, so that a fleet on the same server is not affected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,7 +44,7 @@ from router.tools.ops_client import make_table, output_console
 from router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,
-    TraceError,
+    RecordingError,
     TraceLine,
     TraceResult,
     apply_line,
@@ -58,33 +57,30 @@ from router.tools.trace_verification import (
     verify_trace,
 )
 
-CONNECT_S = 5.0
+_CONNECT_S = 5.0
 _LEASE_S, _TTL_S = 900.0, 1800.0
 
 
-class WriterCommand(msgspec.Struct, omit_defaults=True):
-    """A command: one line of input."""
+@asynccontextmanager
+async def index_connections(url: str, purpose: str) -> AsyncIterator[tuple[Client, Client]]:
+    """Yield a writing and a reading connection to a namespace of their own, which expires soon.
 
-    url: str = ""
-    namespace: str = ""
-    trace: str = ""
-    model: str = ""
-    line: int | None = None
-
-
-class Reply(msgspec.Struct, omit_defaults=True):
-    """One line of output. ``problem`` is the reason why the command failed."""
-
-    problem: str = ""
-    is_trace_fault: bool = False
-    detected: msgspec.Raw = msgspec.Raw(b"null")
-
-
-def trace_settings(url: str, namespace: str) -> IndexSettings:
-    """Settings for both sides: long timeouts, since nothing here is timed, and a short block lifetime."""
-    return IndexSettings(
-        url=url, namespace=namespace, lease_s=_LEASE_S, block_ttl_s=_TTL_S, lookup_timeout_s=CONNECT_S
+    Raises ``IndexUnavailable``.
+    """
+    settings = IndexSettings(  # long time-outs: nothing here is timed
+        url=url,
+        namespace=f"{purpose}-{secrets.token_hex(6)}",
+        lease_s=_LEASE_S,
+        block_ttl_s=_TTL_S,
+        lookup_timeout_s=_CONNECT_S,
     )
+    async with AsyncExitStack() as stack:
+        writing, reading = Client(settings), Client(settings)
+        for client in (writing, reading):
+            stack.push_async_callback(client.close)
+            if not await client.start(_CONNECT_S):
+                raise IndexUnavailable("connection", client.last_error or "no connection in time")
+        yield writing, reading
 
 
 class _Play:
@@ -117,43 +113,13 @@ class _Play:
                 break
         await self._write()
 
-    def detected(self) -> msgspec.Raw:
-        return msgspec.Raw(msgspec.json.encode(detected(self._fleet.engine(RECORDED))))
+    def detected(self) -> dict[str, Any]:
+        return detected(self._fleet.engine(RECORDED))
 
     async def _write(self) -> None:
         engine, query = self._fleet.engine(RECORDED), self._fleet.residency(RECORDED).query()
         self._mirror.describe(RECORDED, engine_facts(engine, query, FeedState.READY, 0))
         await self._mirror.flush()
-
-
-async def _main() -> None:
-    commands = msgspec.json.Decoder(WriterCommand)
-    client: Client | None = None
-    play: _Play | None = None
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        command, reply = commands.decode(line), Reply()
-        try:
-            if command.url:
-                client = Client(trace_settings(command.url, command.namespace))
-                if not await client.start(CONNECT_S):
-                    reply.problem = client.last_error or "no connection in time"
-            elif command.trace and client is not None:
-                play = _Play(client, Path(command.trace), command.model)
-                await play.begin()
-            elif command.line is not None and play is not None:
-                await play.advance(command.line)
-                reply.detected = play.detected()
-        except (IndexUnavailable, TraceError) as error:
-            reply.problem, reply.is_trace_fault = str(error), isinstance(error, TraceError)
-        print(msgspec.json.encode(reply).decode(), flush=True)
-    if client is not None:
-        await client.close()
-
-
-# ``kvatlas verify --index``: verification through a shared index, written by one process and read by another.
-# A separate process replays the events into the index; this one predicts every probe from what it reads
-# there, like a replica for an engine that another replica follows. Each run uses a separate namespace that
-# expires soon, so that a fleet on the same server is not affected.
 
 
 class _FollowsNone:
@@ -168,98 +134,41 @@ class _FollowsNone:
         return False
 
 
-class SharedVerifier:
-    """Both processes, while the context is open. Raises ``IndexUnavailable``."""
+async def _verify_shared(clients: tuple[Client, Client], path: Path, model: str) -> TraceResult:
+    """Verify one trace in a scope of its own. Raises ``RecordingError`` or ``IndexUnavailable``."""
+    play = _Play(clients[0], path, model)
+    await play.begin()
+    result, reader = TraceResult(path.name, ""), SharedReader(clients[1])
+    gossip = LoadGossip("reader", lambda _: {}, started=0)
+    lookup = IndexLookup(lambda: reader, _FollowsNone(), gossip, clock=time.monotonic)
+    for number, line in read_trace(path):
+        if line.header is not None:
+            result.family = line.header.family
+        elif line.state is not None:
+            await play.advance(number)
+            result.states += 1
+            held = await _held(clients[1], reader, model, len(line.state.keys))
+            result.states_exact += held == line.state.keys
+        elif line.probe is not None and line.hit_tokens is not None:
+            await play.advance(number)
+            result.detected = play.detected()
+            look = await lookup.look(ProbePrompt.from_probe(line.probe), {RECORDED: model})
+            if look.problem:
+                raise IndexUnavailable(look.problem, f"at {path}:{number}")
+            result.add(look.hits[RECORDED].hit_tokens, line.hit_tokens)
+    return result
 
-    def __init__(self, index: IndexSettings) -> None:
-        self._settings = trace_settings(index.url, f"verify-{secrets.token_hex(6)}")
-        self._runner = asyncio.Runner()
-        self._client: Client = Client(self._settings)
-        self._traces = 0
-        self._writer: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> SharedVerifier:
-        command = [sys.executable, "-m", "router.tools.verify"]
-        self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
-        self._send(WriterCommand(url=self._settings.url, namespace=self._settings.namespace))
-        if not self._runner.run(self._client.start(CONNECT_S)):
-            raise IndexUnavailable("connection", self._client.last_error or "no connection in time")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._writer is not None and self._writer.stdin is not None and self._writer.stdout is not None:
-            self._writer.stdin.close()
-            self._writer.wait()
-            self._writer.stdout.close()
-        self._runner.run(self._client.close())
-        self._runner.close()
-
-    def verify_trace(self, path: Path) -> TraceResult:
-        """Verify one trace in a scope of its own. Raises ``TraceError`` or ``IndexUnavailable``."""
-        self._traces += 1
-        model = f"trace-{self._traces}"
-        self._send(WriterCommand(trace=str(path), model=model))
-        return self._runner.run(self._verify(path, model))
-
-    async def _verify(self, path: Path, model: str) -> TraceResult:
-        result = TraceResult(path.name, "")
-        exchange = LoadGossip("reader", lambda _: {}, started=0)
-        reader = SharedReader(self._client)
-        lookup = IndexLookup(lambda: reader, _FollowsNone(), exchange, clock=time.monotonic)
-        for number, line in read_trace(path):
-            if line.header is not None:
-                result.family = line.header.family
-            elif line.state is not None:
-                self._send(WriterCommand(line=number))
-                result.states += 1
-                result.states_exact += (
-                    await self._held(reader, model, len(line.state.keys)) == line.state.keys
-                )
-            elif line.probe is not None and line.hit_tokens is not None:
-                reply = self._send(WriterCommand(line=number))
-                result.detected = msgspec.json.decode(reply.detected)
-                look = await lookup.look(ProbePrompt.from_probe(line.probe), {RECORDED: model})
-                if look.problem:
-                    raise IndexUnavailable(look.problem, f"at {path}:{number}")
-                result.add(look.hits[RECORDED].hit_tokens, line.hit_tokens)
-        return result
-
-    async def _held(self, reader: SharedReader, model: str, groups: int) -> list[int]:
-        """Number of distinct blocks the index shows in each group, on the GPU."""
-        view = await Registry(self._client, model).fetch()
-        if view is None:
-            return []
-        hashes = await block_hashes(self._client, ScopeKeys(self._settings.namespace, model), view.scope)
-        found = await reader.lookup([BlockHash(value) for value in hashes.tolist()], model)
-        engine = found.engines[RECORDED]
-        held = []
-        for group in range(groups):
-            column = found.rows.plane(Plane("GPU", group), engine.slot.word)
-            held.append(int(np.count_nonzero((column >> np.uint64(engine.slot.bit)) & np.uint64(1))))
-        return held
-
-    def _send(self, command: WriterCommand) -> Reply:
-        """Send a command to the writer and return its reply. Raises ``TraceError`` or
-        ``IndexUnavailable``.
-        """
-        writer = self._writer
-        if writer is None or writer.stdin is None or writer.stdout is None:
-            raise AssertionError("used outside its context")
-        writer.stdin.write(msgspec.json.encode(command) + b"\n")
-        writer.stdin.flush()
-        line = writer.stdout.readline()
-        if not line:
-            raise IndexUnavailable("writer", "the writing process ended; its error message is above")
-        reply = msgspec.json.decode(line, type=Reply)
-        if reply.problem:
-            raise (
-                TraceError(reply.problem)
-                if reply.is_trace_fault
-                else IndexUnavailable("writer", reply.problem)
-            )
-        return reply
+async def _held(client: Client, reader: SharedReader, model: str, groups: int) -> list[int]:
+    """Return the number of distinct blocks the index shows in each group, on the GPU."""
+    view = await Registry(client, model).fetch()
+    if view is None:
+        return []
+    hashes = await block_hashes(client, ScopeKeys(client.settings.namespace, model), view.scope)
+    found = await reader.lookup([BlockHash(value) for value in hashes.tolist()], model)
+    slot = found.engines[RECORDED].slot
+    columns = [found.rows.plane(Plane("GPU", group), slot.word) for group in range(groups)]
+    return [int(np.count_nonzero((column >> np.uint64(slot.bit)) & np.uint64(1))) for column in columns]
 
 
 # Count columns, each with its minimal width; a cold run has one more.
@@ -272,8 +181,8 @@ def run_verify(
 ) -> int:
     """Return 0 if every prediction for every trace is exact, 1 if not, 2 for an unreadable trace.
 
-    With a shared ``index`` another process writes the events to it, and this one predicts from it. A ``cold``
-    run predicts each probe only from the events before it.
+    With a shared ``index`` the events are written to it, and predictions come from what is read there. A
+    ``cold`` run predicts each probe only from the events before it.
     """
     if not paths:
         print("kvatlas verify: give at least one trace file or folder", file=sys.stderr)
@@ -285,7 +194,7 @@ def run_verify(
         files = trace_files(paths)
         with _verifier(index, cold=cold) as verify_one:
             results = _json_lines(files, verify_one) if as_json else _with_progress(files, verify_one)
-    except (TraceError, IndexUnavailable) as error:
+    except (RecordingError, IndexUnavailable) as error:
         print(f"kvatlas verify: {error}", file=sys.stderr)
         return 2
     if not as_json:
@@ -299,9 +208,14 @@ def _verifier(index: IndexSettings | None, *, cold: bool) -> Iterator[Callable[[
     """Yield the function that verifies one trace: from memory, or through a shared index."""
     if index is None or not index.is_shared:
         yield partial(verify_trace, cold=cold)
-    else:
-        with SharedVerifier(index) as verifier:
-            yield verifier.verify_trace
+        return
+    with asyncio.Runner() as runner:
+        connections, numbers = index_connections(index.url, "verify"), count(1)
+        clients = runner.run(connections.__aenter__())
+        try:
+            yield lambda path: runner.run(_verify_shared(clients, path, f"trace-{next(numbers)}"))
+        finally:
+            runner.run(connections.__aexit__(None, None, None))
 
 
 def _json_lines(files: list[Path], verify_one: Callable[[Path], TraceResult]) -> list[TraceResult]:
@@ -349,7 +263,3 @@ def _scheme(result: TraceResult) -> str:
         return ""
     scheme = result.detected["scheme"]
     return result.detected["mode"] if scheme is None else f"{scheme['algo']}/{scheme['hash_block_size']}"
-
-
-if __name__ == "__main__":
-    asyncio.run(_main())

@@ -350,7 +350,6 @@ class AggregateView:
         return None if part is None else msgspec.json.encode(await part())
 
     async def metrics(self) -> bytes:
-        """Return the metrics page."""
         # Pages are merged in a thread, since those of a large fleet take long.
         async with self._asking:
             answers = await self._calls.call_all("/worker/metrics")
@@ -380,7 +379,6 @@ class AggregateView:
         return views
 
     async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
-        """Return the receipts of all workers."""
         found: list[ReceiptView | msgspec.Raw] = list(await self._own.receipts(request_id))
         for answer in (await self._calls.call_all(_worker_path("receipts", request_id))).values():
             found += msgspec.json.decode(answer, type=list[msgspec.Raw])

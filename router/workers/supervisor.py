@@ -74,7 +74,6 @@ class SharedDecisions:
         self._last_sent = AdminDecisions()
 
     def state(self) -> bytes:
-        """Return the encoded decisions."""
         return msgspec.json.encode(self._desired.decisions())
 
     def adopt(self, state: bytes) -> None:
@@ -150,7 +149,6 @@ class ControlPort:
         return self._server.listening()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """ASGI 3."""
         if scope["path"].startswith(PREFIX):
             request = Request(scope, receive)
             await (await self._answer(request))(scope, receive, send)

@@ -393,14 +393,14 @@ class World:
                 self._check_prediction(engine.tokens(self.rng))
 
     def _check_prediction(self, tokens: list[int]) -> None:
-        predicted = self.fleet.predict(TokenPrompt(tokens), ["e"])["e"]
+        predicted = self.fleet.predict(ProbePrompt(tokens), ["e"])["e"]
         if predicted.mode == "unknown":
             return  # no prompt of this process was stored from its beginning
         expected = self.engine.pool.find_hit(self.engine.pool.request(tokens))
         assert predicted.hit_tokens == expected, f"predicted {predicted}, is {expected}"
 
 
-class TokenPrompt:
+class ProbePrompt:
     """A prompt by its tokens."""
 
     def __init__(self, token_ids: list[int]) -> None:

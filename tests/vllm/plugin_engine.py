@@ -35,7 +35,7 @@ def plugin_path(directory: Path) -> Path:
 ENGINE_ARGUMENTS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
 
 
-class TokenPrompt:
+class ProbePrompt:
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.extras = NO_EXTRAS

@@ -22,7 +22,7 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from tests.support.feed_world import credited
 from tests.support.waiting import until
-from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, WAIT_S, TokenPrompt, complete, plugin_path, ready
+from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, WAIT_S, ProbePrompt, complete, plugin_path, ready
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -100,7 +100,7 @@ async def predicted_and_reported(
     feed: Feed, engine: VllmEngine, fleet: Fleet, token_ids: list[int]
 ) -> tuple[int, int]:
     await caught_up(feed, engine)
-    predicted = fleet.predict(TokenPrompt(token_ids), ["e"])["e"].hit_tokens
+    predicted = fleet.predict(ProbePrompt(token_ids), ["e"])["e"].hit_tokens
     return predicted, await asyncio.to_thread(complete, engine, token_ids)
 
 

@@ -13,7 +13,7 @@ from router.feeds.base import FeedSettings
 from router.feeds.subscriber import Feed
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, TokenPrompt, complete, plugin_path, quiet, ready
+from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, ProbePrompt, complete, plugin_path, quiet, ready
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -63,7 +63,7 @@ async def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
             for _ in range(12):
                 await quiet(feed)
                 token_ids = rng.choice([prompt(), rng.choice(sent)])
-                predicted = fleet.predict(TokenPrompt(token_ids), ["e"])["e"]
+                predicted = fleet.predict(ProbePrompt(token_ids), ["e"])["e"]
                 assert predicted.mode == "native", predicted.why_unknown
                 actual = await asyncio.to_thread(complete, engine, token_ids)
                 pairs.append((predicted.hit_tokens, actual))

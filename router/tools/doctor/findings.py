@@ -493,8 +493,6 @@ _FLEET_CHECKS: dict[str, FleetCheck] = {}
 
 
 def engine_check(name: str) -> Callable[[EngineCheck], EngineCheck]:
-    """Register a check of one engine."""
-
     def register(check: EngineCheck) -> EngineCheck:
         _ENGINE_CHECKS[name] = check
         return check
@@ -529,7 +527,6 @@ def run_checks(seen: Evidence) -> list[Finding]:
 
 
 def engine_checks() -> list[str]:
-    """Ids of the checks of one engine."""
     return list(_ENGINE_CHECKS)
 
 

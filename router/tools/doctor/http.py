@@ -133,7 +133,6 @@ class EngineGauges(msgspec.Struct, frozen=True):
 
     @property
     def pool_tokens(self) -> int | None:
-        """Capacity of the pool in tokens."""
         blocks, size = self.pool_blocks, _size(self.cache_config.get("block_size"))
         return blocks * size if blocks and size else None
 

@@ -141,7 +141,6 @@ class EventCounts(msgspec.Struct):
     digests: deque[tuple[int, int]] = msgspec.field(default_factory=lambda: deque(maxlen=_DIGESTS_MAX))
 
     def add(self, frame: Frame, payload: bytes) -> None:
-        """Count one message."""
         self.digests.append((frame.seq, frame.digest))
         if frame.batch is None:
             return

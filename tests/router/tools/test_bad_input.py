@@ -21,11 +21,11 @@ from publisher.event_decoder import decode_batch
 from publisher.events import EventDecodeError, encode_batch
 from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
-from router.tools.capture import CapturedFrame, CaptureError, read_capture, redact
+from router.tools.capture import CapturedFrame, read_capture, redact
 from router.tools.explain import ExplainOptions, parse_scheme, run_explain
 from router.tools.replay import ReplayOptions, run_replay
 from router.tools.replay_player import Player
-from router.tools.trace_verification import TraceError, read_trace
+from router.tools.trace_verification import RecordingError, read_trace
 from router.tools.verify import run_verify
 from tests.support.captures import BLOCK, CAPTURES, removed, stored, tokens, write
 from tests.support.examples import examples
@@ -59,8 +59,8 @@ def readers(path: Path) -> None:
     """Every reader of capture files: a frame or an error with file and line, nothing else."""
     told = ""
     for reader, error in (
-        (lambda: read_capture([path]), CaptureError),
-        (lambda: read_trace(path), TraceError),
+        (lambda: read_capture([path]), RecordingError),
+        (lambda: read_trace(path), RecordingError),
     ):
         try:
             for _ in reader():

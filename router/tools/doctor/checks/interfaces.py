@@ -281,7 +281,6 @@ _LAG_S_MAX = 1.0
 
 @engine_check("http.health")
 def health(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Check ``GET /health``."""
     answer = engine.server.health
     if answer.ok:
         yield ok("GET /health: 200")

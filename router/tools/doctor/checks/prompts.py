@@ -304,7 +304,6 @@ def _shown(one: LoadRequest) -> str:
 
 @engine_check("load.answers")
 def answers(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Check that all requests were answered."""
     load = engine.load
     if load is None:
         return

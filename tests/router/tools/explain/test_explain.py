@@ -16,10 +16,10 @@ from router.index.hit_rules import order_matters
 from router.index.learn.layout import CacheLayout
 from router.tools.capture import TRACE_SOURCE, encode_line, read_capture, redact
 from router.tools.explain import ExplainOptions, run_explain
-from router.tools.explain_state import EngineExplanation, TokenPrompt, explain_engine, needs
+from router.tools.explain_state import EngineExplanation, explain_engine, needs
 from router.tools.replay import facts_of
 from router.tools.replay_player import Player, up_to
-from router.tools.trace_verification import read_trace
+from router.tools.trace_verification import ProbePrompt, read_trace
 from tests.router.index.rules.layouts import evaluate_one, models, residencies
 from tests.support.captures import (
     BLOCK,
@@ -50,7 +50,7 @@ def at(path: Path, seq: int | None) -> Player:
 
 def one(path: Path, token_ids: list[int], seq: int | None = None) -> EngineExplanation:
     player = at(path, seq)
-    return explain_engine(player, player.runs[0].source, TokenPrompt(token_ids, NO_EXTRAS))
+    return explain_engine(player, player.runs[0].source, ProbePrompt(token_ids, NO_EXTRAS))
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
@@ -78,7 +78,7 @@ def test_a_hit_lacks_no_block_and_a_longer_one_does(path: Path) -> None:
         if number in frames:
             player.play(frames[number])
         elif line.probe is not None and player.runs:
-            prompt = TokenPrompt(line.probe.token_ids, line.probe.extras())
+            prompt = ProbePrompt(line.probe.token_ids, line.probe.extras())
             player.fleet.predict(prompt, [TRACE_SOURCE])
         if player.runs:
             player.fleet.engine(TRACE_SOURCE).finish_detection()
@@ -90,7 +90,7 @@ def test_a_hit_lacks_no_block_and_a_longer_one_does(path: Path) -> None:
         layout = player.fleet.engine(TRACE_SOURCE).layout if player.runs else None
         if line.probe is None or layout is None or order_matters(layout):
             continue
-        prompt = TokenPrompt(line.probe.token_ids, line.probe.extras())
+        prompt = ProbePrompt(line.probe.token_ids, line.probe.extras())
         found = explain_engine(player, TRACE_SOURCE, prompt)
         assert found.hit_tokens == line.hit_tokens
         checked += 1
@@ -199,7 +199,7 @@ def test_a_redacted_capture_needs_the_scheme_and_is_exact_then(
 def test_a_wrong_scheme_finds_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [(0, [stored(PROMPT)])])
     scheme = HashScheme(seed="other", hash_block_size=BLOCK)
-    found = explain_engine(at(path, None), ENGINE, TokenPrompt(PROMPT, NO_EXTRAS), scheme)
+    found = explain_engine(at(path, None), ENGINE, ProbePrompt(PROMPT, NO_EXTRAS), scheme)
     assert found.hit_tokens == 0
 
 

@@ -20,10 +20,11 @@ from publisher.events import BlockStored, encode_batch, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.errors import ConfigError
 from router.feeds.base import FeedSettings
-from router.tools.capture import CaptureError, CaptureLine, CaptureWriter, read_capture, redact
+from router.tools.capture import CaptureLine, CaptureWriter, read_capture, redact
 from router.tools.record import RecordOptions, RecordSource, SourceRecorder, resolve, run_record
 from router.tools.replay import facts_of
 from router.tools.replay_player import Player
+from router.tools.trace_verification import RecordingError
 from tests.support.captures import BLOCK, CAPTURES, stored, tokens
 from tests.support.examples import some
 from tests.support.paths import ROOT, TRACES
@@ -245,11 +246,11 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.gz").write_bytes(b"precious")
-    with pytest.raises(CaptureError, match="exists already"):
+    with pytest.raises(RecordingError, match="exists already"):
         CaptureWriter(tmp_path / "c.jsonl.gz")
-    with pytest.raises(CaptureError, match="ends in"):
+    with pytest.raises(RecordingError, match="ends in"):
         CaptureWriter(tmp_path / "c.txt")
-    with pytest.raises(CaptureError, match="No such file"):
+    with pytest.raises(RecordingError, match="No such file"):
         CaptureWriter(tmp_path / "none" / "c.jsonl")
 
 
