@@ -29,7 +29,7 @@ from router.api.views import Readiness, ReadinessCheck, sample_history
 from router.config.schema import Config
 from router.engine_lifecycle import EngineLifecycle
 from router.epp.server import PickerServer
-from router.fleet.engines import DesiredState, endpoint_of
+from router.fleet.engines import DesiredState
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
 from router.fleet.sources import FleetSources
 from router.fleet.status import Fleet, Frontend
@@ -538,9 +538,8 @@ class Router:
             listen=config.listen,
             certificates=self.certificates,
             clock=self.clock,
-            readiness=lambda: config.epp.conformance_headers or self.readiness().ready,
+            readiness=lambda: self.readiness().ready,
             synced=lambda: not self.fleet_sources.unsynced(),
-            endpoints=lambda: [endpoint_of(engine.engine.base_url) for engine in self.fleet],
         )
 
     def _open_admin(self) -> AdminApi | None:

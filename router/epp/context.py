@@ -41,15 +41,11 @@ class PickerContext(msgspec.Struct):
     readiness: Callable[[], bool]
     synced: Callable[[], bool]
     """Whether every source of engines has answered at least once."""
-    endpoints: Callable[[], list[str]] = list
-    """Endpoints of all known engines, up or not."""
     stats: EppStats = msgspec.field(default_factory=EppStats)
     draining: bool = False
     tasks: asyncio.TaskGroup | None = None
     passing: set[Callable[[], None]] = msgspec.field(default_factory=set)
     watched_due: float = 1.0
-    turn: int = 0
-    """Round-robin position of the conformance suite's requests."""
     seldom: LogThrottle = msgspec.field(default_factory=lambda: LogThrottle(_TELL_EVERY_S))
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -142,28 +142,14 @@ Kind = Literal[
     "response_trailers",
 ]
 
-_KINDS: Final[dict[int, Kind]] = {
-    2: "request_headers",
-    3: "response_headers",
-    4: "request_body",
-    5: "response_body",
-    6: "request_trailers",
-    7: "response_trailers",
-}
+_KINDS: Final[dict[int, Kind]] = dict(enumerate(get_args(Kind), 2))
 # First kind of bodies and of trailers.
 _BODIES, _TRAILERS = 4, 6
 # First byte of a message with a body.
 _BODY_BEGINS: Final[dict[int, Kind]] = {0x22: "request_body", 0x2A: "response_body"}
 # ``end_of_stream`` of a body.
 _ENDS: Final = number_field(2, 1)
-_ANSWERS: Final[dict[Kind, int]] = {
-    "request_headers": 1,
-    "response_headers": 2,
-    "request_body": 3,
-    "response_body": 4,
-    "request_trailers": 5,
-    "response_trailers": 6,
-}
+_ANSWERS: Final[dict[Kind, int]] = {kind: at for at, kind in enumerate(get_args(Kind), 1)}
 _ANSWER_BEGINS: Final[dict[Kind, bytes]] = {kind: bytes((at << 3 | 2,)) for kind, at in _ANSWERS.items()}
 _IMMEDIATE, _DYNAMIC_METADATA = 7, 8
 _APPEND, _OVERWRITE = 0, 2
@@ -306,30 +292,19 @@ def _read_map(message: bytes) -> list[Header]:
 
 
 def _read_header(message: bytes) -> Header:
-    key = text = raw = b""
-    for number, value in fields(message):
-        if number == 1:
-            key = as_bytes(value)
-        elif number == 2:
-            text = as_bytes(value)
-        elif number == 3:
-            raw = as_bytes(value)
+    found = dict(fields(message))
+    key, text, raw = (as_bytes(found.get(number, b"")) for number in (1, 2, 3))
     return key.lower(), raw or text
 
 
 def _read_body(message: bytes) -> tuple[bytes, bool]:
-    body, ends = b"", False
-    for number, value in fields(message):
-        if number == 1:
-            body = as_bytes(value)
-        elif number == 2:
-            ends = bool(as_int(value))
-    return body, ends
+    found = dict(fields(message))
+    return as_bytes(found.get(1, b"")), bool(as_int(found.get(2, 0)))
 
 
 def _read_modes(message: bytes) -> Modes:
-    found = {number: as_int(value) for number, value in fields(message) if number in (1, 2)}
-    return Modes(found.get(1, NONE), found.get(2, NONE))
+    found = dict(fields(message))
+    return Modes(as_int(found.get(1, NONE)), as_int(found.get(2, NONE)))
 
 
 def endpoints(metadata: bytes, namespace: str, key: str) -> tuple[str, ...] | None:
@@ -357,13 +332,9 @@ _endpoints_again = lru_cache(maxsize=512)(_endpoints)
 
 def _entry(message: bytes, key: str) -> bytes | None:
     """Return the value of a map's entry if it has this key."""
-    name, content = "", b""
-    for number, value in fields(message):
-        if number == 1:
-            name = as_text(value)
-        elif number == 2:
-            content = as_bytes(value)
-    return content if name == key else None
+    found = dict(fields(message))
+    content = as_bytes(found.get(2, b""))
+    return content if as_text(found.get(1, b"")) == key else None
 
 
 def _texts(message: bytes, depth: int = 0) -> list[str]:

@@ -286,19 +286,8 @@ class GatewayCarrier:
 
     __slots__ = (
         *("_wakeup", "_body", "_chosen", "_context", "_head", "_owed", "_own", "_request_id", "_writer"),
-        *(
-            "_stream",
-            "_target",
-            "_timed_out",
-            "_timer",
-            "_unseen",
-            "among",
-            "answer",
-            "asked",
-            "broken",
-            "moved",
-        ),
-        *("passes", "trailers"),
+        *("_stream", "_target", "_timed_out", "_timer", "_unseen", "among", "answer", "asked", "broken"),
+        *("moved", "passes", "trailers"),
     )
 
     def __init__(

@@ -20,7 +20,7 @@ import structlog
 
 from router.epp import grpc
 from router.epp.context import PickerContext
-from router.epp.exchange import ConformanceExchange, GatewayExchange
+from router.epp.exchange import GatewayExchange
 from router.epp.grpc import GrpcError, GrpcReader, message_frame
 from router.epp.messages import ProtobufError, as_text, fields, number_field
 from router.epp.settings import EppSettings, EppStats, parse_listen
@@ -47,7 +47,7 @@ from router.proxy.settings import ProxySettings
 EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PROCESS: Final = f"/{EXTERNAL_PROCESSOR}/Process".encode()
 _CHECK: Final = b"/grpc.health.v1.Health/Check"
-# Service name of the conformance suite's liveness and readiness probes: the light picker serves once it
+# Service name of the probes of the Inference Extension's manifests: its light picker serves once it
 # knows its pool (pkg/lwepp/server/runserver.go).
 _LIGHT_PICKER: Final = "inference-extension"
 _SERVING, _NOT_SERVING = 1, 2
@@ -66,8 +66,7 @@ def opener(context: PickerContext, *, health_only: bool = False) -> StreamOpener
         elif not told.get(b"content-type", b"").startswith(b"application/grpc"):
             stream.send_headers(_NOT_GRPC, end=True)
         elif told.get(b":path") == _PROCESS and not health_only:
-            kind = ConformanceExchange if context.settings.conformance_headers else GatewayExchange
-            return kind(stream, context)
+            return GatewayExchange(stream, context)
         elif told.get(b":path") == _CHECK:
             return HealthCall(stream, context)
         else:
@@ -105,10 +104,7 @@ class HealthCall:
         """Implement ``StreamHandler``."""
 
     def _answer(self, message: bytes) -> None:
-        service = ""
-        for number, value in fields(message):
-            if number == 1:
-                service = as_text(value)
+        service = as_text(dict(fields(message)).get(1, b""))
         if service in ("", "liveness"):
             serves = True
         elif service in ("readiness", EXTERNAL_PROCESSOR):
@@ -172,7 +168,6 @@ class PickerServer:
         clock: Callable[[], float],
         readiness: Callable[[], bool],
         synced: Callable[[], bool] = lambda: True,
-        endpoints: Callable[[], list[str]] = list,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -191,7 +186,6 @@ class PickerServer:
             Sweeper(clock, sweep_interval_s(*times_s, proxy.stream_head_timeout_s, proxy.idle_timeout_s)),
             readiness,
             synced,
-            endpoints,
         )
         self.addresses: dict[str, tuple[str, int]] = {}
         """Bound addresses by setting, while listening."""

@@ -41,11 +41,6 @@ class EppSettings(msgspec.Struct, frozen=True):
     sidecar`, or llm-d's), and their addresses are the sidecars': requests may be split
     ([prefill-decode.md](prefill-decode.md)), and engines may [pull](pull.md). Answers to split requests and
     of engines that pull are always watched."""
-    conformance_headers: bool = False
-    """Only for the conformance suite of the Gateway API Inference Extension, which tests gateways: requests
-    go where their header `test-epp-endpoint-selection` says, in rotation if it allows several endpoints, and
-    `x-conformance-test-served-endpoint` names the endpoint that served. The router is not involved: never set
-    it where there are clients."""
     request_timeout_s: float = 30.0
     """Longest pause between two messages with a request's head and body, in seconds."""
     drain_delay_s: float = 0.0

@@ -16,8 +16,6 @@ import pytest
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import KeySettings, digest_of
-from router.epp import exchange
-from router.epp.exchange import select
 from router.epp.grpc import message_frame
 from router.epp.messages import bytes_field
 from router.epp.settings import EppSettings
@@ -32,8 +30,6 @@ from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 pytestmark = pytest.mark.envoy
-SELECTION = exchange.SELECTION.decode()
-SERVED = exchange.SERVED.decode()
 
 
 @pytest.fixture(autouse=True)
@@ -144,58 +140,6 @@ async def test_a_request_that_waits_longer_than_envoy_does_is_its_504(tmp_path: 
         assert (stats_of(rig).gateways_own, stats_of(rig).calls_refused) == (1, {})
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_requests_of_the_conformance_suite_go_where_they_say(tmp_path: Path, form: str) -> None:
-    async with recorder() as first, recorder() as second:
-        names = [engine.url.removeprefix("http://") for engine in (first, second)]
-        pods = [EngineAddress(engine.url) for engine in (first, second)]
-        settings = epp(conformance_headers=True)
-        async with AsyncExitStack() as stack:
-            rig = await stack.enter_async_context(routing(configure(*pods, epp=settings), wait=False))
-            through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
-            for asked, sent in (*((n, n) for n in names), (f"10.0.0.9, {names[1]}", names[1])):
-                own = {SELECTION: asked}
-                content = b"x" * 100_000
-                status, headers, answer = await through.ask(form, "/any", content, headers=own)
-                assert status == 200
-                told = json.loads(answer)
-                assert told["bytes"] == 100_000
-                assert told["fields"]["x-gateway-destination-endpoint"] == sent
-                assert told["fields"]["x-echo-set-header"] == f"{SERVED}:{sent}"
-                assert headers[SERVED] == sent if form == "override_host" else headers[SERVED]
-            served = set()
-            for own in ({SELECTION: ",".join(names)}, {}):
-                for _ in range(4):
-                    status, headers, answer = await through.ask(form, "/any", b"x", headers=own)
-                    assert status == 200, "one endpoint is named, as ORIGINAL_DST needs it"
-                    served.add(json.loads(answer)["fields"]["x-gateway-destination-endpoint"])
-                assert served == set(names), "in turns"
-                served.clear()
-            own = {SELECTION: "10.0.0.9"}
-            status, _, answer = await through.ask(form, "/any", b"x", headers=own)
-            assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
-            status, _, _ = await through.ask(form, "/v1/models")
-            assert status == 200
-            assert rig.router.proxy.stats.requests == 0
-
-
-def test_addresses_of_the_conformance_suite() -> None:
-    known = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.2:8001", "[fd00::1]:8000"]
-    cases = {
-        b"10.0.0.2": known[1:3],
-        b"10.0.0.2:8001,10.0.0.1": [known[2], known[0]],
-        b"[fd00::1]": known[3:],
-        b"10.0.0.22, x": [],
-    }
-    for asked, found in cases.items():
-        assert select([(SELECTION.encode(), asked)], known) == found
-        assert select([(SELECTION.encode(), asked)], known, allowed=["10.0.0.1:8000"]) == found
-    for headers in ([], [(SELECTION.encode(), b"")]):
-        assert select(headers, known) == known
-        assert select(headers, known, allowed=["10.0.0.2", "10.0.0.1:8000"]) == [*known[1:3], known[0]]
-        assert select(headers, known, allowed=[]) == []
-
-
 @contextmanager
 def picker_process(port: int, ops_port: int, *engines: str) -> Iterator[subprocess.Popen[bytes]]:
     """``kvatlas epp`` in a process of its own."""
@@ -261,7 +205,7 @@ async def check(peer: H2Peer, service: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 async def test_the_light_pickers_service_serves_once_the_pool_is_known() -> None:
-    """Liveness and readiness of the conformance suite's pods: also while nothing is ready."""
+    """Of the Inference Extension's manifests: also while nothing is ready."""
 
     settings = EppSettings(listen="127.0.0.1:0", health_listen="127.0.0.1:0", tls=False)
     gone = EngineAddress("http://127.0.0.1:9")
