@@ -58,17 +58,14 @@ def serve(
     renderer: Annotated[
         list[str] | None,
         Parameter(
-            name="--renderer",
             help="A render server (vllm launch render): http://host:port, used for tokens before engines; "
-            "repeat for more.",
-            negative="",
+            "repeat for more."
         ),
     ] = None,
     host: HostFlag = None,
     port: PortFlag = None,
     workers: Annotated[
-        str | None,
-        Parameter(help="Processes that share the port, or auto: one per core (default 1)."),
+        str | None, Parameter(help="Processes that share the port, or auto: one per core (default 1).")
     ] = None,
     ops_port: Annotated[
         str | None,
@@ -85,7 +82,10 @@ def serve(
     index_file: IndexFileFlag = None,
     expose_decision: Annotated[
         bool | None,
-        Parameter(help="Add x-kvatlas-engine and the prediction to every response (default: no)."),
+        Parameter(
+            help="Add x-kvatlas-engine and the prediction to every response (default: no).",
+            negative="--no-expose-decision",
+        ),
     ] = None,
     log_level: Annotated[
         str | None,
@@ -123,8 +123,7 @@ def serve(
 def epp(
     *,
     listen: Annotated[
-        str | None,
-        Parameter(help=f"HOST:PORT for gateways; port 0 takes a free one (default {EPP_LISTEN})."),
+        str | None, Parameter(help=f"HOST:PORT for gateways; port 0 takes a free one (default {EPP_LISTEN}).")
     ] = None,
     health_listen: Annotated[
         str | None, Parameter(help="HOST:PORT of health checks without TLS (default: none).")
@@ -133,7 +132,10 @@ def epp(
     config: ConfigFlag = None,
     tokenizer: TokenizerFlag = None,
     tls: Annotated[
-        bool | None, Parameter(help="Use TLS for gateways (default: yes, with a self-signed certificate).")
+        bool | None,
+        Parameter(
+            help="Use TLS for gateways (default: yes, with a self-signed certificate).", negative="--no-tls"
+        ),
     ] = None,
     fallbacks: Annotated[
         int | None, Parameter(help="Number of further engines named to the gateway, in order (default 0).")
@@ -214,12 +216,8 @@ def demo(
     seconds: Annotated[float, Parameter(help="Duration of the load.")] = 20.0,
     engines: Annotated[int, Parameter(help="Number of simulated engines.")] = 4,
     port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
-    json: Annotated[
-        bool, Parameter(help="Print only the final summary, as one JSON object.", negative="")
-    ] = False,
-    keep: Annotated[
-        bool, Parameter(help="Keep serving after the load, for trying with curl.", negative="")
-    ] = False,
+    json: Annotated[bool, Parameter(help="Print only the final summary, as one JSON object.")] = False,
+    keep: Annotated[bool, Parameter(help="Keep serving after the load, for trying with curl.")] = False,
     replicas: Annotated[
         int,
         Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
@@ -232,13 +230,11 @@ def demo(
         bool | Literal["nixl", "mooncake", "offloading"],
         Parameter(
             help="A third of the engines compute prompts for the others, which decode. By NIXL, or the "
-            "connector named.",
-            negative="",
+            "connector named."
         ),
     ] = False,
     gateway: Annotated[
-        bool,
-        Parameter(help="Use a real Envoy (on --port) that forwards requests and asks kvatlas.", negative=""),
+        bool, Parameter(help="Use a real Envoy (on --port) that forwards requests and asks kvatlas.")
     ] = False,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
@@ -266,15 +262,12 @@ def demo(
 def sidecar(
     *,
     engine: Annotated[
-        str | None,
-        Parameter(help=f"Base URL of the decode engine (default {SidecarSettings().engine})."),
+        str | None, Parameter(help=f"Base URL of the decode engine (default {SidecarSettings().engine}).")
     ] = None,
     prefill: Annotated[
         list[str] | None,
         Parameter(
-            name="--prefill",
-            help="A prefill engine that requests may name: HOST:PORT or NETWORK:PORT; repeat for more.",
-            negative="",
+            help="A prefill engine that requests may name: HOST:PORT or NETWORK:PORT; repeat for more."
         ),
     ] = None,
     host: HostFlag = None,
@@ -306,6 +299,7 @@ app = App(
     name="kvatlas",
     version=__version__,
     help="Routes LLM requests to the vLLM engine whose KV cache leaves it the least to compute.",
+    default_parameter=Parameter(negative=""),
 )
 app.register_install_completion_command(
     help="Install tab completion for this shell (bash, zsh, fish); --shell names another one."

@@ -157,7 +157,11 @@ def command_of(name: str) -> App:
 
 def _arguments(command: App) -> list[Argument]:
     """Its arguments, without the structs that hold some of them."""
-    return [one for one in command.assemble_argument_collection() if one.names != ("*",)]
+    return [
+        one
+        for one in command.assemble_argument_collection(default_parameter=app.default_parameter)
+        if one.names != ("*",)
+    ]
 
 
 def flag_names(command: App) -> dict[str, set[str]]:

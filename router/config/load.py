@@ -399,11 +399,9 @@ _SERVER = ServerConfig()
 EngineFlags = Annotated[
     list[str] | None,
     Parameter(
-        name="--engine",
         help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]; repeat "
         "for more. Without events= the engine is asked for its event endpoints; role= is prefill, decode or "
-        "both.",
-        negative="",
+        "both."
     ),
 ]
 
@@ -422,13 +420,10 @@ TokenizerFlag = Annotated[
     ),
 ]
 SetFlags = Annotated[
-    list[str] | None,
-    Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.", negative=""),
+    list[str] | None, Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.")
 ]
-PrintFlag = Annotated[
-    bool, Parameter(help="Print the merged configuration with its sources, and stop.", negative="")
-]
-CheckFlag = Annotated[bool, Parameter(help="Check the configuration, and stop.", negative="")]
+PrintFlag = Annotated[bool, Parameter(help="Print the merged configuration with its sources, and stop.")]
+CheckFlag = Annotated[bool, Parameter(help="Check the configuration, and stop.")]
 IndexFlag = Annotated[
     str | None,
     Parameter(

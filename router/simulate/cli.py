@@ -66,7 +66,6 @@ class SimulateOptions:
         bool,
         Parameter(
             help="Closed sessions: a turn waits for the answer before it, and for the client's pause.",
-            negative="",
         ),
     ] = False
     retention: Annotated[
@@ -122,7 +121,10 @@ class SimulateOptions:
     chunk_tokens: Annotated[int | None, Parameter(help="The engines' max_num_batched_tokens (8192).")] = None
     seqs_max: Annotated[int | None, Parameter(help="The engines' max_num_seqs (64).")] = None
     sensitivity: Annotated[
-        bool, Parameter(help="Run at 0.8 and 1.25 times the prefill rate too.", negative="")
+        bool,
+        Parameter(
+            help="Run at 0.8 and 1.25 times the prefill rate too.",
+        ),
     ] = False
     processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None
 
@@ -138,7 +140,12 @@ def simulate(
     ],
     *,
     options: Annotated[SimulateOptions, Parameter(name="*")] = SimulateOptions(),
-    json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
+    json: Annotated[
+        bool,
+        Parameter(
+            help="Print one JSON object instead of a table.",
+        ),
+    ] = False,
 ) -> int:
     """Compare policies, memory and engine flags on a workload: engines on a virtual clock, no GPU."""
     from router.simulate.command import run_simulate
@@ -218,7 +225,12 @@ def advise(
     ] = None,
     *,
     options: Annotated[AdviseOptions, Parameter(name="*")] = AdviseOptions(),
-    json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
+    json: Annotated[
+        bool,
+        Parameter(
+            help="Print one JSON object instead of a table.",
+        ),
+    ] = False,
 ) -> int:
     """Advise from your traffic: retention, memory, connectors, engines, and if prefix routing pays."""
     from router.simulate.advise import run_advise

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 from router.config.load import IndexFileFlag, IndexFlag, TokenizerFlag, index_settings, parse_engine
 
-Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
+Json = Annotated[bool, Parameter(help="One JSON object instead of a table.")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
 ConfigFile = Annotated[
     Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
@@ -24,10 +24,8 @@ def record(
     engine: Annotated[
         list[str] | None,
         Parameter(
-            name="--engine",
             help="URL[,events=..][,replay=..][,topic=..][,dp-rank=N], or, without a server, "
-            "events=tcp://..[,replay=tcp://..][,topic=..][,source=NAME]; repeat for more.",
-            negative="",
+            "events=tcp://..[,replay=tcp://..][,topic=..][,source=NAME]; repeat for more."
         ),
     ] = None,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="File to write: .jsonl.gz or .jsonl.")],
@@ -46,8 +44,7 @@ def record(
     redact: Annotated[
         bool,
         Parameter(
-            help="Write zeros for token ids: hashes stay valid, but their scheme can no longer be detected.",
-            negative="",
+            help="Write zeros for token ids: hashes stay valid, but their scheme can no longer be detected."
         ),
     ] = False,
     json: Json = False,
@@ -72,8 +69,7 @@ def replay(
     publish: Annotated[
         list[str] | None,
         Parameter(
-            help="Publish as the engine did, at tcp://..[,replay=tcp://..]; once per engine of the capture.",
-            negative="",
+            help="Publish as the engine did, at tcp://..[,replay=tcp://..]; once per engine of the capture."
         ),
     ] = None,
     stay: Annotated[
@@ -145,15 +141,12 @@ def explain(
 
 def verify(
     *paths: Annotated[Path, Parameter(help="Recorded traces: files or folders.")],
-    json: Annotated[
-        bool, Parameter(help="One JSON line per trace and a last one with the total.", negative="")
-    ] = False,
+    json: Annotated[bool, Parameter(help="One JSON line per trace and a last one with the total.")] = False,
     cold: Annotated[
         bool,
         Parameter(
             help="Predict each prompt from the events before it only; no prediction is required while "
-            "nothing is known. Without it, groups and hashes are first learned from the whole trace.",
-            negative="",
+            "nothing is known. Without it, groups and hashes are first learned from the whole trace."
         ),
     ] = False,
     index: IndexFlag = None,
@@ -175,7 +168,6 @@ def engine(
         Parameter(
             name="--set",
             help="Any setting of the simulated engine: KEY=VALUE, e.g. groups=gptoss-like; repeat for more.",
-            negative="",
         ),
     ] = None,
 ) -> int:
@@ -199,7 +191,7 @@ def keys_add(
     file: _KeyFileFlag,
     tenant: Annotated[str, Parameter(help="Tenant of the key; a new tenant has no limits.")],
     name: Annotated[str, Parameter(help="Description of the key, stored in the file.")] = "",
-    stdin: Annotated[bool, Parameter(help="Read an existing key from standard input.", negative="")] = False,
+    stdin: Annotated[bool, Parameter(help="Read an existing key from standard input.")] = False,
 ) -> int:
     """Create a key and add it to the file; the key is printed once and not stored."""
     from router.tools.tenants import run_add
@@ -219,15 +211,13 @@ def keys_list(*, file: _KeyFileFlag) -> int:
 
 def invoice(
     *paths: Annotated[
-        Path,
-        Parameter(help="usage.path of each router; rotated files and files of workers are read too."),
+        Path, Parameter(help="usage.path of each router; rotated files and files of workers are read too.")
     ],
     price: Annotated[
         list[str] | None,
         Parameter(
             help="NAME=PRICE per million tokens; NAME: computed, device, host, store (prompt tokens by "
-            "source) or generated. Repeat for more.",
-            negative="",
+            "source) or generated. Repeat for more."
         ),
     ] = None,
     since: Annotated[
@@ -247,10 +237,8 @@ def top(
     *,
     router: Annotated[str, Parameter(help="URL of the router's ops port.")] = "http://127.0.0.1:9001",
     interval: Annotated[float, Parameter(help="Seconds between two refreshes.")] = 1.0,
-    once: Annotated[bool, Parameter(help="Print one snapshot and stop.", negative="")] = False,
-    json: Annotated[
-        bool, Parameter(help="Print one JSON object per refresh, one per line.", negative="")
-    ] = False,
+    once: Annotated[bool, Parameter(help="Print one snapshot and stop.")] = False,
+    json: Annotated[bool, Parameter(help="Print one JSON object per refresh, one per line.")] = False,
 ) -> int:
     """Watch a running router, engine by engine; q or Ctrl-C quits. Without a terminal: print one snapshot."""
     from router.tools.top import run_top
@@ -273,7 +261,7 @@ def stats(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
+    json: Annotated[bool, Parameter(help="As JSON.")] = False,
 ) -> int:
     """Show blocks, bytes per block, engines with their generations, lease holders and feed states."""
     from router.tools.index import run_stats
@@ -306,16 +294,14 @@ def index_verify(
     engine: Annotated[
         list[str] | None,
         Parameter(
-            name="--engine",
             help="Event addresses of an engine, if the index has none or wrong ones: "
-            "URL,events=tcp://..[,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more.",
-            negative="",
+            "URL,events=tcp://..[,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more."
         ),
     ] = None,
     settle: Annotated[
         float, Parameter(help="Seconds a difference must persist to count (the index lags by one write).")
     ] = 5.0,
-    json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
+    json: Annotated[bool, Parameter(help="As JSON.")] = False,
 ) -> int:
     """Recompute residency from the live feeds and compare it with the index; status 0 only if both agree."""
     from router.tools.index import run_index_verify
@@ -334,10 +320,8 @@ def doctor(
     engine: Annotated[
         list[str] | None,
         Parameter(
-            name="--engine",
             help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-            "Without events= the event endpoints are read from the engine.",
-            negative="",
+            "Without events= the event endpoints are read from the engine."
         ),
     ] = None,
     router: Annotated[
@@ -354,11 +338,10 @@ def doctor(
     probe: Annotated[
         bool,
         Parameter(
-            help="Send two or three small completions to each engine, and compare predicted with real hits.",
-            negative="",
+            help="Send two or three small completions to each engine, and compare predicted with real hits."
         ),
     ] = False,
-    json: Annotated[bool, Parameter(help="One JSON object with every finding.", negative="")] = False,
+    json: Annotated[bool, Parameter(help="One JSON object with every finding.")] = False,
 ) -> int:
     """Examine engines and a router as kvatlas uses them; exits with 1 if it finds a problem, and says how to
     fix it.
@@ -382,7 +365,7 @@ def certify(
     engine: Annotated[
         str,
         Parameter(
-            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; without a rank, all ranks.",
+            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; without a rank, all ranks."
         ),
     ],
     tokenizer: TokenizerFlag = None,
@@ -394,9 +377,7 @@ def certify(
     timeout: Annotated[
         float, Parameter(help="Seconds to wait for each response that needs no prefill.")
     ] = 5.0,
-    json: Annotated[
-        bool, Parameter(help="One JSON object with every property and its evidence.", negative="")
-    ] = False,
+    json: Annotated[bool, Parameter(help="One JSON object with every property and its evidence.")] = False,
 ) -> int:
     """Certify one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
     from router.tools.doctor.command import run_certify
