@@ -63,12 +63,8 @@ class Use(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     def fell(self, before: Use) -> bool:
         """Whether a total is lower than it was."""
-        return (
-            self.requests < before.requests
-            or self.requests_refunded < before.requests_refunded
-            or self.tokens < before.tokens
-            or self.tokens_refunded < before.tokens_refunded
-        )
+        totals = ("requests", "requests_refunded", "tokens", "tokens_refunded")
+        return any(getattr(self, name) < getattr(before, name) for name in totals)
 
 
 NO_USE = Use()

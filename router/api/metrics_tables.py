@@ -226,9 +226,7 @@ def _feed_states(engine: Engine) -> dict[str, float] | None:
 # Metrics of a model's index.
 INDEX: tuple[Column[IndexStats], ...] = (
     gauge(
-        "index_blocks",
-        "Distinct KV blocks (by hash) that the engines of a model hold",
-        lambda i: i.blocks,
+        "index_blocks", "Distinct KV blocks (by hash) that the engines of a model hold", lambda i: i.blocks
     ),
     gauge(
         "index_residencies",

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -345,11 +346,9 @@ def check_config(config: Config) -> None:
     _check_listen(config.listen)
     for section in (
         *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "usage"),
-        *("epp", "queue", "pd", "pull", "warm_up"),
+        *("epp", "queue", "pd", "pull", "warm_up", "fleet.file", "fleet.dns", "fleet.kubernetes"),
     ):
-        _check_numbers(section, getattr(config, section))
-    for source in ("file", "dns", "kubernetes"):
-        _check_numbers(f"fleet.{source}", getattr(config.fleet, source))
+        _check_numbers(section, attrgetter(section)(config))
     _check_admin(config)
     _check_epp(config)
     _check_renderers(config.prompts.renderers)

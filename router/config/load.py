@@ -19,24 +19,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from router.admission.admission_queue import QueueSettings
-from router.admission.key_file import KeySettings
-from router.api.admin_auth import AdminSettings
 from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.epp.settings import EppSettings
-from router.feeds.base import FeedSettings
 from router.fleet.engines import EngineAddress
-from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
-from router.http.settings import CorsSettings, ListenSettings
 from router.http.sockets import describe_error
-from router.observe.traces import TraceSettings
-from router.observe.usage import UsageSettings
-from router.pd.settings import PdSettings, SidecarSettings
-from router.placement.candidate import PolicySettings, PullSettings, WarmUpSettings
-from router.prompts.settings import ANY_MODEL, PromptSettings
-from router.proxy.settings import ProxySettings
+from router.prompts.settings import ANY_MODEL
 from router.replication.settings import IndexSettings, has_password, redacted
 
 ENV_PREFIX = "KVATLAS_"
@@ -51,31 +39,18 @@ _TABLES = {
 }
 _S = TypeVar("_S", bound=msgspec.Struct)
 
+
 # Sections whose keys are plain values, so that a flag or an environment variable can set each.
-SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "server": ServerConfig,
-    "fleet": FleetSettings,
-    "fleet.file": FileSettings,
-    "fleet.dns": DnsSettings,
-    "fleet.kubernetes": KubernetesSettings,
-    "policy": PolicySettings,
-    "proxy": ProxySettings,
-    "listen": ListenSettings,
-    "cors": CorsSettings,
-    "feeds": FeedSettings,
-    "prompts": PromptSettings,
-    "index": IndexSettings,
-    "admin": AdminSettings,
-    "epp": EppSettings,
-    "keys": KeySettings,
-    "queue": QueueSettings,
-    "pd": PdSettings,
-    "pull": PullSettings,
-    "warm_up": WarmUpSettings,
-    "sidecar": SidecarSettings,
-    "traces": TraceSettings,
-    "usage": UsageSettings,
-}
+def _sections(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, type[msgspec.Struct]]:
+    found: dict[str, type[msgspec.Struct]] = {}
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            found[f"{prefix}{field.name}"] = field.type
+            found |= _sections(field.type, f"{prefix}{field.name}.")
+    return found
+
+
+SECTIONS = _sections(Config)
 
 
 def variable(section: str, key: str = "") -> str:

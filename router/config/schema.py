@@ -141,40 +141,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def facts(self) -> ModelFacts:
         """Return the facts that the index needs."""
+        numbered = ("attention_chunk_sizes", "kinds", "windows")
         return ModelFacts(
-            attention_chunk_size=self.attention_chunk_size,
-            attention_chunk_sizes={int(idx): tokens for idx, tokens in self.attention_chunk_sizes.items()},
-            mamba_cache_mode=self.mamba_cache_mode,
-            eagle_groups=self.eagle_groups,
-            eagle_groups_apart=self.eagle_groups_apart,
-            partial_hash_hits=self.partial_hash_hits,
-            retention_interval=self.retention_interval,
-            report_mode_full=self.report_mode_full,
-            hash_seeds=self.hash_seeds,
-            lora_paths=self.lora_paths,
-            kinds={int(idx): kind for idx, kind in self.kinds.items()},
-            windows={int(idx): window for idx, window in self.windows.items()},
-            shared_stores=self.shared_stores,
-            shared_store_ttl_s=self.shared_store_ttl_s,
-            first_connector_loads=self.first_connector_loads,
-            hidden_groups=self.hidden_groups,
-            replay_tokens=self.replay_tokens,
+            **_common(self, ModelFacts)
+            | {name: {int(idx): fact for idx, fact in getattr(self, name).items()} for name in numbered}
         )
 
     def prompts(self) -> ModelPrompts:
         """Return the settings of the prompt reader; without a directory that has yet to be found."""
         source = parse_source(self.tokenizer)
-        return ModelPrompts(
-            tokenizer_dir=source.name if source.kind == "directory" else None,
-            chat_template=self.chat_template,
-            chat_template_content_format=self.chat_template_content_format,
-            tokenizer_mode=self.tokenizer_mode,
-            default_chat_template_kwargs=self.default_chat_template_kwargs,
-            exclude_tools_when_tool_choice_none=self.exclude_tools_when_tool_choice_none,
-            anthropic_disabled_thinking_effort=self.anthropic_disabled_thinking_effort,
-            time_zone=self.time_zone,
-            lora_paths=self.lora_paths,
-        )
+        directory = source.name if source.kind == "directory" else None
+        return ModelPrompts(tokenizer_dir=directory, **_common(self, ModelPrompts))
 
     def shadow_spec(self) -> ShadowSpec:
         """Return the pool assumed for engines of this model without events. Raises ``ValueError``."""
@@ -192,6 +169,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             ),
             assumed=tuple(name for name in ("block_size", "num_blocks") if getattr(given, name) is None),
         )
+
+
+def _common(settings: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the settings that are fields of ``kind`` too."""
+    names = set(settings.__struct_fields__).intersection(kind.__struct_fields__)
+    return {name: getattr(settings, name) for name in names}
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

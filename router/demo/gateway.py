@@ -125,11 +125,7 @@ def listener(name: str, port: int, to: str, filters: Sequence[Json]) -> Json:
         "http_filters": [*filters, http_filter("router", "router.v3.Router")],
     }
     network = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
-    return {
-        "name": name,
-        "address": address(f"127.0.0.1:{port}"),
-        "filter_chains": [{"filters": [network]}],
-    }
+    return {"name": name, "address": address(f"127.0.0.1:{port}"), "filter_chains": [{"filters": [network]}]}
 
 
 def ext_proc(request_body: str = "FULL_DUPLEX_STREAMED", response_body: str = "FULL_DUPLEX_STREAMED") -> Json:

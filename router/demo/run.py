@@ -170,12 +170,7 @@ def _check_store(index: IndexSettings) -> None:
 @contextmanager
 def engine_process(settings: Sequence[EngineSettings]) -> Iterator[list[str]]:
     """Run simulated engines with these settings in a process; yields their base URLs."""
-    command = [
-        sys.executable,
-        "-m",
-        "router.demo.run",
-        msgspec.json.encode(settings).decode(),
-    ]
+    command = [sys.executable, "-m", "router.demo.run", msgspec.json.encode(settings).decode()]
     process = subprocess.Popen(  # noqa: S603  # our own module
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )

@@ -369,10 +369,7 @@ def answer(kind: Kind, *, common: bytes = b"", metadata: bytes = b"") -> bytes:
 
 
 def common_response(
-    *,
-    headers: bytes = b"",
-    body: bytes | None = None,
-    clear_route_cache: bool = False,
+    *, headers: bytes = b"", body: bytes | None = None, clear_route_cache: bool = False
 ) -> bytes:
     """Encode changes of headers (``header_mutation``) and of a buffered body."""
     return b"".join(

@@ -103,10 +103,7 @@ class GatewayAnswer:
 
 _DROPPED = b"x-llm-d-request-dropped-reason"
 _BY_STATUS = {429: b"rejected-saturated", 503: b"rejected-no-endpoints"}
-_BY_CODE = {
-    b"queue_timeout": b"rejected-ttl-expired",
-    b"too_many_bodies": b"rejected-saturated",
-}
+_BY_CODE = {b"queue_timeout": b"rejected-ttl-expired", b"too_many_bodies": b"rejected-saturated"}
 _CODE = re.compile(rb'"code":\s*"(\w+)"')
 
 

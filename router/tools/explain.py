@@ -20,13 +20,7 @@ from router.config.schema import Config
 from router.index.learn.layout import ModelFacts
 from router.index.model import HashedPrompt
 from router.openai.body import peek
-from router.placement.candidate import (
-    Candidate,
-    Confidence,
-    Hit,
-    PolicySettings,
-    placement_request,
-)
+from router.placement.candidate import Candidate, Confidence, Hit, PolicySettings, placement_request
 from router.placement.policies import ArmState, policy
 from router.prompts.settings import ANY_MODEL
 from router.tools.capture import is_trace, read_capture, with_progress

@@ -127,11 +127,7 @@ class SiblingGossip:
         started = time.time_ns() >> 10
         self.load = LoadGossip(self._name, own_load, started=started, refused=self._malformed)
         self.inflight = GossipedInflight(
-            self._name,
-            started,
-            self._add_inflight,
-            served=served,
-            publishes_prefills=False,
+            self._name, started, self._add_inflight, served=served, publishes_prefills=False
         )
         self.responses = ResponseHolders()
         self.responses.listeners.append(self._add_response)

@@ -202,9 +202,7 @@ def merged(pages: Iterable[WorkerPage], counters: CounterStore, *, shared_index:
 
 
 def _settle(
-    values: Mapping[str, dict[Key, float]],
-    total: Mapping[Key, float],
-    families: Mapping[str, WorkerFamily],
+    values: Mapping[str, dict[Key, float]], total: Mapping[Key, float], families: Mapping[str, WorkerFamily]
 ) -> None:
     """Store the totals in the families they belong to."""
     home = {f"{name}{end}": name for name, family in families.items() for end in _ENDS.get(family.kind, ())}

@@ -32,12 +32,7 @@ from router.tools.doctor.findings import (
 )
 from router.tools.ops_client import make_table, output_console
 
-STYLES = {
-    Severity.OK: "green",
-    Severity.INFO: "cyan",
-    Severity.WARNING: "yellow",
-    Severity.ERROR: "bold red",
-}
+STYLES = {Severity.OK: "green", Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 _SECONDS_MAX = 3600.0
 
 

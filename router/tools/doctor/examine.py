@@ -36,13 +36,7 @@ from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
-from router.prompts.hub import (
-    Locator,
-    TokenizerProblem,
-    TokenizerSource,
-    named_by_engine,
-    parse_source,
-)
+from router.prompts.hub import Locator, TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from router.prompts.model_config import ModelConfigFile, read_model_file
 from router.prompts.reader import ModelDirError, PromptReader
 from router.prompts.settings import ANY_MODEL, ModelPrompts

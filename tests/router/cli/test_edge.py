@@ -149,11 +149,7 @@ def test_a_wheel_without_extras_is_told_what_to_install(
         (ExceptionGroup("two", [ExceptionGroup("one", [OSError("no route")])]), 1, "no route"),
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), 1, "reset by peer"),
         (BrokenPipeError(errno.EPIPE, "of some socket"), 1, "of some socket"),
-        (
-            ZeroDivisionError("oops"),
-            1,
-            "unexpected ZeroDivisionError: oops (a bug; KVATLAS_TRACEBACK=1",
-        ),
+        (ZeroDivisionError("oops"), 1, "unexpected ZeroDivisionError: oops (a bug; KVATLAS_TRACEBACK=1"),
         (ModuleNotFoundError("no router.nonsense", name="router.nonsense"), 1, "unexpected ModuleNotFound"),
         (MemoryError(), 1, "not enough memory"),
     ],

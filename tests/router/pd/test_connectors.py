@@ -95,11 +95,7 @@ def test_the_bootstrap_server_is_beside_the_engine(url: str, bootstrap: str) -> 
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        {"choices": [{"finish_reason": "length"}]},
-        {"stop_reason": "max_tokens"},
-        {"status": "incomplete"},
-    ],
+    [{"choices": [{"finish_reason": "length"}]}, {"stop_reason": "max_tokens"}, {"status": "incomplete"}],
 )
 def test_every_api_says_that_its_length_ended_an_answer(answer: Any) -> None:
     assert told(mooncake(Server({"0": ENTRY})), answer)["transfer_id"] == "xfer-1"

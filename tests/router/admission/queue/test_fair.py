@@ -92,11 +92,7 @@ def test_a_tenants_requests_of_one_class_and_lane_come_in_the_order_they_came(
 
 @settings(max_examples=examples(300))
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(TENANTS), st.integers(1, 1000)),
-        min_size=1,
-        max_size=60,
-    ),
+    st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 1000)), min_size=1, max_size=60),
     st.fixed_dictionaries({tenant: st.sampled_from((0.5, 1.0, 3.0)) for tenant in TENANTS}),
     st.sampled_from((0.0, 500.0, 1e6)),
 )

@@ -66,10 +66,7 @@ async def administered(
     given: dict[str, Any] = {"enabled": True, "token_file": token_file(tmp_path), **settings}
     config = configure(*engines, admin=AdminSettings(**given), **(changes or {}))
     connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
-    async with (
-        routing(config, wait=False) as rig,
-        aiohttp.ClientSession(connector=connector) as session,
-    ):
+    async with routing(config, wait=False) as rig, aiohttp.ClientSession(connector=connector) as session:
         office = rig.router.admin
         assert office is not None
         url = rig.url

@@ -20,8 +20,7 @@ from tests.support.whole_router import running
 
 
 @given(
-    st.floats(1, 600),
-    st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), min_size=1, max_size=60),
+    st.floats(1, 600), st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), min_size=1, max_size=60)
 )
 def test_never_more_than_the_burst_and_the_rate(per_minute: float, steps: list[tuple[str, float]]) -> None:
     limit = RateLimit(per_minute)

@@ -51,8 +51,7 @@ def _without_one_group(batch: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
-    [("full_attn_evict.1", _without_removals), ("retention_0.1", _without_one_group)],
+    ("name", "change"), [("full_attn_evict.1", _without_removals), ("retention_0.1", _without_one_group)]
 )
 def test_events_that_are_left_out_show(tmp_path: Path, name: str, change: Callable[[bytes], bytes]) -> None:
     """The comparison can fail: without some of its events a trace is not exact."""

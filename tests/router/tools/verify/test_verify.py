@@ -173,10 +173,7 @@ def test_only_what_an_operator_configures_is_read_from_the_header(
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [
-        ("chunked_local.1", "attention_chunk_size", 32),
-        ("eagle_full.1", "is_eagle", False),
-    ],
+    [("chunked_local.1", "attention_chunk_size", 32), ("eagle_full.1", "is_eagle", False)],
 )
 def test_what_an_operator_configures_matters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, field: str, value: Any
