@@ -482,52 +482,45 @@ def _property_verdict(each: Property, findings: list[Finding]) -> PropertyVerdic
     return PropertyVerdict(each.name, each.claim, state, each.required, tuple(about))
 
 
-EngineCheck = Callable[[EngineEvidence], Iterator[CheckResult]]
-FleetCheck = Callable[[Evidence], Iterator[CheckResult]]
+Check = Callable[[Any], Iterator[CheckResult]]
 
-# First part of a check's id, in display order.
+# First part of a check's id, in display order; those from ``_FLEET_AREAS`` on are about the fleet.
 _AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "load", "fleet", "router")
+_FLEET_AREAS = frozenset({"fleet", "router"})
 
-_ENGINE_CHECKS: dict[str, EngineCheck] = {}
-_FLEET_CHECKS: dict[str, FleetCheck] = {}
-
-
-def engine_check(name: str) -> Callable[[EngineCheck], EngineCheck]:
-    def register(check: EngineCheck) -> EngineCheck:
-        _ENGINE_CHECKS[name] = check
-        return check
-
-    return register
+_CHECKS: dict[str, Check] = {}
 
 
-def fleet_check(name: str) -> Callable[[FleetCheck], FleetCheck]:
-    """Register a check of all engines, or of the router."""
+def check(name: str) -> Callable[[Check], Check]:
+    """Register a check: of an engine, or by the first part of its id of all engines or of the router."""
 
-    def register(check: FleetCheck) -> FleetCheck:
-        _FLEET_CHECKS[name] = check
-        return check
+    def register(work: Check) -> Check:
+        _CHECKS[name] = work
+        return work
 
     return register
 
 
-def names() -> list[str]:
-    """Ids of all checks."""
-    return [*_ENGINE_CHECKS, *_FLEET_CHECKS]
+def names(*, engines_only: bool = False) -> list[str]:
+    """Ids of all checks, or of those of one engine."""
+    return [name for name in _CHECKS if not (engines_only and _of_fleet(name))]
 
 
 def run_checks(seen: Evidence) -> list[Finding]:
     """Run every check: engine by engine, then on the fleet."""
-    findings: list[Finding] = []
-    for engine in seen.engines:
-        for name, check in sorted(_ENGINE_CHECKS.items(), key=_area):
-            findings += _run(name, engine.engine_id, check(engine))
-    for name, fleet in sorted(_FLEET_CHECKS.items(), key=_area):
-        findings += _run(name, FLEET, fleet(seen))
-    return findings
+    ordered = sorted(_CHECKS.items(), key=_area)
+    subjects: list[tuple[str, EngineEvidence | Evidence]] = [(one.engine_id, one) for one in seen.engines]
+    return [
+        finding
+        for subject, evidence in [*subjects, (FLEET, seen)]
+        for name, work in ordered
+        if _of_fleet(name) == (evidence is seen)
+        for finding in _run(name, subject, work(evidence))
+    ]
 
 
-def engine_checks() -> list[str]:
-    return list(_ENGINE_CHECKS)
+def _of_fleet(name: str) -> bool:
+    return name.partition(".")[0] in _FLEET_AREAS
 
 
 def _area(entry: tuple[str, object]) -> int:

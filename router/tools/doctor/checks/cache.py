@@ -20,9 +20,8 @@ from router.tools.doctor.findings import (
     CheckResult,
     EngineEvidence,
     Evidence,
-    engine_check,
+    check,
     error,
-    fleet_check,
     info,
     ok,
     warning,
@@ -34,7 +33,7 @@ _STORES_MIN = 20
 _SMALL_WINDOW_TOKENS = 256
 
 
-@engine_check("cache.prefix_caching")
+@check("cache.prefix_caching")
 def prefix_caching(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that prefix caching is on: without it there are no hits."""
     reported = engine.gauges.cache_config.get("enable_prefix_caching")
@@ -48,7 +47,7 @@ def prefix_caching(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok("prefix caching is on")
 
 
-@engine_check("cache.scheme")
+@check("cache.scheme")
 def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report how the engine hashes blocks."""
     residency = engine.residency
@@ -92,7 +91,7 @@ def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("cache.sglang")
+@check("cache.sglang")
 def sglang(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check the options with which SGLang was started."""
     stated = engine.server.server_info
@@ -153,7 +152,7 @@ def _why_no_scheme(engine: EngineEvidence) -> str:
     return "PYTHONHASHSEED has a value that was not tried, or the hash function is not vLLM's"
 
 
-@engine_check("cache.groups")
+@check("cache.groups")
 def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report the KV cache layout that hits are computed with."""
     residency = engine.residency
@@ -203,7 +202,7 @@ def _assumed(idxs: list[int], file: ModelConfigFile, groups: int) -> CheckResult
     )
 
 
-@engine_check("cache.facts")
+@check("cache.facts")
 def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report missing facts that no event carries and that must be configured."""
     residency = engine.residency
@@ -220,7 +219,7 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
     yield from _drafter(engine, residency)
 
 
-@engine_check("cache.sources")
+@check("cache.sources")
 def sources(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report facts about the engine that come from sources other than its events."""
     residency = engine.residency
@@ -267,7 +266,7 @@ def _mamba(engine: EngineEvidence, specs: tuple[GroupSpec, ...]) -> Iterator[Che
         )
 
 
-@engine_check("cache.retention")
+@check("cache.retention")
 def retention(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report how much of a prompt window and Mamba groups keep, and the effect on hits."""
     layout = engine.residency.layout if engine.residency is not None else None
@@ -323,7 +322,7 @@ def _may_gain_by_retention(groups: Sequence[GroupSpec]) -> bool:
 _LARGE_ALIGNMENT_TOKENS = 512
 
 
-@engine_check("cache.block_size")
+@check("cache.block_size")
 def block_size(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that prompts are longer than a block: shorter ones are never reused."""
     layout = engine.residency.layout if engine.residency is not None else None
@@ -352,7 +351,7 @@ def block_size(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(seen)
 
 
-@engine_check("cache.pool")
+@check("cache.pool")
 def pool(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that an engine does not hold more blocks than its pool has."""
     residency, blocks = engine.residency, engine.gauges.pool_blocks
@@ -373,7 +372,7 @@ def pool(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(seen)
 
 
-@engine_check("cache.lora")
+@check("cache.lora")
 def lora(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the path of every LoRA adapter is known: it is part of the block hashes."""
     served = {card.id for card in engine.server.models if card.parent is not None}
@@ -396,7 +395,7 @@ def _by_model(seen: Evidence) -> dict[str, list[EngineEvidence]]:
     return models
 
 
-@fleet_check("fleet.engines")
+@check("fleet.engines")
 def engines(seen: Evidence) -> Iterator[CheckResult]:
     """Check that there is an engine to examine."""
     if not seen.engines:
@@ -407,7 +406,7 @@ def engines(seen: Evidence) -> Iterator[CheckResult]:
         )
 
 
-@fleet_check("fleet.duplicates")
+@check("fleet.duplicates")
 def duplicates(seen: Evidence) -> Iterator[CheckResult]:
     """Report two entries that receive the same messages: one engine counted twice."""
     received = [
@@ -425,7 +424,7 @@ def duplicates(seen: Evidence) -> Iterator[CheckResult]:
         yield ok(f"{len(received)} engines, each with events of its own")
 
 
-@fleet_check("fleet.hash_seeds")
+@check("fleet.hash_seeds")
 def hash_seeds(seen: Evidence) -> Iterator[CheckResult]:
     """Report several hash schemes for one model: every prompt is hashed once per scheme."""
     for model, members in _by_model(seen).items():
@@ -450,7 +449,7 @@ def hash_seeds(seen: Evidence) -> Iterator[CheckResult]:
         )
 
 
-@fleet_check("fleet.lookahead")
+@check("fleet.lookahead")
 def lookahead(seen: Evidence) -> Iterator[CheckResult]:
     """Report engines of one model with and without look-ahead hashes (EAGLE, MTP): they share no blocks."""
     for model, members in _by_model(seen).items():
@@ -470,7 +469,7 @@ def lookahead(seen: Evidence) -> Iterator[CheckResult]:
             )
 
 
-@fleet_check("fleet.layouts")
+@check("fleet.layouts")
 def layouts(seen: Evidence) -> Iterator[CheckResult]:
     """Report engines of one model with different KV cache groups."""
     for model, members in _by_model(seen).items():
@@ -492,7 +491,7 @@ def layouts(seen: Evidence) -> Iterator[CheckResult]:
         )
 
 
-@fleet_check("fleet.versions")
+@check("fleet.versions")
 def versions(seen: Evidence) -> Iterator[CheckResult]:
     """Report different vLLM releases: supported, but worth knowing."""
     for model, members in _by_model(seen).items():

@@ -9,7 +9,7 @@ from router.tools.doctor.findings import (
     NEWEST_KNOWN,
     CheckResult,
     EngineEvidence,
-    engine_check,
+    check,
     error,
     info,
     missing_features,
@@ -21,7 +21,7 @@ from router.tools.doctor.listener import Connectivity, ReplayState
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"
 
 
-@engine_check("events.reach")
+@check("events.reach")
 def reach(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the live socket accepts a subscription."""
     sockets, address = engine.sockets, engine.engine.events
@@ -64,7 +64,7 @@ def _refused(engine: EngineEvidence) -> CheckResult:
     )
 
 
-@engine_check("events.replay")
+@check("events.replay")
 def replay(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that missed batches can be replayed."""
     sockets, address = engine.sockets, engine.engine.replay
@@ -119,7 +119,7 @@ def _replay_complete(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"replay returned all {sockets.replayed_batches} batches since the engine's start")
 
 
-@engine_check("events.flow")
+@check("events.flow")
 def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that events arrive."""
     sockets = engine.sockets
@@ -155,7 +155,7 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("events.removals")
+@check("events.removals")
 def removals(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that every removed block was stored before."""
     stored, removed, unknown = (engine.removals.get(name, 0) for name in ("stored", "removed", "unknown"))
@@ -186,7 +186,7 @@ def removals(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("events.topic")
+@check("events.topic")
 def topic(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the topic matches: with a wrong topic the router receives nothing."""
     sockets, wanted = engine.sockets, engine.engine.topic
@@ -203,7 +203,7 @@ def topic(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("events.encoding")
+@check("events.encoding")
 def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that every event could be decoded."""
     sockets, event_counts = engine.sockets, engine.event_counts
@@ -256,7 +256,7 @@ def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("events.ranks")
+@check("events.ranks")
 def ranks(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that each data-parallel rank has an event socket of its own."""
     received = engine.event_counts.ranks
@@ -279,7 +279,7 @@ _SKEW_S_MAX = 2.0
 _LAG_S_MAX = 1.0
 
 
-@engine_check("http.health")
+@check("http.health")
 def health(engine: EngineEvidence) -> Iterator[CheckResult]:
     answer = engine.server.health
     if answer.ok:
@@ -300,7 +300,7 @@ def health(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("http.models")
+@check("http.models")
 def models(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check ``GET /v1/models``, which the router uses as the liveness probe."""
     answer = engine.server.models_answer
@@ -341,7 +341,7 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("http.version")
+@check("http.version")
 def version(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report features that this vLLM release missing_features."""
     server = engine.server
@@ -368,7 +368,7 @@ def version(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("http.event_sources")
+@check("http.event_sources")
 def event_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the event endpoints are known, and name their source."""
     answer, sources = engine.server.sources_answer, engine.server.sources
@@ -431,7 +431,7 @@ def _compare_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"events at {engine.engine.events}, as given")
 
 
-@engine_check("clock.skew")
+@check("clock.skew")
 def clock_skew(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check clocks: skew does not affect routing, but makes time figures misleading."""
     skews = [s for s in (engine.server.health.date_skew_s, engine.server.models_answer.date_skew_s) if s]

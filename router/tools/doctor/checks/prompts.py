@@ -19,7 +19,7 @@ from router.tools.doctor.findings import (
     LoadRequest,
     ProbeRequest,
     PromptParity,
-    engine_check,
+    check,
     error,
     info,
     ok,
@@ -28,7 +28,7 @@ from router.tools.doctor.findings import (
 from router.tools.doctor.listener import ReplayState
 
 
-@engine_check("tokens.parity")
+@check("tokens.parity")
 def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Compare tokenizer and chat template with the engine's ``/tokenize``."""
     if not engine.server.models:
@@ -83,7 +83,7 @@ def _no_tokenizer(engine: EngineEvidence) -> CheckResult:
     )
 
 
-@engine_check("tokens.family")
+@check("tokens.family")
 def family(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that chats of this model can be rendered locally."""
     if engine.unreadable is not None:
@@ -95,7 +95,7 @@ def family(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("tokens.speed")
+@check("tokens.speed")
 def speed(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report the library that tokenizes."""
     name = engine.tokenized_by
@@ -153,7 +153,7 @@ def _not_compared(result: PromptParity) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("tokens.usage")
+@check("tokens.usage")
 def cached_report(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the engine runs with ``--enable-prompt-tokens-details``."""
     if engine.probe is None:
@@ -169,7 +169,7 @@ def cached_report(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok("responses report how many tokens were cached")
 
 
-@engine_check("probe.exact")
+@check("probe.exact")
 def exact(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Compare predicted with reported hits."""
     probe = engine.probe
@@ -302,7 +302,7 @@ def _shown(one: LoadRequest) -> str:
     return f"{text}, of {request.reported_prompt_tokens or request.prompt_tokens} tokens"
 
 
-@engine_check("load.answers")
+@check("load.answers")
 def answers(engine: EngineEvidence) -> Iterator[CheckResult]:
     load = engine.load
     if load is None:
@@ -321,7 +321,7 @@ def answers(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"{load.sent} requests answered{late}")
 
 
-@engine_check("load.idle")
+@check("load.idle")
 def idle(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the engine was idle: other requests evict blocks and are counted too."""
     load = engine.load
@@ -335,7 +335,7 @@ def idle(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-@engine_check("load.replay")
+@check("load.replay")
 def replay(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the replay socket returns what was published."""
     again = None if engine.load is None else engine.load.replay
@@ -358,7 +358,7 @@ def replay(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"replay gives all {again.received} batches that were received live")
 
 
-@engine_check("load.tokens")
+@check("load.tokens")
 def tokens(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Compare the tokens of prompts with those of the events and with the reported lengths."""
     compared = _compared(engine)
@@ -378,7 +378,7 @@ def tokens(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"tokens in the events of {matched} prompts equal those computed here")
 
 
-@engine_check("load.hashes")
+@check("load.hashes")
 def hashes(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Compare published hashes with hashes recomputed from the prompts."""
     compared = _compared(engine)
@@ -409,7 +409,7 @@ def hashes(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"{count} published hashes equal those of the prompts' blocks")
 
 
-@engine_check("load.phantoms")
+@check("load.phantoms")
 def phantoms(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that every block held according to events is held by the engine."""
     compared = _compared(engine)
@@ -427,7 +427,7 @@ def phantoms(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"all {len(held)} prompts with blocks held according to events were hits")
 
 
-@engine_check("load.hits")
+@check("load.hits")
 def hits(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Compare predicted with real hits; phantoms have a separate check."""
     compared = _compared(engine)
@@ -463,7 +463,7 @@ def hits(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield ok(f"all {len(exact)} predictions exact, {reused} of them hits")
 
 
-@engine_check("load.usage")
+@check("load.usage")
 def usage(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Compare ``cached_tokens`` with the stored blocks and the engine's own counters."""
     load = engine.load

@@ -15,8 +15,8 @@ from router.tools.doctor.findings import (
     Evidence,
     RouterEvidence,
     Severity,
+    check,
     error,
-    fleet_check,
     info,
     ok,
     warning,
@@ -30,7 +30,7 @@ _SOURCE_REMEDIES = {
 }
 
 
-@fleet_check("router.reach")
+@check("router.reach")
 def reach(seen: Evidence) -> Iterator[CheckResult]:
     """Check that the router answers and is ready."""
     router = seen.router
@@ -54,7 +54,7 @@ def reach(seen: Evidence) -> Iterator[CheckResult]:
         )
 
 
-@fleet_check("router.sources")
+@check("router.sources")
 def sources(seen: Evidence) -> Iterator[CheckResult]:
     """Report each source of engines: synced, working, number of engines."""
     router = seen.router
@@ -87,7 +87,7 @@ def sources(seen: Evidence) -> Iterator[CheckResult]:
             yield ok(f"engines from {name}: {count}", subject=router.url)
 
 
-@fleet_check("router.engines")
+@check("router.engines")
 def engines(seen: Evidence) -> Iterator[CheckResult]:
     """Report each engine: known, up, feed state, mode, layout."""
     router = seen.router
@@ -171,7 +171,7 @@ def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[Check
         )
 
 
-@fleet_check("router.predictions")
+@check("router.predictions")
 def predictions(seen: Evidence) -> Iterator[CheckResult]:
     """Check drift, receipts, and prompts whose length differs at the engine."""
     router = seen.router
@@ -257,7 +257,7 @@ _ELSEWHERE = {
 }
 
 
-@fleet_check("router.cache")
+@check("router.cache")
 def cache_funnel(seen: Evidence) -> Iterator[CheckResult]:
     """Report how much of the prompts was held, where, and why the rest was not reused."""
     router = seen.router
@@ -356,7 +356,7 @@ _RENDERERS_REMEDY = (
 _OTHERWISE = f"{_RENDER}; docs/exactness.md lists what the router can tokenize"
 
 
-@fleet_check("router.prompts")
+@check("router.prompts")
 def prompts(seen: Evidence) -> Iterator[CheckResult]:
     """Report the share of each API's requests placed by exact tokens, and how to raise it."""
     router = seen.router
