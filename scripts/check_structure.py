@@ -32,8 +32,6 @@ LONE_TASKS = frozenset(
         "router/http/downstream.py",
         # ends by drain(), not by being cancelled; awaited where its block ends
         "router/http/server.py",
-        # awaited where its function ends, but for prefills that must end by themselves: `close` cancels those
-        "router/proxy/disaggregated.py",
         # ended by `close`
         "router/replication/redis_client.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it

@@ -257,7 +257,6 @@ _MAY_BE_ZERO = frozenset(
         "lease_margin_s",
         "leg_overhead_s",
         "min_remote_tokens",
-        "mooncake_early_max",
         "partitions",
         "port",
         "replay_backoff_s",

@@ -23,13 +23,6 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill engine."""
     mooncake_bootstrap_port: int = 8998
     """Port of the bootstrap server in a prefill engine's pod (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
-    mooncake_early_max: int = 0
-    """Maximum number of this router's requests that wait at a decode engine for blocks that one prefill
-    engine has yet to compute. These go to both engines at once, others to one after the other; 0: all of them
-    ([what it costs](prefill-decode.md#both-requests-at-once))."""
-    mooncake_abort_s: float = 480.0
-    """The engines' `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: how long a decode engine waits for missing
-    blocks."""
     offloading_port: int = 5710
     """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 if there are several."""
     lease_s: float = 30.0
@@ -207,10 +200,6 @@ class PdStats(msgspec.Struct):
     """Decode engines that failed after the handoff; the blocks are not handed to another one."""
     handoffs_redirected: Annotated[int, "kvatlas_pd_handoffs_redirected_total"] = 0
     """Decode engines that could not be reached, so that another one got the same handoff."""
-    early_decodes: Annotated[int, "kvatlas_pd_early_decodes_total"] = 0
-    """Handoffs sent before the prefill engine had answered."""
-    waits_leaked: Annotated[int, "kvatlas_pd_waits_leaked_total"] = 0
-    """Of these, failed prefills: a decode engine waits for them until its own time-out."""
     gap_s: Annotated[float, "kvatlas_pd_gap_seconds_total"] = 0.0
     """Seconds between the two requests, summed over all handoffs."""
     prefill_s: Annotated[float, "kvatlas_pd_prefill_seconds_total"] = 0.0

@@ -7,8 +7,7 @@ assertion in its scheduler), so they are never handed over.
 Mooncake: both engines get a transfer id, and the decode engine also the engine to fetch from, found through
 the bootstrap server in the prefill engine's pod. The prefill engine's answer does not mention it. Blocks are
 kept only if the answer ended by its length; a decode engine that asks for others waits for minutes
-(``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``). A decode engine may be asked before the blocks are there, and waits
-for them.
+(``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``).
 
 OffloadingConnector's ``p2p`` tier: both engines get a transfer id, the decode engine also the address of the
 other's side channel. Blocks that are not fetched are dropped after 60 s; later readers are refused at once.
@@ -32,7 +31,6 @@ from router.pd.settings import PdSettings
 # The parameters for the decode engine, or why there are none: the engine holds no blocks; its state is
 # unknown; its answer did not end by its length; it has several ranks, and the request named none.
 TransferResult = bytes | Literal["no connector", "unreadable", "stopped", "ranks"]
-Problem = Literal["", "unreadable", "stopped"]
 # Get a page of the server at ``http://HOST:PORT``: a bootstrap server's answer to ``GET /query``. Raises
 # ``OSError``.
 Query = Callable[[str], Awaitable[bytes]]
@@ -60,28 +58,8 @@ class Connector(Protocol):
         """Whether a decode engine that comes after the lease reads whatever the blocks hold then, instead of
         being refused."""
 
-    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """Parameters for a decode engine before there is an answer; None if it must be awaited."""
 
-    def problem(self, answer: bytes) -> Problem:
-        """Return why an engine holds no blocks after this answer, if the decode request was sent ``early``;
-        "" if it does."""
-
-
-class _SequentialTransfer:
-    """Base of connectors whose parameters come with the answer, or that refuse early readers."""
-
-    def leased(self, source: PrefillHolder) -> bool:
-        return False
-
-    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        return None
-
-    def problem(self, answer: bytes) -> Problem:
-        return ""
-
-
-# Number of engines remembered as having Mooncake; for others, the two requests are sequential.
+# Number of engines remembered as having Mooncake.
 _ENGINES_MAX = 4096
 _NULL = msgspec.Raw(b"null")
 
@@ -168,7 +146,7 @@ def connector_of(settings: PdSettings, query: Query) -> Connector:
     return mooncake if settings.connector == "mooncake" else AutoDetect(NixlPull(), mooncake)
 
 
-class NixlPull(_SequentialTransfer):
+class NixlPull:
     """NixlConnector (NixlPullConnector) of vLLM 0.30 to 0.33."""
 
     def prefill_params(self, transfer_id: str) -> bytes:
@@ -209,21 +187,16 @@ class Mooncake:
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> TransferResult:
         found = await self._find(transfer_id, source, cached_tokens)
-        return found if found in ("no connector", "unreadable") else self.problem(answer) or found
+        if found in ("no connector", "unreadable"):
+            return found
+        try:
+            return found if _ENDING.decode(answer).cut_short else "stopped"
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return "unreadable"
 
     def leased(self, source: PrefillHolder) -> bool:
         """Implement ``Connector``: the prefill engine sends only blocks that it knows to be there."""
         return False
-
-    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        found = await self._find(transfer_id, source)
-        return found if isinstance(found, bytes) else None
-
-    def problem(self, answer: bytes) -> Problem:
-        try:
-            return "" if _ENDING.decode(answer).cut_short else "stopped"
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return "unreadable"
 
     async def _find(
         self, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
@@ -256,7 +229,7 @@ class Mooncake:
         return msgspec.json.encode(params)
 
 
-class Offloading(_SequentialTransfer):
+class Offloading:
     """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33; the tier of rank 0 listens on
     ``port``."""
 
@@ -273,6 +246,9 @@ class Offloading(_SequentialTransfer):
         # other connectors beside this one would take for theirs.
         host, port = urlsplit(source.base_url).hostname, self._port + int(source.rank or 0)
         return _peer("remote_prefiller", transfer_id, host, port)
+
+    def leased(self, source: PrefillHolder) -> bool:
+        return False
 
 
 class KvSource(msgspec.Struct, frozen=True, gc=False):
@@ -323,13 +299,5 @@ class AutoDetect:
             self._have_mooncake.add(source.base_url)
         return result
 
-    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """Implement ``Connector``; None until the engine has shown that it has Mooncake."""
-        known = source.base_url in self._have_mooncake
-        return await self._mooncake.early_params(transfer_id, source) if known else None
-
     def leased(self, source: PrefillHolder) -> bool:
         return source.base_url not in self._have_mooncake
-
-    def problem(self, answer: bytes) -> Problem:
-        return self._mooncake.problem(answer)

@@ -139,7 +139,6 @@ class ProxyApp:
 
     def close(self) -> None:
         """Close all connections to engines."""
-        self._forwarder.close()
         self.client.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,10 +1,9 @@
 """Serve one request on two engines: one computes the prompt and keeps its blocks, the other fetches them.
 
 The prefill engine's answer is read whole and never forwarded; the decode engine's answer is the client's.
-Where it is allowed, the decode engine is asked before the prefill has ended. Invariants: the attempt at the
-prefill engine has ended when ``prefill`` returns or raises; on cancellation its connection is closed, upon
-which that engine frees the blocks; the decode request is sent once, and only while the lease is young, and
-its answer is forwarded only if it begins before the lease ends (``Handoff``).
+Invariants: the attempt at the prefill engine has ended when ``prefill`` returns or raises; on cancellation
+its connection is closed, upon which that engine frees the blocks; the decode request is sent once, and only
+while the lease is young, and its answer is forwarded only if it begins before the lease ends (``Handoff``).
 """
 
 from __future__ import annotations
@@ -12,25 +11,22 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
-from router.http.request_cycle import Send
 from router.http.upstream import UpstreamClient, UpstreamError
 from router.openai.errors import retry_after_s
 from router.openai.members import run_cooperatively
 from router.openai.request import Usage
 from router.pd.bodies import SplitBody
-from router.pd.handoff import DisaggState, Handoff, HandoffRefusedError, WaitSlots
+from router.pd.handoff import DisaggState, Handoff, HandoffRefusedError
 from router.pd.settings import RANK, PdSettings, PdStats
 from router.pd.transfer import (
     Connector,
     PrefillHolder,
-    Problem,
     Query,
-    TransferResult,
     expired_leases,
     without_blocks,
 )
@@ -141,7 +137,7 @@ class DisaggForwarder:
         self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, transfer_id: str
     ) -> None:
         """Have the prompt computed, and note the handoff. Raises ``AgainError`` if the prefill failed."""
-        disagg.prefill_sent(transfer_id)
+        disagg.prefill_sent()
         self._stats.split += 1
         try:
             await self._ask_prefill(attempt, body, out, disagg, transfer_id)
@@ -154,15 +150,6 @@ class DisaggForwarder:
         except asyncio.CancelledError:
             self._proxy_stats.clients_left_unanswered += attempt.left_unanswered()
             raise
-
-    async def early_handoff(self, attempt: Attempt, disagg: DisaggState, transfer_id: str) -> Handoff | None:
-        """Return the handoff for a decode engine while the prompt is being computed, if its connector allows
-        it."""
-        params = await self.connector.early_params(transfer_id, _holder(attempt))
-        if params is None:
-            return None
-        handoff = self._handoff(attempt, params, self._clock(), early=True)
-        return handoff if disagg.handed_over(transfer_id, handoff) else None
 
     async def _ask_prefill(
         self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, transfer_id: str
@@ -181,7 +168,7 @@ class DisaggForwarder:
             held_since_s = max(asked_s, self._idle.at_s)
             content = await self._read(answer)
             attempt.arrived()
-            self._check(attempt, answer, out, disagg, transfer_id)
+            self._check(attempt, answer, out, disagg)
             if aborted(out.request.path, content):
                 raise UpstreamError("aborted")
             usage = _usage(content)
@@ -193,7 +180,7 @@ class DisaggForwarder:
             if error is None:
                 raise
             engine_failed(attempt, error, self._proxy_stats)
-            disagg.prefill_failed(transfer_id, attempt.engine_id)
+            disagg.prefill_failed(attempt.engine_id)
             raise AgainError(error.reason, broke=broke(error)) from None
         finally:
             self._idle.end()
@@ -202,9 +189,7 @@ class DisaggForwarder:
             # Ends the account whatever happened: a leaked prefill would count as queued work forever.
             attempt.finished(usage)
 
-    def _check(
-        self, attempt: Attempt, answer: Answer, out: Outbound, disagg: DisaggState, transfer_id: str
-    ) -> None:
+    def _check(self, attempt: Attempt, answer: Answer, out: Outbound, disagg: DisaggState) -> None:
         """Raise ``AgainError`` for an unsuccessful answer."""
         status = answer.status
         if status in REFUSALS:
@@ -212,12 +197,12 @@ class DisaggForwarder:
             wait_s = retry_after_s(head.retry_after, self.proxy.retry_after_s_max)
             if attempt.refused(status, wait_s):
                 self._proxy_stats.count_failure("status")
-            disagg.prefill_failed(transfer_id, attempt.engine_id)
+            disagg.prefill_failed(attempt.engine_id)
             raise AgainError("status", broke=status == BROKEN)
         attempt.answered(status)
         if status != 200:
             # the decode engine will tell the client why its request is invalid
-            disagg.nothing_to_fetch(transfer_id)
+            disagg.nothing_to_fetch()
             raise AgainError("refused")
         attempt.first_byte(status)
 
@@ -230,44 +215,28 @@ class DisaggForwarder:
         held_since_s: float,
         cached_tokens: int | None,
     ) -> None:
-        result: TransferResult | Problem
-        if disagg.is_settled(transfer_id):
-            result = self.connector.problem(content)
-            disagg.set_cached_tokens(transfer_id, cached_tokens)
-        else:
-            result = await self.connector.decode_params(content, transfer_id, _holder(attempt), cached_tokens)
+        holder = _holder(attempt)
+        result = await self.connector.decode_params(content, transfer_id, holder, cached_tokens)
         if isinstance(result, bytes):
-            handoff = self._handoff(attempt, result, held_since_s, cached_tokens=cached_tokens)
-            disagg.handed_over(transfer_id, handoff)
-        elif result:
-            disagg.nothing_to_fetch(transfer_id)
-            # Without a connector the engine never hands anything over; a prefill that ended by itself says
-            # nothing of the next one.
-            if result != "stopped":
-                attempt.nothing_held()
-            raise AgainError(result)
-
-    def _handoff(
-        self,
-        attempt: Attempt,
-        params: bytes,
-        held_since_s: float,
-        *,
-        early: bool = False,
-        cached_tokens: int | None = None,
-    ) -> Handoff:
-        return Handoff.from_answer(
-            params,
-            source=attempt.engine_id,
-            version=attempt.version,
-            held_since_s=held_since_s,
-            answered_s=self._clock(),
-            settings=self.pd,
-            early=early,
-            leased=self.connector.leased(_holder(attempt)),
-            source_url=attempt.base_url,
-            cached_tokens=cached_tokens,
-        )
+            handoff = Handoff.from_answer(
+                result,
+                source=attempt.engine_id,
+                version=attempt.version,
+                held_since_s=held_since_s,
+                answered_s=self._clock(),
+                settings=self.pd,
+                leased=self.connector.leased(holder),
+                source_url=attempt.base_url,
+                cached_tokens=cached_tokens,
+            )
+            disagg.handed_over(handoff)
+            return
+        disagg.nothing_to_fetch()
+        # Without a connector the engine never hands anything over; a prefill that ended by itself says
+        # nothing of the next one.
+        if result != "stopped":
+            attempt.nothing_held()
+        raise AgainError(result)
 
     async def _read(self, answer: Answer) -> bytes:
         pieces: list[bytes] = []
@@ -299,15 +268,12 @@ class DisaggForwarder:
             attempt.handoff = handoff
             gap_s = now - handoff.answered_s
             self._stats.handoffs += 1
-            self._stats.early_decodes += handoff.early
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
             if out.record.trace is not None:
                 out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         try:
-            # Early: the decode engine waits for the prefill first, so both times are allowed.
-            timeout_s += self.proxy.first_byte_timeout_s * handoff.early
             text = await run_cooperatively(body.decode(handoff.params, attempt.retention))
             asking = self._carrier.ask(attempt, out, timeout_s, on_sent, text)
             waits_s = handoff.leased and not out.request.stream
@@ -426,138 +392,6 @@ def _usage(content: bytes) -> Usage | None:
         return read_usage(without_blocks(content))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-# Both requests of a split at once: the decode engine waits for blocks that are being computed.
-#
-# Invariants: if the blocks will not come, the decode request is closed before the client has received a byte.
-# Its reserved blocks, and a task of the prefill engine, stay taken until both time out: only the end of the
-# prefill wakes them. So a prefill with a waiting decode engine continues to its end even if it is no longer
-# needed (its client left, the decode engine failed), and the number of waiting requests is bounded
-# (``WaitSlots``).
-
-
-Outcome = TypeVar("Outcome")
-
-
-class ConcurrentPrefill:
-    """One per proxy. ``close`` it with the loop: prefills may continue without a waiter."""
-
-    def __init__(self, legs: DisaggForwarder, stats: PdStats, clock: Callable[[], float]) -> None:
-        self._legs = legs
-        self._stats = stats
-        self._clock = clock
-        self._places = WaitSlots()
-        self._alone: set[asyncio.Task[None]] = set()
-
-    def close(self) -> None:
-        """Cancel prefills without a waiter."""
-        for task in self._alone:
-            task.cancel()
-
-    def allowed(self, prefill: Attempt) -> bool:
-        """Whether another decode engine may wait at this prefill engine."""
-        most = self._legs.pd.mooncake_early_max
-        return most > 0 and self._places.taken(prefill.engine_id, self._clock()) < most
-
-    async def run(
-        self,
-        placement: Attempt,
-        out: Outbound,
-        disagg: DisaggState,
-        send: Send,
-        answer: Callable[[Send], Coroutine[Any, Any, Outcome]],
-    ) -> Outcome:
-        """Ask the prefill engine and, by ``answer``, the decode engine; ends as ``answer`` does. Raises
-        ``AgainError`` if the prefill failed before the client had received anything."""
-        pair = _Pair(self._legs, placement, disagg, send)
-        self._places.take(pair.prefill.engine_id)
-        first = asyncio.create_task(pair.compute(out))
-        first.add_done_callback(lambda task: self._over(task, pair))
-        second = asyncio.create_task(pair.fetch(first, answer))
-        try:
-            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            # The blocks will not come, so the decode engine, whatever its state, would wait for its time-out.
-            # Closed while the client has received nothing, the request can be placed again.
-            if _failed(first) and not pair.begun:
-                placement.finished(None)  # the decode engine is not at fault
-                await first
-            outcome = await second
-            # Another decode engine may be asked when the blocks are there.
-            if not pair.is_early:
-                await first
-            return outcome
-        finally:
-            await self._leave(first, second, pair)
-
-    async def _leave(self, first: asyncio.Task[None], second: asyncio.Task[Any], pair: _Pair) -> None:
-        second.cancel()
-        if not pair.is_early:
-            first.cancel()
-        # Only the end of the prefill frees the blocks that the decode engine has reserved, so it goes on
-        # without us.
-        elif not first.done():
-            self._alone.add(first)
-            first.add_done_callback(self._alone.discard)
-        ending: set[asyncio.Task[Any]] = {second} if first in self._alone else {first, second}
-        await asyncio.gather(*ending, return_exceptions=True)
-
-    def _over(self, first: asyncio.Task[None], pair: _Pair) -> None:
-        engine_id = pair.prefill.engine_id
-        if pair.is_early and _failed(first):
-            self._stats.waits_leaked += 1
-            # The decode engine waits until its time-out although the prefill failed: the place stays taken as
-            # long.
-            self._places.leak(engine_id, self._clock(), self._legs.pd.mooncake_abort_s)
-        else:
-            self._places.free(engine_id)
-
-
-class _Pair:
-    """Both halves of one request. ``begun``: the client has received something."""
-
-    def __init__(self, legs: DisaggForwarder, placement: Attempt, disagg: DisaggState, send: Send) -> None:
-        if placement.prefill is None or placement.body is None:
-            raise ValueError("a request for one engine")
-        self.prefill = placement.prefill
-        self.begun = False
-        self._body = placement.body
-        self._placement = placement
-        self._legs = legs
-        self._disagg = disagg
-        self._send = send
-        self._transfer_id = new_transfer_id()
-        self._handoff: Handoff | None = None
-
-    @property
-    def is_early(self) -> bool:
-        """Whether the decode request was sent before the prefill engine had answered."""
-        return self._handoff is not None and self._handoff.sent
-
-    async def compute(self, out: Outbound) -> None:
-        """Implement ``DisaggForwarder.prefill``."""
-        await self._legs.prefill(self.prefill, self._body, out, self._disagg, self._transfer_id)
-
-    async def fetch(
-        self, first: asyncio.Task[None], answer: Callable[[Send], Coroutine[Any, Any, Outcome]]
-    ) -> Outcome:
-        """Send the decode request, early if its parameters are known, otherwise after the prefill."""
-        self._handoff = await self._legs.early_handoff(self.prefill, self._disagg, self._transfer_id)
-        if self._handoff is None:
-            # Shielded: a client that leaves must not cancel a prefill that another task awaits.
-            await asyncio.shield(first)
-        else:
-            # Its first byte comes after the prefill: without this the engine would count as silent.
-            self._placement.expected_s += self.prefill.expected_s
-        return await answer(self._passed_on)
-
-    async def _passed_on(self, message: Any) -> None:
-        self.begun = True
-        await self._send(message)
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 # Pages of an engine, or of the bootstrap server beside it, over the proxy's own connections.

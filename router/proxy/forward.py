@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -50,7 +49,6 @@ from router.proxy.attempt import (
 )
 from router.proxy.disaggregated import (
     AgainError,
-    ConcurrentPrefill,
     DisaggForwarder,
     EnginePage,
     broke,
@@ -123,13 +121,8 @@ class Forwarder:
             clock=clock,
             metrics=EnginePage(client, b"/metrics"),
         )
-        self._together = ConcurrentPrefill(self._legs, pd_stats, clock)
         self._lines = 0
         self._lines_second = 0
-
-    def close(self) -> None:
-        """End tasks whose results are not awaited."""
-        self._together.close()
 
     def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
         """Set the settings of new requests."""
@@ -225,9 +218,6 @@ class Forwarder:
             prefill, body = placement.prefill, placement.body
             if prefill is not None and body is not None:
                 self._tell(prefill, out)
-                if self._together.allowed(prefill):
-                    answer = partial(self._attempt, placement, out, carrier, disagg)
-                    return await self._together.run(placement, out, disagg, send, answer)
                 await self._legs.prefill(prefill, body, out, disagg, new_transfer_id())
             return await self._attempt(placement, out, carrier, disagg, send)
         finally:

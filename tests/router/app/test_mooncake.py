@@ -71,29 +71,10 @@ async def test_the_answer_is_that_of_one_engine(path: str, connector: Any) -> No
         await until(lambda: kept(p) == 0, "the blocks that were read are released")
 
 
-@pytest.mark.parametrize("connector", ["auto", "mooncake"])
-async def test_both_may_be_asked_at_once(connector: Any) -> None:
-    """With `auto` from the second request on: the first answer shows which connector it is."""
-
-    alone = [await told_alone(PATH, completion(number)) for number in range(3)]
-    pd = msgspec.structs.replace(SPLITS, connector=connector, mooncake_early_max=8)
-    async with apart(pd=pd) as (rig, p, (d,)):
-        for number in range(3):
-            with busy(rig):
-                status, answer = await rig.ask("POST", PATH, completion(number))
-            assert status == 200, answer
-            assert words(answer) == words(alone[number])
-        stats = rig.router.proxy.pd_stats
-        assert (stats.handoffs, stats.early_decodes) == (3, 3 - (connector == "auto"))
-        assert sorted(one["leg"] for one in await receipts(rig)) == ["decode"] * 3 + ["prefill"] * 3
-        await until(lambda: kept(p) == 0, "the blocks that were read are released")
-        await rig.caught_up(p, d)
-
-
 @pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
 async def test_a_prefill_engine_that_dies_while_others_wait_for_it_costs_no_answer(point: str) -> None:
     alone = await told_alone(PATH, completion(1))
-    pd = msgspec.structs.replace(SPLITS, connector="mooncake", mooncake_early_max=8)
+    pd = msgspec.structs.replace(SPLITS, connector="mooncake")
     proxy = ProxySettings(first_byte_timeout_s=1.0)
     async with apart({**P, "dies_at": point}, D, D, proxy=proxy, pd=pd) as (rig, _, _):
         with busy(rig):

@@ -44,64 +44,41 @@ def test_the_lease_runs_from_when_the_answer_may_have_come() -> None:
     assert not held.alive(20.5)
 
 
-def asked(*transfer_ids: str) -> DisaggState:
-    """After so many prefills were asked for, with these names."""
+def asked(prefills: int) -> DisaggState:
+    """After so many prefills were asked for."""
     disagg = DisaggState(SETTINGS)
-    for transfer_id in transfer_ids:
-        disagg.prefill_sent(transfer_id)
+    for _ in range(prefills):
+        disagg.prefill_sent()
     return disagg
 
 
 def test_a_decode_engine_that_was_not_told_leaves_the_parameters_to_another() -> None:
-    disagg = asked("a")
-    assert disagg.handed_over("a", handoff(0.0))
+    disagg = asked(1)
+    disagg.handed_over(handoff(0.0))
     assert not disagg.is_sent
     assert disagg.handoff(1.0) is not None
 
 
-def test_what_was_handed_over_early_is_not_handed_over_again_by_the_answer() -> None:
-    disagg = asked("a")
-    early = handoff(0.0)
-    assert disagg.handed_over("a", early)
-    early.take(0.0)
-    disagg.decode_failed(503)
-    assert not disagg.handed_over("a", handoff(5.0))
-    assert disagg.handoff(5.0) is None
-
-
-def test_nobody_is_told_of_what_was_handed_over_early_once_the_prefill_has_failed() -> None:
-    disagg = asked("a")
-    early = handoff(0.0)
-    disagg.handed_over("a", early)
-    disagg.prefill_failed("a", "p")
-    assert disagg.handoff(0.0) is None
-    with pytest.raises(HandoffRefusedError):
-        early.take(0.0)
-
-
-def test_what_is_found_out_after_the_prefill_has_failed_is_told_to_nobody() -> None:
-    disagg = asked("a")
-    disagg.nothing_to_fetch("a")
-    assert not disagg.handed_over("a", handoff(0.0))
+def test_another_prefill_forgets_what_the_one_before_handed_over() -> None:
+    disagg = asked(1)
+    disagg.handed_over(handoff(0.0))
+    disagg.prefill_sent()
     assert disagg.handoff(0.0) is None
 
 
-def test_a_prefill_that_ends_after_another_was_asked_for_changes_nothing_of_that() -> None:
-    disagg = asked("a", "b")
-    held = handoff(0.0)
-    assert disagg.handed_over("b", held)
-    assert not disagg.handed_over("a", handoff(1.0))
-    disagg.prefill_failed("a", "p")
-    assert disagg.handoff(1.0) is held
-    assert disagg.failed == {"p"}
+def test_after_an_answer_without_blocks_nothing_is_split() -> None:
+    disagg = asked(1)
+    disagg.nothing_to_fetch()
+    assert not disagg.may_split
+    assert disagg.handoff(0.0) is None
 
 
 @pytest.mark.parametrize(("status", "splits"), [(500, False), (503, True), (0, True)])
 def test_after_a_decode_engine_failed_its_parameters_are_gone(status: int, splits: bool) -> None:
     """500 is how vLLM says that it could not fetch: nobody fetches for this request any more."""
-    disagg = asked("a")
+    disagg = asked(1)
     held = handoff(0.0)
-    disagg.handed_over("a", held)
+    disagg.handed_over(held)
     held.take(1.0)
     assert disagg.is_sent
     disagg.decode_failed(status)
@@ -116,9 +93,7 @@ class AnyCourse(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.disagg = DisaggState(SETTINGS)
-        self.running: dict[str, float] = {}
-        self.names: dict[int, str] = {}
-        self.ended_badly: set[str] = set()
+        self.began_s: float | None = None
         self.given: list[Handoff] = []
         self.sent: list[Handoff] = []
         self.slack_s: list[float] = []
@@ -129,39 +104,25 @@ class AnyCourse(RuleBasedStateMachine):
         self.now += seconds
 
     @precondition(lambda self: not self.over and self.disagg.may_split and not self.disagg.handoff(self.now))
-    @rule(early=st.booleans())
-    def prefill(self, early: bool) -> None:
-        """``early``: what a decode engine may be told is known at once."""
-        transfer_id = f"t{self.disagg.prefills}"
-        self.disagg.prefill_sent(transfer_id)
-        self.running[transfer_id] = self.now
-        if early:
-            self.hand_over(transfer_id, handoff(self.now))
+    @precondition(lambda self: self.began_s is None)
+    @rule()
+    def prefill(self) -> None:
+        self.disagg.prefill_sent()
+        self.began_s = self.now
 
-    @precondition(lambda self: self.running)
-    @rule(
-        which=st.integers(0, 9),
-        outcome=st.sampled_from(["held", "failed", "nothing"]),
-        took_s=st.floats(0, 40),
-    )
-    def prefill_ends(self, which: int, outcome: str, took_s: float) -> None:
-        """Perhaps long after another one was asked for."""
-        transfer_id = sorted(self.running)[which % len(self.running)]
+    @precondition(lambda self: self.began_s is not None)
+    @rule(outcome=st.sampled_from(["held", "failed", "nothing"]), took_s=st.floats(0, 40))
+    def prefill_ends(self, outcome: str, took_s: float) -> None:
+        assert self.began_s is not None
         self.now += took_s
-        began = self.running.pop(transfer_id)
         if outcome == "held":
-            self.hand_over(transfer_id, handoff(began, answered_s=self.now))
+            self.given.append(handoff(self.began_s, answered_s=self.now))
+            self.disagg.handed_over(self.given[-1])
         elif outcome == "failed":
-            self.disagg.prefill_failed(transfer_id, f"p{transfer_id}")
-            self.ended_badly.add(transfer_id)
+            self.disagg.prefill_failed(f"p{self.disagg.prefills}")
         else:
-            self.disagg.nothing_to_fetch(transfer_id)
-            self.ended_badly.add(transfer_id)
-
-    def hand_over(self, transfer_id: str, held: Handoff) -> None:
-        if self.disagg.handed_over(transfer_id, held):
-            self.names[id(held)] = transfer_id
-            self.given.append(held)
+            self.disagg.nothing_to_fetch()
+        self.began_s = None
 
     @precondition(lambda self: not self.over and self.disagg.handoff(self.now) is not None)
     @rule(outcome=st.sampled_from(["answer", "unreached", 0, 500, 503]), connecting_s=st.floats(0, 40))
@@ -175,7 +136,6 @@ class AnyCourse(RuleBasedStateMachine):
             held.take(self.now)
         except HandoffRefusedError:
             return
-        assert self.names[id(held)] not in self.ended_badly
         self.sent.append(held)
         self.slack_s.append(held.until_s - self.now)
         if outcome == "answer":
@@ -185,7 +145,7 @@ class AnyCourse(RuleBasedStateMachine):
 
     @invariant()
     def never_twice(self) -> None:
-        assert len({self.names[id(held)] for held in self.sent}) == len(self.sent)
+        assert len({id(held) for held in self.sent}) == len(self.sent)
 
     @invariant()
     def never_late(self) -> None:

@@ -1,5 +1,5 @@
-"""Both requests of a split at once, over real sockets: whatever fails, one answer or one error, and no
-transfer told twice or after its prefill has failed."""
+"""Mooncake's transfers over real sockets: whatever fails, one answer or one error, and no transfer told twice
+or after its prefill has failed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ from tests.support.examples import examples
 from tests.support.ports import free_port
 from tests.support.proxy_rig import (
     CHAT,
-    DONE,
-    END,
-    SSE_HEAD,
-    STREAM,
     Call,
     Engine,
     Rig,
     Script,
     ask,
-    chunk,
-    event,
     request,
     routing,
     says,
@@ -71,23 +65,16 @@ def after(wait: Callable[[Engine], Any], script: Script) -> Script:
     return waits
 
 
-def let(script: Script) -> Script:
-    """Once the test lets it."""
-    return after(lambda engine: engine.go.wait(), script)
-
-
 @asynccontextmanager
-async def together(
-    prefill: list[Script], decode: list[Script], *, most: int = 4, **proxy: Any
-) -> AsyncIterator[Fleet]:
-    """A router that asks both at once, before engines with these scripts."""
+async def mooncake(prefill: list[Script], decode: list[Script], **proxy: Any) -> AsyncIterator[Fleet]:
+    """A router before engines with these scripts."""
     async with AsyncExitStack() as stack:
         first = [await stack.enter_async_context(Engine(script)) for script in prefill]
         second = [await stack.enter_async_context(Engine(script)) for script in decode]
         bootstrap = await stack.enter_async_context(Engine(says(200, json.dumps(ENTRIES).encode())))
         planner = PairPlanner([engine.url for engine in first], [engine.url for engine in second])
         rig = await stack.enter_async_context(routing(planner=planner))
-        pd = PdSettings(connector="mooncake", mooncake_bootstrap_port=bootstrap.port, mooncake_early_max=most)
+        pd = PdSettings(connector="mooncake", mooncake_bootstrap_port=bootstrap.port)
         rig.app.configure(ProxySettings(**proxy), pd, None, claims=False)
         yield Fleet(rig, first, second, bootstrap)
 
@@ -102,11 +89,11 @@ def told(*engines: Engine) -> list[str]:
     return [name for engine in engines for call in engine.calls if (name := transfer(call)) is not None]
 
 
-async def test_the_decode_engine_is_told_while_the_prompt_is_being_computed() -> None:
-    async with together([let(says(200, LENGTH))], [let(GOOD)]) as fleet:
+async def test_the_decode_engine_is_told_where_the_blocks_are() -> None:
+    async with mooncake([says(200, LENGTH)], [GOOD]) as fleet:
+        got = await ask(fleet.rig)
+        assert (got.status, got.body) == (200, b'{"good": 1}')
         (p,), (d,) = fleet.prefill, fleet.decode
-        asked = asyncio.ensure_future(ask(fleet.rig))
-        await until(lambda: p.calls and d.calls, "both are asked")
         params = json.loads(d.calls[0].body)["kv_transfer_params"]
         assert params == {
             "do_remote_prefill": True,
@@ -116,28 +103,10 @@ async def test_the_decode_engine_is_told_while_the_prompt_is_being_computed() ->
             "remote_bootstrap_addr": f"http://127.0.0.1:{fleet.bootstrap.port}",
         }
         assert d.calls[0].body.endswith(CHAT[1:])
-        p.go.set()
-        d.go.set()
-        got = await asked
-        assert (got.status, got.body) == (200, b'{"good": 1}')
-        stats = fleet.stats
-        assert (stats.split, stats.handoffs, stats.early_decodes, stats.waits_leaked) == (1, 1, 1, 0)
-        assert len(fleet.bootstrap.calls) == 1
+        assert (fleet.stats.split, fleet.stats.handoffs) == (1, 1)
         await fleet.over()
 
 
-async def test_a_prefill_that_ends_after_the_answer_is_counted_all_the_same() -> None:
-    async with together([let(says(200, LENGTH))], [GOOD]) as fleet:
-        assert (await ask(fleet.rig)).status == 200
-        first = next(one for one in fleet.rig.planner.placements if one.engine_id == fleet.prefill[0].url)
-        assert not first.over
-        fleet.prefill[0].go.set()
-        await fleet.over()
-        assert first.told == ["first_byte", "finished"]
-        assert first.usage is not None
-
-
-@pytest.mark.parametrize("body", [CHAT, STREAM])
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -147,27 +116,12 @@ async def test_a_prefill_that_ends_after_the_answer_is_counted_all_the_same() ->
         (writes(b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n{", then="reset"), "broken_stream"),
     ],
 )
-async def test_a_failed_prefill_closes_the_decode_engines_request_and_both_are_asked_anew(
-    script: Script, reason: str, body: bytes
-) -> None:
-    """Also where its answer has begun: vLLM sends a stream's head before anything is computed."""
-
-    waits = writes(SSE_HEAD, then="hang") if body is STREAM else HANGS
-    good = writes(SSE_HEAD, chunk(event("a") + DONE), END) if body is STREAM else GOOD
-    async with together([let(script), says(200, LENGTH)], [in_turn(waits, good)]) as fleet:
+async def test_after_a_failed_prefill_another_engine_is_asked(script: Script, reason: str) -> None:
+    async with mooncake([script, says(200, LENGTH)], [GOOD]) as fleet:
+        assert (await ask(fleet.rig)).status == 200
         (bad, other), (d,) = fleet.prefill, fleet.decode
-        asked = asyncio.ensure_future(ask(fleet.rig, request(body)))
-        await until(lambda: d.calls, "the decode engine is told")
-        bad.go.set()
-        got = await asked
-        assert got.status == 200
-        await until(d.calls[0].closed.is_set, "its connection is closed")
-        first, second = told(d)
-        assert first != second
-        assert transfer(other.calls[0]) == second
+        assert told(d) == [transfer(other.calls[0])] != [transfer(bad.calls[0])]
         assert fleet.stats.prefill_failures == {reason: 1}
-        assert fleet.stats.waits_leaked == 1
-        assert fleet.rig.stats.clients_left_unanswered == 0
         await fleet.over()
 
 
@@ -178,66 +132,23 @@ async def test_a_failed_prefill_closes_the_decode_engines_request_and_both_are_a
 async def test_a_prefill_that_keeps_nothing_leaves_the_prompt_to_the_decode_engine(
     script: Script, reason: str
 ) -> None:
-    async with together([let(script)], [in_turn(HANGS, GOOD)]) as fleet:
-        (p,), (d,) = fleet.prefill, fleet.decode
-        asked = asyncio.ensure_future(ask(fleet.rig))
-        await until(lambda: d.calls, "the decode engine is told")
-        p.go.set()
-        assert (await asked).status == 200
-        await until(d.calls[0].closed.is_set, "its connection is closed")
-        assert d.calls[1].body == CHAT
+    async with mooncake([script], [GOOD]) as fleet:
+        assert (await ask(fleet.rig)).status == 200
+        assert [call.body for call in fleet.decode[0].calls] == [CHAT]
         assert fleet.stats.prefill_failures == {reason: 1}
         await fleet.over()
 
 
 async def test_a_prefill_engine_that_never_answers_is_given_up_in_time() -> None:
-    async with together(
-        [HANGS], [in_turn(writes(SSE_HEAD, then="hang"), GOOD)], first_byte_timeout_s=0.2
-    ) as fleet:
-        assert (await ask(fleet.rig, request(STREAM))).status == 200
+    async with mooncake([HANGS], [GOOD], first_byte_timeout_s=0.2) as fleet:
+        assert (await ask(fleet.rig)).status == 200
         assert fleet.stats.prefill_failures == {"timeout": 1}
         await fleet.over()
 
 
-async def test_no_more_engines_wait_than_may_and_one_that_is_stuck_goes_on_counting() -> None:
-    first = in_turn(let(says(503, b"")), let(says(200, LENGTH)))
-    async with together([first], [in_turn(HANGS, GOOD)], most=1) as fleet:
-        (p,), (d,) = fleet.prefill, fleet.decode
-        asked = asyncio.ensure_future(ask(fleet.rig))
-        await until(lambda: d.calls, "the decode engine is told")
-        p.go.set()
-        assert (await asked).status == 200
-        assert (fleet.stats.early_decodes, fleet.stats.waits_leaked) == (1, 1)
-        p.go.clear()
-        asked = asyncio.ensure_future(ask(fleet.rig))
-        await until(lambda: len(p.calls) == 2, "the prefill engine is asked again")
-        assert (len(d.calls), len(fleet.bootstrap.calls)) == (2, 1)
-        p.go.set()
-        assert (await asked).status == 200
-        assert (fleet.stats.early_decodes, fleet.stats.handoffs) == (1, 2)
-        await fleet.over()
-
-
-@pytest.mark.parametrize("script", [says(503, b"paused"), says(429, b"busy"), RESET])
-async def test_a_decode_engine_that_was_told_and_failed_is_replaced_and_the_prefill_ends_alone(
-    script: Script,
-) -> None:
-    """It may have left somebody waiting at the prefill engine, whom the prefill's end wakes."""
-
-    async with together([in_turn(let(says(200, LENGTH)), says(200, LENGTH))], [script, GOOD]) as fleet:
-        (p,), (bad, good) = fleet.prefill, fleet.decode
-        assert (await ask(fleet.rig)).status == 200
-        assert len(set(told(bad, good))) == 2
-        assert not p.calls[0].closed.is_set()
-        p.go.set()
-        await fleet.over()
-        assert fleet.stats.waits_leaked == 0
-        assert told(bad, good) == [transfer(call) for call in p.calls]
-
-
 async def test_a_decode_engine_that_could_not_fetch_computes_the_prompt_itself() -> None:
     script = in_turn(says(500, b"fetch failed"), GOOD)
-    async with together([says(200, LENGTH)], [script]) as fleet:
+    async with mooncake([says(200, LENGTH)], [script]) as fleet:
         assert (await ask(fleet.rig)).status == 200
         (p,), (d,) = fleet.prefill, fleet.decode
         assert (len(p.calls), len(d.calls), len(told(d))) == (1, 2, 1)
@@ -245,7 +156,7 @@ async def test_a_decode_engine_that_could_not_fetch_computes_the_prompt_itself()
 
 
 async def test_a_decode_engine_that_cannot_be_reached_leaves_what_is_computed_to_another() -> None:
-    async with together([says(200, LENGTH)], [GOOD]) as fleet:
+    async with mooncake([says(200, LENGTH)], [GOOD]) as fleet:
         fleet.rig.planner.urls.insert(0, f"http://127.0.0.1:{free_port()}")
         assert (await ask(fleet.rig)).status == 200
         (p,), (d,) = fleet.prefill, fleet.decode
@@ -254,46 +165,26 @@ async def test_a_decode_engine_that_cannot_be_reached_leaves_what_is_computed_to
         await fleet.over()
 
 
-async def test_a_client_that_leaves_closes_its_answer_and_the_prefill_ends_alone() -> None:
-    """Closed too, it would leave the decode engine's request waiting there for minutes."""
-
-    async with together([let(says(200, LENGTH))], [HANGS]) as fleet:
+async def test_a_client_that_leaves_closes_the_prefill() -> None:
+    async with mooncake([HANGS], [GOOD]) as fleet:
         (p,), (d,) = fleet.prefill, fleet.decode
         _, writer = await fleet.rig.connect()
         writer.write(request())
-        await until(lambda: d.calls, "the decode engine is told")
-        writer.close()
-        await until(d.calls[0].closed.is_set, "its connection is closed")
-        assert not p.calls[0].closed.is_set()
-        p.go.set()
-        await fleet.over()
-        assert (fleet.stats.waits_leaked, fleet.rig.stats.clients_gone) == (0, 1)
-
-
-async def test_a_client_that_leaves_before_anybody_was_told_closes_the_prefill() -> None:
-    async with together([HANGS], [GOOD]) as fleet:
-        fleet.bootstrap.script = HANGS
-        (p,), (d,) = fleet.prefill, fleet.decode
-        _, writer = await fleet.rig.connect()
-        writer.write(request())
-        await until(lambda: p.calls and fleet.bootstrap.calls, "it is asked, and who it is")
+        await until(lambda: p.calls, "it is asked")
         writer.close()
         await until(p.calls[0].closed.is_set, "its connection is closed")
         await fleet.over()
-        assert (d.calls, fleet.stats.waits_leaked) == ([], 0)
+        assert d.calls == []
 
 
 @pytest.mark.parametrize("page", [says(503, b""), says(200, b"{}"), RESET])
-async def test_where_nobody_says_which_engine_it_is_the_requests_go_one_after_the_other(page: Script) -> None:
-    async with together([let(says(200, LENGTH))], [GOOD]) as fleet:
-        fleet.bootstrap.script = in_turn(page, fleet.bootstrap.script)
-        (p,), (d,) = fleet.prefill, fleet.decode
-        asked = asyncio.ensure_future(ask(fleet.rig))
-        await until(lambda: p.calls and fleet.bootstrap.calls, "it is asked, and who it is")
-        p.go.set()
-        assert (await asked).status == 200
-        assert fleet.stats.early_decodes == 0
-        assert told(d) == [transfer(p.calls[0])]
+async def test_without_its_name_nothing_is_fetched_from_a_prefill_engine(
+    page: Script,
+) -> None:
+    async with mooncake([says(200, LENGTH)], [GOOD]) as fleet:
+        fleet.bootstrap.script = page
+        assert (await ask(fleet.rig)).status == 200
+        assert [call.body for call in fleet.decode[0].calls] == [CHAT]
         await fleet.over()
 
 
@@ -302,11 +193,9 @@ _DECODES = st.sampled_from(["good", "hangs", "503", "500", "reset", "400", "brok
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(
-    st.lists(_PREFILLS, min_size=1, max_size=4), st.lists(_DECODES, min_size=1, max_size=4), st.integers(0, 2)
-)
+@given(st.lists(_PREFILLS, min_size=1, max_size=4), st.lists(_DECODES, min_size=1, max_size=4))
 def test_whatever_fails_a_transfer_is_told_once_and_never_after_its_prefill_failed(
-    prefills: list[str], decodes: list[str], most: int
+    prefills: list[str], decodes: list[str]
 ) -> None:
     async def main() -> None:
         kept: dict[str | None, bool] = {}  # asked twice where a kept connection turned out to be closed
@@ -338,10 +227,9 @@ def test_whatever_fails_a_transfer_is_told_once_and_never_after_its_prefill_fail
             "400": says(400, b"{}"),
             "broken": writes(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n1234", then="reset"),
         }
-        async with together(
+        async with mooncake(
             [in_turn(*(first[word] for word in prefills))] * 2,
             [in_turn(*(second[word] for word in decodes))] * 3,
-            most=most,
             first_byte_timeout_s=0.1,
         ) as fleet:
             got = await ask(fleet.rig)
@@ -350,9 +238,7 @@ def test_whatever_fails_a_transfer_is_told_once_and_never_after_its_prefill_fail
             names = told(*fleet.decode)
             assert len(names) == len(set(names))
             assert set(names) <= set(told(*fleet.prefill))
-            stuck = [name for name in names if not kept[name]]
-            await until(lambda: len(stuck) <= fleet.stats.waits_leaked, "who may be stuck is counted")
-            assert most or not stuck, "nobody is told before the prefill has come to an end"
+            assert all(kept[name] for name in names), "nobody is told of a prefill that failed"
 
     run(main())
 
