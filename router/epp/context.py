@@ -131,11 +131,7 @@ class Timer:
     def stop(self) -> None:
         self.deadline = NEVER
         self._sweeper.discard(self)
-        self._passed = _nothing
-
-
-def _nothing() -> None:
-    """Do nothing: the callback after ``stop``."""
+        self._passed = lambda: None
 
 
 # Parts of the message with which the gateway learns the choice: the destination as header and as metadata,

@@ -224,11 +224,6 @@ def _history(player: Player, source: str) -> str:
     return ", ".join(parts)
 
 
-def _drops_whole_block(layout: CacheLayout) -> bool:
-    """Single group with EAGLE: the block it drops must itself lie before the prompt's last token."""
-    return layout.single_group and not layout.lookahead and any(c.spec.is_eagle for c in layout.classes)
-
-
 class _PromptJournal:
     """The journal's entries for the blocks of one prompt on one engine."""
 
@@ -242,8 +237,11 @@ class _PromptJournal:
         self._hashes: Sequence[BlockHash] = () if used is None else prompt.hashes(used)
         if scheme is None and engine.learned is not None:
             self._hashes = engine.learned.translate(self._hashes)
-        if self.layout is not None and _drops_whole_block(self.layout):
-            self._hashes = self._hashes[: (prompt.num_tokens - 1) // self.layout.hash_block_size]
+        layout = self.layout
+        # Single group with EAGLE: the block it drops must itself lie before the prompt's last token.
+        eagle = layout is not None and not layout.lookahead and any(c.spec.is_eagle for c in layout.classes)
+        if layout is not None and layout.single_group and eagle:
+            self._hashes = self._hashes[: (prompt.num_tokens - 1) // layout.hash_block_size]
 
     def boundary(self, tokens: int) -> Boundary:
         """Return everything missing for a hit of ``tokens``; full attention first, like the engine's

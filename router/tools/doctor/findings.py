@@ -508,7 +508,7 @@ def names(*, engines_only: bool = False) -> list[str]:
 
 def run_checks(seen: Evidence) -> list[Finding]:
     """Run every check: engine by engine, then on the fleet."""
-    ordered = sorted(_CHECKS.items(), key=_area)
+    ordered = sorted(_CHECKS.items(), key=lambda entry: _AREAS.index(entry[0].partition(".")[0]))
     subjects: list[tuple[str, EngineEvidence | Evidence]] = [(one.engine_id, one) for one in seen.engines]
     return [
         finding
@@ -521,10 +521,6 @@ def run_checks(seen: Evidence) -> list[Finding]:
 
 def _of_fleet(name: str) -> bool:
     return name.partition(".")[0] in _FLEET_AREAS
-
-
-def _area(entry: tuple[str, object]) -> int:
-    return _AREAS.index(entry[0].partition(".")[0])
 
 
 def _run(name: str, subject: str, results: Iterator[CheckResult]) -> list[Finding]:
