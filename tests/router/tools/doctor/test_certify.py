@@ -26,8 +26,8 @@ from router.tools.doctor.findings import (
     PROPERTIES,
     EngineVerdict,
     Severity,
-    engine_checks,
     engine_verdict,
+    names,
 )
 from router.tools.doctor.prober import LoadPlan
 from tests.support.paths import ROOT
@@ -268,7 +268,7 @@ async def test_the_tokenizer_of_another_model(tmp_path: Any) -> None:
 
 def test_every_check_of_an_engine_is_part_of_a_verdict() -> None:
     used = [check for each in PROPERTIES for check in (*each.shown_by, *each.failed_by)]
-    assert sorted([*used, *NOTES]) == sorted(engine_checks())
+    assert sorted([*used, *NOTES]) == sorted(names(engines_only=True))
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_a_check_that_stumbles_is_a_finding_and_hides_no_other(monkeypatch: pyte
         yield CheckResult(Severity.OK, "said after")
 
     checks = {"fleet.stumbling": stumbling, "router.after": after}
-    monkeypatch.setattr(findings, "_FLEET_CHECKS", checks)
+    monkeypatch.setattr(findings, "_CHECKS", checks)
     found = run_checks(Evidence(Config(), []))
     assert [f.seen for f in found][::2] == ["said before", "said after"]
     assert "KeyError" in found[1].seen
