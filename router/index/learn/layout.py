@@ -27,7 +27,7 @@ This applies only to models with Mamba groups in align mode. Nothing is inferred
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -44,6 +44,7 @@ from publisher.events import (
 )
 
 _SILENT_ROOTS_MAX = 16
+_ENDS_MAX = 64
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +146,12 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     def dropped_tokens(self) -> int:
         """Tokens at the end of a stored prefix that a lookup drops for EAGLE, where hits are aligned."""
         return self.alignment if not self.lookahead and any(c.spec.is_eagle for c in self.classes) else 0
+
+    @property
+    def drops_behind(self) -> bool:
+        """Whether the dropped block may lie behind the last token but one: several groups are looked up, and
+        blocks are proven by the ones after them (``HybridKVCacheCoordinator``, vLLM 0.32)."""
+        return bool(self.dropped_tokens) and not self.single_group
 
     @property
     def first_group(self) -> tuple[int, int] | None:
@@ -283,7 +290,7 @@ class GroupLearner:
 
     def watches(self, group_idx: int) -> bool:
         """Whether further events of this group may change the knowledge."""
-        return bool(self._expected) or self._partial.watches(self._groups.values(), group_idx)
+        return bool(self._expected) or self._partial.watches(self.known, group_idx)
 
     def take_facts(self, facts: ModelFacts) -> None:
         """Replace the facts, and apply them to the groups known already."""
@@ -293,7 +300,7 @@ class GroupLearner:
             groups.update({idx: self._fitted(group) for idx, group in groups.items()})
         if _drops_states(self.known) and not flagged:
             # States one block behind a boundary may have been taken for proof of hits inside a block.
-            self._partial.inside_seen = False
+            self._partial.withdraw()
 
     def expect(self, groups: tuple[GroupSpec, ...]) -> bool:
         """Expect groups of another engine of the same model; returns whether the groups changed."""
@@ -313,7 +320,7 @@ class GroupLearner:
         known = self._groups.get(idx)
         if known is None or known.block_size < event.block_size:
             self._see(self._describe(idx, event), event)
-        if self._partial.watches(self._groups.values(), idx):
+        if self._partial.watches(self.known, idx):
             if (seen := self._groups.get(idx)) is not None:
                 self._groups[idx] = self._partial.sized(event, seen, known, held)
             self._partial.prove_inside(event, self.known)
@@ -396,17 +403,23 @@ class PartialEvidence:
         # one after another.
         self._part: int | bytes | None = None
         self._state: int | bytes | None = None
+        # Ends of prefixes with a state, in tokens, seen before block sizes that give them a meaning.
+        self._ends: set[int] = set()
 
-    def watches(self, groups: Iterable[GroupSpec], idx: int) -> bool:
+    def withdraw(self) -> None:
+        """Discard the proof of hits inside a block."""
+        self.inside_seen = False
+        self._ends.clear()
+
+    def watches(self, known: tuple[GroupSpec, ...], idx: int) -> bool:
         """Whether further events of this group may prove something."""
-        known = tuple(groups)
         if not _saves_states(known):
             return False
         group = next((g for g in known if g.group_idx == idx), None)
         if group is None:
             return True
-        unsized = group.family is Family.FULL and idx not in self._whole
-        return unsized or (not self.inside_seen and _is_open(known))
+        unsized = {g.group_idx for g in known if g.family is Family.FULL} - self._whole
+        return idx in unsized or (not self.inside_seen and (bool(unsized) or _is_open(known)))
 
     def sized(
         self, event: BlockStored, group: GroupSpec, known: GroupSpec | None, held: Callable[[], bool]
@@ -428,14 +441,21 @@ class PartialEvidence:
 
     def prove_inside(self, event: BlockStored, groups: tuple[GroupSpec, ...]) -> None:
         """Record whether ``event`` proves that hits may end inside a block."""
-        if self.inside_seen or not _is_open(groups):
+        if self.inside_seen:
             return
         idx = event.group_idx or 0
         group = next((c.spec for c in spec_classes(groups) if idx in c.group_idxs), None)
         if group is None or group.is_eagle:
             return
         ahead = event.num_lookahead()
-        if group.family is Family.MAMBA and event.parent_block_hash is None:
+        root_state = group.family is Family.MAMBA and event.parent_block_hash is None
+        if not _is_open(groups):
+            if root_state and event.block_hashes and not ahead and len(self._ends) < _ENDS_MAX:
+                self._ends.add(event.num_tokens())
+            return
+        if any(end % scheduler_block_size(groups) for end in self._ends):
+            self.inside_seen = True
+        elif root_state:
             self.inside_seen = _ends_inside(event, groups, ahead)
         elif ahead:
             return

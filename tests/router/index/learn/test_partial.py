@@ -102,6 +102,15 @@ def test_a_state_between_the_boundaries_proves_hits_inside_a_block() -> None:
     assert layout_seen(fleet).alignment == 16
 
 
+def test_a_state_seen_before_the_size_of_a_block_proves_hits_inside_it() -> None:
+    """With decode context parallelism: the first prompts are shorter than a block, whose parts look whole."""
+    fleet = FleetResidency(ALIGN)
+    for seed in (1, 2):
+        fleet.apply("a", batch(STATES.stored(tokens(16, seed=seed)), FULL.stored(tokens(16, seed=seed))))
+    fleet.apply("a", batch(WHOLE.stored(tokens(32, seed=3))))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (16, True)
+
+
 OTHER_STATES = writer(2, "mamba")
 
 
