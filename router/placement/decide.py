@@ -525,7 +525,8 @@ class Planner:
             if variant is None:
                 continue
             unit = scheme.hash_block_size
-            ahead = inflight.common(variant.hashes(scheme), now, last // unit)
+            limit = tokens if scheme in candidate_set.dropping else last
+            ahead = inflight.common(variant.hashes(scheme), now, limit // unit)
             for engine_id, blocks in ahead.blocks.items():
                 if not mixed or self._is_behind(engine_id, frontend):
                     shared = blocks * unit

@@ -30,6 +30,7 @@ from publisher.block_hash import HashScheme
 from router.feeds.base import FeedState
 from router.fleet.engines import endpoint_of
 from router.fleet.status import Fleet, Frontend
+from router.index.hit_rules import order_matters
 from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit
 from router.observe.receipts import SloStats
@@ -138,11 +139,13 @@ def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
 
 class CandidateSet(msgspec.Struct):
     """Some engines: their frontends with their hash schemes, the first engine's first, and the ids of those
-    that publish events, by model and frontend. ``guessed``: some have shadows."""
+    that publish events, by model and frontend. ``guessed``: some have shadows; ``dropping``: schemes of those
+    that may prove a hit by a block behind the last token but one."""
 
     schemes: list[tuple[Frontend, HashScheme]] = []
     by_model: dict[tuple[str, Frontend], list[str]] = {}
     guessed: bool = False
+    dropping: set[HashScheme] = set()
 
 
 NO_CANDIDATES = CandidateSet()
@@ -175,6 +178,9 @@ def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
         hashed, model = (engine.frontend, engine.scheme), engine.base_model
         if hashed not in found.schemes:
             found.schemes.append(hashed)
+        layout = engine.layout
+        if layout is not None and layout.drops_behind and not order_matters(layout):
+            found.dropping.add(engine.scheme)
         if engine.shadow is not None:
             found.guessed = True
         if model is not None and engine.publishes_events:

@@ -424,7 +424,7 @@ class Engine(EngineStatus):
         common, coming = asked.common.get(name, 0), asked.coming.get(name, 0)
         if coming and (layout := self.layout) is not None:
             # The lookup of this prompt will drop a block of what the prompt ahead stores.
-            coming = max(0, coming - layout.dropped_tokens)
+            coming = min(max(0, coming - layout.dropped_tokens), asked.tokens - 1)
         if held is None:
             if self.shadow is None or asked.shadows is None:
                 return Hit(shared_prefix_tokens=common, common_tokens=common)

@@ -78,7 +78,9 @@ def kept_prefixes(
     hash_block_size: int,
     retention_interval: int | None = 0,
     every_block: bool = False,
+    state_tokens: int = 0,
     unproven_tokens: int = 0,
+    dropped_tokens: int = 0,
     held_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Return the prefixes of a prompt, in hash blocks, that an engine can hit once it has computed it.
@@ -86,28 +88,35 @@ def kept_prefixes(
     vLLM keeps the windows and states at the last aligned boundary of the prompt, at the junction that the
     visit finds (the end of ``shared_prefix_tokens``) and at multiples of the retention interval; all
     boundaries if that is None, or if every group keeps all its blocks (``every_block``): there the last
-    ``unproven_tokens`` of the prompt prove no boundary. Windows and states up to ``held_tokens``, its own
-    hit, are not computed, so the prompt leaves none there. Sizes in tokens.
+    ``unproven_tokens`` of the prompt prove no boundary. States (Mamba mode ``align``, in blocks of
+    ``state_tokens``) exist only where vLLM ends a chunk: at the last boundary, and at the last of their
+    blocks before the junction. ``dropped_tokens`` are those that a lookup drops
+    for EAGLE: the prefixes returned include them. What ends within ``held_tokens``, the prompt's own hit, is
+    not computed, so the prompt leaves none there. Sizes in tokens.
     """
+    unit, drop = hash_block_size, dropped_tokens
     if every_block:
         # Its own look-up spares the last token, but all full blocks are stored
         # (``KVCacheManager.allocate_slots``, vLLM 0.32): a longer prompt hits the whole of it.
-        step = alignment // hash_block_size
-        return tuple(range(step, (prompt_tokens - unproven_tokens) // hash_block_size + 1, step))
+        first = (held_tokens // alignment + 1) * alignment
+        return tuple(range(first // unit, (prompt_tokens - unproven_tokens) // unit + 1, alignment // unit))
     last = prompt_tokens - 1
-    whole = last // alignment * alignment
+    # The same prompt again, and with EAGLE also a longer one, which can drop a block behind the last token
+    # (``replay_boundaries``, v1/core/kv_cache_coordinator.py, vLLM 0.32).
+    again = last // alignment * alignment
+    whole = prompt_tokens // alignment * alignment if drop else again
     # vLLM stores the state at the end of a prefix that prompts share (``shared_prefix_boundary``), so that
     # the third prompt can hit it.
-    junction = shared_prefix_tokens // alignment * alignment if shared_prefix_tokens < last else whole
-    step = alignment if retention_interval is None else retention_interval
-    if not step:
-        if whole <= held_tokens:
-            return ()
-        if junction <= held_tokens or junction == whole:
-            return (whole // hash_block_size,)
-        return junction // hash_block_size, whole // hash_block_size
-    ends = sorted({*range(step, last + 1, step), junction, whole})
-    return tuple([end // hash_block_size for end in ends if end > held_tokens])
+    junction = whole
+    if shared_prefix_tokens < last:
+        step = max(state_tokens, alignment)
+        junction = shared_prefix_tokens // step * step + drop
+    ends = {min(junction, whole), whole}
+    if not state_tokens:
+        ends.add(again)
+        step = alignment if retention_interval is None else retention_interval
+        ends.update(range(step + drop, prompt_tokens + 1, step) if step else ())
+    return tuple([end // unit for end in sorted(ends) if end - drop > held_tokens])
 
 
 class PrefixNode(msgspec.Struct, eq=False, gc=False):
@@ -250,8 +259,8 @@ class InflightPrefixes:
     def common(self, hashes: Sequence[BlockHash], now: float, coming_max: int | None = None) -> Common:
         """Return what a prompt shares with the prompts in flight on each engine.
 
-        ``coming_max``: the longest prefix, in hash blocks, that the prompt can hit (its last token is always
-        computed). A longer one that an engine keeps is no hit: the next shorter one that it keeps is.
+        ``coming_max``: the longest prefix, in hash blocks, that can prove a hit of the prompt (its last token
+        is always computed). Of a longer one that an engine keeps, the next shorter one that it keeps counts.
         """
         if self._grace and self._grace[0][0] <= now:
             self.expire(now)

@@ -564,20 +564,30 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int) -> tuple[int, ...]:
     layout = engine.layout
     if layout is None:
         return ()
+    families = _families(layout)
     return kept_prefixes(
         prompt_tokens,
         hit.shared_prefix_tokens,
         alignment=layout.alignment,
         hash_block_size=layout.hash_block_size,
         retention_interval=engine.retention_tokens,
-        every_block=_keeps_all(layout),
+        every_block=families <= {Family.FULL, Family.CHUNKED},
+        state_tokens=_state_tokens(layout),
         unproven_tokens=layout.lookahead,
-        held_tokens=hit.whole_tokens,
+        dropped_tokens=layout.dropped_tokens,
+        # Full attention computes, loads or holds every block; a chunk's start is a hit without blocks before.
+        held_tokens=hit.whole_tokens if families != {Family.FULL} else 0,
     )
 
 
 @lru_cache(maxsize=256)
-def _keeps_all(layout: CacheLayout) -> bool:
-    """Every group keeps all blocks of a prompt: retention is for windows and Mamba states only
+def _families(layout: CacheLayout) -> frozenset[Family]:
+    """Families of the layout. Retention is for windows and Mamba states only
     (``prefix_cache_retention_interval``, vLLM 0.32)."""
-    return all(c.family in {Family.FULL, Family.CHUNKED} for c in layout.classes)
+    return frozenset(c.family for c in layout.classes)
+
+
+@lru_cache(maxsize=256)
+def _state_tokens(layout: CacheLayout) -> int:
+    """Block size of states kept only where chunks end (Mamba mode ``align``); 0 without."""
+    return max([c.block_size for c in layout.classes if c.spec.mamba_cache_mode == "align"], default=0)

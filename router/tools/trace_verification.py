@@ -165,6 +165,11 @@ def trace_facts(path: Path) -> ModelFacts:
             header = line.header
         elif line.probe is not None and line.probe.lora_name is not None:
             lora_paths[line.probe.lora_name] = line.probe.lora_path or ""
+    return header_facts(header, lora_paths)
+
+
+def header_facts(header: TraceHeader, lora_paths: dict[str, str]) -> ModelFacts:
+    """Return the facts an operator would configure for the engine that a trace's header describes."""
     chunks = {g.group_idx: g.attention_chunk_size for g in header.groups if g.attention_chunk_size}
     mamba = next((g.mamba_cache_mode for g in header.groups if g.mamba_cache_mode), None)
     return ModelFacts(

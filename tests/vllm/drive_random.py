@@ -27,7 +27,6 @@ from typing import Any
 
 import vllm
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
 from connectors.hits import HitResolver
@@ -61,11 +60,7 @@ class Alone:
 
     def __init__(self, mix: Mix, rng: random.Random, model: str) -> None:
         self.real = RealEngine(setup_of(mix), model)
-        scheduler = self.real.scheduler
-        scheduler.cache_config.block_size = mix.layout.engine_block_size
-        for manager in self.real.manager.coordinator.single_type_managers:
-            if isinstance(manager, MambaManager):
-                manager.drop_eagle_checkpoint_block = scheduler.use_eagle_block_drop
+        self.real.scheduler.cache_config.block_size = mix.layout.engine_block_size
         self.rng = rng
         self._priorities = random.Random(f"priority/{mix.name}")
         self._reports = mix.reports

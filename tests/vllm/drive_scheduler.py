@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import Request, RequestStatus
 
 from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
@@ -46,9 +45,6 @@ class Pair(Alone):
         self.real = RealEngine(Setup(**dataclasses.asdict(layout)), model)
         self._same("hash block", self.real.hash_block_size, layout.hash_block_size)
         self.real.scheduler.cache_config.block_size = layout.engine_block_size
-        for manager in self.real.manager.coordinator.single_type_managers:
-            if isinstance(manager, MambaManager):
-                manager.drop_eagle_checkpoint_block = self.real.scheduler.use_eagle_block_drop
         self.payloads: list[bytes] = []
         self._theirs: dict[int, Request] = {}
         self._plan: dict[str, int] = {}

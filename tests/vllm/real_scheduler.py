@@ -40,6 +40,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -183,6 +184,9 @@ class RealEngine:
         setup, coordinator = self.setup, self.manager.coordinator
         drops = not setup.lookahead_tokens and any(group.get("is_eagle") for group in setup.groups)
         self.scheduler.use_eagle_block_drop = drops
+        for manager in coordinator.single_type_managers:
+            if isinstance(manager, MambaManager):
+                manager.drop_eagle_checkpoint_block = drops
         if not drops or not hasattr(coordinator, "drop_eagle_group_ids"):
             return
         coordinator.drop_eagle_group_ids = coordinator.eagle_group_ids

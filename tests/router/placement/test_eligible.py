@@ -51,6 +51,9 @@ class Elsewhere:
     def scheme(self, engine_id: str) -> HashScheme | None:
         return self.schemes.get(engine_id)
 
+    def layout(self, engine_id: str) -> None:
+        return None
+
 
 class World:
     """A fleet of up to four engines, the last one without events."""

@@ -176,6 +176,22 @@ def test_a_prompt_leaves_no_windows_or_states_within_its_own_hit() -> None:
     assert kept_prefixes(100, 0, **sizes) == ()
     assert kept_prefixes(163, 0, retention_interval=32, **sizes) == (8, 10)
     assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (8, 10)
+    assert kept_prefixes(163, 0, every_block=True, **sizes) == (8, 10)
+
+
+def test_states_are_left_only_where_chunks_end() -> None:
+    """The junction is stored at the last whole block of a state."""
+    sizes = {"alignment": 16, "hash_block_size": 16, "state_tokens": 64}
+    assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (10,)
+    assert kept_prefixes(163, 100, retention_interval=64, **sizes) == (4, 10)
+    assert kept_prefixes(163, 100, held_tokens=64, **sizes) == (10,)
+
+
+def test_what_a_lookup_drops_lies_behind_the_junction_and_the_last_boundary() -> None:
+    sizes = {"alignment": 32, "hash_block_size": 16, "dropped_tokens": 32}
+    assert kept_prefixes(163, 70, **sizes) == (6, 10)
+    assert kept_prefixes(160, 0, **sizes) == (8, 10)  # for the same prompt again, and for a longer one
+    assert kept_prefixes(163, 70, held_tokens=64, **sizes) == (10,)
 
 
 operations = st.lists(
