@@ -37,7 +37,7 @@ from connectors.hits import HitResolver
 from connectors.layout import row_bytes_from_config
 from connectors.reports import EventPlace, KvEventLog, OffloadPromMetrics, OffloadStats
 from connectors.scheduler.scheduler import OffloadScheduler
-from connectors.settings import ConfigError, OffloadSettings, layout_setting
+from connectors.settings import ConfigError, OffloadSettings, Options, layout_setting
 from connectors.tier.eviction import make_policy
 from connectors.tier.host import HostTier
 from connectors.transfer.base import StepJobs, StepResults
@@ -145,7 +145,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """By default all layers of a block side by side, one long piece per block; ``layout`` overrides
         it."""
-        layout = layout_setting(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        layout = layout_setting(Options(extra, EXTRA_CONFIG))
         return None if layout == "engine" else layout
 
     @classmethod

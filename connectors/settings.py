@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from publisher.pool.host_tier import OWNER_SHARE
@@ -30,6 +31,7 @@ class ConfigError(ValueError):
 
 POLICIES = ("lru", "boundary", "hinted")
 LAYOUTS = ("BLHNC", "engine")
+_TOKENS_MAX = 1 << 40
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
@@ -69,35 +71,114 @@ class OffloadSettings:
 
         Raises ``ConfigError`` for an unknown key, a missing ``host_bytes`` or a value out of range.
         """
-        known = [field.name for field in fields(cls)]
-        for key in extra:
-            if key not in known and key not in others:
-                names = ", ".join(sorted({*known, *others}))
-                raise ConfigError(f"{where}.{key}", extra[key], f"no such setting; there are: {names}")
+        options = Options(extra, where)
         if "host_bytes" not in extra:
-            raise ConfigError(f"{where}.host_bytes", None, 'say how much host memory to use, e.g. "8GiB"')
-        return cls(
-            host_bytes=size_bytes(extra["host_bytes"], f"{where}.host_bytes"),
-            policy=_choice(extra, where, "policy", cls.policy, POLICIES),
-            hint_share=_number(extra, where, "hint_share", cls.hint_share, low=0, high=1),
-            pinned_source_blocks_max=_number(
-                extra, where, "pinned_source_blocks_max", cls.pinned_source_blocks_max, low=0, high=1
+            raise ConfigError(options.key("host_bytes"), None, 'say how much host memory to use, e.g. "8GiB"')
+        share, pinned = cls.hint_share, cls.pinned_source_blocks_max
+        settings = cls(
+            host_bytes=options.size("host_bytes", None),
+            policy=options.text("policy", cls.policy, choices=POLICIES),
+            hint_share=options.number("hint_share", share, low=0, high=1, above=True),
+            pinned_source_blocks_max=options.number(
+                "pinned_source_blocks_max", pinned, low=0, high=1, above=True
             ),
-            lookup_deadline_s=_number(
-                extra, where, "lookup_deadline_s", cls.lookup_deadline_s, low=0, high=60
+            lookup_deadline_s=options.number(
+                "lookup_deadline_s", cls.lookup_deadline_s, low=0, high=60, above=True
             ),
-            load_min_tokens=_whole(extra, where, "load_min_tokens", cls.load_min_tokens, low=1),
-            store_generated=_flag(extra, where, "store_generated", default=cls.store_generated),
-            store_threshold=_whole(extra, where, "store_threshold", cls.store_threshold, low=1),
-            store_lazy=_flag(extra, where, "store_lazy", default=cls.store_lazy),
-            share_replicas=_flag(extra, where, "share_replicas", default=cls.share_replicas),
-            layout=layout_setting(extra, where),
+            load_min_tokens=options.whole("load_min_tokens", cls.load_min_tokens, low=1, high=_TOKENS_MAX),
+            store_generated=options.flag("store_generated", default=cls.store_generated),
+            store_threshold=options.whole("store_threshold", cls.store_threshold, low=1, high=_TOKENS_MAX),
+            store_lazy=options.flag("store_lazy", default=cls.store_lazy),
+            share_replicas=options.flag("share_replicas", default=cls.share_replicas),
+            layout=layout_setting(options),
         )
+        options.finish(others)
+        return settings
 
 
-def layout_setting(extra: Mapping[str, Any], where: str) -> str:
+class Options:
+    """A mapping of settings that is checked while it is read; ``where`` is its name in errors.
+
+    Read all keys, then call ``finish``, which raises for unknown keys.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+        self._known: set[str] = set()
+
+    def key(self, name: str) -> str:
+        """The full name of a setting, for errors."""
+        return f"{self._where}.{name}"
+
+    def text(self, name: str, default: str | None = None, *, choices: tuple[str, ...] = ()) -> str:
+        """A non-empty text, or the default; without a default the key is required."""
+        value = self._get(name, default)
+        if not isinstance(value, str) or (not value and value != default):
+            raise ConfigError(self.key(name), value, "give a text")
+        if choices and value not in choices:
+            raise ConfigError(self.key(name), value, f"choose one of: {', '.join(choices)}")
+        return value
+
+    def file(self, name: str) -> Path | None:
+        """Path of a readable file, or None if it is not given."""
+        value = self.text(name, "")
+        if not value:
+            return None
+        path = Path(value)
+        try:
+            with path.open("rb"):
+                return path
+        except OSError as error:
+            raise ConfigError(
+                self.key(name), value, f"name a file that can be read ({error.strerror})"
+            ) from error
+
+    def number(self, name: str, default: float, *, low: float, high: float, above: bool = False) -> float:
+        """A number from ``low`` to ``high``; with ``above``, not ``low`` itself."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(self.key(name), value, "give a number")
+        if not low <= value <= high or (above and value == low):
+            words = f"above {low} and up to" if above else f"from {low} to"
+            raise ConfigError(self.key(name), value, f"give a number {words} {high}")
+        return float(value)
+
+    def whole(self, name: str, default: int, *, low: int, high: int) -> int:
+        value = self.number(name, default, low=low, high=high)
+        if value != int(value):
+            raise ConfigError(self.key(name), value, "give a whole number")
+        return int(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(self.key(name), value, "give true or false")
+        return value
+
+    def size(self, name: str, default: str | None) -> int:
+        """Bytes, given as a number or as text such as "8GiB"."""
+        return size_bytes(self._get(name, default), self.key(name))
+
+    def finish(self, others: Iterable[str] = ()) -> None:
+        """Raise ConfigError for an unknown key; ``others`` are read elsewhere."""
+        self._known.update(others)
+        for name in self._values:
+            if name not in self._known:
+                known = ", ".join(sorted(self._known))
+                raise ConfigError(self.key(name), self._values[name], f"no such setting; there are: {known}")
+
+    def _get(self, name: str, default: object) -> Any:
+        self._known.add(name)
+        value = self._values.get(name, default)
+        if value is None:
+            raise ConfigError(self.key(name), None, "it must be given")
+        return value
+
+
+def layout_setting(options: Options) -> str:
     """Parse ``layout`` alone: vLLM needs it before it makes the connector."""
-    return _choice(extra, where, "layout", OffloadSettings.layout, LAYOUTS)
+    return options.text("layout", OffloadSettings.layout, choices=LAYOUTS)
 
 
 def size_bytes(value: object, key: str) -> int:
@@ -108,36 +189,4 @@ def size_bytes(value: object, key: str) -> int:
         value = int(float(found[1]) * _UNITS[found[2].lower()])
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(key, value, remedy)
-    return value
-
-
-def _number(
-    extra: Mapping[str, Any], where: str, name: str, default: float, *, low: float, high: float
-) -> float:
-    value = extra.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{where}.{name}", value, "give a number")
-    if not low < value <= high:
-        raise ConfigError(f"{where}.{name}", value, f"give a number above {low} and up to {high}")
-    return float(value)
-
-
-def _whole(extra: Mapping[str, Any], where: str, name: str, default: int, *, low: int) -> int:
-    value = extra.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{where}.{name}", value, f"give a whole number of at least {low}")
-    return value
-
-
-def _flag(extra: Mapping[str, Any], where: str, name: str, *, default: bool) -> bool:
-    value = extra.get(name, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where}.{name}", value, "give true or false")
-    return value
-
-
-def _choice(extra: Mapping[str, Any], where: str, name: str, default: str, choices: tuple[str, ...]) -> str:
-    value = extra.get(name, default)
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{where}.{name}", value, f"choose one of: {', '.join(choices)}")
     return value

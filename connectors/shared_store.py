@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from dataclasses import replace
 from typing import Any
 
 from connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
@@ -127,7 +128,7 @@ class SharedStoreConnector(TieredConnector):
         rank = int(self._vllm_config.parallel_config.rank)
         log.info("rank %d stages %d rows of %d bytes for store %s", rank, rows, row_bytes, store.name)
         self._staged = StagedTransfers(
-            view, copies, pool, store, self._namespace, rank, self._settings.staging(rows)
+            view, copies, pool, store, self._namespace, rank, replace(self._settings.staging, rows=rows)
         )
         return (
             self._staged if self._replicas.count == 1 else ShareOfStores(self._staged, self._replicas.by_key)

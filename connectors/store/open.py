@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from connectors.settings import ConfigError, OffloadSettings
-from connectors.store.base import BlockStore, Counters, Options, StoreUnavailable
+from connectors.settings import ConfigError, OffloadSettings, Options
+from connectors.store.base import BlockStore, Counters, StoreUnavailable
 from connectors.tier.base import StoreTierSettings
 from connectors.worker.staged import StagingSettings
 
@@ -199,11 +199,8 @@ class SharedSettings:
     store: Mapping[str, Any]
     label: str
     """Part of the namespace: engines with different labels never share blocks."""
-    threads: int
-    keep_in_host: bool
-    """Whether staging memory keeps values for later loads."""
-    load_deadline_s: float
-    store_deadline_s: float
+    staging: StagingSettings
+    """Without the number of rows, which differs between ranks."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], where: str) -> SharedSettings:
@@ -230,14 +227,10 @@ class SharedSettings:
             ),
             store=dict(store),
             label=own.text("label", ""),
-            threads=own.whole("threads", staging.threads, low=1, high=64),
-            keep_in_host=own.flag("keep_in_host", default=staging.keep),
-            load_deadline_s=own.number("load_deadline_s", staging.load_deadline_s, low=0.1, high=600),
-            store_deadline_s=own.number("store_deadline_s", staging.store_deadline_s, low=0.1, high=600),
-        )
-
-    def staging(self, rows: int) -> StagingSettings:
-        """Settings of one rank with this many rows."""
-        return StagingSettings(
-            rows, self.threads, self.keep_in_host, self.load_deadline_s, self.store_deadline_s
+            staging=StagingSettings(
+                threads=own.whole("threads", staging.threads, low=1, high=64),
+                keep=own.flag("keep_in_host", default=staging.keep),
+                load_deadline_s=own.number("load_deadline_s", staging.load_deadline_s, low=0.1, high=600),
+                store_deadline_s=own.number("store_deadline_s", staging.store_deadline_s, low=0.1, high=600),
+            ),
         )

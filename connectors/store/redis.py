@@ -29,8 +29,8 @@ from redis.connection import (
 from redis.exceptions import AuthenticationError, InvalidResponse, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
-from connectors.settings import ConfigError
-from connectors.store.base import Counters, Deadline, Options, StoreUnavailable
+from connectors.settings import ConfigError, Options
+from connectors.store.base import Counters, Deadline, StoreUnavailable
 
 # One connection to a Redis or Valkey server, for few commands with large values and a strict deadline.
 #

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from connectors.transfer.base import Direction, Indices
-from connectors.transfer.cuda_driver import Device, Driver
+from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
 from connectors.transfer.host import PinnedHostPool
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Probe(Protocol):
     def __call__(self, kernel: bool, piece_bytes: int, pieces: int) -> None: ...
 
 
-def calibrate(device: Device, driver: Driver) -> Calibration:
+def calibrate(device: TorchDevice, driver: CudaDriver) -> Calibration:
     """Measure on scratch memory (16 MiB on either side, freed afterwards). If the kernel cannot
     run, the calibration has the reason. Raises DriverError, HostMemoryError."""
     # Compiling the kernel, at a machine's first start, is not part of the time budget.
@@ -156,7 +156,7 @@ def _best_seconds(
 class _ScratchProbe:
     """Scattered pieces of pinned scratch memory, into scratch memory of the device."""
 
-    def __init__(self, device: Device, driver: Driver, host: PinnedHostPool) -> None:
+    def __init__(self, device: TorchDevice, driver: CudaDriver, host: PinnedHostPool) -> None:
         self._device = device
         self._driver = driver
         self._host = host

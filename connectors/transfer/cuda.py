@@ -37,7 +37,7 @@ from connectors.transfer.base import (
     merge_adjacent,
 )
 from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
-from connectors.transfer.cuda_driver import CudaDriver, Device, Driver, EventHandle, StreamHandle, TorchDevice
+from connectors.transfer.cuda_driver import CudaDriver, EventHandle, StreamHandle, TorchDevice
 from connectors.transfer.host import PinnedHostPool, SharedMapping
 
 # The copy of one part of a job: by copy engine or, for small pieces of loads, by kernel.
@@ -59,7 +59,7 @@ class MoveCounts:
 class Mover:
     """Enqueue copies on a stream with the method chosen by the calibration."""
 
-    def __init__(self, device: Device, driver: Driver, calibration: Calibration) -> None:
+    def __init__(self, device: TorchDevice, driver: CudaDriver, calibration: Calibration) -> None:
         self._device = device
         self._driver = driver
         self._calibration = calibration
@@ -124,7 +124,7 @@ PART_BYTES_MAX = 32 << 20
 class EventPool:
     """Pool of reusable events: creating one costs more than recording it. Thread-safe."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: TorchDevice) -> None:
         self._device = device
         self._free: deque[EventHandle] = deque()
         self.created = 0
@@ -145,7 +145,7 @@ class EventPool:
 class Mark:
     """An event recorded on the compute stream; returns to its pool with its last reference."""
 
-    def __init__(self, events: EventPool, device: Device) -> None:
+    def __init__(self, events: EventPool, device: TorchDevice) -> None:
         """Record the event. Raises the device's errors."""
         self._events = events
         self.event = events.take()
@@ -235,7 +235,7 @@ class Lane:
         """Whether the next part may be enqueued now."""
         return self.wanting and not self.throttling
 
-    def take_queued(self, device: Device) -> list[QueuedJob]:
+    def take_queued(self, device: TorchDevice) -> list[QueuedJob]:
         """Jobs to begin enqueueing now; empty while earlier ones continue."""
         # Several are taken only while parts are in flight, so that joining them delays nothing, and only as
         # many as fit one part, so that the first is delayed by at most one part. A job whose mark would delay
@@ -273,7 +273,7 @@ class Lane:
         if self.throttling:
             self.throttled += 1
 
-    def retire(self, device: Device, events: EventPool) -> list[QueuedJob]:
+    def retire(self, device: TorchDevice, events: EventPool) -> list[QueuedJob]:
         """Jobs whose parts have all arrived, in the order of enqueueing."""
         ended = []
         while self.inflight and device.done(self.inflight[0].done):
@@ -339,8 +339,8 @@ class CudaTransferEngine:
         view: CacheView,
         pool: HostMemory,
         *,
-        device: Device,
-        driver: Driver,
+        device: TorchDevice,
+        driver: CudaDriver,
         row_bytes: int | None = None,
         host_chunk_bytes: int = 0,
         calibration: Calibration | None = None,

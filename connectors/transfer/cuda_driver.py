@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,36 +36,6 @@ class DriverError(Exception):
         super().__init__(f"{call}: {name} ({detail})")
         self.call = call
         self.name = name
-
-
-class Driver(Protocol):
-    """Driver interface of the transfer engine and the host pool; tests use a fake without a GPU."""
-
-    @property
-    def batched(self) -> bool:
-        """Whether one call copies many pieces."""
-
-    def bind_thread(self) -> None:
-        """Make the device current in the calling thread; every thread that copies calls it once."""
-
-    def copy(self, direction: Direction, src: Indices, dst: Indices, sizes: Indices, stream: int) -> None:
-        """Enqueue copies of ``sizes[i]`` bytes from ``src[i]`` to ``dst[i]``, in no particular order.
-
-        ``stream`` is the driver's handle, never the default stream. Raises DriverError; some of the pieces
-        may then have been enqueued.
-        """
-
-    def register_host(self, address: int, size_bytes: int) -> None:
-        """Pin host memory and map it into the device's address space. Raises DriverError."""
-
-    def unregister_host(self, address: int) -> None:
-        """Undo ``register_host``. Raises DriverError."""
-
-    def maps_same_address(self, address: int) -> bool:
-        """Whether a kernel can read registered memory by its host address."""
-
-    def pci_bus_id(self) -> str:
-        """PCI address of the device, ``dddd:bb:dd.f``."""
 
 
 class _Location(ctypes.Structure):
@@ -120,10 +90,10 @@ _BATCH_COPY = ctypes.CFUNCTYPE(
 
 
 class CudaDriver:
-    """``Driver`` on libcuda for one device (``device_index`` as torch counts, after CUDA_VISIBLE_DEVICES).
+    """libcuda for one device (``device_index`` as torch counts, after CUDA_VISIBLE_DEVICES).
 
     ``library`` replaces libcuda; ``allow_batched=False`` disables the batched copy. Raises DriverError
-    without a driver or such a device.
+    without a driver or such a device, and in every method. Tests replace it by a subclass.
     """
 
     def __init__(self, device_index: int = 0, *, library: Any = None, allow_batched: bool = True) -> None:
@@ -140,12 +110,19 @@ class CudaDriver:
 
     @property
     def batched(self) -> bool:
+        """Whether one call copies many pieces."""
         return self._batch_copy is not None
 
     def bind_thread(self) -> None:
+        """Make the device current in the calling thread; every thread that copies calls it once."""
         self._call("cuCtxSetCurrent", self._context)
 
     def copy(self, direction: Direction, src: Indices, dst: Indices, sizes: Indices, stream: int) -> None:
+        """Enqueue copies of ``sizes[i]`` bytes from ``src[i]`` to ``dst[i]``, in no particular order.
+
+        ``stream`` is the driver's handle, never the default stream. After an error some of the pieces may
+        have been enqueued.
+        """
         sources, targets, lengths = (np.ascontiguousarray(array, np.int64) for array in (src, dst, sizes))
         if not len(sources) == len(targets) == len(lengths):
             msg = f"descriptors differ in length: {len(sources)}, {len(targets)}, {len(lengths)}"
@@ -174,17 +151,20 @@ class CudaDriver:
             raise self._error("cuMemcpyBatchAsync", code, where)
 
     def register_host(self, address: int, size_bytes: int) -> None:
+        """Pin host memory and map it into the device's address space."""
         self._call("cuMemHostRegister_v2", address, size_bytes, _REGISTER_PORTABLE_MAPPED)
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)
 
     def maps_same_address(self, address: int) -> bool:
+        """Whether a kernel can read registered memory by its host address."""
         mapped = ctypes.c_uint64()
         code = self._calls["cuMemHostGetDevicePointer_v2"](ctypes.byref(mapped), address, 0)
         return not code and mapped.value == address
 
     def pci_bus_id(self) -> str:
+        """PCI address of the device, ``dddd:bb:dd.f``."""
         text = ctypes.create_string_buffer(32)
         self._call("cuDeviceGetPCIBusId", text, len(text), self._device.value)
         return text.value.decode()
@@ -233,64 +213,17 @@ def _load_libcuda() -> Any:
         raise DriverError("loading libcuda.so.1", "no driver", f"no NVIDIA machine? {error}") from error
 
 
-# Streams and events of one device for transfers.
-#
-# ``Device`` is the interface between the transfer engine and torch: ``TorchDevice`` is the real one; a fake
-# can record or reorder enqueued work, so that tests check the ordering without a GPU. torch is imported when
-# a ``TorchDevice`` is made.
-
-
 StreamHandle = Any
 """A stream of the device; opaque except to the device that made it."""
 EventHandle = Any
 
 
-class Device(Protocol):
-    """One device. Every method except ``synchronize`` only enqueues. All raise after a device error."""
-
-    @property
-    def name(self) -> str:
-        """Name of the device."""
-
-    def bind_thread(self) -> None:
-        """Make the device current in the calling thread."""
-
-    def current_stream(self) -> StreamHandle:
-        """The compute stream of the calling thread."""
-
-    def low_priority_stream(self) -> StreamHandle:
-        """Make a stream of the lowest priority."""
-
-    def raw(self, stream: StreamHandle) -> int:
-        """The driver's handle of the stream."""
-
-    def new_event(self) -> EventHandle:
-        """Make an event without timing; it may be recorded again when nothing waits for its last record."""
-
-    def record(self, event: EventHandle, stream: StreamHandle) -> None:
-        """Record the work enqueued on the stream so far."""
-
-    def wait(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Delay later work on the stream until the event's last record is reached."""
-
-    def done(self, event: EventHandle) -> bool:
-        """Whether the event's last record has been reached."""
-
-    def synchronize(self, stream: StreamHandle) -> None:
-        """Block until everything enqueued on the stream has run."""
-
-    def kernel_copy(self, src: Indices, dst: Indices, sizes: Indices, stream: StreamHandle) -> object:
-        """Copy by a kernel that reads ``src`` (mapped host memory) itself.
-
-        Sizes and addresses are multiples of 8. Keep the returned object until the copy has run.
-        """
-
-    def scratch(self, size_bytes: int) -> tuple[int, object]:
-        """Temporary device memory: its address, and the object that owns it."""
-
-
 class TorchDevice:
-    """``Device`` on torch.cuda. ``index`` counts as torch does."""
+    """Streams and events of one device, by torch.cuda. ``index`` counts as torch does.
+
+    Every method except ``synchronize`` only enqueues; all raise after a device error. Tests replace it by a
+    subclass that records or reorders enqueued work.
+    """
 
     def __init__(self, index: int | None = None) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -317,15 +250,18 @@ class TorchDevice:
         return self._torch.cuda.Stream(self._device, priority=self._lowest)
 
     def raw(self, stream: StreamHandle) -> int:
+        """The driver's handle of the stream."""
         return int(stream.cuda_stream)
 
     def new_event(self) -> EventHandle:
+        """Make an event without timing; it may be recorded again when nothing waits for its last record."""
         return self._torch.cuda.Event()
 
     def record(self, event: EventHandle, stream: StreamHandle) -> None:
         event.record(stream)
 
     def wait(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Delay later work on the stream until the event's last record is reached."""
         stream.wait_event(event)
 
     def done(self, event: EventHandle) -> bool:
@@ -335,6 +271,10 @@ class TorchDevice:
         stream.synchronize()
 
     def kernel_copy(self, src: Indices, dst: Indices, sizes: Indices, stream: StreamHandle) -> object:
+        """Copy by a kernel that reads ``src`` (mapped host memory) itself.
+
+        Sizes and addresses are multiples of 8. Keep the returned object until the copy has run.
+        """
         if self._kernels is None:
             self._kernels = importlib.import_module("connectors.transfer.triton_kernels")
             self._descriptors = self._kernels.DescriptorPool(self._device)
@@ -342,5 +282,6 @@ class TorchDevice:
             return self._kernels.move_pieces(src, dst, sizes, device=self._device, pool=self._descriptors)
 
     def scratch(self, size_bytes: int) -> tuple[int, object]:
+        """Temporary device memory: its address, and the object that owns it."""
         memory = self._torch.empty(size_bytes, dtype=self._torch.uint8, device=self._device)
         return int(memory.data_ptr()), memory

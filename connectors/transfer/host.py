@@ -46,7 +46,7 @@ from connectors.transfer.base import (
 )
 
 if TYPE_CHECKING:
-    from connectors.transfer.cuda_driver import Driver
+    from connectors.transfer.cuda_driver import CudaDriver
 
 
 # Memory interfaces of the operating system.
@@ -240,7 +240,7 @@ class PinnedHostPool:
         size_bytes: int,
         row_bytes: int,
         *,
-        driver: Driver | None = None,
+        driver: CudaDriver | None = None,
         numa_node: int | None = None,
         register_chunk_bytes: int = REGISTER_CHUNK_BYTES,
         shared: SharedMapping | None = None,

@@ -43,7 +43,7 @@ from connectors.worker.staging_rows import RowCache, StagedValue, StoreTask, Sto
 class StagingSettings:
     """``rows``: staging rows of this rank. Deadlines in seconds, for a whole job from its submission."""
 
-    rows: int
+    rows: int = 0
     threads: int = 4
     """Threads that get values; half as many others put them, so that neither direction blocks the other."""
     keep: bool = True

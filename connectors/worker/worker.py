@@ -194,16 +194,35 @@ class Replicas:
         return np.array([zlib.crc32(key) % self.count == self.index for key in moves.keys], np.bool_)
 
 
-class ShareOfStores:
-    """A ``TransferEngine`` in front of another that stores only this rank's share."""
+class ForwardingEngine:
+    """A ``TransferEngine`` in front of another."""
 
-    def __init__(self, engine: TransferEngine, share: Share) -> None:
+    def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
-        self._share = share
-        self._empty: list[TransferResult] = []
 
     def mark(self) -> StreamMark | None:
         return self._engine.mark()
+
+    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
+        self._engine.submit(job, after)
+
+    def poll(self) -> list[TransferResult]:
+        return self._engine.poll()
+
+    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
+        return self._engine.wait(job_ids, timeout_s)
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        return self._engine.close(timeout_s)
+
+
+class ShareOfStores(ForwardingEngine):
+    """It stores only this rank's share."""
+
+    def __init__(self, engine: TransferEngine, share: Share) -> None:
+        super().__init__(engine)
+        self._share = share
+        self._empty: list[TransferResult] = []
 
     def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
         if job.direction is Direction.STORE:
@@ -212,17 +231,11 @@ class ShareOfStores:
             if not job.groups:
                 self._empty.append(TransferResult(job.job_id, job.direction, True, 0.0, {}))
                 return
-        self._engine.submit(job, after)
+        super().submit(job, after)
 
     def poll(self) -> list[TransferResult]:
         ended, self._empty = self._empty, []
-        return ended + self._engine.poll()
-
-    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
-        return self._engine.wait(job_ids, timeout_s)
-
-    def close(self, timeout_s: float = CLOSE_S) -> bool:
-        return self._engine.close(timeout_s)
+        return ended + super().poll()
 
 
 def _selected(moves: GroupMoves, mine: npt.NDArray[np.bool_]) -> GroupMoves:
@@ -238,25 +251,13 @@ def _selected(moves: GroupMoves, mine: npt.NDArray[np.bool_]) -> GroupMoves:
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a memory file system, not for files that stay
 
 
-class EngineWithPool:
+class EngineWithPool(ForwardingEngine):
     """A ``TransferEngine`` that owns its host memory and closes both."""
 
     def __init__(self, engine: TransferEngine, pool: PinnedHostPool) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._pool = pool
         self._closed = False
-
-    def mark(self) -> StreamMark | None:
-        return self._engine.mark()
-
-    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
-        self._engine.submit(job, after)
-
-    def poll(self) -> list[TransferResult]:
-        return self._engine.poll()
-
-    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
-        return self._engine.wait(job_ids, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         if not self._closed and self._engine.close(timeout_s):

@@ -55,14 +55,34 @@ def kind_of(
     return "sglang" if models and models[0].frontend == "sglang" else "vllm"
 
 
+_T = TypeVar("_T")
+
+
+class _Noted(Generic[_T]):
+    """An attribute of ``EngineStatus``, whose changes the fleet notes."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, status: EngineStatus, owner: type) -> _T:
+        value: _T = getattr(status, self._name)
+        return value
+
+    def __set__(self, status: EngineStatus, value: _T) -> None:
+        if value != getattr(status, self._name):
+            setattr(status, self._name, value)
+            status.fleet_changed()
+
+
 class EngineStatus:
     """Last known state of one engine. ``problem``: why it is not up; ``kv_usage``: share of its KV blocks in
     use according to its metrics (0..1). Values that every request needs are computed when they change."""
 
     __slots__ = (
-        *("_asleep", "_fleet_changed", "_held", "_models", "_server_info", "_silent", "_up", "answers"),
+        *("_asleep", "_held", "_models", "_server_info", "_silent", "_up", "answers"),
         *("base_model", "engine", "engine_id"),
-        *("emptied", "kv_usage", "obeys_hints", "pool_blocks", "problem", "started", "stated", "transfers"),
+        *("emptied", "fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "started"),
+        *("stated", "transfers"),
         "version",
     )
 
@@ -95,7 +115,8 @@ class EngineStatus:
         self._held = ""
         self._asleep = False
         self._models: tuple[ModelCard, ...] = ()
-        self._fleet_changed = fleet_changed
+        # Called after each change that the fleet notes.
+        self.fleet_changed = fleet_changed
 
     @property
     def frontend(self) -> Frontend:
@@ -109,64 +130,20 @@ class EngineStatus:
         """Return its software."""
         return kind_of(self.engine, self._server_info, self._models)
 
-    @property
-    def server_info(self) -> EngineStatement | None:
-        """Its set-up according to ``/server_info``, if it serves that."""
-        return self._server_info
-
-    @server_info.setter
-    def server_info(self, stated: EngineStatement | None) -> None:
-        if stated != self._server_info:
-            self._server_info = stated
-            self._fleet_changed()
-
-    @property
-    def up(self) -> bool:
-        return self._up
-
-    @up.setter
-    def up(self, up: bool) -> None:
-        if up != self._up:
-            self._up = up
-            self._fleet_changed()
-
-    @property
-    def silent(self) -> bool:
-        """Whether it is down only because polls timed out: it may just be busy."""
-        return self._silent
-
-    @silent.setter
-    def silent(self, silent: bool) -> None:
-        if silent != self._silent:
-            self._silent = silent
-            self._fleet_changed()
+    server_info: _Noted[EngineStatement | None] = _Noted()
+    """Its set-up according to ``/server_info``, if it serves that."""
+    up: _Noted[bool] = _Noted()
+    silent: _Noted[bool] = _Noted()
+    """Whether it is down only because polls timed out: it may just be busy."""
+    held: _Noted[str] = _Noted()
+    """Why it gets no new requests even if it is up; "": it gets them."""
+    asleep: _Noted[bool] = _Noted()
+    """Whether it reports that it sleeps: its cache is empty and it cannot answer."""
 
     @property
     def overdue(self) -> bool:
         """Whether requests wait for it longer than expected: it should be polled now."""
         return False
-
-    @property
-    def held(self) -> str:
-        """Why it gets no new requests even if it is up; "": it gets them."""
-        return self._held
-
-    @held.setter
-    def held(self, why: str) -> None:
-        if why != self._held:
-            self._held = why
-            self._fleet_changed()
-
-    @property
-    def asleep(self) -> bool:
-        """Whether it reports that it sleeps: its cache is empty and it cannot answer."""
-        return self._asleep
-
-    @asleep.setter
-    def asleep(self, asleep: bool) -> None:
-        if asleep != self._asleep:
-            self._asleep = asleep
-            self._fleet_changed()
 
     @property
     def models(self) -> tuple[ModelCard, ...]:
@@ -176,7 +153,7 @@ class EngineStatus:
     def models(self, models: tuple[ModelCard, ...]) -> None:
         self._models = models
         self.base_model = next((card.id for card in models if card.parent is None), None)
-        self._fleet_changed()
+        self.fleet_changed()
 
     @property
     def publishes_events(self) -> bool:

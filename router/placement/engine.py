@@ -376,7 +376,7 @@ class Engine(EngineStatus):
             self.shadow = None
         elif self.shadow is None:
             self.shadow = Shadow(shadow, self._accounts.shadow_stats)
-        self._fleet_changed()
+        self.fleet_changed()
 
     @property
     def feed_state(self) -> str:

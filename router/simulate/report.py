@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rich import box
@@ -12,7 +12,6 @@ from rich.table import Table
 
 from router.simulate.fit import Fit
 from router.simulate.study import (
-    Interval,
     Outcome,
     Plan,
     Study,
@@ -78,27 +77,75 @@ def verdict(alike: Sequence[Outcome], apart: Sequence[Outcome]) -> SplitVerdict:
     )
 
 
-_COLUMNS = ("hit %", "mean s", "p50 s", "p90 s", "p99 s", "imbal.", "error", "exact %", "regret s")
-_APART_COLUMNS = ("answer s", "ms/token", "p99 ms", "apart %")
-_LEGEND_APART = (
-    " answer s: to the last token; ms/token: between two tokens of an answer, p99 ms: of the slowest; "
-    "apart %: requests whose prompt another engine computed."
-)
-_CLOSED_COLUMNS = ("answer s", "total s")
-_CLOSED_NUMBERS = dict(zip(_CLOSED_COLUMNS, ("answer_mean_s", "lasted_s"), strict=True))
-_LEGEND_CLOSED = " Closed sessions: answer s: to the last token; total s: until all work was done."
-_TIER_COLUMNS = ("host %", "store %")
-_TIER_SHARES = dict(zip(_TIER_COLUMNS, ("host_share", "store_share"), strict=True))
+class _Column(NamedTuple):
+    name: str
+    number: str
+    """Of ``Outcome``."""
+    digits: int
+    scale: float = 1.0
+    interval: bool = False
+    """Whether half its interval over the seeds is shown beside it."""
+
+
+class _Group(NamedTuple):
+    """Columns that belong together, the plans that have them, and their legend."""
+
+    shown: Callable[[Plan], bool]
+    columns: tuple[_Column, ...]
+    legend: str
+
+
 _LEGEND_TIERS = " host %, store %: share of the prompt tokens that were hits loaded from there."
-_PULL_COLUMNS = ("pull %", "promised %")
-_PULL_SHARES = dict(zip(_PULL_COLUMNS, ("pull_share", "promised_share"), strict=True))
-_LEGEND_PULL = " pull %: of the prompt tokens, those pulled from other engines; promised %: as decided."
-_WITH_INTERVAL = ("hit %", "mean s")
-_LEGEND = (
-    "Seconds to the first token. imbal.: busiest engine over the mean; error: tokens between predicted and "
-    "true hit; regret: later than at the best policy, request by request."
-)
 _LEGEND_SEEDS = " ± is half a 95 % interval over the seeds."
+_GROUPS = (
+    _Group(
+        lambda _: True,
+        (
+            _Column("hit %", "hit_share", 1, 100.0, interval=True),
+            _Column("mean s", "ttft_mean_s", 3, interval=True),
+            _Column("p50 s", "ttft_p50_s", 3),
+            _Column("p90 s", "ttft_p90_s", 2),
+            _Column("p99 s", "ttft_p99_s", 2),
+            _Column("imbal.", "imbalance", 2),
+            _Column("error", "error_mean_tokens", 0),
+            _Column("exact %", "exact_share", 0, 100.0),
+            _Column("regret s", "regret_s", 3),
+        ),
+        "Seconds to the first token. imbal.: busiest engine over the mean; error: tokens between predicted "
+        "and true hit; regret: later than at the best policy, request by request.",
+    ),
+    _Group(
+        lambda plan: plan.setup.tiers is not None and plan.setup.tiers.host is not None,
+        (_Column("host %", "host_share", 1, 100.0),),
+        _LEGEND_TIERS,
+    ),
+    _Group(
+        lambda plan: plan.setup.tiers is not None and plan.setup.tiers.store is not None,
+        (_Column("store %", "store_share", 1, 100.0),),
+        _LEGEND_TIERS,
+    ),
+    _Group(
+        lambda plan: plan.setup.tiers is not None and plan.setup.tiers.pull_bytes_per_s > 0,
+        (_Column("pull %", "pull_share", 1, 100.0), _Column("promised %", "promised_share", 1, 100.0)),
+        " pull %: of the prompt tokens, those pulled from other engines; promised %: as decided.",
+    ),
+    _Group(
+        lambda plan: any(variant.prefill for variant in plan.variants.values()),
+        (
+            _Column("answer s", "answer_mean_s", 2),
+            _Column("ms/token", "per_token_mean_s", 1, 1000.0),
+            _Column("p99 ms", "per_token_p99_s", 0, 1000.0),
+            _Column("apart %", "apart_share", 0, 100.0),
+        ),
+        " answer s: to the last token; ms/token: between two tokens of an answer, p99 ms: of the slowest; "
+        "apart %: requests whose prompt another engine computed.",
+    ),
+    _Group(
+        lambda plan: plan.setup.closed,
+        (_Column("answer s", "answer_mean_s", 2), _Column("total s", "lasted_s", 2)),
+        " Closed sessions: answer s: to the last token; total s: until all work was done.",
+    ),
+)
 _NUMBERS = tuple(field for field in Outcome.__struct_fields__ if field != "requests")
 
 
@@ -189,11 +236,8 @@ def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Conso
             f"[yellow]{refused} requests fit no engine's cache and are left out; --pool is too small "
             "for them.[/]"
         )
-    legend = _LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else "")
-    legend += _LEGEND_TIERS if _tier_columns(plan) else ""
-    legend += _LEGEND_PULL if _pull_columns(plan) else ""
-    legend += _LEGEND_APART if _apart_columns(plan) else ""
-    legend += _LEGEND_CLOSED if plan.setup.closed else ""
+    legend = "".join(dict.fromkeys(group.legend for group in _GROUPS if group.shown(plan)))
+    legend += _LEGEND_SEEDS if facts.seeds > 1 else ""
     for line in _verdicts(plan, study):
         console.print(line, highlight=False)
     console.print(legend, style="dim", highlight=False)
@@ -275,18 +319,13 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
             )
             table.title_justify, table.title_style = "left", "bold"
             table.add_column("policy", overflow="fold")
-            for name in (
-                *_COLUMNS,
-                *_tier_columns(plan),
-                *_pull_columns(plan),
-                *_apart_columns(plan),
-                *_closed_columns(plan),
-            ):
-                table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
+            columns = _columns(plan)
+            for column in columns:
+                table.add_column(column.name, justify="right", no_wrap=not column.interval)
             for report in cell:
                 mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
                 table.add_row(
-                    report.variant, *_numbers(report, plan), style="bold" if mean_s <= best_s else None
+                    report.variant, *_numbers(report, columns), style="bold" if mean_s <= best_s else None
                 )
             yield table
 
@@ -297,36 +336,10 @@ def _title(plan: Plan, retention: int | None, factor: float) -> str | None:
     return ", ".join(parts) or None
 
 
-def _tier_columns(plan: Plan) -> tuple[str, ...]:
-    """Return the columns for memory outside the GPUs, if there is any."""
-    tiers = plan.setup.tiers
-    return (
-        ()
-        if tiers is None
-        else tuple(
-            name
-            for name, spec in zip(_TIER_COLUMNS, (tiers.host, tiers.store), strict=True)
-            if spec is not None
-        )
-    )
-
-
-def _pull_columns(plan: Plan) -> tuple[str, ...]:
-    """Return the columns for pulls between engines, if there are any."""
-    tiers = plan.setup.tiers
-    return _PULL_COLUMNS if tiers is not None and tiers.pull_bytes_per_s else ()
-
-
-def _apart_columns(plan: Plan) -> tuple[str, ...]:
-    """Return the columns for disaggregated prefill, if any variant has it."""
-    return _APART_COLUMNS if any(variant.prefill for variant in plan.variants.values()) else ()
-
-
-def _closed_columns(plan: Plan) -> tuple[str, ...]:
-    """Return the columns for closed sessions; the time to the answer only once."""
-    if not plan.setup.closed:
-        return ()
-    return tuple(name for name in _CLOSED_COLUMNS if name not in _apart_columns(plan))
+def _columns(plan: Plan) -> list[_Column]:
+    """Return the columns of this plan; one that two groups have, once."""
+    groups = [group for group in _GROUPS if group.shown(plan)]
+    return list({column.name: column for group in groups for column in group.columns}.values())
 
 
 def _verdicts(plan: Plan, study: Study) -> Iterator[str]:
@@ -349,37 +362,10 @@ def _verdicts(plan: Plan, study: Study) -> Iterator[str]:
             )
 
 
-def _numbers(report: VariantReport, plan: Plan) -> list[str]:
-    def mean(name: str) -> float:
-        return over_seeds(report.outcomes, name).mean
-
-    return [
-        _text(over_seeds(report.outcomes, "hit_share"), 1, 100.0),
-        _text(over_seeds(report.outcomes, "ttft_mean_s"), 3),
-        f"{mean('ttft_p50_s'):.3f}",
-        f"{mean('ttft_p90_s'):.2f}",
-        f"{mean('ttft_p99_s'):.2f}",
-        f"{mean('imbalance'):.2f}",
-        f"{mean('error_mean_tokens'):.0f}",
-        f"{100 * mean('exact_share'):.0f}",
-        f"{mean('regret_s'):.3f}",
-        *(f"{100 * mean(_TIER_SHARES[name]):.1f}" for name in _tier_columns(plan)),
-        *(f"{100 * mean(_PULL_SHARES[name]):.1f}" for name in _pull_columns(plan)),
-        *(_apart_numbers(mean) if _apart_columns(plan) else ()),
-        *(f"{mean(_CLOSED_NUMBERS[name]):.2f}" for name in _closed_columns(plan)),
-    ]
-
-
-def _apart_numbers(mean: Callable[[str], float]) -> tuple[str, ...]:
-    """Return the numbers in the order of ``_APART_COLUMNS``."""
-    return (
-        f"{mean('answer_mean_s'):.2f}",
-        f"{1000 * mean('per_token_mean_s'):.1f}",
-        f"{1000 * mean('per_token_p99_s'):.0f}",
-        f"{100 * mean('apart_share'):.0f}",
-    )
-
-
-def _text(interval: Interval, digits: int, scale: float = 1.0) -> str:
-    text = f"{scale * interval.mean:.{digits}f}"
-    return text if interval.half is None else f"{text} ±{scale * interval.half:.{digits}f}"
+def _numbers(report: VariantReport, columns: Sequence[_Column]) -> Iterator[str]:
+    for column in columns:
+        interval = over_seeds(report.outcomes, column.number)
+        text = f"{column.scale * interval.mean:.{column.digits}f}"
+        if column.interval and interval.half is not None:
+            text += f" ±{column.scale * interval.half:.{column.digits}f}"
+        yield text

@@ -257,17 +257,18 @@ _COUNTS = {"prefill": 1023.0, "pull": 1.0}
 _ADMIT = {"admit": 600.0, "slo": 600.0, "refuse": 2.0}
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
+
+def _alone(policy: str, view: ViewName, what: str, peer: str | None = None) -> Variant:
+    """Return a variant that does not count prompts in flight."""
+    return Variant(policy=policy, view=view, in_flight=False, peer=peer, what=what)
+
+
 VARIANTS: dict[str, Variant] = {
     "kvatlas": Variant(
         policy="kvatlas", view="truth", pulls=True, what="place by shared prefix, account by the exact hit"
     ),
-    "exact": Variant(policy="exact", view="truth", in_flight=False, what="cheapest by the exact hit alone"),
-    "full-attention": Variant(
-        policy="full-attention",
-        view="truth",
-        in_flight=False,
-        what="the full-attention prefix taken for the hit",
-    ),
+    "exact": _alone("exact", "truth", "cheapest by the exact hit alone"),
+    "full-attention": _alone("full-attention", "truth", "the full-attention prefix taken for the hit"),
     "full-attention-in-flight": Variant(
         policy="full-attention", view="truth", what="the same, and prompts in flight count"
     ),
@@ -275,51 +276,22 @@ VARIANTS: dict[str, Variant] = {
         policy="kvatlas", view="truth", tiers=False, what="kvatlas without the state of memory outside GPUs"
     ),
     "rules": Variant(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
-    "approx-tree": Variant(
-        policy="exact", view="history", in_flight=False, what="own prefix history that never forgets"
-    ),
-    "approx-tree-capped": Variant(
-        policy="exact",
-        view="capped-history",
-        in_flight=False,
-        what="own prefix history with the engine's size",
-    ),
+    "approx-tree": _alone("exact", "history", "own prefix history that never forgets"),
+    "approx-tree-capped": _alone("exact", "capped-history", "own prefix history with the engine's size"),
     "session-hash": Variant(
         policy="hash", view="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
     ),
-    "hash": Variant(policy="hash", view="blind", in_flight=False, what="first blocks hashed, bounded load"),
-    "power-of-two": Variant(
-        policy="power-of-two", view="blind", in_flight=False, what="less loaded of two at random"
+    "hash": _alone("hash", "blind", "first blocks hashed, bounded load"),
+    "power-of-two": _alone("power-of-two", "blind", "less loaded of two at random"),
+    "least-load": _alone("least-load", "blind", "shortest queue"),
+    "round-robin": _alone("round-robin", "blind", "in turn"),
+    "dynamo": _alone("exact", "truth", "Dynamo's formula: blocks to prefill and to decode", "dynamo"),
+    "llm-d": _alone("exact", "truth", "llm-d's scores: prefix share, KV usage, waiting, no-hit LRU", "llm-d"),
+    "cache-aware": _alone("exact", "blind", "smg's cache_aware", "cache-aware"),
+    REGRESSION: _alone(
+        "exact", "truth", "lowest first token by a regression on prompt, hit and queue", REGRESSION
     ),
-    "least-load": Variant(policy="least-load", view="blind", in_flight=False, what="shortest queue"),
-    "round-robin": Variant(policy="round-robin", view="blind", in_flight=False, what="in turn"),
-    "dynamo": Variant(
-        policy="exact",
-        view="truth",
-        in_flight=False,
-        peer="dynamo",
-        what="Dynamo's formula: blocks to prefill and to decode",
-    ),
-    "llm-d": Variant(
-        policy="exact",
-        view="truth",
-        in_flight=False,
-        peer="llm-d",
-        what="llm-d's scores: prefix share, KV usage, waiting, no-hit LRU",
-    ),
-    "cache-aware": Variant(
-        policy="exact", view="blind", in_flight=False, peer="cache-aware", what="smg's cache_aware"
-    ),
-    REGRESSION: Variant(
-        policy="exact",
-        view="truth",
-        in_flight=False,
-        peer=REGRESSION,
-        what="lowest first token by a regression on prompt, hit and queue",
-    ),
-    "vllm-router": Variant(
-        policy="exact", view="blind", in_flight=False, peer="vllm-router", what="vllm-router's cache_aware"
-    ),
+    "vllm-router": _alone("exact", "blind", "vllm-router's cache_aware", "vllm-router"),
 }
 PEERS = tuple(name for name, variant in VARIANTS.items() if variant.peer is not None)
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from connectors import CONNECTORS
-from connectors.settings import OffloadSettings
+from connectors.settings import OffloadSettings, Options
 from connectors.store import open as store_open
-from connectors.store.base import Options
 from connectors.store.mooncake import MooncakeSettings
 from connectors.store.open import SharedSettings
 from tests.docs.pages import connector_metrics, transfer_configs

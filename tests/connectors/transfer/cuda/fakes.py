@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from connectors.transfer.base import Direction, Indices
-from connectors.transfer.cuda_driver import DriverError
+from connectors.transfer.cuda_driver import CudaDriver, DriverError, TorchDevice
 
 
 @dataclass(eq=False)
@@ -49,8 +49,8 @@ class Descriptors:
             ctypes.memmove(dst, src, size)
 
 
-class FakeDevice:
-    """``Device``. ``failing`` names methods that raise from now on; ``violations``: what no GPU forgives."""
+class FakeDevice(TorchDevice):
+    """``failing`` names methods that raise from now on; ``violations``: what no GPU forgives."""
 
     name = "fake device"
 
@@ -175,8 +175,8 @@ class FakeDevice:
         return kind != "wait" or version in event.reached
 
 
-class FakeDriver:
-    """``Driver`` over a ``FakeDevice``. ``fail_at``: the copy call (from 0) that raises."""
+class FakeDriver(CudaDriver):
+    """Copies on a ``FakeDevice``. ``fail_at``: the copy call (from 0) that raises."""
 
     batched = True
 
