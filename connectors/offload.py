@@ -99,7 +99,6 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def extra_config(self) -> dict[str, Any]:
-        """The user's ``kv_connector_extra_config``."""
         return dict(self._kv_transfer_config.kv_connector_extra_config or {})
 
     @property
@@ -406,7 +405,6 @@ class HybridOffloadConnector(TieredConnector):
             self._tier.shrink(min(rows))
 
     def engine_factory(self) -> EngineFactory:
-        """Factory of this rank's transfer engine."""
         settings = self.settings()
         return partial(
             make_engine,

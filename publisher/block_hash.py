@@ -92,7 +92,6 @@ def canonical_cbor(value: object) -> bytes:
 
 
 def sha256(data: bytes) -> bytes:
-    """SHA-256 digest, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
@@ -374,7 +373,6 @@ def _distinct(text: str) -> str:
 def block_hashes(
     token_ids: Sequence[int], scheme: HashScheme, extras: PromptExtras = NO_EXTRAS
 ) -> list[BlockHash]:
-    """All hashes of one prompt, one per hash block."""
     return cast("list[BlockHash]", HashChain(scheme, extras).extend(token_ids).tolist())
 
 

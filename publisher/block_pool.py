@@ -314,7 +314,6 @@ class HybridBlockPool:
         return True
 
     def extend(self, request: PoolRequest, token_ids: Sequence[int]) -> None:
-        """Add several generated tokens."""
         request.extend(token_ids)
 
     def finish(self, request: PoolRequest) -> None:

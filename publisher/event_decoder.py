@@ -232,7 +232,6 @@ def _single(event: BlockStored, nested: _Nested) -> BlockStored:
 
 
 def finish(steps: Generator[None, None, _Result]) -> _Result:
-    """Run a generator to its end and return its result."""
     while True:
         try:
             next(steps)

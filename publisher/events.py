@@ -171,7 +171,6 @@ def to_block_hash(wire: WireHash) -> BlockHash:
 
 
 def encode_tokens(token_ids: list[int]) -> msgspec.Raw:
-    """Encode token ids for ``BlockStored.token_ids``."""
     return msgspec.Raw(_ENCODER.encode(token_ids))
 
 
@@ -283,7 +282,6 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def lookup_block_size(self) -> int:
-        """The block size used by lookups."""
         return self.block_size * _UNSEEN_HASH_BLOCKS if self.partial_only else self.block_size
 
     @property

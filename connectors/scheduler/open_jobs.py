@@ -62,13 +62,11 @@ class OpenJobs:
         return sum(job.direction is direction for job in self._jobs.values())
 
     def open(self, direction: Direction, request_id: str, blocks: list[PlannedBlock]) -> int:
-        """Add a job and return its id."""
         job_id = next(self._ids)
         self._jobs[job_id] = OpenJob(direction, request_id, blocks, self._world_size)
         return job_id
 
     def take(self, results: StepResults) -> list[OpenJob]:
-        """Process the ranks' results; returns the jobs that ended."""
         ended: list[OpenJob] = []
         for result in results.results:
             job = self._jobs.get(result.job_id)

@@ -219,7 +219,6 @@ def make_job(
 
 
 def block_tokens(resolver: HitResolver, group_idx: int) -> int:
-    """Tokens per block of a group."""
     return next(shape.block_tokens for shape in resolver.group_shapes if shape.group_idx == group_idx)
 
 

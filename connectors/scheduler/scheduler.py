@@ -88,7 +88,6 @@ class OffloadScheduler:
         self._selection.bind(pool)
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """Track a new request."""
         self._requests[request.request_id] = RequestState(request)
         if has_invalid_hint(request):
             self.counters.add("hints_invalid")

@@ -48,7 +48,6 @@ class FileSettings:
 
     @classmethod
     def parse(cls, options: Options) -> FileSettings:
-        """Parse options. ConfigError for invalid values."""
         path = Path(options.text("path"))
         if not path.is_absolute():
             raise ConfigError(

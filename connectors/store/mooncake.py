@@ -40,7 +40,6 @@ class MooncakeSettings:
 
     @classmethod
     def parse(cls, options: Options) -> MooncakeSettings:
-        """Parse options. ConfigError for invalid values."""
         return cls(
             master=options.text("master"),
             metadata=options.text("metadata", "P2PHANDSHAKE"),

@@ -36,12 +36,10 @@ def split_key(key: bytes) -> tuple[bytes, int]:
 
 
 def group_of(key: bytes) -> int:
-    """Group index of a valid key."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
 def block_hashes_of(keys: Iterable[bytes]) -> list[bytes]:
-    """Full block hashes of valid keys."""
     return [key[:-_GROUP_BYTES] for key in keys]
 
 

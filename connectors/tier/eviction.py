@@ -88,7 +88,6 @@ class HintedPolicy:
 
     @property
     def num_hinted(self) -> int:
-        """Number of keys with a live hint."""
         return self._order.num_hinted
 
     def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:

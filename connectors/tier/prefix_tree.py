@@ -38,7 +38,6 @@ class Node:
     """A chain being stored may add keys here."""
 
     def up(self) -> Iterator[Node]:
-        """Yield this node and its ancestors."""
         node: Node | None = self
         while node is not None:
             yield node

@@ -146,7 +146,6 @@ class Mark:
     """An event recorded on the compute stream; returns to its pool with its last reference."""
 
     def __init__(self, events: EventPool, device: TorchDevice) -> None:
-        """Record the event. Raises the device's errors."""
         self._events = events
         self.event = events.take()
         device.record(self.event, device.current_stream())
@@ -232,7 +231,6 @@ class Lane:
         return self.wanting and bool(self.inflight) and self.inflight_bytes >= self._inflight_bytes_max
 
     def may_enqueue(self) -> bool:
-        """Whether the next part may be enqueued now."""
         return self.wanting and not self.throttling
 
     def take_queued(self, device: TorchDevice) -> list[QueuedJob]:
@@ -265,7 +263,6 @@ class Lane:
         return PreparedJobs(queued, pieces)
 
     def sent(self, part: Part) -> None:
-        """Record that a part has been enqueued."""
         self.inflight.append(part)
         self.inflight_bytes += part.size_bytes
         if part.ends:

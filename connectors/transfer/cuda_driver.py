@@ -250,7 +250,6 @@ class TorchDevice:
         return self._torch.cuda.Stream(self._device, priority=self._lowest)
 
     def raw(self, stream: StreamHandle) -> int:
-        """The driver's handle of the stream."""
         return int(stream.cuda_stream)
 
     def new_event(self) -> EventHandle:

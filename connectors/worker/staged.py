@@ -90,7 +90,6 @@ class StagedJob:
         limit_s: float,
         after: StreamMark | None = None,
     ) -> StagedJob:
-        """Cut a valid job into chunks."""
         blocks = [
             Block(moves.group_idx, int(block_id), key)
             for moves in job.groups
@@ -441,7 +440,6 @@ class JoinedStores:
         self._stores: dict[int, list[TransferJob]] = {}
 
     def join(self, stores: list[TransferJob]) -> TransferJob:
-        """Join one or more stores into one job."""
         if len(stores) > 1:
             self._stores[stores[0].job_id] = stores
         return joined(stores)

@@ -33,7 +33,6 @@ class RowCache:
 
     @property
     def available(self) -> int:
-        """Number of rows that ``take`` can return."""
         return len(self._empty) + len(self._idle)
 
     def take(self, count: int) -> list[int]:

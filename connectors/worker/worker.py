@@ -95,7 +95,6 @@ class OffloadWorker:
         self._before_forward = self.engine.mark() if step.loads else None
 
     def start_load_kv(self, step: StepJobs) -> None:
-        """Begin the step's loads."""
         # A job without blocks is one that the scheduler wants to fail.
         after, self._before_forward = self._before_forward, None
         for job in step.loads:

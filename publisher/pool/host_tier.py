@@ -162,7 +162,6 @@ class RetentionOrder(Generic[K]):
             heapq.heapify(self._deadlines)
 
     def remove(self, key: K) -> None:
-        """Remove an added key."""
         del self._queue(key)[key]
         live = self._live.pop(key, None)
         if live is not None:

@@ -98,7 +98,6 @@ class _Node:
             node = node.parent
 
     def nodes(self) -> Iterator[_Node]:
-        """Yield all nodes below this one."""
         for child in self.children.values():
             yield child
             yield from child.nodes()

@@ -238,7 +238,6 @@ class BlockStore:
         return hashes
 
     def _free_queue(self) -> list[int]:
-        """Free blocks in the order of reuse."""
         stale = self._stale.copy()
         queue = self._front[::-1]
         for block in self._back:

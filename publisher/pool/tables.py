@@ -38,7 +38,6 @@ class DueBlock(NamedTuple):
 
     @property
     def key(self) -> tuple[int, WireHash]:
-        """Key of the block outside the GPU."""
         return self.group_idx, self.block_hash
 
 
@@ -515,7 +514,6 @@ class AlignedMambaTable(MambaTable):
         request.allocated.add(idx)
 
     def _copy_state(self, request: PoolRequest, target: int) -> None:
-        """Copy a shared state."""
         # A running request keeps writing into its block, so the copy takes over the hash. A new request uses
         # the copy itself.
         if self.group_idx not in request.allocated:

@@ -205,7 +205,6 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
         return event("message_start", {"message": message}), event("content_block_start", block)
 
     def delta(self, text: str, _number: int) -> bytes:
-        """The event of a text delta."""
         return event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
 
     def closing(
@@ -294,5 +293,4 @@ class ResponsesAnswer(msgspec.Struct, frozen=True):
 
 
 def event(name: str, data: Json) -> bytes:
-    """One server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **data}))

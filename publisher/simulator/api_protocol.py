@@ -43,7 +43,6 @@ class EngineError(Exception):
         self.param = param
 
     def body(self) -> bytes:
-        """The JSON body."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status.value}
         return msgspec.json.encode({"error": error})
 
@@ -433,6 +432,5 @@ def generated(
 
 
 def tokenized(token_ids: list[int], strings: list[str] | None, max_model_len: int) -> Json:
-    """Body of POST /tokenize."""
     body = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
     return {**body, "token_strs": strings}

@@ -99,7 +99,6 @@ class Call:
         await self.start(200, _SSE, (b"cache-control", b"no-cache"))
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send a piece of the body."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def reply(
@@ -110,7 +109,6 @@ class Call:
         await self.write(body, more=False)
 
     async def reply_json(self, value: Any) -> None:
-        """Send ``value`` as JSON with status 200."""
         await self.reply(msgspec.json.encode(value))
 
     @asynccontextmanager
@@ -159,7 +157,6 @@ class StoredResponse:
         self._abort()
 
     async def add_event(self, event: bytes) -> None:
-        """Append an event of its stream."""
         async with self._changed:
             self._events.append(event)
             self._changed.notify_all()
@@ -362,7 +359,6 @@ class _RunningAnswer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return self._model.text(self._output)
 
     @property
@@ -408,7 +404,6 @@ class _RunningAnswer:
             await call.write(sse_event("error", body), more=False)
 
     def closing(self) -> bytes:
-        """The closing events."""
         return self._answer.closing(*self._end(), self._num_events + 1)
 
     def whole(self) -> Json:

@@ -68,7 +68,6 @@ class _Kept(NamedTuple):
 
 
 def prompt_digest(prompt: Sequence[int], end: int) -> int:
-    """Digest of a prompt up to token ``end``."""
     return xxhash.xxh3_64_intdigest(array("I", prompt[:end]).tobytes())
 
 
@@ -121,7 +120,6 @@ class KvConnector:
     # decode
 
     def arrived(self, request: SimRequest) -> None:
-        """Register a new request."""
         # A prefill for a model with Mamba layers stops one token early, so that the state excludes the last
         # token.
         params = request.transfer

@@ -83,7 +83,6 @@ class WrongContinuation:
         self._eos_id = eos_id
 
     def token(self, index: int, *, ignore_eos: bool) -> int:
-        """The ``index``-th generated token."""
         if index >= len(self._token_ids) * _WRONG_TIMES and not ignore_eos:
             return self._eos_id
         return self._token_ids[index % len(self._token_ids)]
@@ -108,7 +107,6 @@ class TextSource:
         return Continuation(self, rng, starts_bare=bare, length=length)
 
     def wrong(self) -> WrongContinuation:
-        """A visibly wrong answer."""
         token_ids = self._tokenizer.encode(_WRONG_ANSWER, add_special_tokens=False)
         return WrongContinuation(token_ids, self.eos_id)
 
@@ -272,13 +270,11 @@ class EngineModel:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def token_strings(self, token_ids: list[int]) -> list[str]:
-        """Vocabulary entries of ``token_ids``."""
         return self._tokenizer.token_strings(token_ids)
 
     def metrics(
         self, counted: stats.EngineStats, gauges: stats.Gauges, transfers: TransferStats | None
     ) -> bytes:
-        """Body of GET /metrics."""
         return self._render_metrics(
             counted,
             gauges,

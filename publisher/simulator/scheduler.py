@@ -75,7 +75,6 @@ class _Plan:
         self.decodes = False
 
     def take(self, request: SimRequest, num_tokens: int, end: int, *, is_prefill: bool) -> None:
-        """Add ``num_tokens`` tokens of a request, up to its token ``end``."""
         self.requests.append(request)
         self.budget -= num_tokens
         loaded = max(0, min(request.loaded_to, end) - (end - num_tokens))
@@ -131,7 +130,6 @@ class Scheduler:
         return Gauges(len(self._running), len(self._waiting) + len(self._loading), self._pool.usage)
 
     def add(self, request: SimRequest) -> None:
-        """Queue a new request."""
         request.arrival_s = self._clock()
         if self.connector is None:
             request.transfer = None

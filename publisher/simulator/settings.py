@@ -254,7 +254,6 @@ def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
 
 
 def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> HashScheme:
-    """The engine's hash scheme."""
     if settings.kind == "sglang":
         ahead = int(settings.speculative_algorithm is not None)
         return HashScheme(SGLANG, "", hash_unit(groups), ahead, tagged=False)

@@ -56,14 +56,12 @@ class Generation:
         self._tokens: asyncio.Queue[Token] = asyncio.Queue()
 
     async def finished(self) -> FinishReason:
-        """Wait for the end and return the finish reason."""
         reason: FinishReason = "abort"
         async for token in self.tokens():
             reason = token.finish_reason or reason
         return reason
 
     def put(self, token: Token) -> None:
-        """Deliver the next token."""
         self._tokens.put_nowait(token)
 
     async def tokens(self) -> AsyncIterator[Token]:
@@ -146,7 +144,6 @@ class Stepper:
         self._wake.set()
 
     def probed(self, request: SimRequest, found: frozenset[HeldKey]) -> None:
-        """Handle the answer to a request's probe."""
         self.scheduler.probed(request, found)
         self._wake.set()
 
@@ -208,7 +205,6 @@ class Stepper:
 
 
 def eventless(settings: EngineSettings, clock: Callable[[], float]) -> tuple[HybridBlockPool, Scheduler]:
-    """Make an engine's pool and scheduler for a caller's clock, without events."""
     groups = resolve_groups(settings)
     pool = HybridBlockPool(
         groups,

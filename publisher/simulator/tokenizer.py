@@ -58,15 +58,12 @@ class ChatTokenizer:
         return list(self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of ``token_ids``."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary entries of ``token_ids``, for ``return_token_strs``."""
         return [str(self._tokenizer.id_to_token(token_id)) for token_id in token_ids]
 
     def vocabulary(self) -> dict[str, int]:
-        """Ids by vocabulary entry."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 
     def render(

@@ -188,7 +188,6 @@ class FeedStats(msgspec.Struct):
     """Age of the last live batch on arrival, by the two machines' wall clocks."""
 
     def malformed(self, reason: str) -> None:
-        """Count one malformed message."""
         self.malformed_frames[reason] = self.malformed_frames.get(reason, 0) + 1
 
 

@@ -109,12 +109,10 @@ class FeedMachine:
         return self._finish()
 
     def replayed(self, now: float, request_id: int, frame: Frame) -> list[Action]:
-        """Handle a batch of the response to ``request_id``."""
         self._replays.replayed(now, request_id, frame)
         return self._finish()
 
     def replay_ended(self, now: float, request_id: int) -> list[Action]:
-        """Handle the end of the response to ``request_id``, as marked by the publisher."""
         self._replays.ended(now, request_id)
         return self._finish()
 
@@ -134,7 +132,6 @@ class FeedMachine:
         return self._finish()
 
     def progress(self, now: float, request_id: int) -> None:
-        """Handle progress of the response to ``request_id``."""
         self._snapshots.progress(now, request_id)
 
     def distrust(self, now: float, reason: str) -> list[Action]:

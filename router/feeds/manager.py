@@ -215,5 +215,4 @@ class ResidencyAudit:
             self._feeds.distrust(status.engine_id, "phantom")
 
     def forget(self, engine_id: str) -> None:
-        """Forget an engine that left the fleet."""
         self._audit_after.pop(engine_id, None)

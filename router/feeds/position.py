@@ -86,11 +86,9 @@ class HeldBatches:
         return frame
 
     def frames(self) -> list[Frame]:
-        """Return all held batches, by seq."""
         return [self._frames[seq] for seq in sorted(self._frames)]
 
     def lowest(self) -> int | None:
-        """Return the smallest held seq."""
         return min(self._frames, default=None)
 
     def clear(self) -> None:
@@ -287,7 +285,6 @@ class Position:
         self._covered_seq = -1
 
     def drop_held(self) -> None:
-        """Drop held batches."""
         # Their existence is remembered if they are known to follow the applied ones.
         self.held.clear()
         self._covered_seq = -1

@@ -54,7 +54,6 @@ class Repair(msgspec.Struct):
 
     @property
     def by_snapshot(self) -> bool:
-        """Whether the response is a snapshot."""
         return self.kind in {RepairKind.SNAPSHOT, RepairKind.REFRESH}
 
     def asked(self, request_id: int, from_seq: int, applied: int) -> None:
@@ -143,7 +142,6 @@ class SnapshotTrust:
         self._backoff_s = self._settings.resync_backoff_s
 
     def failed(self, now: float) -> None:
-        """Record that no snapshot was available."""
         self._not_before = now + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, self._settings.resync_backoff_s_max)
 
@@ -483,7 +481,6 @@ class SnapshotAnswers:
         self._recovery.no_snapshot(now, repair)
 
     def progress(self, now: float, request_id: int) -> None:
-        """Handle progress of the response."""
         repair = self._recovery.answered(request_id)
         if repair is not None:
             repair.deadline = now + self._recovery.settings.hold_s_max

@@ -115,7 +115,6 @@ class MessageReader:
         await self._readable.wait()
 
     async def rest(self, seconds: float) -> None:
-        """Let messages accumulate."""
         # The descriptor is not watched meanwhile: it would wake the loop continuously.
         self._loop.remove_reader(self.socket.fileno())
         try:
@@ -434,7 +433,6 @@ class LoadSockets:
             self._followed[engine_id] = _Followed(source, task)
 
     def stop(self, engine_id: str) -> None:
-        """Stop following an engine."""
         self._heard_s.pop(engine_id, None)
         if (known := self._followed.pop(engine_id, None)) is not None:
             known.task.cancel()

@@ -209,7 +209,6 @@ class DesiredState:
         self._admitted: dict[str, None] = {}  # servers, in the order they came
 
     def set_source(self, source: str, discovered: Sequence[DiscoveredEngine]) -> None:
-        """Replace the set of engines that ``source`` names."""
         by_url: dict[str, list[DiscoveredEngine]] = {}
         for one in discovered:
             by_url.setdefault(one.engine.base_url, []).append(one)
@@ -272,7 +271,6 @@ class DesiredState:
     # -- the outcome --------------------------------------------------------------------------------------
 
     def wanted(self) -> DesiredFleet:
-        """Return the desired fleet."""
         engines: list[EngineAddress] = []
         holds: dict[str, str] = {}
         identities: dict[str, str] = {}

@@ -86,7 +86,6 @@ class ObjectStore(Generic[T]):
         return len(self._known) - len(self._deleted)
 
     def replace(self, objects: Iterable[T]) -> None:
-        """Replace all objects."""
         self._known = {_key(one): _Known(one.metadata.resource_version, one) for one in objects}
         self._deleted = {}
 
@@ -316,7 +315,6 @@ def _text(error: Exception) -> str:
 
 
 def _reason(status: int) -> str:
-    """Return the fixed reason of a status."""
     known = {401: "unauthorized", 403: "forbidden", 404: "not_found", _GONE: "gone", 429: "throttled"}
     return known.get(status, "server_error" if status >= 500 or not status else "refused")
 
@@ -385,7 +383,6 @@ class KubernetesSource:
             tasks.create_task(self._pool.run())
 
     def _watch_pods(self, selector: str, client: AsyncClient, tasks: asyncio.TaskGroup) -> None:
-        """Watch these pods and no others."""
         for task in self._watching_pods:
             task.cancel()
         self._pods = [

@@ -163,7 +163,6 @@ class LineSplitter:
         self._bytes_max = bytes_max
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > self._bytes_max:
             raise BadAnswerError(f"a line of the watch is over {self._bytes_max} bytes")

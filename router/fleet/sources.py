@@ -205,7 +205,6 @@ class FleetSources:
         self.set_static(engines)
 
     def set_static(self, engines: Sequence[EngineAddress]) -> None:
-        """Set the engines that the configuration lists."""
         self._static.engines = len(engines)
         self._desired.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
 
@@ -223,7 +222,6 @@ class FleetSources:
         ]
 
     async def run(self) -> None:
-        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for source in self._sources:
                 tasks.create_task(self._run_restarting(source), name=f"source {source.name}")
@@ -260,7 +258,6 @@ class FleetSources:
 
 
 def _configured(settings: FleetSettings, costs: Costs) -> Iterator[Source]:
-    """Yield the enabled sources."""
     # A library is imported only by the source that needs it: each takes 5 MiB (measured).
     if settings.file.on:
         yield FileSource(settings.file)

@@ -214,7 +214,6 @@ class Fleet(Generic[E]):
         return len(self._status)
 
     def get(self, engine_id: str) -> E | None:
-        """The engine's status, or None if there is no such engine."""
         return self._status.get(engine_id)
 
     def ranks(self, base_url: str) -> list[E]:
@@ -420,6 +419,5 @@ class ResponseHolders:
         return None
 
     def forget(self, engine_id: str) -> None:
-        """Drop the responses of an engine that left."""
         for response_id in [r for r, held in self._held.items() if held.engine_id == engine_id]:
             del self._held[response_id]

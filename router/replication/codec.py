@@ -34,12 +34,10 @@ def codes_max(code_bytes: int) -> int:
 
 
 def pattern_name(planes: Iterable[Plane]) -> bytes:
-    """Return the canonical name of a set of planes."""
     return msgspec.msgpack.encode(sorted(planes))
 
 
 def pattern_planes(name: bytes) -> tuple[Plane, ...]:
-    """Return the planes of a pattern name."""
     return tuple(msgspec.msgpack.decode(name, type=tuple[Plane, ...]))
 
 
@@ -185,7 +183,6 @@ def tag(partition: int, partitions: int) -> str:
 
 
 def partition_of(hashes: Words, partitions: int) -> npt.NDArray[np.intp]:
-    """Return the partition of each hash."""
     return (hashes & np.uint64(partitions - 1)).astype(np.intp)
 
 

@@ -56,7 +56,6 @@ class HeartbeatMonitor:
         return 0.0 if seen is None else now - seen[1]
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all other names."""
         for name in self._seen.keys() - set(names):
             del self._seen[name]
 
@@ -304,7 +303,6 @@ class LoadGossip:
         return msgspec.msgpack.encode(ReplicaLoad(self._beat + 1, load))
 
     def sent(self, field: bytes, now: float) -> None:
-        """Record that ``field`` has been written."""
         remote = _LOADS.decode(field)
         self._beat, self._sent, self._sent_s = remote.beat, remote.engines, now
 

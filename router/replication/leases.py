@@ -487,7 +487,6 @@ class LeaseManager:
     async def _apply_assignment(
         self, model_leases: ModelLeases, live: Mapping[str, Member], holder_of: Mapping[str, str | None]
     ) -> None:
-        """Acquire and release leases as the assignment plans."""
         now = self._clock()
         for engine_id, holder in holder_of.items():
             if holder is None:

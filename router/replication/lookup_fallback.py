@@ -91,7 +91,6 @@ class IndexLookup:
         self._load_s = -math.inf
 
     def assign(self, engine_id: str, model: str) -> None:
-        """Record the model that the engine serves."""
         self._models[engine_id] = model
 
     def remove(self, engine_id: str) -> None:
@@ -99,7 +98,6 @@ class IndexLookup:
         self._models.pop(engine_id, None)
 
     def model_of(self, engine_id: str) -> str | None:
-        """Return the model an engine serves."""
         return self._models.get(engine_id)
 
     def known(self, engine_id: str) -> SharedEngine | None:

@@ -327,7 +327,6 @@ def _new_inflight(cache: ScopeCache, after: bytes | None, reply: Reply) -> list[
 
 
 def _stream_id(entry_id: bytes) -> tuple[int, int]:
-    """Parse the id of a stream entry: milliseconds and number."""
     time_ms, _, number = entry_id.partition(b"-")
     return int(time_ms), int(number)
 

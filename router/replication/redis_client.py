@@ -129,7 +129,6 @@ class Client:
         return True
 
     async def close(self) -> None:
-        """Close every connection."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

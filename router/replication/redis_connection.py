@@ -242,7 +242,6 @@ class Topology(NamedTuple):
         return list(dict.fromkeys(part.master for part in self.ranges))
 
     def master_of(self, key: bytes) -> Address | None:
-        """Return the master of a key's slot."""
         if len(self.ranges) == 1:
             return self.ranges[0].master
         slot = key_slot(key)
@@ -250,7 +249,6 @@ class Topology(NamedTuple):
 
 
 def single(address: Address) -> Topology:
-    """Topology of a single server."""
     return Topology(False, (SlotRange(0, SLOTS - 1, address),))
 
 
@@ -371,7 +369,6 @@ class Master:
         return replies
 
     async def close(self) -> None:
-        """Close every connection to it."""
         self.pipelined.abort()
         with suppress(RedisError, OSError):
             await self.redis.aclose()

@@ -335,7 +335,6 @@ class SharedIndex:
     # -- the engines ----------------------------------------------------------------------------------
 
     def follows(self, engine: EngineAddress, model: str) -> bool:
-        """Whether this replica or another follows the engine."""
         return self.lease_manager.is_candidate(engine, model)
 
     def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
@@ -346,7 +345,6 @@ class SharedIndex:
         self.lease_manager.add_candidate(engine, model)
 
     def stop(self, engine_id: str) -> None:
-        """Stop following the engine."""
         self.lease_manager.remove_candidate(engine_id)
         self.lookup.remove(engine_id)
 

@@ -133,7 +133,6 @@ class PendingEngine:
         return len(self.touched) + sum(map(len, self.backlog))
 
     def claimed(self, slot: EngineSlot, now: float) -> None:
-        """Record the slot and generation that were claimed."""
         self.slot, self.facts_due = slot, True
         self._refresh, self._round_began = None, now
 
@@ -294,7 +293,6 @@ class WriteQueue:
         self._gc = RegistryGc(registry)
 
     def touch(self, engine_id: str, hashes: Sequence[BlockHash]) -> None:
-        """Record changed blocks of an engine."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             self.touch_engine(engine, hashes)
@@ -308,7 +306,6 @@ class WriteQueue:
             self._on_change()
 
     def refresh(self) -> None:
-        """Queue the blocks that are due for a refresh."""
         period_s, now = self.settings.block_ttl_s / 3, _now()
         for engine_id, engine in self.engines.items():
             engine.refresh(partial(self.memory.blocks_of, engine_id), now, period_s)
@@ -371,7 +368,6 @@ class WriteQueue:
         self._failing_since = None
 
     async def failed(self, error: IndexUnavailable) -> None:
-        """Record a failed flush."""
         # After the length of a lease, engines with unwritten changes are invalidated.
         now = _now()
         if self._failing_since is None:

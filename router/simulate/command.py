@@ -283,7 +283,6 @@ def refused(flag: str, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Return a progress bar on standard error if that is a terminal and not ``quiet``."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -257,7 +257,6 @@ class SimEngine:
         self._spend(tokens, now)
 
     def _spend(self, tokens: int, now: float) -> None:
-        """Start a chunk of ``tokens`` tokens."""
         seconds = self.timing.chunk_seconds(tokens, len(self._generating)) + self._owed_s
         self._owed_s = 0.0
         self._chunk_ends_s = now + seconds
@@ -374,7 +373,6 @@ class Calendar:
                 heapq.heappush(self._heap, (at_s, engine))
 
     def next_s(self) -> float:
-        """Return the time of the next event."""
         heap = self._heap
         while heap and heap[0][0] != self._noted[heap[0][1]]:
             heapq.heappop(heap)
@@ -423,7 +421,6 @@ class Arrivals:
         return index
 
     def arrived_s(self, index: int) -> float:
-        """Return the arrival time of a request that has arrived."""
         return self._times_s[index]
 
     def ended(self, index: int, now: float) -> None:

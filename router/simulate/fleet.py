@@ -100,14 +100,12 @@ class Holding:
         )
 
     def release(self, now: float, place: Callable[[int, Request], None]) -> None:
-        """Place held requests as long as there is room."""
         while self._queue and self.room(now):
             held = self._queue.take(lambda _: True)
             if held is not None:
                 place(*held.item)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Charge computed tokens to the tenant."""
         self._queue.charge(tenant, Priority.NORMAL, _POOL, tokens)
 
     def wake_s(self, now: float) -> float:
@@ -313,7 +311,6 @@ class FleetSim:
             self._send(place, run)
 
     def _hint(self, request: Request) -> RetentionHint | None:
-        """Return the retention hint that the router sends with a request."""
         tiers = self._setup.tiers
         if tiers is None or not tiers.hint_share:
             return None

@@ -299,7 +299,6 @@ class PeerRouter:
                 del engine.active[block]
 
     def polled(self, engine: int, waiting: int, usage: float) -> None:
-        """Record a poll of an engine's gauges."""
         self._engines[engine].waiting, self._engines[engine].usage = waiting, usage
 
     def _prefixes(

@@ -175,7 +175,6 @@ def router_view(
     *,
     mean_prompt_tokens: float,
 ) -> RouterView:
-    """Return this variant's view of the engines."""
     count, scheme = len(pools), pools[0].scheme
     match variant.view:
         case "truth":

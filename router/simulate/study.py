@@ -243,7 +243,6 @@ def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
 
 
 def run_one(job: Job, requests: Sequence[Request], progress: Placed | None = None) -> FleetRun:
-    """Run one job, row by row."""
     sim = FleetSim(job.setup, job.variant, mean_prompt_tokens=mean_prompt_tokens(requests))
     return sim.run(requests, progress)
 
@@ -360,7 +359,6 @@ def check_layout(groups: tuple[GroupSpec, ...], retention: int | None) -> None:
 
 
 def run_plan(plan: Plan, workloads: Workloads, *, processes: int, placed: Placed | None = None) -> Study:
-    """Run a plan over the workloads, one per seed."""
     speeds = _speeds(plan, workloads, processes, placed)
     jobs = {
         (retention, factor, name, seed): _job(plan, retention, factor, name, seed, speeds[seed])
@@ -392,7 +390,6 @@ def run_plan(plan: Plan, workloads: Workloads, *, processes: int, placed: Placed
 
 
 def over_seeds(outcomes: Sequence[Outcome], name: str) -> Interval:
-    """Return one number of a variant, over its seeds."""
     values = [float(getattr(outcome, name)) for outcome in outcomes]
     if len(values) < 2:
         return Interval(values[0], None)

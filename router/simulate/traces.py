@@ -410,7 +410,6 @@ def _with_tails(rows: list[_Row], unit: int) -> list[tuple[int, ...]]:
 
 
 def _own_ids(rows: list[_Row]) -> list[tuple[int, ...]]:
-    """Make ids for a trace without any."""
     streams: dict[str | int, tuple[int, list[int]]] = {}
     fresh = 0
     found = []
@@ -497,7 +496,6 @@ def read_capture(path: Path, model: str | None = None) -> list[Captured]:
 
 
 def asked_in(captured: Sequence[Captured]) -> list[Asked]:
-    """Return the workload in a capture."""
     return in_order([one.asked for one in captured])
 
 
