@@ -34,22 +34,6 @@ def first_copy(copies: Copies) -> int:
 class BlockStore:
     """``num_blocks`` blocks shared by all groups; ``events`` is None if events are off."""
 
-    __slots__ = (
-        "_back",
-        "_extra",
-        "_front",
-        "_stale",
-        "events",
-        "group_of",
-        "hash_of",
-        "maps",
-        "num_blocks",
-        "num_free",
-        "refs",
-        "span_of",
-        "writes",
-    )
-
     def __init__(self, num_blocks: int, num_groups: int, *, events: bool) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks {num_blocks}: block 0 is the null block, so at least 2")
@@ -264,32 +248,6 @@ class PoolRequest:
     Invariant: ``hashes`` covers every whole hash block of ``token_ids`` (and may extend further if the caller
     supplied it), so nothing is hashed twice even if a request is tried again.
     """
-
-    __slots__ = (
-        "_ahead",
-        "_chain",
-        "_hash_block_size",
-        "_whole",
-        "allocated",
-        "dropped",
-        "extras",
-        "hashes",
-        "hit",
-        "host_hit",
-        "last_state",
-        "loading_to",
-        "num_cached",
-        "num_computed",
-        "num_prompt_tokens",
-        "offered",
-        "partial",
-        "quiet_to",
-        "session_id",
-        "shared_prefix_boundary",
-        "started",
-        "tables",
-        "token_ids",
-    )
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -54,38 +55,32 @@ _WRONG_ANSWER = f"{WRONG_MARK}WRONG KV CACHE{WRONG_MARK} "
 _WRONG_TIMES = 4
 
 
-class Continuation:
+class Continuation(NamedTuple):
     """The token ids that follow one prompt, produced one by one; ends with the end-of-text token."""
 
-    __slots__ = ("_length", "_rng", "_source", "_starts_bare")
-
-    def __init__(self, source: TextSource, rng: random.Random, *, starts_bare: bool, length: int) -> None:
-        self._source = source
-        self._rng = rng
-        self._starts_bare = starts_bare
-        self._length = length
+    source: TextSource
+    rng: random.Random
+    starts_bare: bool
+    length: int
 
     def token(self, index: int, *, ignore_eos: bool) -> int:
         """The ``index``-th generated token; call in order, once each."""
-        if index >= self._length and not ignore_eos:
-            return self._source.eos_id
-        words = self._source.plain if index == 0 and self._starts_bare else self._source.spaced
-        return self._rng.choice(words)
+        if index >= self.length and not ignore_eos:
+            return self.source.eos_id
+        words = self.source.plain if index == 0 and self.starts_bare else self.source.spaced
+        return self.rng.choice(words)
 
 
-class WrongContinuation:
+class WrongContinuation(NamedTuple):
     """A visibly wrong answer, for KV of another prompt: always the same words."""
 
-    __slots__ = ("_eos_id", "_token_ids")
-
-    def __init__(self, token_ids: list[int], eos_id: int) -> None:
-        self._token_ids = token_ids
-        self._eos_id = eos_id
+    token_ids: list[int]
+    eos_id: int
 
     def token(self, index: int, *, ignore_eos: bool) -> int:
-        if index >= len(self._token_ids) * _WRONG_TIMES and not ignore_eos:
-            return self._eos_id
-        return self._token_ids[index % len(self._token_ids)]
+        if index >= len(self.token_ids) * _WRONG_TIMES and not ignore_eos:
+            return self.eos_id
+        return self.token_ids[index % len(self.token_ids)]
 
 
 class TextSource:

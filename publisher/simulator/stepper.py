@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -37,14 +37,11 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class Token:
+class Token(NamedTuple):
     """An output for a waiting client: a token, or None with a finish reason."""
 
-    __slots__ = ("finish_reason", "token_id")
-
-    def __init__(self, token_id: int | None, finish_reason: FinishReason | None) -> None:
-        self.token_id = token_id
-        self.finish_reason = finish_reason
+    token_id: int | None
+    finish_reason: FinishReason | None
 
 
 class Generation:

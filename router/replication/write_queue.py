@@ -81,42 +81,27 @@ class MirrorStats(msgspec.Struct):
         self.errors[reason] = self.errors.get(reason, 0) + 1
 
 
-class PendingEngine:
+class PendingEngine(msgspec.Struct, eq=False):
     """One engine of a writer.
 
     Bounded by ``TOUCHED_MAX`` changed blocks, and by the content of the memory index.
     """
 
-    __slots__ = (
-        "_refresh",
-        "_refreshed",
-        "_round_began",
-        "backlog",
-        "facts",
-        "facts_due",
-        "in_flight",
-        "slot",
-        "token",
-        "touched",
-        "whole",
-    )
-
-    def __init__(self, token: int, *, whole: bool) -> None:
-        self.token = token
-        # None: a generation must be claimed before anything is written.
-        self.slot: EngineSlot | None = None
-        self.touched: set[BlockHash] = set()
-        # Without a slot: whether ``touched`` is everything that the memory index holds of the engine.
-        self.whole = whole
-        # Unchanged blocks to write again: arrays, taken from the end.
-        self.backlog: list[Words] = []
-        self.facts = EngineFacts()
-        self.facts_due = True
-        # Number of batches sent without a reply yet.
-        self.in_flight = 0
-        self._refresh: Words | None = None
-        self._refreshed = 0
-        self._round_began = 0.0
+    token: int
+    whole: bool
+    """Without a slot: whether ``touched`` is everything that the memory index holds of the engine."""
+    slot: EngineSlot | None = None
+    """None: a generation must be claimed before anything is written."""
+    touched: set[BlockHash] = set()
+    backlog: list[Words] = []
+    """Unchanged blocks to write again: arrays, taken from the end."""
+    facts: EngineFacts = msgspec.field(default_factory=EngineFacts)
+    facts_due: bool = True
+    in_flight: int = 0
+    """Number of batches sent without a reply yet."""
+    _refresh: Words | None = None
+    _refreshed: int = 0
+    _round_began: float = 0.0
 
     @property
     def idle(self) -> bool:
@@ -182,27 +167,19 @@ class PendingEngine:
             self._refresh, self._refreshed, self._round_began = held(), 0, now
 
 
-class Batch:
+class Batch(msgspec.Struct, eq=False):
     """Blocks of one engine, in one script call."""
 
-    __slots__ = ("_finished", "call", "engine", "engine_id", "hashes", "provisional")
+    engine_id: str
+    engine: PendingEngine
+    hashes: list[BlockHash]
+    call: ScriptCall
+    provisional: bool
+    """Whether its codes were reduced for lack of memory: it must then be written again."""
+    _finished: bool = False
 
-    def __init__(
-        self,
-        engine_id: str,
-        engine: PendingEngine,
-        hashes: list[BlockHash],
-        call: ScriptCall,
-        provisional: bool,
-    ) -> None:
-        self.engine_id = engine_id
-        self.engine = engine
-        self.hashes = hashes
-        self.call = call
-        # Whether its codes were reduced for lack of memory: it must then be written again.
-        self.provisional = provisional
-        self._finished = False
-        engine.in_flight += 1
+    def __post_init__(self) -> None:
+        self.engine.in_flight += 1
 
     def finish(self) -> bool:
         """End the batch: the reply arrived or the batch was abandoned. Returns False if called before."""
