@@ -19,7 +19,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from publisher.events import UNKNOWN_TYPES_MAX, DecodedBatch
+from publisher.events import GROUPS_MAX, UNKNOWN_TYPES_MAX, DecodedBatch
 from router.feeds.base import (
     Cut,
     FeedSettings,
@@ -36,12 +36,15 @@ from router.feeds.base import (
 from router.feeds.machine import FeedMachine
 from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
 from router.feeds.sockets import MessageReader, ReplayResync, Slice, SnapshotClient, live_socket
+from router.index.engine import continues_series
 
 _log = structlog.get_logger()
 
 
-# A larger batch is passed to the sink in pieces: events are applied one by one anyway.
-_EVENTS_AT_ONCE = 64
+# A larger batch is passed to the sink in pieces. A series of stores that is not divided makes them longer, by
+# less than GROUPS_MAX events, as group numbers rise within it.
+_PIECE_EVENTS_MIN = 64
+_PIECE_EVENTS_MAX = _PIECE_EVENTS_MIN + GROUPS_MAX
 
 
 class Feed:
@@ -262,7 +265,7 @@ class Feed:
             work.begin()
             while self._actions and not self._closed.is_set():
                 action = self._actions.popleft()
-                if isinstance(action, Apply) and len(action.batch.events) > _EVENTS_AT_ONCE:
+                if isinstance(action, Apply) and len(action.batch.events) > _PIECE_EVENTS_MAX:
                     self._actions.extendleft(reversed(_pieces(action.batch)))
                     continue
                 self._do(action)
@@ -313,15 +316,18 @@ class Feed:
 
 
 def _pieces(batch: DecodedBatch) -> list[Apply]:
-    """Yield the batch in small pieces, in order; its faults are reported with the first."""
-    cuts = range(0, len(batch.events), _EVENTS_AT_ONCE)
-    pieces = [batch.events[start : start + _EVENTS_AT_ONCE] for start in cuts]
+    """Return the batch in small pieces, in order; its faults are reported with the first."""
+    events, pieces, start = batch.events, [], 0
+    while start < len(events):
+        end = start + _PIECE_EVENTS_MIN
+        while end < len(events) and continues_series(events[end - 1], events[end]):
+            end += 1
+        pieces.append(events[start:end])
+        start = end
     replace = msgspec.structs.replace
     return [
         Apply(
-            replace(batch, events=events, rejected=[], unknown=[])
-            if number
-            else replace(batch, events=events)
+            replace(batch, events=piece, rejected=[], unknown=[]) if number else replace(batch, events=piece)
         )
-        for number, events in enumerate(pieces)
+        for number, piece in enumerate(pieces)
     ]

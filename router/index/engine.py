@@ -155,7 +155,8 @@ class EngineResidency(EngineKnowledge):
     def apply(self, batch: DecodedBatch, before: Callable[[int], None] | None = None) -> None:
         """Apply one batch, its events in order; ``before`` is called with the number of each.
 
-        A batch must not be split: the stores of one request's groups are judged together.
+        A batch may be split, but not where ``continues_series`` holds: the stores of one request's groups are
+        judged together.
         """
         rejected = self.rejected.total()
         self._batch, self._series_end = batch.events, 0
@@ -376,17 +377,24 @@ def _with_first(rows: Rows, blocks: int) -> Rows:
 
 
 def _series(events: Sequence[Any], start: int) -> list[BlockStored]:
-    """Return the stores from token 0 on the GPU that begin with event ``start``, of one request: of one group
-    after another.
-    """
-    found: list[BlockStored] = []
-    for event in events[start:]:
-        if type(event) is not BlockStored or event.parent_block_hash is not None:
-            break
-        if event.medium not in ON_GPU or (found and (event.group_idx or 0) <= (found[-1].group_idx or 0)):
+    """Return the stores of one request that begin with the root store ``start``."""
+    found: list[BlockStored] = [events[start]]
+    for event in events[start + 1 :]:
+        if not continues_series(found[-1], event):
             break
         found.append(event)
     return found
+
+
+def continues_series(before: Any, event: Any) -> bool:
+    """Whether two events in a row store one request from token 0 on the GPU, group after group."""
+    if type(before) is not BlockStored or type(event) is not BlockStored:
+        return False
+    if before.parent_block_hash is not None or event.parent_block_hash is not None:
+        return False
+    if before.medium not in ON_GPU or event.medium not in ON_GPU:
+        return False
+    return (event.group_idx or 0) > (before.group_idx or 0)
 
 
 def _hashes(wire: list[int | bytes]) -> list[BlockHash]:

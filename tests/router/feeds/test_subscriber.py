@@ -9,7 +9,14 @@ import pytest
 import structlog
 import zmq
 
-from publisher.events import UNKNOWN_TYPES_MAX, AllBlocksCleared, BlockRemoved, DecodedBatch, encode_batch
+from publisher.events import (
+    UNKNOWN_TYPES_MAX,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    encode_batch,
+)
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import REASONS, FeedState
 from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, following
@@ -339,4 +346,29 @@ async def test_a_large_batch_is_handed_on_in_pieces_in_order(
         assert max(len(piece.events) for piece in pieces) <= 100
         assert feed.stats.batches == large + 2
         assert sink.stamps == sorted(sink.stamps)
+    publisher.close()
+
+
+async def test_no_piece_of_a_large_batch_divides_the_stores_of_one_request(
+    context: zmq.Context, sink: RecordingSink
+) -> None:
+    """Reports of hits and stores are told apart by all groups of a request."""
+    groups = 5
+    stored = [
+        BlockStored(
+            [number], None, msgspec.Raw(msgspec.msgpack.encode([1] * 16)), 16, medium="GPU", group_idx=group
+        )
+        for number in range(100)
+        for group in range(groups)
+    ]
+    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
+    publisher.start()
+    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+        await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
+        large = publisher.next_seq
+        publisher.publish_payload(encode_batch(float(large), [*stored], 0))
+        await until(lambda: feed.stats.batches == large + 1)
+        pieces = [one.events for one in sink.batches if one.ts == large]
+    assert len(pieces) > 3
+    assert [len(piece) % groups for piece in pieces] == [0] * len(pieces)
     publisher.close()
