@@ -95,8 +95,8 @@ async def by_engines(engines: int, rounds: int) -> dict[str, Any]:
     changes = 2 * len(pairs) * EVENT_BLOCKS * EVENTS_PER_BATCH
     found = {
         "engines": engines,
-        "placement_us": round(await cpu_us(bench.place, rounds)),
-        "request_us": round(await cpu_us(bench.ask, rounds)),
+        "placement_us": round(await cpu_us(bench.place, rounds, bench.settle)),
+        "request_us": round(await cpu_us(bench.ask, rounds, bench.settle)),
         "event_block_us": round(least_us(feed, 5) / changes, 3),
         "load_report_us": round(least_us(report, rounds)),
         "metrics_page_ms": round(min(map(sum, pages_s)) * 1000, 1),

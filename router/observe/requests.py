@@ -9,6 +9,7 @@ those of the fleet; statuses are HTTP's.
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import itertools
 import re
@@ -89,6 +90,75 @@ _BETWEEN_S = (
     5.0,
 )
 _OVERHEAD_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+
+# Updates that no decision reads are applied after the answers, many at once.
+
+
+DEFERRED_MAX = 512
+"""Three of each request; together they take about 4 ms."""
+_DEFERRED_S = 0.05
+
+
+class DeferredStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    full: Annotated[int, "kvatlas_deferred_updates_full_total"] = 0
+    """Times that updates of receipts and counts were applied while a request waited, since too many of them
+    had been deferred."""
+
+
+class DeferredUpdates:
+    """Updates of receipts, counts and hot prefixes: applied in their order within ``_DEFERRED_S``, and before
+    anyone reads what they change.
+
+    At most ``DEFERRED_MAX`` wait: the last one applies all. Without a running event loop none waits.
+    """
+
+    __slots__ = ("_applying", "_timer", "_waiting", "stats")
+
+    def __init__(self) -> None:
+        self.stats = DeferredStats()
+        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._applying = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, update: Callable[..., None], *args: Any) -> None:
+        """Defer ``update(*args)``."""
+        self._waiting.append((update, args))
+        if self._timer is None:
+            self._schedule()
+        elif len(self._waiting) >= DEFERRED_MAX:
+            self.stats.full += 1
+            self.apply()
+
+    def apply(self) -> None:
+        """Apply all updates; to be called before anyone reads what they change."""
+        # An update may read what others change.
+        if self._applying:
+            return
+        self._applying, waiting = True, self._waiting
+        try:
+            while waiting:
+                update, args = waiting.popleft()
+                update(*args)
+        finally:
+            self._applying = False
+
+    def _schedule(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.apply()
+        else:
+            self._timer = loop.call_later(_DEFERRED_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.apply()
 
 
 class ModelTimes:
@@ -206,22 +276,47 @@ class RequestTracker:
         log: bool = False,
         traces: Traces | None = None,
         sessions: SessionLedger | None = None,
+        deferred: DeferredUpdates | None = None,
     ) -> None:
         self.clock = clock
-        self.sessions = sessions or SessionLedger()
+        self.deferred = deferred or DeferredUpdates()
+        self._sessions = sessions or SessionLedger()
         self.log = log
         self.traces = traces
         self.on_end: Callable[[RequestRecord, float], None] | None = None
         """Called once with every ended request, and the time."""
-        self.counts: dict[tuple[str, str, str], int] = {}
-        """(model, engine, status) -> number of ended requests."""
-        self.models: dict[str, ModelTimes] = {}
+        self._counts: dict[tuple[str, str, str], int] = {}
+        self.times_by_model: dict[str, ModelTimes] = {}
+        """As far as they are counted (``models``)."""
         self.live: set[RequestRecord] = set()
         """Requests in progress."""
-        self.ended: deque[RequestRecord] = deque(maxlen=ENDED_KEPT)
-        """Latest ended requests, oldest first."""
+        self._ended: deque[RequestRecord] = deque(maxlen=ENDED_KEPT)
         self._here = here
         self._seldom = LogThrottle(_TELL_EVERY_S)
+
+    @property
+    def counts(self) -> dict[tuple[str, str, str], int]:
+        """(model, engine, status) -> number of ended requests."""
+        self.deferred.apply()
+        return self._counts
+
+    @property
+    def models(self) -> dict[str, ModelTimes]:
+        """Histograms by model label."""
+        self.deferred.apply()
+        return self.times_by_model
+
+    @property
+    def ended(self) -> deque[RequestRecord]:
+        """Latest ended requests, oldest first."""
+        self.deferred.apply()
+        return self._ended
+
+    @property
+    def sessions(self) -> SessionLedger:
+        """Sessions of ended requests."""
+        self.deferred.apply()
+        return self._sessions
 
     def begin(self, method: str, path: str) -> RequestRecord:
         """Begin a record when a request's head has been read."""
@@ -240,46 +335,54 @@ class RequestTracker:
     def label(self, model: str | None) -> str:
         """The label of a model that an engine serves."""
         name = model or ""
-        if name in self.models or len(self.models) < MODELS_MAX:
+        if name in self.times_by_model or len(self.times_by_model) < MODELS_MAX:
             return name
         return OTHER
 
     def times(self, label: str) -> ModelTimes:
         """The histograms of a label."""
-        found = self.models.get(label)
+        found = self.times_by_model.get(label)
         if found is None:
-            found = self.models[label] = ModelTimes()
+            found = self.times_by_model[label] = ModelTimes()
         return found
 
     def end(self, record: RequestRecord) -> None:
-        """Count an ended request."""
+        """Log an ended request, and have it counted soon."""
         self.live.discard(record)
-        engine = record.engine
-        engine = engine if engine and self._here(engine) else ""
-        outcome = record.outcome
-        key = record.label, engine, outcome
-        self.counts[key] = self.counts.get(key, 0) + 1
-        now = self.clock()
-        times = record.times
-        if times is not None and outcome[0] == "2":
-            times.whole.observe(now - record.arrived_s)
+        record.ended_s = now = self.clock()
         if record.trace is not None:
+            outcome = record.outcome
             failed = outcome if outcome[0] == "5" or record.broken else ""
             record.trace.end(record.facts(), failed=failed)
         if self.log:
             _log.info("request", **record.log_fields(now))
-        record.retire(now)
         if self.on_end is not None:
+            record.retire()
             self.on_end(record, now)
+        self.deferred.add(self._count, record, now)
+
+    def _count(self, record: RequestRecord, now: float) -> None:
+        engine = record.engine
+        engine = engine if engine and self._here(engine) else ""
+        outcome = record.outcome
+        key = record.label, engine, outcome
+        self._counts[key] = self._counts.get(key, 0) + 1
+        times = record.times
+        if times is not None:
+            times.overhead.observe(record.overhead_s)
+            if outcome[0] == "2":
+                times.whole.observe(now - record.arrived_s)
+        record.retire()
         record.placement_facts = _no_facts
-        self.ended.append(record)
+        self._ended.append(record)
         if record.session is not None and record.engine:
-            self.sessions.ended(record, record.session)
+            self._sessions.ended(record, record.session)
 
     def forget(self, engine_id: str) -> None:
         """Drop the counts of an engine that left the fleet."""
-        for key in [key for key in self.counts if key[1] == engine_id]:
-            del self.counts[key]
+        counts = self.counts
+        for key in [key for key in counts if key[1] == engine_id]:
+            del counts[key]
 
     def warn(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
         """Log a warning, rate-limited for each event and ``about``."""
@@ -326,6 +429,8 @@ class RequestRecord(msgspec.Struct, eq=False):
     bytes_in: int = 0
     bytes_out: int = 0
     waited_s: float = 0.0
+    overhead_s: float = 0.0
+    """From its last byte until its first engine was asked, without ``waited_s``."""
     asked_s: float | None = None
     """Time at which the latest engine was asked."""
     first_s: float | None = None
@@ -347,12 +452,12 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.asked_s = self.tracker.clock()
         if self.attempts == 1:
             tracker, model = self.tracker, self.model
-            times = tracker.models.get(model)
+            times = tracker.times_by_model.get(model)
             self.label = model if times is not None else tracker.label(model)
             times = times or tracker.times(self.label)
             if completion:
                 self.times = times
-                times.overhead.observe(self.asked_s - self.read_s - waited_s)
+                self.overhead_s = self.asked_s - self.read_s - waited_s
 
     def piece(self) -> None:
         """Note a piece of a successful stream; the first one carries the first token."""
@@ -380,9 +485,8 @@ class RequestRecord(msgspec.Struct, eq=False):
             return GONE
         return str(self.status)
 
-    def retire(self, now: float) -> None:
+    def retire(self) -> None:
         """Reduce an ended request to what is kept: no prompt, and bounded texts of clients."""
-        self.ended_s = now
         self.why = dict
         self.trace = None
         self.path, self.model = self.path[:_TEXT_MAX], self.model[:_TEXT_MAX]

@@ -32,7 +32,7 @@ from router.index.model import HashedPrompt, Residency
 from router.index.query_plan import EngineHit, Holders
 from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
-from router.observe.requests import SessionLedger
+from router.observe.requests import DeferredUpdates, SessionLedger
 from router.placement.affinity import AffinityMap, PromptMemory, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.placement.candidate import Confidence, Hit
 from router.placement.cost import AdmissionStats
@@ -197,7 +197,8 @@ class Accounts:
         self.admission_stats = AdmissionStats()
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
-        self.hot = HotPrefixes()
+        self.deferred = DeferredUpdates()
+        self._hot = HotPrefixes()
         self.memory: PromptMemory | None = None
         """Latest prompts, if engines are warmed with them."""
         self.retention = RetentionHints()
@@ -205,7 +206,7 @@ class Accounts:
         self.group_prefixes = GroupPrefixes()
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
-        self.receipts = ReceiptLog()
+        self._receipts = ReceiptLog()
         self.slo_stats = SloStats()
         self.room: AdmissionQueue | None = None
         """Queue of requests that wait for engines; None without queueing."""
@@ -215,12 +216,25 @@ class Accounts:
         self.integrity_problems = 0
         """Contradictions found so far (``server.check_every``)."""
 
+    @property
+    def receipts(self) -> ReceiptLog:
+        """Receipts of all engines."""
+        self.deferred.apply()
+        return self._receipts
+
+    @property
+    def hot(self) -> HotPrefixes:
+        """Hot prefixes of placed prompts."""
+        self.deferred.apply()
+        return self._hot
+
     def breaker_told(self, free_until: float) -> None:
         """Note when a breaker must be asked again."""
         self.free_until = min(self.free_until, free_until)
 
     def leave(self, engine_id: EngineId) -> None:
         """Drop an engine that left the fleet."""
+        self.deferred.apply()
         self.inflight.forget(engine_id)
         self.affinity.forget(engine_id)
         self.responses.forget(engine_id)
@@ -255,8 +269,8 @@ class Engine(EngineStatus):
     """One engine. ``leaving`` callbacks run once when it closes, while it is still complete."""
 
     __slots__ = (
-        *("_accounts", "_elsewhere", "_events_due", "_leaving"),
-        *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts", "residency"),
+        *("_accounts", "_elsewhere", "_events_due", "_leaving", "_receipts"),
+        *("breaker", "closed", "evictions", "feed", "load", "rates", "residency"),
         *("rests_until", "shadow", "takes_order", "waiting"),
     )
 
@@ -276,7 +290,7 @@ class Engine(EngineStatus):
         self.load = LoadAccount(self.rates, stats=accounts.load_stats)
         self.evictions = EvictionForecast()
         """Forecast of evictions from its pool for prompts in flight."""
-        self.receipts = EngineReceipts()
+        self._receipts = EngineReceipts()
         self.residency: Residency | None = None
         """Its cache by its events; None until its model is known."""
         self.shadow: Shadow | None = None
@@ -297,6 +311,12 @@ class Engine(EngineStatus):
         """It has not refused a request for its priority."""
         self.closed = False
         """It has left the fleet: nothing more is recorded for it."""
+
+    @property
+    def receipts(self) -> EngineReceipts:
+        """Sums over its receipts."""
+        self._accounts.deferred.apply()
+        return self._receipts
 
     @property
     def unusable_events(self) -> int:

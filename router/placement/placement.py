@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from publisher.events import Family
+from publisher.events import BlockHash, Family
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
 from router.admission.tenants import estimated_tokens
@@ -74,7 +74,7 @@ def read_by(read: Prompt | TextAffinity | None, engine: Engine) -> Prompt | Text
     return read.behind(engine.frontend)
 
 
-_NOTHING_HELD = MostHeld(0, "", None, 0.0)
+NOTHING_HELD = MostHeld(0, "", None, 0.0)
 
 
 class SloForecast(msgspec.Struct, frozen=True):
@@ -275,20 +275,24 @@ class Placement(Attempt):
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
-            held = self._hit.whole_tokens
-            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
+            accounts.deferred.add(self._note_prefix, hashes, scheme.hash_block_size)
             if request.cache_group and self._leg != "decode" and not read.extras.multimodal:
                 adapter = read.extras.lora_name or ""
                 groups = accounts.group_prefixes
                 self._group_tokens = groups.add(
                     request.cache_group, engine.base_model or "", adapter, read.token_ids
                 )
-            if self._is_answer:
-                accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
-                if accounts.memory is not None and request.model is not None:
-                    accounts.memory.add(request.model, read, hashes, scheme.hash_block_size, now)
+            if self._is_answer and accounts.memory is not None and request.model is not None:
+                accounts.memory.add(request.model, read, hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
+
+    def _note_prefix(self, hashes: Sequence[BlockHash], block_tokens: int) -> None:
+        """Look the prompt up among hot prefixes, and count it there."""
+        hot = self._accounts.hot
+        self._seen_tokens = hot.longest(hashes, block_tokens, self._hit.whole_tokens)
+        if self._is_answer:
+            hot.add(self.request.model or "", hashes, block_tokens, self.asked_s)
 
     def _admit(self) -> Ticket:
         """Open its entry in the load account."""
@@ -439,26 +443,35 @@ class Placement(Attempt):
             if not self._prefilled:
                 self._served()
             if not self._unseen:
-                held = self.decision.most_held() if self._predicted else _NOTHING_HELD
-                if held.sole is not None:
-                    held.sole.receipts.worth.add(held.sole_s, now)
-                self._learn(self._receipt(usage, held))
+                feed = engine.feed_state
+                self._learn(usage, feed)
+                accounts.deferred.add(self._count, usage, feed, now)
 
-    def _learn(self, receipt: Receipt) -> None:
-        """Learn from the engine's report."""
-        engine = self.engine
-        engine.receipts.add(receipt)
+    def _count(self, usage: Usage | None, feed: str, now: float) -> None:
+        """Make the receipt. ``feed``: state of the feed at the end of the request, the time ``now``."""
+        held = self.decision.most_held() if self._predicted else NOTHING_HELD
+        if held.sole is not None:
+            held.sole.receipts.worth.add(held.sole_s, now)
+        receipt = self._receipt(usage, held, feed)
+        self.engine.receipts.add(receipt)
         self._accounts.receipts.add(receipt)
-        if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
-            engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
-        predicted, reported = receipt.predicted_tokens, receipt.reported_prompt_tokens
-        if receipt.mode == "native" and receipt.feed == "ready" and engine.residency is not None:
-            same = reported in {None, receipt.prompt_tokens}
-            sure = not (receipt.cpu_tokens or receipt.storage_tokens or self._reported_hit.evicted_tokens)
-            if same and sure and predicted is not None and receipt.actual_tokens is not None:
-                engine.residency.writer.learn_receipt(predicted, receipt.actual_tokens)
-        if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
+
+    def _learn(self, usage: Usage | None, feed: str) -> None:
+        """Learn from the engine's report."""
+        if usage is None or usage.cached_tokens is None:
+            return
+        engine, decision, hit, actual = self.engine, self.decision, self._hit, usage.cached_tokens
+        if isinstance(decision.read, Prompt) and decision.read.num_prompts == 1:
+            engine.computed(usage.prompt_tokens - actual, self.asked_s)
+        if not self._predicted or engine.residency is None:
+            return
+        mode, predicted = "native" if hit.confidence == "exact" else hit.mode, hit.whole_tokens
+        if mode == "assumed" and actual > predicted:
             engine.residency.writer.doubt()
+        if mode == "native" and feed == "ready" and usage.prompt_tokens == decision.prompt_tokens:
+            from_gpu = hit.soon_tokens == hit.near_tokens == predicted
+            if from_gpu and not self._reported_hit.evicted_tokens:
+                engine.residency.writer.learn_receipt(predicted, actual)
 
     def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
         """Settle the tenant's charge, and wake the queue, which may have room now."""
@@ -503,7 +516,7 @@ class Placement(Attempt):
         """Predicted part of the answer's ``cached_tokens``."""
         return self._hit
 
-    def _receipt(self, usage: Usage | None, held: MostHeld) -> Receipt:
+    def _receipt(self, usage: Usage | None, held: MostHeld, feed: str) -> Receipt:
         decision, request = self.decision, self.request
         read, hit = decision.read, self._hit
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
@@ -520,7 +533,7 @@ class Placement(Attempt):
             engine_id=self.engine_id,
             model=request.model or "",
             mode="fallback" if fallback else hit.mode,
-            feed=self.engine.feed_state,
+            feed=feed,
             prompt_tokens=decision.prompt_tokens,
             predicted_tokens=whole if predicted else None,
             cpu_tokens=near - soon if predicted else 0,

@@ -27,7 +27,7 @@ from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled, hint_field
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
 from router.placement.load import Ticket
-from router.placement.placement import Decision, MostHeld, Placement, Split
+from router.placement.placement import NOTHING_HELD, Decision, MostHeld, Placement, Split
 from router.placement.pull import PullOrder, Pulls
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Fields
@@ -134,9 +134,8 @@ class DecodePlacement(Placement):
         if shadow is not None and all(group.family is Family.FULL for group in shadow.spec.groups):
             super()._served()
 
-    def _learn(self, receipt: Receipt) -> None:
-        self.engine.receipts.add(receipt)
-        self._accounts.receipts.add(receipt)
+    def _learn(self, usage: Usage | None, feed: str) -> None:
+        """Learn nothing: the usage reports the prefill engine's hit."""
 
 
 class SidecarPlacement(DecodePlacement):
@@ -257,17 +256,17 @@ class PullPlacement(Placement):
         if failed:
             self._pulls.end(self.engine.engine_id, self._order, "failed", self.now())
 
-    def _receipt(self, usage: Usage | None, held: MostHeld) -> Receipt:
+    def _receipt(self, usage: Usage | None, held: MostHeld, feed: str) -> Receipt:
         order = self._order
         return msgspec.structs.replace(
-            super()._receipt(usage, held),
+            super()._receipt(usage, held, feed),
             pulled_tokens=order.pull.tokens,
             pulled_from=order.source.engine_id,
         )
 
-    def _learn(self, receipt: Receipt) -> None:
-        super()._learn(receipt)
-        outcome = self._pulls.judge(self._order, receipt)
+    def _learn(self, usage: Usage | None, feed: str) -> None:
+        super()._learn(usage, feed)
+        outcome = self._pulls.judge(self._order, self._receipt(usage, NOTHING_HELD, feed))
         self._pulls.end(self.engine.engine_id, self._order, outcome, self.now())
 
 

@@ -138,7 +138,8 @@ class ProxyApp:
         self._rules = Rules(not settings.trust_client_kv_transfer_params, settings.kv_cache_report_mode)
 
     def close(self) -> None:
-        """Close all connections to engines."""
+        """Close all connections to engines, and count all ended requests."""
+        self.requests.deferred.apply()
         self.client.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ def test_errors_are_5xx_broken_streams_and_refused_connections() -> None:
     router = Router(Config())
     try:
         statuses = {"200": 50, "404": 7, "429": 6, "client_gone": 5, "unseen": 4, "500": 3, "503": 2}
-        router.proxy.requests.counts = {("m", "", status): count for status, count in statuses.items()}
+        router.proxy.requests.counts.update({("m", "", status): count for status, count in statuses.items()})
         router.proxy.requests.counts["m", "", "broken_stream"] = 1
         router.listen_stats = ListenStats(connections_refused=20, bodies_refused=10)
         (interval,) = show_history(router.sources).intervals

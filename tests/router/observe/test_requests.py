@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from publisher.events import BlockHash
 from router.observe import requests as requests_module
 from router.observe.receipts import Histogram
 from router.observe.requests import (
+    DEFERRED_MAX,
     ENDED_KEPT,
     MODELS_MAX,
     OTHER,
     REQUEST_ID_CHARS_MAX,
     SESSIONS_MAX,
     TURNS_MAX,
+    DeferredUpdates,
     RequestRecord,
     RequestTracker,
     SessionLedger,
@@ -234,3 +237,65 @@ def test_blocks_of_sessions_are_the_latest_within_the_bounds(steps: list[tuple[s
         assert sum(bool(ledger.blocks(name)) for name in "stuv") <= 3
         assert sum(left) <= 24
         assert added == sum(left) + forgotten + ledger.stats.blocks_dropped
+
+
+async def test_deferred_updates_are_applied_in_order_after_a_while() -> None:
+    deferred, seen, done = DeferredUpdates(), list[int](), asyncio.Event()
+    for number in range(3):
+        deferred.add(seen.append, number)
+    deferred.add(done.set)
+    assert (seen, len(deferred)) == ([], 4)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert (seen, len(deferred)) == ([0, 1, 2], 0)
+    # Later ones too.
+    done.clear()
+    deferred.add(done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+
+
+async def test_no_more_updates_wait_than_the_bound() -> None:
+    deferred, seen = DeferredUpdates(), list[int]()
+    for number in range(DEFERRED_MAX + 1):
+        deferred.add(seen.append, number)
+    assert (seen, len(deferred), deferred.stats.full) == (list(range(DEFERRED_MAX)), 1, 1)
+
+
+async def test_an_update_may_read_what_others_change_and_a_failed_one_stops_no_other() -> None:
+    deferred, seen = DeferredUpdates(), list[str]()
+
+    def read() -> None:
+        deferred.apply()
+        seen.append("read")
+
+    deferred.add(read)
+    deferred.add(seen.append, "next")
+    deferred.apply()
+    assert seen == ["read", "next"]
+    deferred.add([].pop)
+    deferred.add(seen.append, "last")
+    with pytest.raises(IndexError):
+        deferred.apply()
+    deferred.apply()
+    assert seen[2:] == ["last"]
+
+
+def test_without_an_event_loop_updates_are_applied_at_once() -> None:
+    deferred, seen = DeferredUpdates(), list[int]()
+    deferred.add(seen.append, 1)
+    assert seen == [1]
+
+
+async def test_counts_are_read_with_what_was_deferred() -> None:
+    clock = Clock()
+    tracker = RequestTracker(clock)
+    answered(tracker, clock)
+    assert len(tracker.deferred) == 1
+    assert list(tracker.counts.values()) == [1]
+    assert len(tracker.deferred) == 0
+    ended = answered(tracker, clock)
+    assert tracker.ended[-1] is ended
+    answered(tracker, clock)
+    assert tracker.models["m"].whole.total > 0
+    assert [len(tracker.deferred), len(tracker.ended)] == [0, 3]
