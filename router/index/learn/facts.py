@@ -16,10 +16,10 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from publisher.events import Family, GroupSpec, spec_classes
+from publisher.events import Family, GroupSpec, scheduler_block_size, spec_classes
 from router.fleet.engines import EngineKind
 from router.fleet.statement import EngineStatement
-from router.index.learn.layout import ModelFacts
+from router.index.learn.layout import CacheLayout, ModelFacts, open_inside
 
 Source = Literal["configuration", "server_info", "metrics", "config.json", "events", "receipts", "none"]
 Certainty = Literal["certain", "confirmed", "likely", "assumed", "disputed"]
@@ -160,6 +160,38 @@ def find_facts(
     shown.append(_other_attention(evidence))
     shown += _of_the_model(configured, evidence)
     return facts, tuple(fact for fact in shown if fact is not None)
+
+
+def layout_facts(
+    layout: CacheLayout, facts: ModelFacts, found: Iterable[Fact], hashes: Certainty
+) -> list[Fact]:
+    """Return the hash block size and the alignment of hits, derived from events and the facts ``found``.
+
+    ``hashes`` is the certainty of the hash scheme: ``certain`` if events proved it, ``assumed`` if nothing
+    did, ``likely`` if only block sizes are known.
+    """
+    unit = Fact("hash_block_size", layout.hash_block_size, "events", hashes)
+    if hashes == "assumed":
+        unit = replace(unit, source="none")
+    sources = {fact.name: (fact.source, fact.certainty) for fact in found}
+    source: Source = "events"
+    certainty: Certainty = "certain"
+    if facts.partial_hash_hits is not None:
+        source = "configuration"
+    elif layout.alignment < scheduler_block_size(layout.groups):
+        if not layout.inside_seen:
+            source, certainty = sources.get("mamba_cache_mode", ("events", "likely"))
+        elif facts.decode_ranks > 1:
+            source, certainty = sources["decode_ranks"]
+        if certainty == "certain" and hashes != "certain":
+            certainty = hashes
+    elif (
+        any(group.partial_only for group in layout.groups)
+        or any(group.family is Family.MAMBA and not group.mamba_cache_mode for group in layout.groups)
+        or (open_inside(layout.groups) and "decode_ranks" not in sources)
+    ):
+        certainty = "likely"
+    return [unit, Fact("alignment", layout.alignment, source, certainty)]
 
 
 def drops(evidence: SetupEvidence, groups: tuple[GroupSpec, ...]) -> tuple[Drops, Source, Certainty]:

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from publisher.block_hash import SGLANG, HashScheme, PromptExtras
 from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
-from router.index.learn.facts import NO_EVIDENCE, DropReceipts, Fact, SetupEvidence, find_facts, level
+from router.index.learn.facts import (
+    NO_EVIDENCE,
+    Certainty,
+    DropReceipts,
+    Fact,
+    SetupEvidence,
+    find_facts,
+    layout_facts,
+    level,
+)
 from router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
 from router.index.learn.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
 from router.index.learn.root_events import LearnedKeys, root_event
@@ -245,6 +254,9 @@ class EngineKnowledge:
                 sglang=self._setup.kind == "sglang" or (scheme is not None and scheme.algo == SGLANG),
             )
             self._layout = self._shared_layouts.setdefault(layout, layout)
+            proven = self._detector.scheme is not None
+            hashes: Certainty = "certain" if proven else "likely" if self.assumed is None else "assumed"
+            self.found_facts += tuple(layout_facts(layout, self.facts, self.found_facts, hashes))
         self._settle()
 
     def _unit(self) -> int:

@@ -419,7 +419,7 @@ class PartialEvidence:
         if group is None:
             return True
         unsized = {g.group_idx for g in known if g.family is Family.FULL} - self._whole
-        return idx in unsized or (not self.inside_seen and (bool(unsized) or _is_open(known)))
+        return idx in unsized or (not self.inside_seen and (bool(unsized) or open_inside(known)))
 
     def sized(
         self, event: BlockStored, group: GroupSpec, known: GroupSpec | None, held: Callable[[], bool]
@@ -449,7 +449,7 @@ class PartialEvidence:
             return
         ahead = event.num_lookahead()
         root_state = group.family is Family.MAMBA and event.parent_block_hash is None
-        if not _is_open(groups):
+        if not open_inside(groups):
             if root_state and event.block_hashes and not ahead and len(self._ends) < _ENDS_MAX:
                 self._ends.add(event.num_tokens())
             return
@@ -488,8 +488,8 @@ def _ends_inside(event: BlockStored, groups: tuple[GroupSpec, ...], ahead: int) 
     return end % whole != 0 and (end + missing) % whole != 0
 
 
-def _is_open(groups: tuple[GroupSpec, ...]) -> bool:
-    """Whether these are block sizes with which vLLM allows hits inside a block under DCP only."""
+def open_inside(groups: tuple[GroupSpec, ...]) -> bool:
+    """Whether vLLM allows hits inside a block of these sizes under decode context parallelism only."""
     unit = hash_unit(groups)
     states = [g.block_size for g in groups if g.family is Family.MAMBA and g.mamba_cache_mode == "align"]
     longer = any(g.family is Family.FULL and g.lookup_block_size > unit for g in groups)

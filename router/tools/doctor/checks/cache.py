@@ -221,7 +221,7 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 @check("cache.sources")
 def sources(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Report facts about the engine that come from sources other than its events."""
+    """Report the facts about the engine with their sources."""
     residency = engine.residency
     if residency is None or residency.layout is None:
         return

@@ -333,3 +333,41 @@ def test_parts_of_stated_blocks_show_the_hash_block() -> None:
     layout = fleet.engine("a").layout
     assert layout is not None
     assert (layout.groups[0].block_size, layout.hash_block_size) == (64, 16)
+
+
+ALIGN_STATED = metrics_statement({"mamba_cache_mode": "align"}, drafts=False)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "facts", "alignment", "source", "certainty"),
+    [
+        (informed(), UNCONFIGURED, 32, "events", "likely"),
+        (informed(ALIGN_STATED), UNCONFIGURED, 16, "metrics", "certain"),
+        (informed(), ModelFacts(mamba_cache_mode="align"), 16, "configuration", "certain"),
+        (informed(), ModelFacts(mamba_cache_mode="all"), 32, "events", "certain"),
+        (informed(), ModelFacts(mamba_cache_mode="align", partial_hash_hits=False), 32, "configuration",
+         "certain"),
+    ],
+)  # fmt: skip
+def test_where_hits_end_is_a_fact_with_its_source(
+    evidence: SetupEvidence, facts: ModelFacts, alignment: int, source: str, certainty: str
+) -> None:
+    fleet = fleet_with(evidence, writer(0, "full_attention"), writer(1, "mamba", 32), facts=facts)
+    assert fact(fleet, "hash_block_size") == Fact("hash_block_size", 16, "events", "certain")
+    assert fact(fleet, "alignment") == Fact("alignment", alignment, source, certainty)  # type: ignore[arg-type]
+
+
+def test_hits_inside_a_block_are_shown_as_proven_by_events() -> None:
+    fleet = FleetResidency(ModelFacts(mamba_cache_mode="align"))
+    wide = writer(0, "full_attention", 32)
+    fleet.apply("a", batch(wide.stored(PROMPT[:96]), STATES.stored(PROMPT[:96], keep=[5])))
+    assert fact(fleet, "alignment") == Fact("alignment", 32, "events", "likely")
+    fleet.apply("a", batch(STATES.stored(tokens(48, seed=1), keep=[2])))
+    assert fact(fleet, "alignment") == Fact("alignment", 16, "events", "certain")
+
+
+def test_the_block_of_an_assumed_scheme_is_assumed() -> None:
+    strange = Writer(HashScheme(seed="drawn at random"), group=0, kind="chunked_local_attention")
+    fleet = FleetResidency(ModelFacts(attention_chunk_size=64))
+    fleet.apply("a", batch(strange.stored(PROMPT[:32], start=1)))
+    assert fact(fleet, "hash_block_size") == Fact("hash_block_size", 16, "none", "assumed")
