@@ -11,7 +11,6 @@ part of a transfer. Different groups may overlay each other: a block belongs to 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -214,19 +213,6 @@ def row_bytes_from_config(kv_cache_config: Any) -> int:
             f"KV cache tensors of several allocations ({sorted(sizes)} bytes) are not supported"
         )
     return round_up_row(-(-sizes.pop() // kv_cache_config.num_blocks))
-
-
-def layout_digest(view: CacheView) -> str:
-    """16 hex digits, equal exactly for caches with interchangeable rows; addresses do not matter."""
-    # The order within one head's token (keys before values, scales) is defined by the attention backend and
-    # not visible in strides: a namespace must include the backend or its cache type too.
-    digest = hashlib.sha256(b"kvatlas-row-1")
-    for group in view.groups:
-        content: tuple[object, ...] = group.row_format or tuple(
-            (len(r.piece_offsets), r.piece_bytes) for r in group.regions
-        )
-        digest.update(repr((group.group_idx, group.row_bytes, content)).encode())
-    return digest.hexdigest()[:16]
 
 
 # Derivation of the layout from the tensors that vLLM registers.

@@ -8,7 +8,10 @@ reported exactly once. Nothing here imports torch or vLLM.
 
 from __future__ import annotations
 
+import abc
 import enum
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -303,6 +306,89 @@ def merge_adjacent(pieces: Pieces, max_bytes: int = MERGED_PIECE_BYTES_MAX) -> P
         destinations[whole] + offsets,
         np.minimum(sizes[whole] - offsets, max_bytes),
     )
+
+
+log = logging.getLogger(__name__)
+
+QUEUED_STORES_MAX = 64
+
+
+class ThreadedEngine(abc.ABC):
+    """A ``TransferEngine`` whose jobs are checked, queued and answered here, and copied by one thread.
+
+    ``_changed`` guards all state. A subclass starts ``_thread`` at the end of its constructor.
+    """
+
+    def __init__(self, plan: TransferPlan, queued_stores_max: int, thread_name: str) -> None:
+        if queued_stores_max < 1:
+            raise ValueError(f"queued_stores_max={queued_stores_max}: at least one store must fit")
+        self._plan = plan
+        self._queued_stores_max = queued_stores_max
+        self._changed = threading.Condition()
+        self._unfinished: dict[int, TransferJob] = {}
+        self._results: list[TransferResult] = []
+        self._closing = False
+        # Reason of the engine's failure; empty while it works.
+        self.failure = ""
+        # Stores that failed because too many were waiting.
+        self.stores_dropped = 0
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+
+    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
+        """Submit a job; its result has any error of the job or the device."""
+        refusal = self._plan.refusal(job)
+        with self._changed:
+            if job.job_id in self._unfinished:
+                # An answer to the second would end the first one early.
+                log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
+                return
+            if self.failure:
+                refusal = self.failure
+            elif self._closing:
+                refusal = "the transfer engine is closed"
+            elif not refusal and job.direction is Direction.STORE:
+                waiting = self._stores_waiting()
+                if waiting >= self._queued_stores_max:
+                    self.stores_dropped += 1
+                    refusal = f"{waiting} stores are waiting, no more are taken"
+            refusal = refusal or self._accept(job, after)
+            if refusal:
+                self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, refusal))
+            else:
+                self._unfinished[job.job_id] = job
+            self._changed.notify_all()
+
+    def poll(self) -> list[TransferResult]:
+        """The jobs that ended since the last call; per direction in the order of submission."""
+        with self._changed:
+            self._retire()
+            results, self._results = self._results, []
+        return results
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Finish every submitted job, then stop; may be called again. False if a copy hangs."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("copies did not end within %g s; their host memory is left to the process", timeout_s)
+        return not self._thread.is_alive()
+
+    @abc.abstractmethod
+    def _stores_waiting(self) -> int:
+        """Stores that are not copied yet. The lock is held."""
+
+    @abc.abstractmethod
+    def _accept(self, job: TransferJob, after: StreamMark | None) -> str:
+        """Queue a job; returns the reason if it cannot be. The lock is held."""
+
+    @abc.abstractmethod
+    def _run(self) -> None:
+        """Copy until the end, on the engine's thread."""
+
+    def _retire(self) -> None:  # noqa: B027  # most engines have nothing to do
+        """Answer the jobs that have ended. The lock is held."""
 
 
 # Messages between the scheduler half and the worker half of a connector.

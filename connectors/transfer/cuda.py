@@ -15,7 +15,6 @@ later ones.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,11 +24,12 @@ import numpy as np
 
 from connectors.layout import CacheView
 from connectors.transfer.base import (
-    CLOSE_S,
+    QUEUED_STORES_MAX,
     Direction,
     HostMemory,
     Pieces,
     StreamMark,
+    ThreadedEngine,
     TransferJob,
     TransferPlan,
     TransferResult,
@@ -290,7 +290,6 @@ class Lane:
 
 log = logging.getLogger(__name__)
 
-QUEUED_STORES_MAX = 64
 # Most bytes in flight per direction: about ten milliseconds of a PCIe link, to keep the device busy.
 INFLIGHT_BYTES_MAX = 512 << 20
 POLL_INTERVAL_S = 0.0002
@@ -328,7 +327,7 @@ def open_cuda(
     return engine, pool
 
 
-class CudaTransferEngine:
+class CudaTransferEngine(ThreadedEngine):
     """The ``TransferEngine`` for caches in a GPU's memory."""
 
     def __init__(
@@ -348,12 +347,12 @@ class CudaTransferEngine:
         """``pool`` is pinned and must outlive the engine; ``host_chunk_bytes`` is the length of its
         registered chunks, 0 for a single one. ``calibration`` is measured now by default. LayoutError if a
         row cannot hold a block."""
-        if queued_stores_max < 1 or inflight_bytes_max < 1 or host_chunk_bytes < 0:
+        if inflight_bytes_max < 1 or host_chunk_bytes < 0:
             raise ValueError(
-                f"queued_stores_max={queued_stores_max}, inflight_bytes_max={inflight_bytes_max} and "
-                f"host_chunk_bytes={host_chunk_bytes}: the first two must be positive, the last not negative"
+                f"inflight_bytes_max={inflight_bytes_max} and host_chunk_bytes={host_chunk_bytes}: the first "
+                "must be positive, the second not negative"
             )
-        self._plan = TransferPlan(view, pool, row_bytes)
+        super().__init__(TransferPlan(view, pool, row_bytes), queued_stores_max, "kvatlas-cuda-copy")
         self._pool = pool
         self._device = device
         self._driver = driver
@@ -371,21 +370,7 @@ class CudaTransferEngine:
             direction: Lane(direction, device.low_priority_stream(), inflight_bytes_max)
             for direction in (Direction.LOAD, Direction.STORE)
         }
-        self._queued_stores_max = queued_stores_max
-        self._changed = threading.Condition()
-        self._unfinished: dict[int, TransferJob] = {}
-        self._results: list[TransferResult] = []
-        self._closing = False
-        self._failure = ""
-        # Stores that failed because too many were waiting.
-        self.stores_dropped = 0
-        self._thread = threading.Thread(target=self._run, name="kvatlas-cuda-copy", daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> str:
-        """Reason of the engine's failure; empty while it works."""
-        return self._failure
 
     @property
     def counts(self) -> MoveCounts:
@@ -402,7 +387,7 @@ class CudaTransferEngine:
         return self._mark()
 
     def _mark(self) -> Mark | None:
-        if self._failure:
+        if self.failure:
             return None
         try:
             return Mark(self._events, self._device)
@@ -412,43 +397,15 @@ class CudaTransferEngine:
                 self._fail(error)
             return None
 
-    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
-        """Submit a job; its result has any error of the job or the device."""
-        refusal = self._plan.refusal(job)
-        with self._changed:
-            if job.job_id in self._unfinished:
-                # An answer to the second would end the first one early.
-                log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
-                return
-            lane = self._lanes[job.direction]
-            if self._failure:
-                refusal = self._failure
-            elif self._closing:
-                refusal = "the transfer engine is closed"
-            elif (
-                not refusal
-                and job.direction is Direction.STORE
-                and len(lane.waiting) >= self._queued_stores_max
-            ):
-                self.stores_dropped += 1
-                refusal = f"{len(lane.waiting)} stores are waiting, no more are taken"
-            ready = None
-            if not refusal:
-                ready = after if isinstance(after, Mark) else self._mark()
-                refusal = self._failure
-            if refusal:
-                self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, refusal))
-            else:
-                self._unfinished[job.job_id] = job
-                lane.waiting.append(QueuedJob(job, ready, self._clock(), self._plan.bytes_by_group(job)))
-            self._changed.notify_all()
+    def _stores_waiting(self) -> int:
+        return len(self._lanes[Direction.STORE].waiting)
 
-    def poll(self) -> list[TransferResult]:
-        """Jobs that ended since the last call; per direction in the order of submission."""
-        with self._changed:
-            self._retire()
-            results, self._results = self._results, []
-        return results
+    def _accept(self, job: TransferJob, after: StreamMark | None) -> str:
+        ready = after if isinstance(after, Mark) else self._mark()
+        if not self.failure:
+            queued = QueuedJob(job, ready, self._clock(), self._plan.bytes_by_group(job))
+            self._lanes[job.direction].waiting.append(queued)
+        return self.failure
 
     def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
         """Block until these jobs have ended; unknown ids count as ended."""
@@ -463,19 +420,9 @@ class CudaTransferEngine:
                     return False
                 self._changed.wait(min(left, POLL_INTERVAL_S))
 
-    def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Finish every submitted job, then stop; may be called again. False if a copy hangs."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.error("copies did not end within %g s; their host memory is left to the process", timeout_s)
-        return not self._thread.is_alive()
-
     def _retire(self) -> None:
         """Report completed parts. The lock is held."""
-        if self._failure:
+        if self.failure:
             # The submit thread answers the remaining jobs when the streams are idle.
             return
         try:
@@ -499,11 +446,11 @@ class CudaTransferEngine:
 
     def _fail(self, error: Exception) -> str:
         """Fail the engine; the first reason is kept. The lock is held."""
-        if not self._failure:
-            self._failure = f"the transfer engine is dead after {type(error).__name__}: {error}"
-            log.error("%s; blocks are neither saved nor loaded any more", self._failure)
+        if not self.failure:
+            self.failure = f"the transfer engine is dead after {type(error).__name__}: {error}"
+            log.error("%s; blocks are neither saved nor loaded any more", self.failure)
         self._changed.notify_all()
-        return self._failure
+        return self.failure
 
     def _run(self) -> None:
         try:
@@ -515,13 +462,13 @@ class CudaTransferEngine:
             log.exception("enqueueing copies failed")
             with self._changed:
                 self._fail(error)
-        if self._failure:
+        if self.failure:
             self._answer_all()
 
     def _next_lane(self) -> Lane | None:
         """Wait for work to enqueue; None at the end."""
         with self._changed:
-            while not self._failure:
+            while not self.failure:
                 if any(lane.throttling for lane in self._lanes.values()) or self._closing:
                     self._retire()
                 for lane in self._lanes.values():
@@ -570,6 +517,6 @@ class CudaTransferEngine:
             for lane in self._lanes.values():
                 lane.abandon()
             for job in self._unfinished.values():
-                self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, self._failure))
+                self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, self.failure))
             self._unfinished.clear()
             self._changed.notify_all()

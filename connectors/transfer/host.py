@@ -22,7 +22,6 @@ import math
 import mmap
 import os
 import platform
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,10 +34,11 @@ import numpy as np
 
 from connectors.layout import CacheView
 from connectors.transfer.base import (
-    CLOSE_S,
+    QUEUED_STORES_MAX,
     Direction,
     HostMemory,
     StreamMark,
+    ThreadedEngine,
     TransferJob,
     TransferPlan,
     TransferResult,
@@ -405,9 +405,6 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 30):.2f} GiB"
 
 
-QUEUED_STORES_MAX = 64
-
-
 class CopyFault(Protocol):
     """Test hook around a job's copy, on the worker thread: may wait, raise, or change bytes after
     ``copy()``."""
@@ -415,25 +412,7 @@ class CopyFault(Protocol):
     def __call__(self, job: TransferJob, copy: Callable[[], None]) -> None: ...
 
 
-class BufferMemory:
-    """Rows in any writable buffer (bytearray, mmap, numpy array), which it keeps alive."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        """ValueError if the buffer is read-only or not contiguous."""
-        if buffer.readonly or not buffer.c_contiguous:
-            raise ValueError("rows need a writable, contiguous buffer")
-        self._bytes = np.frombuffer(buffer.cast("B"), np.uint8)
-
-    @property
-    def address(self) -> int:
-        return int(self._bytes.ctypes.data)
-
-    @property
-    def size_bytes(self) -> int:
-        return int(self._bytes.nbytes)
-
-
-class HostTransferEngine:
+class HostTransferEngine(ThreadedEngine):
     """The ``TransferEngine`` for caches in host memory."""
 
     def __init__(
@@ -446,72 +425,29 @@ class HostTransferEngine:
         fault: CopyFault | None = None,
     ) -> None:
         """``pool`` must outlive the engine. LayoutError if a row cannot hold a block."""
-        if queued_stores_max < 1:
-            raise ValueError(f"queued_stores_max={queued_stores_max}: at least one store must fit")
-        self._plan = TransferPlan(view, pool, row_bytes)
+        super().__init__(TransferPlan(view, pool, row_bytes), queued_stores_max, "kvatlas-host-copy")
         self._pool = pool
         self._fault = fault
-        self._queued_stores_max = queued_stores_max
-        self._changed = threading.Condition()
         self._queue: deque[TransferJob] = deque()
         self._queued_stores = 0
-        self._unfinished: set[int] = set()
-        self._results: list[TransferResult] = []
-        self._closing = False
-        # Stores that failed because too many were waiting.
-        self.stores_dropped = 0
-        self._thread = threading.Thread(target=self._run, name="kvatlas-host-copy", daemon=True)
         self._thread.start()
 
     def mark(self) -> StreamMark | None:
         """None: computation in host memory has ended when a job is submitted."""
         return None
 
-    def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
-        """Submit a job; its result has any error."""
-        del after
-        refusal = self._plan.refusal(job)
-        with self._changed:
-            if job.job_id in self._unfinished:
-                # An answer to the second would end the first one early.
-                log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
-                return
-            if self._closing:
-                refusal = "the transfer engine is closed"
-            elif not refusal and job.direction is Direction.STORE:
-                if self._queued_stores >= self._queued_stores_max:
-                    self.stores_dropped += 1
-                    refusal = f"{self._queued_stores} stores are waiting, no more are taken"
-                else:
-                    self._queued_stores += 1
-            if refusal:
-                self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, refusal))
-            else:
-                self._unfinished.add(job.job_id)
-                self._queue.append(job)
-            self._changed.notify_all()
-
-    def poll(self) -> list[TransferResult]:
-        """The jobs that ended since the last call, in the order they ended."""
-        with self._changed:
-            results, self._results = self._results, []
-        return results
-
     def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
         """Block until these jobs have ended; unknown ids count as ended."""
-        wanted = set(job_ids)
         with self._changed:
-            return self._changed.wait_for(lambda: self._unfinished.isdisjoint(wanted), timeout_s)
+            return self._changed.wait_for(lambda: self._unfinished.keys().isdisjoint(job_ids), timeout_s)
 
-    def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Finish every submitted job, then stop; may be called again. False if a copy hangs."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.error("copies did not end within %g s; their host memory is left to the process", timeout_s)
-        return not self._thread.is_alive()
+    def _stores_waiting(self) -> int:
+        return self._queued_stores
+
+    def _accept(self, job: TransferJob, after: StreamMark | None) -> str:
+        self._queued_stores += job.direction is Direction.STORE
+        self._queue.append(job)
+        return ""
 
     def _run(self) -> None:
         while True:
@@ -524,7 +460,7 @@ class HostTransferEngine:
                     self._queued_stores -= 1
             result = self._execute(job)
             with self._changed:
-                self._unfinished.discard(job.job_id)
+                del self._unfinished[job.job_id]
                 self._results.append(result)
                 self._changed.notify_all()
 

@@ -1,7 +1,7 @@
 """Trials of the user's own traffic that change one thing each, and the numbers of their runs.
 
 The base trial is the fleet as it is. Every other trial changes the policy, the retention, the memory on the
-GPUs or behind them, the number of engines or a parameter of the policy in use. All get the same requests at
+GPUs or behind them, or the number of engines. All get the same requests at
 the same times, seed by seed. ``judge`` draws the conclusions.
 """
 
@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from publisher.events import Family
-from router.placement.candidate import PolicySettings
 from router.simulate.report import SplitVerdict, verdict
 from router.simulate.requests import Request
 from router.simulate.setup import VARIANTS, FleetSetup, Variant
@@ -28,7 +27,7 @@ from router.simulate.tiers import (
     read_store,
 )
 
-Topic = Literal["now", "routing", "retention", "memory", "tiers", "pull", "engines", "apart", "knobs"]
+Topic = Literal["now", "routing", "retention", "memory", "tiers", "pull", "engines", "apart"]
 RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)
 MEMORY = (0.5, 2.0)
 HOST = "400%"
@@ -41,8 +40,6 @@ PREFILL_SHARES = (0.25, 0.5, 0.75)
 ALIKE = "all alike"
 NO_PULL = "host memory alone"
 BLIND = ("least-load", "power-of-two")
-# (beta, eviction_premium) to try beside the current settings.
-KNOBS = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.5), (0.25, 2.0))
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,10 +108,6 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
     counts = sorted({max(1, round(factor * setup.engines)) for factor in factors} - {setup.engines})
     found += [changed("engines", str(count), engines=count) for count in counts]
     found += splits(setup)
-    for beta, premium in KNOBS:
-        knobs = msgspec.structs.replace(setup.policy, beta=beta, eviction_premium=premium)
-        if knobs != setup.policy:
-            found.append(changed("knobs", knobs_name(knobs), policy=knobs))
     return found
 
 
@@ -177,10 +170,6 @@ def more_tiers(setup: FleetSetup) -> dict[str, TierSetup]:
 
 def gbit_s(spec: TierSpec) -> str:
     return f"{spec.bytes_per_s * 8 / 1e9:g} Gbit/s"
-
-
-def knobs_name(knobs: PolicySettings) -> str:
-    return f"beta {knobs.beta:g}, premium {knobs.eviction_premium:g}"
 
 
 def has_retention(setup: FleetSetup) -> bool:
@@ -311,7 +300,6 @@ def judge(
     found += _pull(setup, by_topic.get("pull", []))
     found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
     found += _apart(by_topic.get("apart", []))
-    found.append(_knobs(setup, base, by_topic["knobs"]))
     if doubt(results, num_requests):
         return [msgspec.structs.replace(one, value=None, firm=False) for one in found]
     return found
@@ -483,16 +471,3 @@ def _apart(others: Sequence[TrialResult]) -> list[Advice]:
         where = f" of first tokens for whole answers, best with {best} engines"
     text = f"Prefill and decode apart {found.word} on this traffic{where}: {listed}."
     return [Advice(topic="apart", setting=setting, value=value, text=text)]
-
-
-def _knobs(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> Advice:
-    best = min(others, key=lambda one: one.mean_s)
-    setting, now = "policy.beta, policy.eviction_premium", knobs_name(setup.policy)
-    if -best.change >= ROUTING_GAIN_MIN and best.every_seed:
-        text = (
-            f"Try {best.value} (now {now}): mean {base.mean_s:.3f} -> {best.mean_s:.3f} s "
-            f"({best.change:+.0%})."
-        )
-        return Advice(topic="knobs", setting=setting, value=best.value, text=text)
-    text = f"Leave {now}: the best other setting tried, {best.value}, changes the mean by {best.change:+.0%}."
-    return Advice(topic="knobs", setting=setting, value=None, text=text)

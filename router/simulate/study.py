@@ -99,10 +99,6 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: list[float]
     lasted_s: float
 
-    @property
-    def busy_shares(self) -> list[float]:
-        return [busy_s / self.lasted_s for busy_s in self.busy_s] if self.lasted_s else []
-
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a run. ``ttft_s``: per measured request, -1 for one that was refused."""

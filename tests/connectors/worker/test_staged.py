@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from connectors.layout import CacheView
 from connectors.store.base import FRAME_BYTES, Namespace
 from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
-from connectors.transfer.host import BufferMemory, HostTransferEngine
+from connectors.transfer.host import HostTransferEngine
 from connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes
 from tests.connectors.store.store_kit import MemoryStore
 from tests.connectors.transfer.contract import NUM_BLOCKS, WAIT_S, PoolPart, TransferEngineContract
@@ -30,7 +31,8 @@ class Rows:
     def __init__(self, rows: int, row_bytes: int) -> None:
         self.row_bytes = row_bytes
         self.buffer = bytearray(rows * row_bytes)
-        self.memory = BufferMemory(memoryview(self.buffer))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        self.size_bytes = len(self.buffer)
         self.closed = False
 
     def row(self, slot: int) -> memoryview:
@@ -60,7 +62,7 @@ def staged(
     settings.setdefault("keep", False)  # most of these tests are about the way to the store
     row_bytes = staging_row_bytes(view.row_bytes)
     pool = Rows(rows, row_bytes)
-    copies = HostTransferEngine(view, pool.memory, row_bytes=row_bytes, fault=fault)
+    copies = HostTransferEngine(view, pool, row_bytes=row_bytes, fault=fault)
     return StagedTransfers(view, copies, pool, store, namespace, rank, StagingSettings(rows, **settings))
 
 

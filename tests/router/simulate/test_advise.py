@@ -174,12 +174,6 @@ def test_the_fewest_engines_that_keep_the_target() -> None:
     assert of(judged(target_s=0.1, **means), "engines").text.startswith("Not even 8 engines")
 
 
-def test_knobs_need_more_than_noise() -> None:
-    key = "knobs_beta 0.5, premium 0.5"
-    assert of(judged(**{key: 0.97}), "knobs").value is None
-    assert of(judged(**{key: 0.9}), "knobs").value == "beta 0.5, premium 0.5"
-
-
 def test_what_an_endless_cache_would_hit() -> None:
     first = request(0, 1024, 512, 0)
     again = request(1, 1025, 10, 0)
@@ -269,7 +263,7 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["advise", "chat", "--requests", "50", "--engines", "2", "--pool", "4000", "--ttft-target", "1"]
     assert app([*words, "--processes", "1"], result_action="return_value", exit_on_error=False) == 0
     out = capsys.readouterr().out
-    for word in ("what is changed", "retention", "memory", "engines", "knobs", "p90 within 1 s"):
+    for word in ("what is changed", "retention", "memory", "engines", "p90 within 1 s"):
         assert word in out
 
 
