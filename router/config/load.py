@@ -40,7 +40,6 @@ _TABLES = {
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
-# Sections whose keys are plain values, so that a flag or an environment variable can set each.
 def _sections(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, type[msgspec.Struct]]:
     found: dict[str, type[msgspec.Struct]] = {}
     for field in msgspec.structs.fields(struct):
@@ -50,7 +49,18 @@ def _sections(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, type[
     return found
 
 
+# Sections whose keys are plain values, so that a flag or an environment variable can set each.
 SECTIONS = _sections(Config)
+_CONSTANT = ": its value is a constant; leave the setting out"
+# Fields that only tests set: no deployment gains by another value.
+FIXED = frozenset(
+    {
+        *("feeds.recent_batches_max", "feeds.replay_backoff_s", "feeds.resync_backoff_s"),
+        *("feeds.resync_backoff_s_max", "fleet.dns.timeout_s", "proxy.keepalive_s"),
+        *("listen.body_bytes_per_s_min", "listen.keepalive_timeout_s", "index.write_timeout_s"),
+        *("policy.bounded_load_factor", "epp.request_timeout_s"),
+    }
+)
 
 
 def variable(section: str, key: str = "") -> str:
@@ -59,7 +69,8 @@ def variable(section: str, key: str = "") -> str:
 
 
 def plain_keys(section: str) -> list[str]:
-    return [key for key in SECTIONS[section].__struct_fields__ if f"{section}.{key}" not in SECTIONS]
+    names = SECTIONS[section].__struct_fields__
+    return [key for key in names if f"{section}.{key}" not in {*SECTIONS, *FIXED}]
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -186,6 +197,8 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _elsewhere(key: str) -> str:
     """Describe where a setting that is unknown by this name is probably set."""
+    if key in FIXED:
+        return _CONSTANT
     if key.partition(".")[0] in _TABLES:
         return f": {_TABLES[key.partition('.')[0]]}"
     return f"{meant(key, _all_keys())}{_REFERENCE}"
@@ -206,9 +219,12 @@ def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
     """Build ``struct`` from ``tree``, key by key. Raises ``ConfigError`` that names the key and the value."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{prefix.rstrip('.')}: expected a table of settings, got {tree!r}")
-    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    known = msgspec.structs.fields(struct)
+    types = {field.name: field.type for field in known if f"{prefix}{field.name}" not in FIXED}
     values = {}
     for name, value in tree.items():
+        if f"{prefix}{name}" in FIXED:
+            raise ConfigError(f"{prefix}{name} = {value!r}{_CONSTANT}")
         if name not in types:
             near = meant(f"{prefix}{name}", [f"{prefix}{key}" for key in types], prefix=prefix)
             if not near and prefix.rstrip(".") in SECTIONS:
@@ -352,6 +368,8 @@ def describe(loaded: Loaded) -> str:
     default."""
     lines = []
     for key, value in _flatten(msgspec.to_builtins(loaded.config)):
+        if key in FIXED:
+            continue
         shown = redacted(value) if key == "index.url" else value
         source = next(
             (s for k, s in loaded.sources.items() if key == k or key.startswith(f"{k}[")), "default"

@@ -12,7 +12,7 @@ import pytest
 
 from router.config.checks import RULES
 from router.config.errors import ConfigError
-from router.config.load import load, parse_engine
+from router.config.load import FIXED, load, parse_engine, variable
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
 
@@ -309,6 +309,18 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
             load_it()
         assert str(error.value).count(str(path)) == 1
         assert "Errno" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", sorted(FIXED))
+def test_constants_cannot_be_set(key: str, tmp_path: Path) -> None:
+    section, _, name = key.rpartition(".")
+    path = tmp_path / "kvatlas.toml"
+    path.write_text(f"[{section}]\n{name} = 1\n")
+    for load_it in (lambda: load(path, environ={}), lambda: load(environ={}, flags={key: "1"})):
+        with pytest.raises(ConfigError, match=rf"^{key}.*constant; leave"):
+            load_it()
+    with pytest.raises(ConfigError, match=variable(section, name)):
+        load(environ={variable(section, name): "1"})
 
 
 def test_variables_of_kubernetes_services_are_none_of_ours() -> None:
