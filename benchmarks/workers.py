@@ -201,9 +201,7 @@ async def quality(
         addresses = [server.base_url for server in servers]
         load: ChatLoad | TraceLoad = TraceLoad(addresses, trace, watched.done)
         if not trace:
-            load = ChatLoad(
-                addresses, demo.ENGINE.model, users=users, seed=7, on_done=watched.done, api="chat"
-            )
+            load = ChatLoad(addresses, demo.ENGINE.model, users=users, seed=7, on_done=watched.done)
         cpu = time.process_time()
         await load.run(seconds)
         cpu_s = time.process_time() - cpu

@@ -222,10 +222,6 @@ def demo(
         int,
         Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
     ] = 1,
-    api: Annotated[
-        Literal["chat", "messages", "responses"],
-        Parameter(help="API of the load: messages and responses are agents that work with tools."),
-    ] = "chat",
     pd: Annotated[
         bool | Literal["nixl", "mooncake", "offloading"],
         Parameter(
@@ -249,7 +245,6 @@ def demo(
         as_json=json,
         keep=keep,
         replicas=replicas,
-        api=api,
         pd="nixl" if pd is True else pd or None,
         index=index_settings(index, index_file),
         gateway=gateway,

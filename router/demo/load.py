@@ -1,8 +1,7 @@
 """The demo's load, and the sums of its results: tokens, hits, time to first token, requests on two engines.
 
 Each user picks a system prompt (some are popular), asks, reads the answer, and asks again with the whole
-conversation; one turn in four is sent twice (a regenerated answer), so that prompts branch. With APIs of
-agents, two turns in three are a tool's result instead of a question, and are sent immediately. Seeded; the
+conversation; one turn in four is sent twice (a regenerated answer), so that prompts branch. Seeded; the
 order of requests depends on the times of answers, as with real users.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import math
 import os
 import random
@@ -24,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from rich.console import Group
@@ -41,7 +39,7 @@ from router.fleet.status import EngineStatus
 from router.http.client import HttpClient, HttpResponse
 from router.http.sockets import describe_error
 from router.observe.receipts import EngineReceipts, Receipt
-from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
+from router.openai.request import CHAT, Usage
 from router.placement.engine import Engine
 from router.proxy.answers import read_usage
 from router.tools.ops_client import LIVE_STYLE, make_table
@@ -270,89 +268,11 @@ def _wait(process: subprocess.Popen[bytes], port: int) -> None:
         time.sleep(0.02)
 
 
-# The demo's conversations as requests of each API, and the content of the events in their streams.
-#
-# A conversation is a chat's messages; an assistant's tool calls are followed by their results.
-
-
-Api = Literal["chat", "messages", "responses"]
 Message = dict[str, Any]
-PATHS: dict[Api, str] = {"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES}
-
-
-def request_body(api: Api, model: str, messages: list[Message], max_tokens: int) -> dict[str, Any]:
-    """Return a streamed request; the first message is the system prompt."""
-    body: dict[str, Any] = {"model": model, "stream": True}
-    if api == "chat":
-        usage = {"stream_options": {"include_usage": True}}
-        return {**body, "messages": messages, "max_tokens": max_tokens, **usage}
-    system, *turns = messages
-    if api == "messages":
-        given = [_as_blocks(message) for message in turns]
-        return {**body, "system": system["content"], "messages": given, "max_tokens": max_tokens}
-    items = [item for message in turns for item in _as_items(message)]
-    return {**body, "instructions": system["content"], "input": items, "max_output_tokens": max_tokens}
-
-
-def _as_blocks(message: Message) -> Message:
-    if message["role"] == "tool":
-        result = {
-            "type": "tool_result",
-            "tool_use_id": message["tool_call_id"],
-            "content": message["content"],
-        }
-        return {"role": "user", "content": [result]}
-    calls = [
-        {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"]),
-        }
-        for call in message.get("tool_calls", ())
-    ]
-    if not calls:
-        return message
-    return {"role": "assistant", "content": [{"type": "text", "text": message["content"]}, *calls]}
-
-
-def _as_items(message: Message) -> list[Message]:
-    if message["role"] == "tool":
-        said = {"call_id": message["tool_call_id"], "output": message["content"]}
-        return [{"type": "function_call_output", **said}]
-    text = {"role": message["role"], "content": message["content"]}
-    calls = [
-        {"type": "function_call", "call_id": call["id"], **call["function"]}
-        for call in message.get("tool_calls", ())
-    ]
-    return [text, *calls]
-
-
-def text_of(event: dict[str, Any]) -> str:
-    """Return the text that an event of a stream adds."""
-    delta = event.get("delta")
-    if isinstance(delta, str):
-        return delta
-    if isinstance(delta, dict):
-        return delta.get("text") or ""
-    return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
-
-
-def usage_of(data: bytes) -> Usage | None:
-    return read_usage(data) if b'"usage"' in data else None
-
 
 _TOPICS = (
-    "gardens",
-    "bread",
-    "bicycles",
-    "tides",
-    "maps",
-    "lanterns",
-    "bridges",
-    "clocks",
-    "rivers",
-    "kites",
+    *("gardens", "bread", "bicycles", "tides", "maps"),
+    *("lanterns", "bridges", "clocks", "rivers", "kites"),
 )
 _WORDS = tuple(
     "the a of and to in that it is was for on are with as they be at one have this from or had by word "  # noqa: SIM905
@@ -367,7 +287,6 @@ _JSON = {"content-type": "application/json"}
 _TURNS = (2, 6)
 ANSWER_TOKENS = (12, 40)
 _REGENERATE_SHARE = 0.25
-_TOOL_SHARE = 2 / 3
 
 
 class ChatOutcome(msgspec.Struct, frozen=True):
@@ -395,12 +314,10 @@ class ChatLoad:
         users: int,
         seed: int,
         on_done: Callable[[ChatOutcome], None],
-        api: Api = "chat",
         answer_tokens: tuple[int, int] = ANSWER_TOKENS,
     ) -> None:
-        self._api = api
         self._answer_tokens = answer_tokens
-        self._urls = cycle([base_url + PATHS[api] for base_url in base_urls])
+        self._urls = cycle([base_url + CHAT for base_url in base_urls])
         self._model = model
         self._users = users
         self._rng = random.Random(seed)
@@ -423,14 +340,10 @@ class ChatLoad:
             weights = [1 / (rank + 1) for rank in range(len(self._systems))]
             system = rng.choices(self._systems, weights)[0]
             messages: list[Message] = [{"role": "system", "content": system}]
-            works = False
             for _ in range(rng.randint(*_TURNS)):
                 if self._now() >= seconds:
                     return
-                if works:
-                    messages = self._worked(messages, rng)
-                else:
-                    messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
+                messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
                 asks = 2 if rng.random() < _REGENERATE_SHARE else 1
                 # Successive turns go to different routers.
                 url = next(self._urls)
@@ -438,23 +351,14 @@ class ChatLoad:
                 if answers[0].error:
                     break
                 messages = [*messages, {"role": "assistant", "content": answers[0].answer}]
-                works = self._api != "chat" and rng.random() < _TOOL_SHARE
-                await asyncio.sleep(0.0 if works else rng.uniform(*_THINK_S))
-
-    def _worked(self, messages: list[Message], rng: random.Random) -> list[Message]:
-        """Return a tool's result if the last answer called a tool."""
-        arguments = msgspec.json.encode({"path": rng.choice(_TOPICS)}).decode()
-        function = {"name": "read_file", "arguments": arguments}
-        call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
-        text = self._text(rng.randint(40, 300), ":")
-        result = {"role": "tool", "tool_call_id": call["id"], "content": text}
-        return [*messages[:-1], {**messages[-1], "tool_calls": [call]}, result]
+                await asyncio.sleep(rng.uniform(*_THINK_S))
 
     async def _ask(
         self, client: HttpClient, url: str, messages: list[Message], rng: random.Random
     ) -> ChatOutcome:
         max_tokens, at_s = rng.randint(*self._answer_tokens), self._now()
-        body = msgspec.json.encode(request_body(self._api, self._model, messages, max_tokens))
+        asked = {"model": self._model, "messages": messages, "max_tokens": max_tokens}
+        body = msgspec.json.encode({**asked, "stream": True, "stream_options": {"include_usage": True}})
         outcome = ChatOutcome(messages, max_tokens, at_s)
         try:
             async with client.exchange("POST", url, _ANSWER_S_MAX, body, _JSON) as answer:
@@ -477,11 +381,11 @@ class ChatLoad:
             event = msgspec.json.decode(line[6:])
             if "error" in event:
                 return msgspec.structs.replace(outcome, error=str(event["error"].get("message")))
-            piece = text_of(event)
-            if ttft_s is None and (piece or self._api == "chat"):
+            piece = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+            if ttft_s is None:
                 ttft_s = self._now() - outcome.at_s
             text.append(piece)
-            usage = usage_of(line[6:]) or usage
+            usage = read_usage(line[6:]) or usage if b'"usage"' in line else usage
         return msgspec.structs.replace(
             outcome,
             answer="".join(text),

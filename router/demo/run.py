@@ -25,7 +25,6 @@ from router.config.schema import Config, ModelConfig, ServerConfig
 from router.demo.gateway import find_envoy, free_port, gateway_process
 from router.demo.load import (
     ANSWER_TOKENS,
-    Api,
     ChatLoad,
     ChatOutcome,
     LegCounts,
@@ -110,7 +109,6 @@ def run_demo(
     as_json: bool,
     keep: bool,
     replicas: int = 1,
-    api: Api = "chat",
     pd: KvConnector | None = None,
     index: IndexSettings | None = None,
     gateway: bool = False,
@@ -151,7 +149,7 @@ def run_demo(
         before = ""
         if gateway:
             before = stack.enter_context(gateway_process(envoy, urls, pickers, port))
-        summary = uvloop.run(_run(configs, before, seconds=seconds, api=api, as_json=as_json, keep=keep))
+        summary = uvloop.run(_run(configs, before, seconds=seconds, as_json=as_json, keep=keep))
     if summary is None:
         return 130
     return 1 if summary["errors"] or not summary["requests"] else 0
@@ -255,14 +253,14 @@ class _Demo:
 
 
 async def _run(
-    configs: Sequence[Config], gateway_url: str, *, seconds: float, api: Api, as_json: bool, keep: bool
+    configs: Sequence[Config], gateway_url: str, *, seconds: float, as_json: bool, keep: bool
 ) -> dict[str, Any] | None:
     """Run the demo; returns the summary, or None if a signal came before the load ended."""
     routers = [Router(config) for config in configs]
     servers = [make_server(router) for router in routers]
     serving = [asyncio.create_task(server.serve()) for server in servers]
     showing = asyncio.create_task(
-        _show(routers, servers, gateway_url, seconds=seconds, api=api, as_json=as_json, keep=keep)
+        _show(routers, servers, gateway_url, seconds=seconds, as_json=as_json, keep=keep)
     )
     try:
         await asyncio.wait({*serving, showing}, return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +287,6 @@ async def _show(
     gateway_url: str,
     *,
     seconds: float,
-    api: Api,
     as_json: bool,
     keep: bool,
 ) -> dict[str, Any]:
@@ -307,9 +304,7 @@ async def _show(
         console.print(f"In a browser: {ops_url}/kvatlas/")
     users = _USERS_PER_ENGINE * engines
     answers = ANSWER_TOKENS if demo.legs is None else _LONG_ANSWER_TOKENS
-    load = ChatLoad(
-        urls, ENGINE.model, users=users, seed=7, on_done=demo.done, api=api, answer_tokens=answers
-    )
+    load = ChatLoad(urls, ENGINE.model, users=users, seed=7, on_done=demo.done, answer_tokens=answers)
     if as_json or not console.is_terminal:
         await _with_watch(demo, load, seconds, None)
     else:
