@@ -39,7 +39,6 @@ from publisher.pool.store import WireHash
 
 _GPU = "GPU"
 _HOST = "CPU_PINNED"
-_SIGN = 1 << 63
 # Loads of fewer tokens are not worth a transfer (``UnifiedRadixCache.load_back_threshold``).
 LOAD_TOKENS_MIN = 10
 
@@ -385,7 +384,9 @@ class RadixPool:
                 self._free += same
             self._count(node, done > held.inserted)
         if done < count:
-            hashes = [_signed(to_block_hash(block)) for block in request.hashes[done:count]]
+            # Hashes are signed in SGLang's events (``hash_str_to_int64``).
+            found = map(to_block_hash, request.hashes[done:count])
+            hashes = [block - (block >> 63 << 64) for block in found]
             above, node = node, _Node(node, pages[done:], hashes, node.salt)
             above.children[pages[done]] = node
             self._touch(node)
@@ -591,8 +592,3 @@ class RadixPool:
             last[0].block_hashes += node.hashes
             return
         self._said.append((BlockRemoved(list(node.hashes), medium), []))
-
-
-def _signed(block: int) -> int:
-    """Return a hash as SGLang's events have it (``hash_str_to_int64``)."""
-    return block - (1 << 64) if block >= _SIGN else block
