@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from typing import Any
@@ -71,10 +72,24 @@ def test_media_of_the_wheel_are_known() -> None:
 
 def test_the_radix_tree_of_the_wheel_has_the_same_hits_evictions_and_events() -> None:
     """Also with host memory, for each write policy."""
+    assert run_beside_the_wheel("120") > 10_000
+
+
+def test_events_of_the_wheel_tell_the_full_attention_part_beside_windows() -> None:
+    """With write_back it publishes pages of host memory again, and some of which only windows are there."""
+    found = run_beside_the_wheel("64", "windows")
+    for policy, counted in found.items():
+        assert counted["events"] > 500
+        others = {name for name, count in counted.items() if count} - {"events"}
+        assert others == ({"twice CPU_PINNED", "only told"} if policy == "write_back" else set())
+
+
+def run_beside_the_wheel(*arguments: str) -> Any:
+    """What ``tests.support.real_radix`` prints."""
     wheel, python = wheel_path(), os.environ.get("KVATLAS_VLLM_PYTHON")
     if not python:
         pytest.skip("KVATLAS_VLLM_PYTHON names no interpreter with torch; make test-sglang sets it")
-    command = [python, "-m", "tests.support.real_radix", wheel, "160"]
+    command = [python, "-m", "tests.support.real_radix", wheel, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 12_000
+    return json.loads(done.stdout)

@@ -1,6 +1,6 @@
 """SGLang's own ``UnifiedRadixCache`` beside ours: run by vLLM's interpreter, which has torch.
 
-    python -m tests.support.real_radix WHEEL SEEDS
+    python -m tests.support.real_radix WHEEL SEEDS [windows]
 
 Random requests, several at a time, go through both, with and without host memory, with each write policy, and
 with EAGLE. Hits, evictions and events must be equal, and with them what each holds. Half of the caches have
@@ -9,6 +9,11 @@ the wheel's compiled tree, SGLang's default; the others its tree in Python. Prin
 Modules of the wheel that the cache does not need for this are stand-ins, and its C++ hash is written in
 Python. Its ``HiCacheController`` and pools need CUDA: here both count pages, and a copy or load ends when
 ``check_hicache_events`` is called.
+
+With ``windows`` the cache has a sliding window too, which ours has not. Its events must then tell of the
+full-attention part what the tree in Python holds; with ``write_back`` they may tell of more in host memory.
+Prints for each policy the events, the pages that were published twice in a medium, and those of host memory
+that were only told.
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import json
 import random
 import sys
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -35,6 +42,7 @@ from tests.support.sglang_wire import Wheel
 
 PAGE = 4
 CHUNK = 16
+PLAIN = HashScheme(SGLANG, "", PAGE, tagged=False)
 _CACHE = "sglang.srt.mem_cache."
 _RUST = _CACHE + "rust_tree_core.mem_cache"
 _TREE = ("cache_action", "component_type", "session_ref_tracker", "unified_tree_core")
@@ -104,19 +112,35 @@ class Controller:
 
     enable_storage = False
 
-    def __init__(self, policy: WritePolicy, device: Pages, host: Pages) -> None:
+    def __init__(
+        self, policy: WritePolicy, device: Pages, host: Pages, windows: tuple[Pages, Pages] | None = None
+    ) -> None:
+        """``windows``: the pools for them on the device and in host memory."""
         self.write_policy, self.mem_pool_host, self._device = policy, host, device
+        self._windows = windows
         self.reset()
 
     def reset(self) -> None:
         self.ack_write_queue: list[Any] = []
         self.ack_load_queue: list[Any] = []
 
-    def write(self, device_indices: Any, *, node_id: int, **_: Any) -> Any:
+    def write(self, device_indices: Any, *, node_id: int, extra_pools: Any = None, **_: Any) -> Any:
+        extra = extra_pools or ()
+        sizes = [len(transfer.device_indices) for transfer in extra]
+        if self._windows is not None and sum(sizes) > self._windows[1].available_size():
+            return None
+        for transfer, size in zip(extra, sizes, strict=True):
+            transfer.host_indices = self._windows[1].alloc(size) if self._windows else None
         self.ack_write_queue.append(self._ack(node_id))
         return self.mem_pool_host.alloc(len(device_indices))
 
-    def load(self, *, host_indices: Any, node_id: int, **_: Any) -> Any:
+    def load(self, *, host_indices: Any, node_id: int, extra_pools: Any = None, **_: Any) -> Any:
+        extra = extra_pools or ()
+        sizes = [len(transfer.host_indices) for transfer in extra]
+        if self._windows is not None and sum(sizes) > self._windows[0].available_size():
+            return None
+        for transfer, size in zip(extra, sizes, strict=True):
+            transfer.device_indices = self._windows[0].alloc(size) if self._windows else None
         self.ack_load_queue.append(self._ack(node_id))
         return self._device.alloc(len(host_indices))
 
@@ -139,11 +163,17 @@ class Request:
         self.is_finished = False
         self.lock: Any = None
         self.last_node: Any = None
-        self.kv = SimpleNamespace(cache_inserted_len=0, mamba_pool_idx=None)
+        self.swa_branching_seqlen = None
+        self.kv = SimpleNamespace(
+            cache_inserted_len=0, mamba_pool_idx=None, get_evicted_seqlen=lambda _component: 0
+        )
 
     @property
     def full_untruncated_fill_ids(self) -> array[int]:
         return array("q", self.ours.token_ids)
+
+    def get_fill_ids(self) -> array[int]:
+        return self.full_untruncated_fill_ids
 
     def finished(self) -> bool:
         return self.is_finished
@@ -165,18 +195,12 @@ class Pair:
         self._rows = torch.zeros((4, 256), dtype=torch.int64)
         self.theirs = self._made(eagle=eagle, core=core)
         if policy is not None:
-            self.theirs.cache_controller = Controller(policy, self._device, host)
-            self.theirs.host_pool_group = host
-            self.theirs.components[self._module.ComponentType.FULL]._full_kv_pool_host = host
-            self.theirs.tree_core.set_hicache_enabled()
-            self.theirs.write_through_threshold = 1 if policy == "write_through" else 2
-            self.theirs.is_write_back = policy == "write_back"
-            self.theirs.load_back_threshold = 10
+            set_up(self.theirs, Controller(policy, self._device, host), host)
         self.theirs.take_events()  # that of its construction
         self._live: dict[int, Request] = {}
         self.ours = RadixPool(
             num_blocks=pages + 1,
-            scheme=HashScheme(SGLANG, "", PAGE, int(eagle), tagged=False),
+            scheme=msgspec.structs.replace(PLAIN, lookahead=int(eagle)),
             chunk_tokens_max=CHUNK,
             host_pages=host_pages,
             write_policy=policy or "write_through",
@@ -283,6 +307,166 @@ class Pair:
         del self._live[row]
 
 
+class WindowPages:
+    """``SWATokenToKVPoolAllocator`` without memory: each page of full attention has one for the windows."""
+
+    device = "cpu"
+
+    def __init__(self, pages: int, window_pages: int) -> None:
+        self.full_attn_allocator, self.swa_attn_allocator = Pages(pages), Pages(window_pages)
+        self._windows: dict[int, int] = {}
+
+    def full_available_size(self) -> int:
+        return self.full_attn_allocator.available_size()
+
+    def swa_available_size(self) -> int:
+        return self.swa_attn_allocator.available_size()
+
+    def mamba_full_cache_donor(self) -> None:
+        return None
+
+    def alloc(self, num_tokens: int) -> Any:
+        if num_tokens > min(self.full_available_size(), self.swa_available_size()):
+            return None
+        taken = self.full_attn_allocator.alloc(num_tokens)
+        self.set_full_to_swa_mapping(taken, self.swa_attn_allocator.alloc(num_tokens))
+        return taken
+
+    def set_full_to_swa_mapping(self, indices: Any, windows: Any) -> None:
+        self._windows.update(zip(indices.tolist(), windows.tolist(), strict=True))
+
+    def clear_full_to_swa_mapping(self, indices: Any) -> None:
+        for index in indices.tolist():
+            del self._windows[index]
+
+    def translate_swa_indices_for_transfer(self, indices: Any) -> Any:
+        return indices.new_tensor([self._windows[index] for index in indices.tolist()])
+
+    def free_segment(self, indices: Any, start_pos: int = 0) -> None:
+        self.free_swa_segment(indices)
+        self.full_attn_allocator.free_segment(indices)
+
+    def free_full_segment(self, indices: Any, start_pos: int = 0) -> None:
+        self.full_attn_allocator.free_segment(indices)
+
+    def free_swa_segment(self, indices: Any, start_pos: int = 0) -> None:
+        self.swa_attn_allocator.free_segment(self.translate_swa_indices_for_transfer(indices))
+        self.clear_full_to_swa_mapping(indices)
+
+
+class Windows:
+    """A cache with full attention and a sliding window, and what its events tell: by medium, the pages."""
+
+    def __init__(self, rng: random.Random, policy: WritePolicy | None) -> None:
+        import torch  # noqa: PLC0415
+
+        self._rng = rng
+        self._api = importlib.import_module(_CACHE + "base_prefix_cache")
+        self._module = importlib.import_module(_CACHE + "unified_radix_cache")
+        kinds = self._module.ComponentType
+        base = importlib.import_module(_CACHE + "allocator.swa").SWATokenToKVPoolAllocator
+        self._pages = type("_Pages", (WindowPages, base), {})(rng.randint(14, 30), rng.randint(10, 18))
+        self._row = torch.zeros((1, 64), dtype=torch.int64)
+        rows = SimpleNamespace(req_to_token=self._row, write=self._row.__setitem__)
+        self.cache = self._module.UnifiedRadixCache(
+            importlib.import_module(_CACHE + "cache_init_params").CacheInitParams(
+                disable=False,
+                req_to_token_pool=rows,
+                token_to_kv_pool_allocator=self._pages,
+                page_size=PAGE,
+                enable_kv_cache_events=True,
+                tree_components=(kinds.FULL, kinds.SWA),
+                tree_core_backend="python",
+                sliding_window_size=2 * PAGE,
+            )
+        )
+        if policy is not None:
+            host, windows = (Pages(rng.randint(10, 50)) for _ in range(2))
+            device = self._pages.swa_attn_allocator
+            set_up(
+                self.cache, Controller(policy, self._pages.full_attn_allocator, host, (device, windows)), host
+            )
+            self.cache.host_pool_group = SimpleNamespace(
+                free=lambda indices, pool: (windows if pool == "swa" else host).free_segment(indices),
+                get_pool=lambda _pool: windows,
+            )
+            self.cache.components[kinds.SWA]._swa_kv_pool_host = windows
+            self.cache.tree_core.has_swa_host_pool = True
+        self.cache.take_events()
+        self._told: dict[str, set[int]] = {"GPU": set(), "CPU_PINNED": set()}
+
+    def step(self) -> Counter[str]:
+        """Serve one request; returns what its events were."""
+        self._serve([self._rng.choice((1, 2)) for _ in range(self._rng.randint(1, 40))])
+        if self.cache.cache_controller is not None:
+            self.cache.check_hicache_events()
+        found: Counter[str] = Counter()
+        for event in self.cache.take_events():
+            told, hashes = self._told[event.medium.value], set(event.block_hashes)
+            found["events"] += 1
+            if type(event).__name__ == "BlockStored":
+                found[f"twice {event.medium.value}"] += len(told & hashes)
+                told |= hashes
+            else:
+                told -= hashes
+        held = self._held()
+        assert self._told["GPU"] == held["GPU"]
+        assert self._told["CPU_PINNED"] >= held["CPU_PINNED"]
+        found["only told"] += len(self._told["CPU_PINNED"] - held["CPU_PINNED"])
+        return found
+
+    def _held(self) -> dict[str, set[int]]:
+        value_of = importlib.import_module(_CACHE + "utils").hash_str_to_int64
+        held: dict[str, set[int]] = {"GPU": set(), "CPU_PINNED": set()}
+        for node in self.cache.tree_core._node_arena.values():
+            data = node.component_data[0]
+            for medium, value in (("GPU", data.value), ("CPU_PINNED", data.host_value)):
+                if node.parent is not None and value is not None:
+                    held[medium] |= {value_of(block) for block in node.hash_value}
+        return held
+
+    def _serve(self, prompt: list[int]) -> None:
+        api, cache, pages = self._api, self.cache, self._pages
+        found = cache.match_prefix(
+            api.MatchPrefixParams(key=self._module.RadixKey(array("q", prompt[:-1]), None))
+        )
+        request = Request(RadixPool(num_blocks=2, scheme=PLAIN, chunk_tokens_max=CHUNK).request(prompt))
+        request.last_node, prefix = found.last_device_node, int(found.device_prefix_len)
+        request.swa_host_hit_length = found.swa_host_hit_length
+        if cache.cache_controller is not None and (found.host_hit_length or found.swa_host_hit_length):
+            load = api.InitLoadBackParams(found.best_match_node, found.host_hit_length, None, request)
+            loaded, request.last_node = cache.init_load_back(load)
+            prefix += loaded
+        request.lock = cache.lock(request.last_node)
+        self._row[0, :prefix] = cache.path_device_indices(request.last_node)[:prefix]
+        request.kv.req_pool_idx, request.kv.cache_protected_len = 0, prefix
+        end = -(-len(prompt) // PAGE) * PAGE
+        short = [
+            max(0, end - prefix - size()) for size in (pages.full_available_size, pages.swa_available_size)
+        ]
+        if any(short):
+            cache.evict_for_alloc(api.EvictParams(num_tokens=short[0], swa_num_tokens=short[1]))
+        taken = pages.alloc(end - prefix)
+        if taken is not None:
+            self._row[0, prefix:end] = taken
+            for request.is_finished in (False, True):
+                cache.checkpoint_into_tree(request, up_to=len(prompt))
+            pages.free_segment(self._row[0, request.kv.cache_protected_len : end])
+        cache.unlock(request.lock)
+
+
+def set_up(cache: Any, controller: Controller, host: Pages) -> None:
+    """Give a cache host memory, as ``init_hicache`` does."""
+    cache.cache_controller, cache.host_pool_group = controller, host
+    cache.components[
+        importlib.import_module(_CACHE + "unified_radix_cache").ComponentType.FULL
+    ]._full_kv_pool_host = host
+    cache.tree_core.set_hicache_enabled()
+    cache.write_through_threshold = 1 if controller.write_policy == "write_through" else 2
+    cache.is_write_back = controller.write_policy == "write_back"
+    cache.load_back_threshold = 10
+
+
 def load_wheel(path: str, directory: str) -> None:
     """Import what the cache needs from the wheel, its compiled tree through ``directory``."""
     wheel = Wheel(path, _REAL)
@@ -310,11 +494,17 @@ def load_wheel(path: str, directory: str) -> None:
     cache["is_virtual_node"] = lambda _node: False
 
 
-def main(wheel: str, seeds: int) -> int:
-    """Returns the number of events that were equal."""
+def main(wheel: str, seeds: int, *, windows: bool = False) -> int | dict[str, dict[str, int]]:
+    """Returns the number of events that were equal; with ``windows`` what the events were, by policy."""
     policies: tuple[WritePolicy | None, ...] = (None, *get_args(WritePolicy))
     with tempfile.TemporaryDirectory() as directory:
         load_wheel(wheel, directory)
+        if windows:
+            found: dict[str, Counter[str]] = {str(policy): Counter() for policy in policies}
+            for seed in range(seeds):
+                one = Windows(random.Random(seed), policies[seed % 4])
+                found[str(policies[seed % 4])] += sum((one.step() for _ in range(80)), Counter())
+            return {policy: dict(counted) for policy, counted in found.items()}
         events = 0
         for seed in range(seeds):
             core = ("rust", "python")[seed // 8 % 2]
@@ -324,4 +514,4 @@ def main(wheel: str, seeds: int) -> int:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], int(sys.argv[2])))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), windows="windows" in sys.argv[3:])))
