@@ -16,14 +16,16 @@ pull prefixes from each other's host memory, against one cache of that size that
 against ``lru``, on two engines with a pool of 5 %, so that sessions compete for host memory. The hints are
 made by the router's own code from arrivals alone.
 
-``--scaling`` writes the last part: four engines of which one joins, or is drained, halfway. It compares the
+``--scaling`` writes the next part: four engines of which one joins, or is drained, halfway. It compares the
 requests of the five minutes after it, or those that are left, without warm-up, with random prompts and
-with the hottest ones.
+with the hottest ones. With ``--pulls`` it writes the last part instead: the same with host memory and links
+over which requests and warm-up pull prefixes, and as many requests as fill the five minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -37,9 +39,10 @@ import msgspec
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 from publisher.events import BlockHash
 from router.placement.affinity import PromptMemory
-from router.placement.candidate import Candidate, PlacementRequest, WarmUpSettings
+from router.placement.candidate import Candidate, PlacementRequest, Pull, WarmUpSettings
 from router.placement.cost import Choice
 from router.placement.load import LoadSettings, Ticket
+from router.placement.pull import with_pull
 from router.prompts.prompt import Prompt
 from router.simulate.fleet import FleetSim
 from router.simulate.requests import Request, block_hashes
@@ -95,6 +98,9 @@ SCALED_ENGINES, SCALED_S = 4, 300.0
 """Engines while all are there, and the time after one joined or was drained that is looked at."""
 SCALED_WORKLOADS = ("agents", "tenants", "chat")
 SCALED_TITLE = "# Engines that join and leave: simulated fleets"
+WARMED_REQUESTS = {"agents": 2400, "tenants": 2700, "chat": 4600}
+"""Of which half come within about five minutes."""
+WARMED_TITLE = "# Engines that join and leave, with pulls: simulated fleets"
 WARMED = WarmUpSettings(enabled=True)
 Event = Literal["joins", "leaves"]
 Warming = Literal["none", "random", "hottest"]
@@ -259,12 +265,13 @@ class ScaledFleet(FleetSim):
         super().__init__(setup, variant, mean_prompt_tokens=mean)
         self._event, self._warming, self._at_s = event, warming, at_s
         self._memory = PromptMemory(WARMED.memory_tokens)
-        self._steps: dict[int, list[tuple[Request, int]]] = {}
+        # Prompt, tokens of it, and the engine to pull from; None: the one that holds most.
+        self._steps: dict[int, list[tuple[Request, int, int | None]]] = {}
         self._free_s = [0.0] * setup.engines
         self._sent: dict[int, tuple[int, Ticket]] = {}
         self._happened = False
         self._draws = random.Random(setup.seed)
-        self.warmed_tokens = self._pieces = 0
+        self.warmed_tokens = self.pulled_tokens = self._pieces = 0
 
     def _arrive(self, index: int, request: Request) -> None:
         if self._now >= self._at_s and not self._happened:
@@ -294,6 +301,11 @@ class ScaledFleet(FleetSim):
     ) -> tuple[int, Choice, int | None]:
         places = self._places
         choice = self._policy([candidates[at] for at in places], question, self._knobs, self._state)
+        if self._pull_s_per_token:  # places count from the first engine, as sources do
+            sources = self._sources()
+            choice = with_pull(
+                choice, msgspec.structs.replace(sources, held_tokens=sources.held_tokens[: len(places)])
+            )
         return places[choice.index], choice, None
 
     def _plan(self) -> None:
@@ -306,7 +318,7 @@ class ScaledFleet(FleetSim):
             self._draws.shuffle(found)
         for hot in found:
             request, unit = cast("_Whole", hot.prompt).request, self._scheme.hash_block_size
-            place, end = last, hot.tokens
+            place, end, source = last, hot.tokens, None
             if self._event == "leaves":
                 hashes = block_hashes(request, unit)[: request.input_tokens // unit]
                 hits = [
@@ -315,10 +327,10 @@ class ScaledFleet(FleetSim):
                 end = min(end, hits[last])
                 if end <= max(hits[:last]):
                     continue
-                place = min(range(last), key=lambda at: len(self._steps.get(at, ())))
+                place, source = min(range(last), key=lambda at: len(self._steps.get(at, ()))), last
             if (tokens_max := tokens_max - end) < 0 and self._warming == "random":
                 return
-            self._steps.setdefault(place, []).append((request, end))
+            self._steps.setdefault(place, []).append((request, end, source))
 
     def _warm(self, place: int) -> None:
         """Send the next piece, if no prompt waits there."""
@@ -329,29 +341,60 @@ class ScaledFleet(FleetSim):
         if self._now < self._free_s[place]:
             return
         while self._steps.get(place):
-            (request, end), unit = self._steps[place][0], self._scheme.hash_block_size
+            (request, end, giver), unit = self._steps[place][0], self._scheme.hash_block_size
             hashes = block_hashes(request, unit)
             prompt = hashes[: request.input_tokens // unit]
             own = self._candidates(request.input_tokens, prompt, self._now)[place]
-            if own.recent_s > WARMED.busy_share_max * LoadSettings().recent_s:
-                return
             hit = min(own.hit.whole_tokens, end)
             if end - hit <= self._alignment:
                 self._steps[place].pop(0)
                 continue
-            end = min(end, hit + WARMED.piece_tokens)
-            self.warmed_tokens += end - hit
+            piece = min(end, hit + WARMED.piece_tokens)
+            source = self._source(place, giver)
+            pulled = source is not None and min(end, self._alone[source]) >= piece
+            if pulled and source is not None:
+                piece = min(end, self._alone[source])
+            elif own.recent_s > WARMED.busy_share_max * LoadSettings().recent_s:
+                return
             self._pieces += 1
-            index, tokens = -self._pieces, min(end + 1, request.input_tokens)
+            index, tokens = -self._pieces, min(piece + 1, request.input_tokens)
+            work_s = 0.0
+            if pulled and source is not None:
+                self.pulled_tokens += piece - hit
+                work_s = self._charge(place, source, piece - hit)
+            else:
+                self.warmed_tokens += piece - hit
+                self._free_s[place] = self._now + (piece - hit) / WARMED.tokens_per_s
             ticket = self._loads[place].admit(
-                uncached_tokens=end - hit, now=self._now, streams=False, prompt_tokens=end
+                uncached_tokens=1 if pulled else piece - hit,
+                now=self._now,
+                streams=False,
+                load_s=work_s,
+                expected_s=work_s if pulled else math.inf,
+                prompt_tokens=piece,
             )
             self._sent[index] = place, ticket
-            self._free_s[place] = self._now + (end - hit) / WARMED.tokens_per_s
             asked = engine.pool.request([0] * tokens, hashes=hashes)
-            self._send(place, RequestRun(index, asked, tokens, 1, self._now))
+            tiers = self._tiers[source] if pulled and source is not None else None
+            self._send(place, RequestRun(index, asked, tokens, 1, self._now, source=tiers))
             return
         self._steps.pop(place, None)
+
+    def _source(self, place: int, giver: int | None) -> int | None:
+        """Return the engine to pull the prompt from that was looked up last; None: there is none."""
+        if not self._pull_s_per_token:
+            return None
+        others = [at for at in self._places if at != place] if giver is None else [giver]
+        best = max(others, key=self._alone.__getitem__)
+        return best if self._alone[best] else None
+
+    def _charge(self, place: int, source: int, tokens: int) -> float:
+        """Occupy the links of a pull; returns its predicted seconds."""
+        known, names = self._sources(), self._names
+        wait_s = max(known.busy_s[place], known.busy_s[source])
+        link_s = wait_s + known.latency_s + tokens * known.s_per_token
+        self._links.charge(names[place], Pull(source, names[source], tokens, tokens, link_s), self._now)
+        return link_s
 
     def _first_token(self, run: RequestRun, now: float) -> None:
         if run.index >= 0:
@@ -373,24 +416,30 @@ class ScaledFleet(FleetSim):
 
 
 class ScaledRun(NamedTuple):
-    """Mean and p99 seconds to the first token in the time after, its requests, and tokens computed for
-    warm-up."""
+    """Mean and p99 seconds to the first token in the time after, its requests, and tokens computed and pulled
+    for warm-up."""
 
     mean_s: float
     p99_s: float
     requests: int
     warmed_tokens: int
+    pulled_tokens: int
 
 
 def run_scaling(
-    name: str, model: str, seeds: range, count: int
+    name: str, model: str, seeds: range, count: int, gbit_s: float | None = None
 ) -> dict[tuple[Event, Warming], list[ScaledRun]]:
-    """Both events of one workload and layout, by warm-up, over the seeds."""
+    """Both events of one workload and layout, by warm-up, over the seeds; ``gbit_s``: of the links over which
+    prefixes are pulled, None: no host memory and no links."""
     source = WorkloadSource(name=name, requests_max=count)
     arm = variants_of(ARMS[:1])[ARMS[0]]
     found: dict[tuple[Event, Warming], list[ScaledRun]] = {}
     for seed, requests in source.draws(seeds).items():
         base = _base(requests, model, seed, SCALED_ENGINES)
+        if gbit_s is not None:
+            host = _tiers(base, PULLED_HOST, None)
+            tiers = msgspec.structs.replace(host, pull_bytes_per_s=gbit_s * 1e9 / 8)
+            base = msgspec.structs.replace(base, tiers=tiers)
         mean = statistics.fmean(request.input_tokens for request in requests)
         half_s = requests[len(requests) // 2].at_s / base.speed
         for event in get_args(Event):
@@ -403,15 +452,25 @@ def run_scaling(
                 ]
                 times = sorted(row.ttft_s for row in rows)
                 one = ScaledRun(
-                    statistics.fmean(times), times[int(0.99 * len(times))], len(rows), fleet.warmed_tokens
+                    statistics.fmean(times),
+                    times[int(0.99 * len(times))],
+                    len(rows),
+                    fleet.warmed_tokens,
+                    fleet.pulled_tokens,
                 )
                 found.setdefault((event, warming), []).append(one)
-                print(f"{name} {model} seed {seed}, {event}, {warming}: {one}", file=sys.stderr, flush=True)
+                print(
+                    f"{name} {model} seed {seed}, {gbit_s}, {event}, {warming}: {one}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return found
 
 
-def scaling_row(name: str, event: Event, found: dict[tuple[Event, Warming], list[ScaledRun]]) -> str:
-    """One workload, layout and event."""
+def scaling_row(
+    name: str, event: Event, found: dict[tuple[Event, Warming], list[ScaledRun]], *, pulls: bool = False
+) -> str:
+    """One workload, layout and event; ``pulls``: with the tokens pulled."""
     none_s = statistics.fmean(one.mean_s for one in found[event, "none"])
     cells = [name, event, f"{statistics.fmean(one.requests for one in found[event, 'none']):.0f}"]
     for warming in get_args(Warming):
@@ -419,8 +478,11 @@ def scaling_row(name: str, event: Event, found: dict[tuple[Event, Warming], list
         mean_s, p99_s = (statistics.fmean(getattr(one, key) for one in runs) for key in ("mean_s", "p99_s"))
         cell = f"{mean_s:.3f} {p99_s:.1f}"
         if warming != "none":
-            tokens = statistics.fmean(one.warmed_tokens for one in runs)
-            cell = f"{mean_s / none_s - 1:+.0%} {cell}, {tokens / 1000:.0f}k"
+            tokens, pulled = (
+                statistics.fmean(getattr(one, key) for one in runs) / 1000
+                for key in ("warmed_tokens", "pulled_tokens")
+            )
+            cell = f"{mean_s / none_s - 1:+.0%} {cell}, {tokens:.0f}k" + (f" {pulled:.0f}k" if pulls else "")
         cells.append(cell)
     return "| " + " | ".join(cells) + " |"
 
@@ -448,6 +510,33 @@ def write_scaling(options: argparse.Namespace, seeds: range, before: str) -> Non
             runs = run_scaling(name, model, seeds, options.requests)
             lines += [scaling_row(f"{Path(name).name}, {model}", event, runs) for event in get_args(Event)]
             options.out.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def warmed_intro(seeds: range, models: str) -> str:
+    """Return the text above the table with pulls."""
+    counts = ", ".join(f"{name} {count}" for name, count in WARMED_REQUESTS.items())
+    return (
+        f"`python -m benchmarks.tiers --scaling --pulls --seeds {len(seeds)} --models {models}`: fleets as "
+        f"above with host memory of {PULLED_HOST}, seeds {seeds.start} to {seeds[-1]}, requests: {counts}. "
+        "Requests pull too, also without warm-up. Cells: as above, and after the tokens computed for warm-up "
+        "those pulled. A pull needs no idle engine, a piece that is computed does (`busy_share_max`)."
+    )
+
+
+def write_warmed(options: argparse.Namespace, seeds: range, before: str) -> None:
+    """Write the part with pulls behind the text ``before``."""
+    lines = [WARMED_TITLE, "", warmed_intro(seeds, options.models), ""]
+    lines += [
+        "| workload | link, Gbit/s | engine | requests | none | random | hottest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, count in WARMED_REQUESTS.items():
+        for model in options.models.split(","):
+            for gbit_s in filter(None, PULLS.values()):
+                runs = run_scaling(name, model, seeds, count, gbit_s)
+                named = f"{name}, {model} | {gbit_s:g}"
+                lines += [scaling_row(named, event, runs, pulls=True) for event in get_args(Event)]
+                options.out.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _base(
@@ -523,17 +612,25 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--pulls", action="store_true", help="the second half: pulling prefixes")
     parser.add_argument("--hints", action="store_true", help="the third part: retention hints")
-    parser.add_argument("--scaling", action="store_true", help="the last part: engines that join and leave")
+    parser.add_argument(
+        "--scaling", action="store_true", help="engines that join and leave; with --pulls: they pull prefixes"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tiers.md"))
     options = parser.parse_args()
     if options.seeds < 1 or options.requests < 1:
         parser.error("--seeds and --requests: expected 1 or more")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    whole, _, scaled = _read(options.out).partition(SCALED_TITLE)
-    scaled = f"\n{SCALED_TITLE}{scaled}" if scaled else ""
+    whole, _, warmed = _read(options.out).partition(WARMED_TITLE)
+    if options.scaling and options.pulls:
+        write_warmed(options, seeds, whole)
+        return 0
+    warmed = f"\n{WARMED_TITLE}{warmed}" if warmed else ""
+    whole, _, scaled = whole.partition(SCALED_TITLE)
     if options.scaling:
         write_scaling(options, seeds, whole)
+        options.out.write_text(_read(options.out) + warmed, encoding="utf-8")
         return 0
+    scaled = f"\n{SCALED_TITLE}{scaled.rstrip()}\n{warmed}" if scaled else warmed
     whole, _, hinted = whole.partition(HINT_TITLE)
     before, title, after = whole.partition(PULL_TITLE)
     hinted = f"{HINT_TITLE}{hinted.rstrip()}\n" if hinted else ""
