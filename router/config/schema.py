@@ -127,9 +127,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a block is considered present after it was reported as written to a shared store (stores do
     not report evictions). A block may be dropped after half of this time. Set it to the age at which the
     store evicts."""
-    hidden_groups: bool = False
-    """Set if the engines have KV cache groups that publish nothing and whose numbers come after all others
-    (ring buffers): with EAGLE, vLLM then looks one block further. Gaps in the numbers are noticed."""
     replay_tokens: int = 0
     """Sliding window in tokens of layers with bounded replay (DeepSeek V4.1 with ``swa_bounded_replay``):
     this many tokens of a hit are recomputed, and a shorter hit does not count. 0: no such layers."""

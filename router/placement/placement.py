@@ -471,7 +471,7 @@ class Placement(Attempt):
         if mode == "native" and feed == "ready" and usage.prompt_tokens == decision.prompt_tokens:
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
             if from_gpu and not self._reported_hit.evicted_tokens:
-                engine.residency.writer.learn_receipt(predicted, actual)
+                engine.residency.writer.learn_receipt(predicted, actual, usage.prompt_tokens)
 
     def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
         """Settle the tenant's charge, and wake the queue, which may have room now."""

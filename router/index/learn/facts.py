@@ -73,11 +73,13 @@ class DropReceipts:
         # Levels of ``Drops`` that receipts add to (negative: subtract from) the level by other evidence.
         self.shift = 0
         self.shifts = 0
+        # Hits that only a look-up behind the last token but one explains, since the last one against it.
+        self._behind = 0
         self._errors: deque[int] = deque(maxlen=_RECEIPTS_KEPT)
 
     def restart(self) -> None:
         """Reset: other evidence has changed."""
-        self.shift = self.shifts = 0
+        self.shift = self.shifts = self._behind = 0
         self._errors.clear()
 
     @property
@@ -89,6 +91,15 @@ class DropReceipts:
     @property
     def disputed(self) -> bool:
         return self.shifts >= _SHIFTS_MAX
+
+    @property
+    def looks_behind(self) -> bool:
+        """Whether hits showed that the block dropped for EAGLE may lie behind the last token but one."""
+        return self._behind >= _RECEIPTS_MIN
+
+    def looked_behind(self, *, found: bool) -> None:
+        """Count the full hit of a prompt that ends with a block: all of it, or a block less, was found."""
+        self._behind = self._behind + 1 if found else 0
 
     def add(self, error: int, blocks: Container[int], *, single: bool) -> int:
         """Count a prediction that was too high by ``error`` tokens (negative: too low).
@@ -143,8 +154,10 @@ def find_facts(
     ranks = _ranks(evidence)
     retention = _retention(configured, evidence)
     replay = _replay(configured, evidence, groups)
+    hidden = _hidden(configured, receipts, groups)
     facts = replace(
         configured,
+        hidden_groups=hidden is not None,
         eagle_groups=eagle.value,
         mamba_cache_mode=None if mode is None else mode.value,
         attention_block_size=None if sizes[0] is None else sizes[0].value,
@@ -157,7 +170,7 @@ def find_facts(
     sparse = families & {Family.MAMBA, Family.WINDOW}
     shown = [eagle, sizes[0], ranks, retention if sparse else None, replay if replay.value else None]
     shown += [mode, sizes[1]] if Family.MAMBA in families else []
-    shown.append(_other_attention(evidence))
+    shown += [hidden, _other_attention(evidence)]
     shown += _of_the_model(configured, evidence)
     return facts, tuple(fact for fact in shown if fact is not None)
 
@@ -320,6 +333,19 @@ def _replay(configured: ModelFacts, evidence: SetupEvidence, groups: Iterable[Gr
     if not evidence.replay_tokens or not stated or published:
         return Fact("replay_tokens", 0, "events" if published else "none", "assumed")
     return Fact("replay_tokens", evidence.replay_tokens, "config.json", "likely")
+
+
+def _hidden(configured: ModelFacts, receipts: DropReceipts, groups: tuple[GroupSpec, ...]) -> Fact | None:
+    """Return that there are groups without events (``CacheLayout.hidden_groups``).
+
+    They matter if one group is left. Then vLLM looks up the block that EAGLE drops behind the last token but
+    one too, which the hits of prompts that end with a block show.
+    """
+    if configured.hidden_groups:
+        return Fact("hidden_groups", True, "configuration", "certain")
+    if groups and len(groups) < 1 + max(group.group_idx for group in groups):
+        return Fact("hidden_groups", True, "events", "certain")
+    return Fact("hidden_groups", True, "receipts", "likely") if receipts.looks_behind else None
 
 
 def _of_the_model(configured: ModelFacts, evidence: SetupEvidence) -> list[Fact | None]:

@@ -19,6 +19,7 @@ from router.index.learn.facts import (
     DropReceipts,
     Fact,
     SetupEvidence,
+    drops,
     find_facts,
     layout_facts,
     level,
@@ -101,9 +102,9 @@ class EngineKnowledge:
         """Whether the engine may have this scheme, by its software."""
         return self._detector.fits(scheme)
 
-    def learn_receipt(self, predicted: int, actual: int) -> None:
-        """Learn from a receipt: the engine took ``actual`` tokens from its GPU cache, ``predicted`` were
-        expected.
+    def learn_receipt(self, predicted: int, actual: int, prompt_tokens: int) -> None:
+        """Learn from a receipt: the engine took ``actual`` tokens of a prompt from its GPU cache,
+        ``predicted`` were expected.
         """
         layout = self._layout
         if layout is None or layout.lookahead or self._configured.eagle_groups is not None:
@@ -111,7 +112,20 @@ class EngineKnowledge:
         if not predicted and not actual:
             return
         receipts = self._drop_receipts
-        agreed = receipts.agree
+        agreed, behind = receipts.agree, receipts.looks_behind
+        # All but the block that is dropped, or that and the one before it.
+        ends = prompt_tokens - layout.alignment, prompt_tokens - 2 * layout.alignment
+        if (
+            len(layout.groups) == 1
+            and layout.dropped_tokens
+            and not prompt_tokens % layout.alignment
+            and {predicted, actual} == set(ends)
+            and (agreed or drops(self._setup, layout.groups)[2] == "certain")
+        ):
+            receipts.looked_behind(found=actual == ends[0])
+            if behind != receipts.looks_behind:
+                self._relayout()
+            return
         blocks = {layout.alignment, *(c.block_size for c in layout.classes if c.family is Family.FULL)}
         change = receipts.add(predicted - actual, blocks, single=len(layout.classes) == 1)
         if change and level(self._setup, receipts, layout.groups, change) is not None:

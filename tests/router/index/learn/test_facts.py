@@ -100,7 +100,7 @@ def test_what_is_configured_goes_before_all_evidence() -> None:
     fleet = fleet_with(informed(info("eagle3")), FULL, facts=ModelFacts(eagle_groups=()))
     assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (), "configuration", "certain")
     for _ in range(50):
-        fleet.engine("a").learn_receipt(96, 80)
+        fleet.engine("a").learn_receipt(96, 80, 97)
     assert hit(fleet) == 96
 
 
@@ -127,24 +127,24 @@ def test_receipts_find_and_revoke() -> None:
     fleet = fleet_with(informed(), FULL)
     engine = fleet.engine("a")
     for _ in range(3):
-        engine.learn_receipt(96, 80)
+        engine.learn_receipt(96, 80, 97)
     assert hit(fleet) == 96
-    engine.learn_receipt(64, 48)
+    engine.learn_receipt(64, 48, 97)
     assert hit(fleet) == 80
     assert fact(fleet, "eagle_groups") == Fact("eagle_groups", "all", "receipts", "likely")
     for _ in range(8):
-        engine.learn_receipt(80, 80)
+        engine.learn_receipt(80, 80, 97)
     assert fact(fleet, "eagle_groups") == Fact("eagle_groups", "all", "receipts", "confirmed")
     for _ in range(64):
-        engine.learn_receipt(80, 96)
+        engine.learn_receipt(80, 96, 97)
     assert hit(fleet) == 96
     for _ in range(64):
-        engine.learn_receipt(96, 80)
+        engine.learn_receipt(96, 80, 97)
     found = fact(fleet, "eagle_groups")
     assert found is not None
     assert found.certainty == "disputed"
     for _ in range(200):
-        engine.learn_receipt(80, 96)
+        engine.learn_receipt(80, 96, 97)
     assert hit(fleet) == 80
 
 
@@ -153,7 +153,7 @@ def test_receipts_revoke_what_was_only_assumed() -> None:
     fleet = fleet_with(informed(DRAFTS), FULL)
     assert hit(fleet) == 80
     for _ in range(4):
-        fleet.engine("a").learn_receipt(80, 96)
+        fleet.engine("a").learn_receipt(80, 96, 97)
     assert hit(fleet) == 96
     assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (), "receipts", "likely")
     fleet.engine("a").learn_setup(informed(info("eagle3")))  # a new process says what it is
@@ -171,7 +171,7 @@ def test_evictions_alone_are_no_evidence(errors: list[int]) -> None:
 def test_hits_of_nothing_say_nothing() -> None:
     fleet = fleet_with(informed(DRAFTS), FULL)
     for _ in range(50):
-        fleet.engine("a").learn_receipt(0, 0)
+        fleet.engine("a").learn_receipt(0, 0, 97)
     assert fact(fleet, "eagle_groups") == Fact("eagle_groups", "all", "metrics", "assumed")
 
 
@@ -293,7 +293,7 @@ def replayed(path: Path, evidence: SetupEvidence, *, receipts: bool) -> list[int
             found = fleet.predict(ProbePrompt.from_probe(line.probe), [RECORDED])[RECORDED].hit_tokens
             errors.append(found - line.hit_tokens)
             if receipts:
-                fleet.engine(RECORDED).learn_receipt(found, line.hit_tokens)
+                fleet.engine(RECORDED).learn_receipt(found, line.hit_tokens, len(line.probe.token_ids))
     return errors
 
 
@@ -371,3 +371,34 @@ def test_the_block_of_an_assumed_scheme_is_assumed() -> None:
     fleet = FleetResidency(ModelFacts(attention_chunk_size=64))
     fleet.apply("a", batch(strange.stored(PROMPT[:32], start=1)))
     assert fact(fleet, "hash_block_size") == Fact("hash_block_size", 16, "none", "assumed")
+
+
+def test_hits_of_prompts_that_end_with_a_block_reveal_groups_without_events() -> None:
+    """A ring numbered behind the only other group: vLLM then looks up the block that EAGLE drops behind the
+    last token but one (``get_kv_cache_coordinator``)."""
+    fleet = fleet_with(informed(info("eagle3")), FULL)
+    assert hit(fleet, 96) == 64
+    for _ in range(3):
+        fleet.engine("a").learn_receipt(64, 80, 96)
+    assert fact(fleet, "hidden_groups") is None
+    fleet.engine("a").learn_receipt(64, 80, 96)
+    assert fact(fleet, "hidden_groups") == Fact("hidden_groups", True, "receipts", "likely")
+    assert (hit(fleet, 96), hit(fleet, 97)) == (80, 80)
+    fleet.engine("a").learn_receipt(80, 64, 96)
+    assert fact(fleet, "hidden_groups") is None
+    assert hit(fleet, 96) == 64
+
+
+def test_hits_of_prompts_that_end_with_a_block_reveal_nothing_while_it_is_unknown_what_is_dropped() -> None:
+    fleet = fleet_with(informed(DRAFTS), FULL)
+    for _ in range(3):
+        fleet.engine("a").learn_receipt(64, 80, 96)
+    assert hit(fleet, 96) == 64
+    fleet.engine("a").learn_receipt(64, 80, 96)
+    assert fact(fleet, "hidden_groups") is None
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (), "receipts", "likely")
+
+
+def test_a_gap_in_the_numbers_is_shown_as_groups_without_events() -> None:
+    fleet = fleet_with(informed(), writer(1, "full_attention"))
+    assert fact(fleet, "hidden_groups") == Fact("hidden_groups", True, "events", "certain")
