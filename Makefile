@@ -13,9 +13,10 @@ BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
 CHARTS := $(VENV)/.installed-charts
-# Two workers on two cores; a file stays on one, so that its servers are started once.
 # More workers than the two cores it is meant for: tests of servers and time-outs wait half of their time.
-parallel = -n $(or $(WORKERS),$(1)) --dist loadfile
+# A worker takes files in a row, and the rest of another's when it has none: servers are started once or
+# twice, and no long file is left for the end. tests/vllm is not for here; importing it takes four seconds.
+parallel = -n $(or $(WORKERS),$(1)) --dist worksteal --ignore tests/vllm
 seed = $(or $(SEED),1)
 seeds = --hypothesis-seed=$(seed) --randomly-seed=$(seed)
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.

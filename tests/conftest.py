@@ -31,8 +31,8 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000)  # at 700 allocations, CPython's default, a twentieth of all time
 
 
 def pytest_report_header() -> str:
@@ -43,18 +43,18 @@ def pytest_report_header() -> str:
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
     """A crowded machine is given more time; what the time-out cannot interrupt is ended."""
     settings = settings._replace(timeout=settings.timeout * patience())
-    item.stash[_WATCHDOG] = Watchdog(
-        item.nodeid, settings.timeout, item.config.stash[fault_handler_stderr_fd_key]
-    )
+    stash = item.config.stash
+    if _WATCHDOG not in stash:
+        stash[_WATCHDOG] = Watchdog(stash[fault_handler_stderr_fd_key])
+    stash[_WATCHDOG].begin(item.nodeid, settings.timeout)
     return pytest_timeout.pytest_timeout_set_timer(item, settings)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
     """The test is over."""
-    if (watchdog := item.stash.get(_WATCHDOG, None)) is not None:
-        watchdog.end()
-        del item.stash[_WATCHDOG]
+    if _WATCHDOG in item.config.stash:
+        item.config.stash[_WATCHDOG].end()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -15,11 +15,13 @@ the engine would not use these files (its own renderer for some architectures, M
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -353,19 +355,12 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
         return ModelDir(folder, None, {}, {}, renderer="mistral")
     if not file.is_file():
         raise ModelDirError(f"{file}: no such file; point tokenizer_dir at a Hugging Face model directory")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  # tokenizers raises bare Exception
-        raise ModelDirError(f"{file}: {error}") from None
     config = _read_json(folder / "tokenizer_config.json")
     named = _named_tokens(folder, config)
-    _add_missing_tokens(tokenizer, config, named)
     model_type, architecture = _model_kind(_read_json(folder / "config.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return ModelDir(
         folder,
-        tokenizer,
+        _load_tokenizer(_TokenizerFile(_digest(file), json.dumps(_listed_tokens(config, named)), file)),
         _templates(folder, config),
         {key: _content(value) for key, value in named.items()},
         _processor_template(folder),
@@ -430,17 +425,45 @@ def _content(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, Any]) -> None:
-    """Add tokens that the configuration names and tokenizer.json lacks, in transformers' order."""
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+def _listed_tokens(config: dict[str, Any], named: dict[str, Any]) -> list[Any]:
+    """Tokens that the configuration names, in transformers' order."""
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    more = extra if isinstance(extra, list) else []
-    wanted = [*(token for _, token in listed), *named.values(), *more]
-    for token in wanted:
-        if _content(token) not in known:
+    return [*(token for _, token in listed), *named.values(), *(extra if isinstance(extra, list) else [])]
+
+
+@dataclass(frozen=True)
+class _TokenizerFile:
+    """A ``tokenizer.json`` by its content, and the tokens of the configuration as JSON."""
+
+    sha256: bytes
+    tokens: str
+    file: Path = field(compare=False)
+
+
+def _digest(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").digest()
+    except OSError as error:
+        raise ModelDirError(f"{file}: {error.strerror}") from None
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(source: _TokenizerFile) -> Tokenizer:
+    """Models of one tokenizer, wherever their directories are, share it, the probes and fastokens' cache."""
+    try:
+        tokenizer = Tokenizer.from_file(str(source.file))
+    except Exception as error:  # noqa: BLE001  # tokenizers raises bare Exception
+        raise ModelDirError(f"{source.file}: {error}") from None
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token in json.loads(source.tokens):
+        if _content(token) not in known:  # tokenizer.json lacks it
             known.add(_content(token))
             tokenizer.add_tokens([_added_token(token)])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _added_token(token: Any) -> AddedToken:

@@ -14,12 +14,15 @@ import faulthandler
 import os
 import threading
 import warnings
+from time import monotonic, sleep
 
 import uvloop
 import uvloop.loop
 
 GRACE_S = 30.0
 """From the time-out of a test, which pytest-timeout could not enforce, to the end of the process."""
+LOOK_S = 1.0
+"""Between looks of the watchdog at the clock."""
 
 
 def fail_instead_of_waiting() -> None:
@@ -37,27 +40,28 @@ def fail_instead_of_waiting() -> None:
 
 
 class Watchdog:
-    """Of one test. ``stderr``: the descriptor to write to, which is not the one that pytest captures."""
+    """Of one process and one test at a time. ``stderr``: the descriptor to write to, not pytest's capture."""
 
-    def __init__(self, node_id: str, timeout_s: float, stderr: int) -> None:
-        self._node_id = node_id
-        self._timeout_s = timeout_s
+    def __init__(self, stderr: int) -> None:
         self._stderr = stderr
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        self._watched: tuple[str, float] | None = None
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def begin(self, node_id: str, timeout_s: float) -> None:
+        """A test begins that pytest-timeout ends after ``timeout_s``."""
+        self._watched = (node_id, monotonic() + timeout_s)
         # Needs no interpreter lock, for code that waits without giving it up; it cannot name the test.
-        faulthandler.dump_traceback_later(timeout_s + 2 * GRACE_S, exit=True, file=stderr)
+        faulthandler.dump_traceback_later(timeout_s + 2 * GRACE_S, exit=True, file=self._stderr)
 
     def end(self) -> None:
         """The test has ended."""
         faulthandler.cancel_dump_traceback_later()
-        self._ended.set()
-        self._thread.join()
+        self._watched = None
 
     def _watch(self) -> None:
-        if self._ended.wait(self._timeout_s + GRACE_S):
-            return
-        os.write(self._stderr, f"\n\n{self._node_id} hangs; the process ends. All stacks:\n".encode())
+        # A thread for each test, or a notice to this one, would cost more than most tests.
+        while (watched := self._watched) is None or monotonic() < watched[1] + GRACE_S:
+            sleep(LOOK_S)
+        os.write(self._stderr, f"\n\n{watched[0]} hangs; the process ends. All stacks:\n".encode())
         faulthandler.dump_traceback(file=self._stderr, all_threads=True)
         os._exit(1)

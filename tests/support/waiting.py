@@ -45,7 +45,8 @@ def run(main: Coroutine[Any, Any, T], wait_s: float = RUN_S) -> T:
                 extend.cancel()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(limited())
+        # Not Runner.run: setting a signal handler formats the task, which takes longer than many a test.
+        return runner.get_loop().run_until_complete(limited())
 
 
 async def until(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import openai
 
 from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
@@ -22,6 +20,7 @@ from router.fleet.settings import FleetSettings
 from router.http.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL
 from router.server_lifecycle import RouterServer, make_server
+from tests.support.clients import openai_client
 from tests.support.waiting import until
 
 MODEL = "kvatlas-demo"
@@ -31,8 +30,6 @@ LOCAL = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
 OFTEN = FleetSettings(
     poll_interval_s=0.1, poll_down_interval_s=0.05, gauge_interval_s=0.1, poll_timeout_s=10.0
 )
-_NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients that speak plain HTTP: reading the system's authorities takes longer than most tests."""
 TEXT = "The quick router reads a long story about a small engine and its famous garden. "
 
 
@@ -45,10 +42,7 @@ class Rig:
         self.url = server.base_url
         self.ops_url = router.ops.base_url or self.url
         self.session = session
-        client = openai.DefaultAsyncHttpxClient(verify=_NO_AUTHORITIES)
-        self.api = openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=client
-        )
+        self.api = openai_client(self.url)
 
     async def ask(
         self, method: str, path: str, body: Any = None, fields: dict[str, str] | None = None, **options: Any
@@ -115,6 +109,13 @@ class Rig:
         return self.router.proxy.stats.requests_active == 0
 
 
+class _QuickRouter(Router):
+    """Loads the application of the ops port at its first request: that takes as long as most tests."""
+
+    def load_ops(self) -> None:
+        """Not yet."""
+
+
 def configure(*engines: SimulatedEngine | EngineAddress, **changes: Any) -> Config:
     """A configuration for tests: free port, local tokenizer, decisions shown, frequent polls."""
     listed = tuple(e if isinstance(e, EngineAddress) else EngineAddress(e.base_url) for e in engines)
@@ -144,7 +145,7 @@ async def running(*settings: dict[str, Any]) -> AsyncIterator[list[SimulatedEngi
 @asynccontextmanager
 async def routing(config: Config, *, wait: bool = True) -> AsyncIterator[Rig]:
     """The router of this configuration, serving; ``wait``: until every engine is known."""
-    router = Router(config)
+    router = _QuickRouter(config)
     server = make_server(router)
     serving = asyncio.create_task(server.serve())
     async with aiohttp.ClientSession() as session:

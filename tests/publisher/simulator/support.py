@@ -11,6 +11,7 @@ import openai
 
 from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import EngineSettings
+from tests.support.clients import openai_client
 
 DEADLINE_S = 10.0
 QUICK: dict[str, Any] = {"prefill_s_per_token": 1e-7, "decode_s_per_token": 1e-5, "num_blocks": 2048}
@@ -31,7 +32,7 @@ async def engine(**changes: Any) -> AsyncIterator[SimulatedEngine]:
 @asynccontextmanager
 async def client(running: SimulatedEngine) -> AsyncIterator[openai.AsyncOpenAI]:
     """The real ``openai`` client on that engine, without retries."""
-    async with openai.AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key="none", max_retries=0) as api:
+    async with openai_client(running.base_url) as api:
         yield api
 
 

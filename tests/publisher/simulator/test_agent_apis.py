@@ -11,6 +11,7 @@ import pytest
 
 from publisher.simulator import http_agents
 from tests.publisher.simulator.support import all_blocks_free, client, engine, request
+from tests.support.clients import anthropic_client
 from tests.support.waiting import until
 
 MODEL = "kvatlas-demo"
@@ -23,7 +24,7 @@ async def test_counted_rendered_and_answered_prompts_have_the_same_tokens(anthro
     async with engine(enable_scale_out=True) as running:
         url = running.base_url
         asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as api:
+        async with anthropic_client(url) as api:
             counted = await api.messages.count_tokens(system="Be brief.", **asked)
             answer = await api.messages.create(system="Be brief.", max_tokens=3, **asked)
         body = {**asked, "system": "Be brief.", "max_tokens": 3}

@@ -21,6 +21,7 @@ from router.placement.rates import PrefillSample
 from router.server_lifecycle import apply
 from tests.router.app.test_prefill_decode import D, P, apart, completion
 from tests.router.app.test_queue import waits
+from tests.support.clients import anthropic_client
 from tests.support.pairs import busy as decoding
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
@@ -63,7 +64,7 @@ async def test_a_wait_beyond_the_target_is_429_for_both_clients_and_leaves_nothi
                 await rig.chat(TEXT)
             assert refused.value.code == "predicted_wait"
             assert 90 <= int(refused.value.response.headers["retry-after"]) <= WAIT_S - 2
-            async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
+            async with anthropic_client(rig.url) as client:
                 with pytest.raises(anthropic.RateLimitError) as other:
                     await client.messages.create(**ASKED, max_tokens=3)
             assert other.value.body["error"]["type"] == "rate_limit_error"

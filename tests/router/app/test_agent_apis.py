@@ -7,6 +7,7 @@ from types import ModuleType
 import openai
 import pytest
 
+from tests.support.clients import anthropic_client
 from tests.support.whole_router import MODEL, QUICK, TEXT, configure, routing, running
 
 TURNS = [
@@ -24,7 +25,7 @@ TURNS = [
 
 async def test_prompts_of_messages_are_known_and_their_next_turns_hit(anthropic: ModuleType) -> None:
     async with running(QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
-        async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
+        async with anthropic_client(rig.url) as client:
             for turns, stream in ((TURNS[:1], False), (TURNS, True), (TURNS, False)):
                 answer = await client.messages.create(
                     model=MODEL,
@@ -71,7 +72,7 @@ async def test_an_unknown_model_is_told_in_anthropics_shape(anthropic: ModuleTyp
     async with (
         running(QUICK) as engines,
         routing(configure(*engines)) as rig,
-        anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client,
+        anthropic_client(rig.url) as client,
     ):
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(

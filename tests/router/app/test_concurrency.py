@@ -88,10 +88,14 @@ async def test_clients_that_leave_leave_nothing_open(moment: str) -> None:
             else:
                 await rig.chat(text, stream=moment == "before-first-token", max_tokens=500)
 
+        def at_engine() -> int:
+            gauges = engine.scheduler.gauges()
+            return gauges.running + gauges.waiting
+
         tasks = [asyncio.create_task(leave(n)) for n in range(8)]
         await until(lambda: rig.router.accounts.load_stats.admitted == 8, "all sent")
         if moment != "mid-stream":
-            await until(lambda: engine.scheduler.has_work, "the engine works")
+            await until(lambda: at_engine() == 8, "the engine has them all")
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

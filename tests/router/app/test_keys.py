@@ -17,6 +17,7 @@ from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile, KeySettings, digest_of
 from router.fleet.engines import EngineAddress
 from router.proxy.app import ProxyApp
+from tests.support.clients import anthropic_client, openai_client
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import run, until
@@ -54,7 +55,7 @@ async def guarded(tmp_path: Path, **settings: Any) -> AsyncIterator[Rig]:
 
 
 def client(rig: Rig, tenant: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key=f"key-of-{tenant}", max_retries=0)
+    return openai_client(rig.url, key=f"key-of-{tenant}")
 
 
 async def chat(rig: Rig, tenant: str, text: str = "hi", model: str = MODEL) -> Any:
@@ -124,9 +125,7 @@ async def test_the_anthropic_client_and_its_error_shape(tmp_path: Path, anthropi
         messages: Any = [{"role": "user", "content": "hi"}]
 
         async def asked(tenant: str) -> Any:
-            async with anthropic.AsyncAnthropic(
-                base_url=rig.url, api_key=f"key-of-{tenant}", max_retries=0
-            ) as api:
+            async with anthropic_client(rig.url, key=f"key-of-{tenant}") as api:
                 return await api.messages.create(model=MODEL, max_tokens=3, messages=messages)
 
         assert (await asked("free")).content

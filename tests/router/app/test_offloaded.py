@@ -6,12 +6,12 @@ import asyncio
 import time
 from typing import Any
 
-import openai
 import pytest
 
 from router.observe.receipts import Receipt
 from router.placement.candidate import PolicySettings
 from tests.router.app.test_exact import Load
+from tests.support.clients import openai_client
 from tests.support.examples import some
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
@@ -62,7 +62,7 @@ async def test_an_engine_that_offloaded_the_prompt_is_chosen_and_the_receipt_say
 
     async with running({**SMALL, "host_blocks": 2000}, SMALL) as engines, routing(configure(*engines)) as rig:
         for engine in engines:  # both read the story, and then so much else that none of it stays
-            async with openai.AsyncOpenAI(base_url=f"{engine.base_url}/v1", api_key="none") as direct:
+            async with openai_client(engine.base_url) as direct:
                 for messages in (chat, *others):
                     await direct.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
         await rig.caught_up(*engines)

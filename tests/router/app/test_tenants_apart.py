@@ -15,6 +15,7 @@ import yarl
 
 from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings
+from tests.support.clients import openai_client
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running
 
 RULES = f"""
@@ -39,7 +40,7 @@ async def guarded(tmp_path: Path, proxy: ProxySettings | None = None) -> AsyncIt
 
 
 def client(rig: Rig, tenant: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key=f"key-of-{tenant}", max_retries=0)
+    return openai_client(rig.url, key=f"key-of-{tenant}")
 
 
 async def ask(rig: Rig, tenant: str, method: str, path: str, body: Any = None) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from router.proxy.settings import ProxySettings
+from tests.support.clients import openai_client
 from tests.support.proxy_rig import (
     CHAT,
     SSE_HEAD,
@@ -81,7 +82,7 @@ async def test_client_that_is_still_sending_sees_the_answer() -> None:
 
 async def test_openai_client_sees_it_and_does_not_repeat() -> None:
     async with routing(settings=USUAL) as rig:
-        async with openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k") as client:
+        async with openai_client(rig.url, max_retries=2) as client:
             with pytest.raises(openai.APIStatusError) as caught:
                 await client.chat.completions.create(
                     model="m", messages=[{"role": "user", "content": "x" * 10_000_000}]

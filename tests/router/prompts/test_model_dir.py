@@ -11,7 +11,15 @@ from tokenizers import Tokenizer
 
 from router.prompts.reader import PromptReader, TextAffinity
 from router.prompts.tokenizer import ModelDirError, load_chat_template, load_model_dir
-from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_exact, say
+from tests.support.prompts.readers import (
+    byte_level_tokenizer,
+    chat,
+    local_reader,
+    model_dir,
+    read,
+    read_exact,
+    say,
+)
 
 CHAT = chat(say("user", "Hello"))
 
@@ -38,6 +46,17 @@ def test_special_tokens_may_be_text_or_objects_or_in_the_older_file(tmp_path: Pa
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": {}}))
     assert load_model_dir(folder).special_tokens["bos_token"] == "<|bos|>"
+
+
+def test_equal_tokenizers_of_two_directories_are_one(tmp_path: Path) -> None:
+    one, same, more = (
+        load_model_dir(model_dir(tmp_path / name, template, extra_special_tokens=tokens)).tokenizer
+        for name, template, tokens in (("one", None, []), ("same", "chatml", []), ("more", None, ["<more>"]))
+    )
+    assert same is one
+    assert (one.token_to_id("<more>"), more.token_to_id("<more>")) == (None, one.get_vocab_size())
+    other = load_model_dir(model_dir(tmp_path / "other", None, tokenizer=byte_level_tokenizer(400)))
+    assert other.tokenizer.get_vocab_size() < one.get_vocab_size()
 
 
 def test_tokens_only_the_configuration_names_are_added(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from router.openai.errors import no_ready_engine, stream_broken
@@ -15,6 +14,7 @@ from router.openai.request import RESPONSES, Usage, error_body, error_event
 from router.proxy.answers import SseRelay, read_response_id, read_usage
 from router.proxy.headers import Verdict, judge
 from router.proxy.screen import Rules, screen
+from tests.support.clients import openai_client
 from tests.support.ports import free_port
 from tests.support.proxy_rig import SSE_HEAD, Engine, chunk, routing, writes
 
@@ -126,7 +126,7 @@ async def test_the_openai_client_is_told_that_a_responses_stream_broke() -> None
     async with (
         Engine(writes(SSE_HEAD, chunk(created), chunk(text), then="reset")) as engine,
         routing(engine.url) as rig,
-        openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
+        openai_client(rig.url) as client,
     ):
         stream = await client.responses.create(model="m", input="x", stream=True)
         events = [event async for event in stream]

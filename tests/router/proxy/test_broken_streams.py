@@ -8,6 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from router.proxy.settings import ProxySettings
+from tests.support.clients import openai_client
 from tests.support.examples import some
 from tests.support.proxy_rig import (
     DONE,
@@ -117,7 +118,7 @@ async def test_openai_client_raises_with_our_code() -> None:
     async with (
         Engine(script) as engine,
         routing(engine.url) as rig,
-        openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
+        openai_client(rig.url) as client,
     ):
         stream = await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "x"}], stream=True

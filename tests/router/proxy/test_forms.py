@@ -14,6 +14,7 @@ import pytest
 from router.admission.key_file import KeySettings, digest_of
 from router.fleet.engines import EngineAddress
 from router.proxy.settings import ProxySettings
+from tests.support.clients import openai_client
 from tests.support.proxy_rig import Engine, Script, ask, routing, says
 from tests.support.whole_router import Rig, configure
 from tests.support.whole_router import routing as whole
@@ -116,7 +117,7 @@ def serving(model: str) -> Script:
 
 
 async def transcribe(rig: Rig, model: str, key: str = "none") -> str:
-    async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key=key, max_retries=0) as client:
+    async with openai_client(rig.url, key=key) as client:
         return (await client.audio.transcriptions.create(model=model, file=("a.wav", b"\0" * 4000))).text
 
 

@@ -14,6 +14,7 @@ import pytest
 from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import EngineSettings
 from router.proxy.answers import SseRelay
+from tests.support.clients import anthropic_client, openai_client
 from tests.support.proxy_rig import (
     DONE,
     END,
@@ -101,8 +102,8 @@ async def test_a_stream_with_text_ends_with_the_apis_error(anthropic: Any) -> No
         chat = {**BODIES["/v1/chat/completions"], "max_tokens": 5000}
         ignore_eos = {"ignore_eos": chat.pop("ignore_eos")}
         async with (
-            openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as api,
-            anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as other,
+            openai_client(url) as api,
+            anthropic_client(url) as other,
         ):
             pieces = await api.chat.completions.create(**chat, stream=True, extra_body=ignore_eos)
             message = {**BODIES["/v1/messages"], "max_tokens": 5000}

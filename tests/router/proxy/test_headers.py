@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.openai.members import at_once, with_value
 from router.openai.request import Session
 from router.proxy.settings import Aliases
+from tests.support.clients import openai_client
 from tests.support.proxy_rig import CHAT, Call, Engine, Script, answer, ask, request, routing, says, writes
 from tests.support.waiting import run
 
@@ -249,7 +250,7 @@ async def test_a_doubled_v1_is_answered_here_with_the_remedy(path: str) -> None:
 
 async def test_the_openai_client_reads_the_remedy() -> None:
     async with Engine(says(404, b"{}")) as engine, routing(engine.url) as rig:
-        async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1/v1", api_key="none", max_retries=0) as client:
+        async with openai_client(f"{rig.url}/v1") as client:
             with pytest.raises(openai.NotFoundError, match="base_url that has it already"):
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         assert not engine.calls

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
+from tests.support.clients import openai_client
 from tests.support.ports import free_port
 from tests.support.proxy_rig import (
     DONE,
@@ -29,7 +30,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 @contextlib.asynccontextmanager
 async def client_key(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client:
+    async with openai_client(rig.url) as client:
         yield client
 
 

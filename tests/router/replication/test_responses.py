@@ -17,6 +17,7 @@ from router.replication.redis_client import Client
 from router.replication.service import ResponseDirectory
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
+from tests.support.clients import openai_client
 from tests.support.redis_servers import Server
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running
@@ -116,7 +117,7 @@ async def test_a_response_is_found_by_another_replica_for_its_tenant_alone(
     path = key_file(tmp_path, "ada", "eve")
 
     def client(rig: Rig, tenant: str) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key=f"key-of-{tenant}", max_retries=0)
+        return openai_client(rig.url, key=f"key-of-{tenant}")
 
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(running(QUICK, QUICK))
