@@ -90,7 +90,7 @@ async def test_clients_that_leave_leave_nothing_open(moment: str) -> None:
 
         def at_engine() -> int:
             gauges = engine.scheduler.gauges()
-            return gauges.running + gauges.waiting
+            return gauges.num_running + gauges.num_waiting
 
         tasks = [asyncio.create_task(leave(n)) for n in range(8)]
         await until(lambda: rig.router.accounts.load_stats.admitted == 8, "all sent")
