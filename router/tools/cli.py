@@ -82,22 +82,13 @@ def replay(
     diff_seq: Annotated[
         int | None, Parameter(help="Compare with the same capture at this seq; status 1 if they differ.")
     ] = None,
-    index: IndexFlag = None,
-    index_file: IndexFileFlag = None,
     json: Json = False,
 ) -> int:
-    """Play a capture: show residency per engine, group and medium over time, publish it again, or compare.
-
-    With --index also write it into a shared index, in a separate namespace; status 1 if the index then
-    differs.
-    """
+    """Play a capture: show residency per engine, group and medium over time, publish it again, or compare."""
     from router.tools.replay import ReplayOptions, run_replay
 
-    shared = None if index is None and index_file is None else index_settings(index, index_file)
     published = tuple(publish or ())
-    options = ReplayOptions(
-        paths, to_seq, source, speed, published, stay, samples, diff, diff_seq, index=shared
-    )
+    options = ReplayOptions(paths, to_seq, source, speed, published, stay, samples, diff, diff_seq)
     return run_replay(options, as_json=json)
 
 

@@ -1,19 +1,13 @@
-"""``kvatlas replay``: play a capture, show it, publish it again, or compare it with another state.
-
-With ``--index`` the capture is also written to a shared index and read back. A writer mirrors the residency
-to the server as a router does while the capture plays; a reader with a separate connection then reads what
-another replica would see. Each run
-uses a separate namespace that expires soon, so that a fleet on the same server is not affected.
-"""
+"""``kvatlas replay``: play a capture, show it, publish it again, or compare it with another state."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import zmq
@@ -23,21 +17,11 @@ from rich.table import Table
 
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.errors import ConfigError
-from router.feeds.base import FeedState
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
-from router.replication.leases import Leases
-from router.replication.mirror import MirroredIndex, engine_facts
-from router.replication.reader import SharedReader
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.registry import IndexRefused
-from router.replication.settings import IndexSettings
 from router.tools.capture import CapturedFrame, is_trace, read_capture, with_progress
-from router.tools.index import shown_pairs
 from router.tools.ops_client import make_table, output_console, stop_signals
 from router.tools.replay_player import (
-    JournaledIndex,
     Player,
     PublishEndpoint,
     Sample,
@@ -52,7 +36,6 @@ from router.tools.replay_player import (
     up_to,
 )
 from router.tools.trace_verification import RecordingError, trace_facts
-from router.tools.verify import index_connections
 
 # Differences between two states of residency: two captures, or one capture at two points.
 
@@ -111,90 +94,6 @@ def _plane(label: str, plane: Plane, a: Player, name_a: str, b: Player, name_b: 
 def hex_blocks(blocks: Iterable[int]) -> list[str]:
     """Format blocks as 16 hexadecimal digits, sorted."""
     return [f"{block:016x}" for block in sorted(blocks)]
-
-
-_MODEL = "capture"
-
-
-class SharedReplay:
-    """A player whose residency is mirrored to the shared index, and its reader.
-
-    Use ``async with open_shared_replay(..)``.
-    """
-
-    def __init__(self, writing: Client, reading: Client, facts: ModelFacts) -> None:
-        ledger = JournaledIndex()
-        self._mirror = MirroredIndex(writing, _MODEL, memory=ledger)
-        self._leases = Leases(writing, _MODEL, "writer")
-        self._reading = reading
-        self.player = Player(facts, ledger=ledger, index=self._mirror)
-
-    async def acquire(self, sources: Iterable[str]) -> None:
-        """Acquire the lease of every engine of the capture. Raises ``IndexUnavailable``, ``IndexRefused``."""
-        for source in sources:
-            token = await self._leases.acquire(source)
-            if token is None:
-                raise IndexUnavailable("lease", "held by another replica")
-            await self._mirror.take_over(source, token)
-
-    async def run(self) -> None:
-        """Write while the capture plays, and renew the leases, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._mirror.run())
-            while True:
-                await asyncio.sleep(self._reading.settings.renew_s)
-                # A lease lost for long appears as a difference.
-                with contextlib.suppress(IndexUnavailable):
-                    await self._leases.renew(self._mirror.mirrored())
-
-    async def compare(self) -> list[PlaneDiff]:
-        """Compare every plane once all is written: A is the memory replay, B what the reader sees.
-
-        Raises ``IndexUnavailable`` or ``IndexRefused``.
-        """
-        fleet, ledger = self.player.fleet, self.player.ledger
-        for run in self.player.runs:
-            query = fleet.residency(run.source).query()
-            facts = engine_facts(fleet.engine(run.source), query, FeedState.READY, run.missing_batches)
-            self._mirror.describe(run.source, facts)
-        await self._mirror.flush()
-        shown = await shown_pairs(self._reading, SharedReader(self._reading), _MODEL)
-        found = []
-        for source in sorted(shown.keys() | {run.source for run in self.player.runs}):
-            seen: dict[Plane, set[int]] = {plane: set() for plane in ledger.seen_planes(source)}
-            for plane, block in shown.get(source, ()):
-                seen.setdefault(plane, set()).add(block)
-            found += [_shared_plane(source, plane, ledger, seen[plane]) for plane in sorted(seen)]
-        return found
-
-
-@contextlib.asynccontextmanager
-async def open_shared_replay(
-    index: IndexSettings, facts: ModelFacts, sources: Iterable[str]
-) -> AsyncIterator[SharedReplay]:
-    """Open both connections and start the writer. Raises ``IndexUnavailable`` or ``IndexRefused``."""
-    async with index_connections(index.url, "replay") as (writing, reading):
-        play = SharedReplay(writing, reading, facts)
-        await play.acquire(sources)
-        keeping = asyncio.create_task(play.run())
-        try:
-            yield play
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-
-
-def _shared_plane(source: str, plane: Plane, ledger: JournaledIndex, seen: set[int]) -> PlaneDiff:
-    held = {int(block) for block in ledger.held(source, plane)}
-    return PlaneDiff(
-        source,
-        plane.medium,
-        plane.group_idx,
-        len(held & seen),
-        hex_blocks(held - seen),
-        hex_blocks(seen - held),
-        0,
-    )
 
 
 _SHOWN_HASHES = 8
@@ -274,18 +173,16 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     samples: int = 10
     diff: Path | None = None
     diff_seq: int | None = None
-    index: IndexSettings | None = None
-    """Shared index that the capture is also written to."""
 
 
 def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
-    """Returns 0 when done, 1 if states differ, 2 for unusable input or index."""
+    """Returns 0 when done, 1 if states differ, 2 for unusable input."""
     try:
         _check(options)
         if options.diff is not None or options.diff_seq is not None:
             return _diff(options, as_json=as_json)
         return _play(options, as_json=as_json)
-    except (RecordingError, ConfigError, IndexRefused, IndexUnavailable) as error:
+    except (RecordingError, ConfigError) as error:
         print(f"kvatlas replay: {error}", file=sys.stderr)
         return 2
 
@@ -312,11 +209,6 @@ def _check(options: ReplayOptions) -> None:
         raise ConfigError("--diff and --diff-seq exclude each other")
     if options.publish and (options.diff is not None or options.diff_seq is not None):
         raise ConfigError("--publish and --diff exclude each other")
-    if options.index is not None:
-        if not options.index.is_shared:
-            raise ConfigError("--index: no address of a shared index")
-        if options.diff is not None or options.diff_seq is not None:
-            raise ConfigError("--index and --diff exclude each other")
 
 
 def _frames(options: ReplayOptions, to_seq: int | None) -> Iterator[CapturedFrame]:
@@ -350,14 +242,17 @@ def _play(options: ReplayOptions, *, as_json: bool) -> int:
         raise RecordingError(f"{options.paths[0]}: no frames{where} up to that seq")
     endpoints = _endpoints(options)
     try:
-        done = asyncio.run(_run(options, endpoints, total=total, quiet=as_json))
+        player, samples = asyncio.run(_run(options, endpoints, total=total, quiet=as_json))
     except zmq.ZMQError as error:
         raise ConfigError(f"--publish: {error}") from None
     if as_json:
-        print(msgspec.json.encode(_summary(done)).decode())
+        report = {"sources": player.runs, "samples": samples}
+        print(msgspec.json.encode(report).decode())
     else:
-        _show(done)
-    return 0 if done.same else 1
+        console = output_console()
+        console.print(stream_table(player.runs))
+        console.print(sample_table(samples))
+    return 0
 
 
 def _endpoints(options: ReplayOptions) -> dict[str, PublishEndpoint]:
@@ -377,46 +272,12 @@ def _endpoints(options: ReplayOptions) -> dict[str, PublishEndpoint]:
     return dict(zip(names, given, strict=True))
 
 
-class _Done(NamedTuple):
-    """Result of a replay."""
-
-    player: Player
-    samples: Sequence[Sample]
-    shared: Sequence[PlaneDiff] | None
-    """Differences between memory and shared index; None without an index."""
-
-    @property
-    def same(self) -> bool:
-        return not any(plane.differs for plane in self.shared or ())
-
-
 async def _run(
     options: ReplayOptions, endpoints: dict[str, PublishEndpoint], *, total: int, quiet: bool
-) -> _Done:
-    """Play all frames, and write them into a shared index if there is one."""
-    facts = facts_of(options.paths)
-    if options.index is None:
-        player = Player(facts)
-        sampler = Sampler(player, total=total, samples=options.samples)
-        await _perform(player, sampler, options, endpoints, quiet=quiet)
-        return _Done(player, sampler.taken, None)
-    sources = topics_of(_frames(options, options.to_seq))
-    async with open_shared_replay(options.index, facts, sources) as shared:
-        sampler = Sampler(shared.player, total=total, samples=options.samples)
-        await _perform(shared.player, sampler, options, endpoints, quiet=quiet)
-        return _Done(shared.player, sampler.taken, await shared.compare())
-
-
-async def _perform(
-    player: Player,
-    sampler: Sampler,
-    options: ReplayOptions,
-    endpoints: dict[str, PublishEndpoint],
-    *,
-    quiet: bool,
-) -> None:
+) -> tuple[Player, list[Sample]]:
     """Play all frames at their pace; with endpoints, publish them and then keep serving replay."""
-    total = sampler.total
+    player = Player(facts_of(options.paths))
+    sampler = Sampler(player, total=total, samples=options.samples)
     speed = options.speed if options.speed is not None else 1.0 if endpoints else 0.0
     topics = topics_of(_frames(options, options.to_seq)) if endpoints else {}
     console = Console(stderr=True)
@@ -442,6 +303,7 @@ async def _perform(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(options.stay_s):
                     await stop.wait()
+    return player, sampler.taken
 
 
 async def _feed(
@@ -464,22 +326,3 @@ async def _feed(
             if live is not None and loop.time() - shown > _REFRESH_S:
                 shown = loop.time()
                 live.update(sample_table([sample(player, sampler.frames, 0.0)]), refresh=True)
-
-
-def _summary(done: _Done) -> dict[str, Any]:
-    report: dict[str, Any] = {
-        "sources": [msgspec.to_builtins(run) for run in done.player.runs],
-        "samples": [msgspec.to_builtins(taken) for taken in done.samples],
-    }
-    if done.shared is not None:
-        planes = [msgspec.to_builtins(plane) for plane in done.shared]
-        report["index"] = {"same": done.same, "planes": planes}
-    return report
-
-
-def _show(done: _Done) -> None:
-    console = output_console()
-    console.print(stream_table(done.player.runs))
-    console.print(sample_table(done.samples))
-    if done.shared is not None:
-        console.print(diff_table(done.shared, title="residency: A memory against B shared index"))

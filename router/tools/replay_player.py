@@ -27,7 +27,7 @@ from publisher.events import (
     to_block_hash,
 )
 from publisher.zmq_publisher import ZmqPublisher
-from router.index.base import Index, Plane
+from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
 from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
@@ -210,16 +210,11 @@ class _Cursor:
 
 
 class Player:
-    """Residency of all engines of a capture.
+    """Residency of all engines of a capture."""
 
-    ``index``: the index that writes go through, if not the journal itself.
-    """
-
-    def __init__(
-        self, facts: ModelFacts, *, ledger: JournaledIndex | None = None, index: Index | None = None
-    ) -> None:
-        self.ledger = JournaledIndex() if ledger is None else ledger
-        self.fleet = FleetResidency(facts, self.ledger if index is None else index)
+    def __init__(self, facts: ModelFacts) -> None:
+        self.ledger = JournaledIndex()
+        self.fleet = FleetResidency(facts, self.ledger)
         # By engine and group, then by the parent of the span.
         self.masked: dict[tuple[str, int], dict[BlockHash | None, list[MaskedSpan]]] = {}
         self._cursors: dict[str, _Cursor] = {}

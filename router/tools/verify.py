@@ -62,14 +62,11 @@ _LEASE_S, _TTL_S = 900.0, 1800.0
 
 
 @asynccontextmanager
-async def index_connections(url: str, purpose: str) -> AsyncIterator[tuple[Client, Client]]:
-    """Yield a writing and a reading connection to a namespace of their own, which expires soon.
-
-    Raises ``IndexUnavailable``.
-    """
+async def _connections(url: str) -> AsyncIterator[tuple[Client, Client]]:
+    """Yield a writing and a reading connection. Raises ``IndexUnavailable``."""
     settings = IndexSettings(  # long time-outs: nothing here is timed
         url=url,
-        namespace=f"{purpose}-{secrets.token_hex(6)}",
+        namespace=f"verify-{secrets.token_hex(6)}",
         lease_s=_LEASE_S,
         block_ttl_s=_TTL_S,
         lookup_timeout_s=_CONNECT_S,
@@ -210,7 +207,7 @@ def _verifier(index: IndexSettings | None, *, cold: bool) -> Iterator[Callable[[
         yield partial(verify_trace, cold=cold)
         return
     with asyncio.Runner() as runner:
-        connections, numbers = index_connections(index.url, "verify"), count(1)
+        connections, numbers = _connections(index.url), count(1)
         clients = runner.run(connections.__aenter__())
         try:
             yield lambda path: runner.run(_verify_shared(clients, path, f"trace-{next(numbers)}"))

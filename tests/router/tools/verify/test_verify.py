@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from router.replication.settings import IndexSettings
 from router.tools.verify import run_verify
 from tests.support.paths import ROOT
+from tests.support.redis_servers import Server, any_program
 
 RECORDED = ROOT / "tests" / "data" / "traces"
 MORE = ROOT.parent / "shared" / "traces"
@@ -274,3 +275,63 @@ def test_events_that_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.Capt
     assert status == 0
     assert trace["detected"]["rejected"]["undecodable"] == 2  # once while it learns
     assert trace["detected"]["unknown_types"] == {"BlockMoved": 2}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server(any_program())
+    yield made
+    made.close()
+
+
+def test_through_a_shared_index_a_run_leaves_other_namespaces_alone(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, index = set(server.all_keys()), IndexSettings(url=server.url)
+    for _ in range(2):
+        assert run_verify([RECORDED / "full_attn_evict.1.jsonl.gz"], as_json=True, index=index) == 0
+    trace, *_ = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert trace["exact"] == trace["probes"] > 0
+    assert trace["states_exact"] == trace["states"]
+    made = set(server.all_keys()) - before
+    assert len({key.split(b":")[0] for key in made}) == 2
+    assert all(key.startswith(b"verify-") for key in made)
+    assert all(server.command("PTTL", key) > 0 for key in made)
+
+
+def test_through_a_shared_index_what_is_false_is_noticed(
+    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = read(RECORDED / "full_attn.1.jsonl.gz")
+    next(line for line in lines if "state" in line)["state"]["keys"][0] += 1
+    next(line for line in lines if line.get("hit_tokens", 0) >= 32)["hit_tokens"] -= 16
+    false = write(tmp_path / "false.jsonl", lines)
+    assert run_verify([false], as_json=True, index=IndexSettings(url=server.url)) == 1
+    trace, _ = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (trace["over"], trace["states"] - trace["states_exact"]) == (1, 1)
+
+
+def test_the_url_of_the_shared_index_may_lie_in_a_file(
+    tmp_path: Path, server: Server, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    where = tmp_path / "url"
+    where.write_text(server.url)
+    told = kvatlas("verify", str(TRACES[0]), "--index-file", str(where))
+    assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("redis://router:hunter2@127.0.0.1:1/0", "password on the command line"),
+        ("redis://127.0.0.1:1/0", "connection"),
+    ],
+)
+def test_a_shared_index_that_cannot_be_used_ends_with_status_2(
+    url: str, why: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    told = kvatlas("verify", str(TRACES[0]), "--index", url)
+    assert told.returncode == 2
+    assert why in told.stderr
+    assert "hunter2" not in told.stderr + told.stdout
+    assert "Traceback" not in told.stderr
