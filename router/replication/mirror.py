@@ -51,9 +51,8 @@ class MirroredIndex:
         model: str,
         *,
         on_lost: Callable[[str], None] = lambda engine_id: None,
-        memory: MemoryIndex | None = None,
     ) -> None:
-        self.memory = MemoryIndex() if memory is None else memory
+        self.memory = MemoryIndex()
         self.registry = Registry(client, model)
         self._queue = WriteQueue(client, self.registry, self.memory, on_lost, self._changed)
         self._lock: asyncio.Lock | None = None

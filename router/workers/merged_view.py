@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -59,6 +59,7 @@ _DIVIDED = ("kvatlas_index_blocks", "kvatlas_index_residencies", "kvatlas_index_
 # Kinds of families whose counts outlive the worker, with the suffixes of their samples.
 _ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
+T = TypeVar("T")
 Labels = tuple[tuple[str, str], ...]
 # A sample's name and labels.
 Key = tuple[str, Labels]
@@ -347,6 +348,12 @@ class AggregateView:
         part = parts.get(name)
         return None if part is None else msgspec.json.encode(await part())
 
+    async def _others(self, name: str, kind: type[T], wanted: str = "") -> list[T]:
+        """Return the siblings' parts of the named list that came in time."""
+        path = f"/worker/{name}" + (f"?{urlencode({'wanted': wanted})}" if wanted else "")
+        answers = await self._calls.call_all(path)
+        return [part for one in answers.values() for part in msgspec.json.decode(one, type=list[kind])]  # type: ignore[valid-type]
+
     async def metrics(self) -> bytes:
         # Pages are merged in a thread, since those of a large fleet take long.
         async with self._asking:
@@ -369,34 +376,29 @@ class AggregateView:
         """Return the state of each engine, merged over all workers."""
         views: list[dict[str, Any]] = msgspec.to_builtins(await self._own.engines())
         by_id = {view["engine"]: view for view in views}
-        for answer in (await self._calls.call_all("/worker/engines")).values():
-            for other in msgspec.json.decode(answer):
-                view = by_id.get(other["engine"])
-                if view is not None:
-                    _add(view, other)
+        for other in await self._others("engines", dict[str, Any]):
+            view = by_id.get(other["engine"])
+            if view is not None:
+                _add(view, other)
         return views
 
     async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
-        found: list[ReceiptView | msgspec.Raw] = list(await self._own.receipts(request_id))
-        for answer in (await self._calls.call_all(_worker_path("receipts", request_id))).values():
-            found += msgspec.json.decode(answer, type=list[msgspec.Raw])
-        return found
+        theirs = await self._others("receipts", msgspec.Raw, request_id)
+        return [*await self._own.receipts(request_id), *theirs]
 
     async def answers(self, request_id: str = "") -> list[EndedRequest]:
         """Return the ended requests of all workers, ordered by their end."""
         found = await self._own.answers(request_id)
-        for answer in (await self._calls.call_all(_worker_path("answers", request_id))).values():
-            found += msgspec.json.decode(answer, type=list[EndedRequest])
+        found += await self._others("answers", EndedRequest, request_id)
         found.sort(key=lambda request: request.at_s)
         return found if request_id else found[-LATEST_SHOWN:]
 
     async def sessions(self, session: str = "") -> list[SessionView]:
         """Return the sessions of all workers, the latest first."""
         found = {(one.tenant, one.session): one for one in await self._own.sessions(session)}
-        for answer in (await self._calls.call_all(_worker_path("sessions", session))).values():
-            for other in msgspec.json.decode(answer, type=list[SessionView]):
-                key = other.tenant, other.session
-                found[key] = found[key].joined(other) if key in found else other
+        for other in await self._others("sessions", SessionView, session):
+            key = other.tenant, other.session
+            found[key] = found[key].joined(other) if key in found else other
         tenants = Counter(name for _, name in found)
         shown = [
             one if tenants[one.session] == 1 else msgspec.structs.replace(one, held_tokens=None)
@@ -412,27 +414,18 @@ class AggregateView:
 
     async def requests(self) -> list[LiveRequest]:
         """Return the requests in progress of all workers, the oldest first."""
-        found = await self._own.requests()
-        for answer in (await self._calls.call_all("/worker/requests")).values():
-            found += msgspec.json.decode(answer, type=list[LiveRequest])
+        found = await self._own.requests() + await self._others("requests", LiveRequest)
         return sorted(found, key=lambda request: -request.age_s)
 
     async def prefixes(self) -> list[PrefixView]:
         """Return the prompt prefixes; counts of all workers are summed."""
         known = {prefix.id: prefix for prefix in await self._own.prefixes()}
-        for answer in (await self._calls.call_all("/worker/prefixes")).values():
-            for other in msgspec.json.decode(answer, type=list[PrefixView]):
-                mine = known.get(other.id)
-                if mine is not None:
-                    rate, holders = mine.rate + other.rate, mine.holders | other.holders
-                    known[other.id] = msgspec.structs.replace(mine, rate=rate, holders=holders)
-                else:
-                    known[other.id] = other
+        for other in await self._others("prefixes", PrefixView):
+            mine = known.setdefault(other.id, other)
+            if mine is not other:
+                rate, holders = mine.rate + other.rate, mine.holders | other.holders
+                known[other.id] = msgspec.structs.replace(mine, rate=rate, holders=holders)
         return sorted(known.values(), key=lambda prefix: prefix.tokens)
-
-
-def _worker_path(name: str, wanted: str) -> str:
-    return f"/worker/{name}?{urlencode({'wanted': wanted})}" if wanted else f"/worker/{name}"
 
 
 def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
