@@ -2,7 +2,7 @@
 
 Waiting requests are released one at a time: the next one only after the one before has been placed, so that
 each sees the load that the one before made. Room shows when something ends or begins (``changed``), or when
-time has passed, for which there is one timer. Always true: a ticket that ``wait`` gave leaves by ``leave``;
+time has passed, for which there is one timer. Invariants: a ticket that ``wait`` gave leaves by ``leave``;
 one that was refused, timed out or whose client went away has left; none waits longer than ``wait_s_max``."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ the order is that of arrival, or with ``ageing`` of arrival plus ``ageing`` time
 that short work overtakes and nothing waits for ever.
 
 Full, the queue lets go of the newest request of the tenant with the most requests waiting, by weight, in the
-lowest class that is not above the newcomer's: that may be the newcomer. Always true: at most ``requests_max``
+lowest class that is not above the newcomer's: that may be the newcomer. Invariants: at most ``requests_max``
 wait; an added request is taken, released or removed, once; counters are kept only while a request waits for
 their pool in their class; no more is given back to a tenant than it was charged, and giving back takes it no
 further ahead than its credit. Pure: the caller has the clock."""

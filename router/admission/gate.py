@@ -1,6 +1,6 @@
 """Admit requests by their key, take the key out of what engines get, and isolate tenants' cached prompts.
 
-Always true: nothing of a request's body is read before its tenant is known; no key is logged, counted or
+Invariants: nothing of a request's body is read before its tenant is known; no key is logged, counted or
 answered back.
 
 vLLM hashes ``cache_salt`` into the first block of a prompt, so prompts with different salts share no block

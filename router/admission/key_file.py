@@ -1,7 +1,7 @@
 """Keys of clients: their settings, and the file of tenants and keys, replaced while the router runs.
 
 Keys are 256 random bits, so a plain SHA-256 of one tells nothing of it: there is nothing to guess through.
-Always true: the file has no key, only digests; an unusable file leaves everything as it was,
+Invariants: the file has no key, only digests; an unusable file leaves everything as it was,
 and says so; comparing takes the same time whichever key was sent.
 """
 

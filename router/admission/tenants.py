@@ -4,7 +4,7 @@ A request is let in while the tenant has a request, a token and a place left; it
 has to compute, as predicted when it is placed, and as reported when it ends. So the limit on uncached tokens
 holds on average: one long prompt may overdraw it, and the next ones wait.
 
-Always true: a request is entered once and leaves once; ``active`` is the number of those that have not left.
+Invariants: a request is entered once and leaves once; ``active`` is the number of those that have not left.
 
 Other processes, workers of one router and replicas alike, send totals since their start, numbered by
 ``beat``; the increase counts here, so a later message replaces a lost one, and one that comes twice or late
@@ -205,7 +205,7 @@ class OthersUse:
 
 # A token bucket: so much a minute on average, and at most one minute's worth at once.
 #
-# Pure; the caller has the clock. Always true: what is left never exceeds the capacity. It may be overdrawn,
+# Pure; the caller has the clock. Invariants: what is left never exceeds the capacity. It may be overdrawn,
 # since what a request costs is known only after it was let in; the debt is paid by waiting.
 
 

@@ -115,7 +115,7 @@ class GrpcReader:
 
 # Header fields between a gateway and the proxy: what came as HTTP/2 has it, and what is to change of it.
 #
-# Pure. Always true: the client's own destination never reaches the proxy nor an engine's choice; framing
+# Pure. Invariants: the client's own destination never reaches the proxy nor an engine's choice; framing
 # (length, connection, host) stays the gateway's.
 
 

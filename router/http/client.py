@@ -1,7 +1,7 @@
 """HTTP requests of the router itself and of its tools: to engines, render servers, sibling workers, routers.
 
 A request is a context (``HttpClient.exchange``): its response is read within, and whatever way it ends, the
-connection is reused only after a complete response. Always true: every wait ends within the request's
+connection is reused only after a complete response. Invariants: every wait ends within the request's
 time-out; a cancellation is never lost; redirects are not followed; no content coding is asked for.
 """
 

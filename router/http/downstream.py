@@ -2,7 +2,7 @@
 
 Takes the place of uvicorn's protocol class because that one has no header, body or stall time-out, no limit
 on header bytes, closes on a client that is still sending, and loses the body of a request that offers an
-upgrade. Requests are answered in the order of their arrival (pipelining, section 9.3.2). What always holds:
+upgrade. Requests are answered in the order of their arrival (pipelining, section 9.3.2). Invariants:
 every state but "the application is working" has a deadline; a request beyond the limits ends in an
 OpenAI-shaped error and a closed connection, after the responses to the complete requests before it; the work
 for one read is linear in its bytes, however they are cut into chunks.

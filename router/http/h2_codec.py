@@ -3,7 +3,7 @@
 Pure: bytes in, values out. ``FrameReader`` returns complete frames however the bytes were cut, and refuses a
 frame longer than the announced maximum before it has arrived. ``HeaderDecoder`` may use the dynamic table up
 to the default size, as peers do before our settings have reached them. What we send is never indexed: our
-header blocks are few and made once. Always true: the table, one block and the cache are bounded; every error
+header blocks are few and made once. Invariants: the table, one block and the cache are bounded; every error
 is an ``H2Error``; after one of the decoder the connection ends, as the two tables would differ.
 """
 
@@ -173,7 +173,7 @@ def parse_uint32(payload: bytes) -> int:
 
 # The Huffman code of strings (RFC 7541, appendix B). Only decoding: what we send is short and not encoded.
 #
-# The code is canonical, so the lengths of its words define it. Always true: work is linear in the bytes.
+# The code is canonical, so the lengths of its words define it. Invariants: work is linear in the bytes.
 
 
 # Bits of each symbol's word; the last one is EOS, which must not occur (RFC 7541, section 5.2).

@@ -1,6 +1,6 @@
 """One HTTP/2 connection of a gateway, the server's side (RFC 9113), on asyncio.
 
-``open_handler`` returns the handler of each new stream. What always holds: a violation of the protocol or of
+``open_handler`` returns the handler of each new stream. Invariants: a violation of the protocol or of
 a limit ends the connection with a GOAWAY that carries the reason; a handler learns of every end of its stream
 that it did not cause; each state that waits for the peer alone has a deadline; the work for one read is
 linear in its bytes, and split into turns of the loop of ``_WORK_MAX`` each; a stream that its peer does not

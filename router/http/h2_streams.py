@@ -179,7 +179,7 @@ class Stream:
 
 # Order of sending on one connection: control frames at once, streams in turn.
 #
-# Always true: a stream sends one frame per turn, within its window and the connection's, so one that is not
+# Invariants: a stream sends one frame per turn, within its window and the connection's, so one that is not
 # read blocks no other one; frames of one turn of the loop are written in one piece, with about
 # ``_FLUSH_BYTES_MAX`` of bodies at most. The initial window is kept once and not in each stream, so a
 # SETTINGS frame that changes it costs the same for any number of streams.

@@ -4,7 +4,7 @@ certificates.
 Addresses are checked by their syntax alone; nothing is resolved.
 
 A context exists as long as its listener or client. A renewed certificate is loaded into it, so that new
-handshakes use it and open connections continue. Always true: unusable files at the start are an error that
+handshakes use it and open connections continue. Invariants: unusable files at the start are an error that
 names the setting; later they are logged and change nothing.
 """
 

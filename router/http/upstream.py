@@ -2,7 +2,7 @@
 
 One request at a time: ``send_request``, then ``head_received`` once status and headers have arrived, ``read``
 for body bytes exactly as they arrived together, and ``make_idle``. Interim (1xx) responses are skipped.
-What always holds: no byte of one response can reach the next (bytes after a response's end, and a response
+Invariants: no byte of one response can reach the next (bytes after a response's end, and a response
 that ends with the connection, prevent reuse); buffered bytes are bounded (reading pauses), and so are head
 and trailer; every wait ends by data, by the deadline that the sweeper watches, or by the connection's loss.
 """

@@ -1,7 +1,7 @@
 """The usage record: one JSON line for every request, for bills, audits and what-if runs. No text, no keys.
 
 The event loop appends a finished request to a bounded queue; a thread of its own hashes prefixes, writes in
-batches, rotates and syncs. Always true: a request is never delayed or failed by its record; the queue, a
+batches, rotates and syncs. Invariants: a request is never delayed or failed by its record; the queue, a
 batch and the files are bounded; a line is written once and whole, and what is lost is counted by reason.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # The usage record over OTLP: each line a log record, by the official SDK (the extra ``otel``).
 #
-# Called in the writer's thread; the SDK batches and sends in a thread of its own. Always true: a collector
+# Called in the writer's thread; the SDK batches and sends in a thread of its own. Invariants: a collector
 # that does not answer holds up neither requests nor files; what it does not take is dropped and counted.
 
 

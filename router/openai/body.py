@@ -5,7 +5,7 @@ everything else of the JSON is skipped by the parser. It is as lenient as the en
 type are left for the engine to reject, and what only Python's own JSON parser accepts (NaN, UTF-16) passes.
 A body that is no JSON object at all is refused.
 
-Always true: the event loop is held for some 3 ms per megabyte at most and 15 ms in all: larger bodies
+Invariants: the event loop is held for some 3 ms per megabyte at most and 15 ms in all: larger bodies
 are scanned in a thread.
 """
 

@@ -5,7 +5,7 @@ plain form that clients write is taken (RFC 7578, as browsers, curl, httpx and a
 parsers read differently is refused: other bytes before, between and behind the parts, bare line ends, folded
 headers, escaped or repeated parameters, other charsets, transfer encodings.
 
-Always true: at most ``FIELDS_MAX`` fields, heads and values that are read are bounded, and the loop is given
+Invariants: at most ``FIELDS_MAX`` fields, heads and values that are read are bounded, and the loop is given
 back after each megabyte.
 """
 

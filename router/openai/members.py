@@ -5,7 +5,7 @@ Reads all that Python's own parser reads (``NaN``, any depth), and works in step
 ``TooManyStepsError`` for a text that takes more than ``STEPS_MAX``. Strings are passed over at the speed of
 memory, so a body of images costs next to nothing. What is not JSON at all raises ``MalformedError``.
 
-Always true: between two pauses lie 15 ms of work at most, and one look at a text of any size takes less than
+Invariants: between two pauses lie 15 ms of work at most, and one look at a text of any size takes less than
 half a second in all, whatever stands in it.
 """
 

@@ -13,7 +13,7 @@ have to compute again what these held. A pull is considered only where the sourc
 transfer, chosen only where it is cheaper than every engine without a pull, and only within the bound between
 queues.
 
-Always true: a pull ends where the source's host memory ends in its shortest group, so that windows and
+Invariants: a pull ends where the source's host memory ends in its shortest group, so that windows and
 recurrent states come with it; the result of ``with_pull`` depends on the arguments alone. A source that has
 lost blocks meanwhile, or is gone, costs time and never a wrong answer: vLLM asks for each block by its hash,
 and computes what does not come.

@@ -2,7 +2,7 @@
 told.
 
 The proxy reports what happens; the placement extends this with accounts of its own (``_begun``,
-``_ended``). Always true: it ends exactly once, whatever is reported and how often, and what is reported after
+``_ended``). Invariants: it ends exactly once, whatever is reported and how often, and what is reported after
 the end changes nothing but the breaker."""
 
 from __future__ import annotations

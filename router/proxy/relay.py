@@ -1,7 +1,7 @@
 """Passes one engine's answer on to the client as it comes, and reads of it what the accounts need.
 
 Whole answers and event streams; neither is decoded but for the usage, a response's id and what says that the
-engine gave it up. What always holds: the head is sent with the first bytes of the body, so an engine that
+engine gave it up. Invariants: the head is sent with the first bytes of the body, so an engine that
 dies before them raises ``UpstreamError`` with nothing sent, and can be replaced; an answer that ends early is
 told to the client, by an error event or by a cut connection.
 """
@@ -25,7 +25,7 @@ from router.proxy.settings import ProxyStats
 # Passes one engine's event stream on, piece by piece.
 #
 # A piece is passed on by the engine's connection, which brings it; the request's task runs only where the
-# client is too slow, and at the end. What always holds: the head is sent with the first whole line; a
+# client is too slow, and at the end. Invariants: the head is sent with the first whole line; a
 # stream that breaks off before its end mark, or that the engine gives up, ends with an error event.
 
 

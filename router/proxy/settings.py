@@ -138,7 +138,7 @@ class ProxyStats(ClientStats):
 # Names that clients may use for models, and the shares of the models behind them.
 #
 # Where several models share a name, requests of one session stay with one of them, so that their prefixes
-# stay cached; others are spread at random by weight. Always true: only the value of the body's top-level
+# stay cached; others are spread at random by weight. Invariants: only the value of the body's top-level
 # ``model`` changes, every other byte stays.
 
 

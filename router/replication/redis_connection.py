@@ -288,7 +288,7 @@ async def sentinel_master(target: Target, arguments: dict[str, Any]) -> Address:
 
 # One master: single commands by redis-py's client of it, batches of scripts by the pipelined connection.
 #
-# Always true: a command ends by its deadline, and none is repeated but a script that the server did not
+# Invariants: a command ends by its deadline, and none is repeated but a script that the server did not
 # know.
 
 
