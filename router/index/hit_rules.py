@@ -28,9 +28,8 @@ are numbered in alignment units; tables have a row per limit 0..boundaries and a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -62,61 +61,58 @@ class RunClass(NamedTuple):
     needed: int
 
 
-# Rows of which a class keeps the engines.
+# Rows whose engines are kept.
 _ROWS_READ_MAX: Final = 4096
 
-Read = Callable[[Sequence[int]], int]
-"""Returns from a row the engines that hold a block in every plane of a class."""
 
+class RunReads:
+    """How some classes are read from the rows of an index: full attention, if the layout has it, then each
+    window, with the number of blocks that it needs."""
 
-class RunReads(NamedTuple):
-    """How some classes are read from the rows of an index: full attention (None: the layout has none), and
-    each window with the number of blocks it needs."""
+    __slots__ = ("_columns", "full", "known", "needed")
 
-    full: Read | None
-    windows: list[tuple[Read, int]]
+    def __init__(
+        self,
+        classes: Sequence[RunClass],
+        columns: Mapping[tuple[Plane, int], int],
+        words: Sequence[int],
+    ) -> None:
+        """Find how the engines of ``words`` are read: the lowest 64 bits are those of the first word."""
+        full = [plane for planes, needed in classes if not needed for plane in planes]
+        windows = [(planes, needed) for planes, needed in classes if needed]
+        self.full = bool(full)
+        self.needed = [needed for _, needed in windows]
+        # Nothing was ever stored where a column is missing.
+        self._columns = [
+            [
+                [
+                    (columns[plane, word], WORD_BITS * at)
+                    for at, word in enumerate(words)
+                    if (plane, word) in columns
+                ]
+                for plane in planes
+            ]
+            for planes in (full, *(planes for planes, _ in windows))
+        ]
+        # Rows stay the same objects for many prompts.
+        self.known: dict[int, tuple[Sequence[int], tuple[int, ...]]] = {}
 
-
-def run_reads(
-    classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], words: Sequence[int]
-) -> RunReads:
-    """Find how the engines of ``words`` are read: the lowest 64 bits are those of the first word."""
-    full = [plane for planes, needed in classes if not needed for plane in planes]
-    return RunReads(
-        _reading(full, columns, words) if full else None,
-        [(_reading(planes, columns, words), needed) for planes, needed in classes if needed],
-    )
-
-
-def _reading(planes: Sequence[Plane], columns: Mapping[tuple[Plane, int], int], words: Sequence[int]) -> Read:
-    # Nothing was ever stored where a column is missing.
-    found = [
-        [(columns[plane, word], WORD_BITS * at) for at, word in enumerate(words) if (plane, word) in columns]
-        for plane in planes
-    ]
-    if len(found) == 1 and len(words) == 1 and found[0]:
-        return itemgetter(found[0][0][0])
-
-    # Rows stay the same objects for many prompts.
-    known: dict[int, tuple[Sequence[int], int]] = {}
-
-    def read(row: Sequence[int]) -> int:
-        kept = known.get(id(row))
-        if kept is not None:
-            return kept[1]
+    def read(self, row: Sequence[int]) -> tuple[Sequence[int], tuple[int, ...]]:
+        """Return the row, and per class the engines that hold a block in every plane of it."""
         # One integer of all words: Python's are as long as needed, and steps cost more than bits.
-        held = -1
-        for at in found:
-            bits = 0
-            for column, shift in at:
-                bits |= row[column] << shift
-            held &= bits
-        if len(known) >= _ROWS_READ_MAX:
-            known.clear()
-        known[id(row)] = row, held
-        return held
-
-    return read
+        by_class: list[int] = []
+        for planes in self._columns:
+            held = -1
+            for places in planes:
+                bits = 0
+                for column, shift in places:
+                    bits |= row[column] << shift
+                held &= bits
+            by_class.append(held)
+        if len(self.known) >= _ROWS_READ_MAX:
+            self.known.clear()
+        found = self.known[id(row)] = row, tuple(by_class)
+        return found
 
 
 def run_ends(runs: Runs, its: RunReads, boundaries: int, unit: int) -> tuple[Ends, Ends]:
@@ -125,9 +121,16 @@ def run_ends(runs: Runs, its: RunReads, boundaries: int, unit: int) -> tuple[End
     Boundaries 1..``boundaries`` are ``unit`` tokens apart.
     """
     # Plain loops instead of numpy: this runs once per request over few elements.
-    starts, rows = runs.starts, runs.rows
-    full, windows = its
-    shared_prefixes = _shared_prefixes(runs, full, boundaries)
+    starts, known = runs.starts, its.known
+    held = [(known.get(id(row)) or its.read(row))[1] for row in runs.rows]
+    # Per run, up to the last one in which a hit can end: the engines that hold everything up to its end.
+    shared_prefixes: list[int] = []
+    shared_prefix = -1
+    for start, by_class in zip(starts, held, strict=True):
+        shared_prefix &= by_class[0]
+        if not shared_prefix or start >= boundaries:
+            break
+        shared_prefixes.append(shared_prefix)
     hits: Ends = []
     shared_prefix_ends: Ends = []
     found = reached = 0
@@ -140,11 +143,11 @@ def run_ends(runs: Runs, its: RunReads, boundaries: int, unit: int) -> tuple[End
             shared_prefix_ends.append((end * unit, shared_prefix ^ reached))
             reached = shared_prefix
         valid = shared_prefix ^ found
-        for read, needed in windows:
-            at = number
+        for window, needed in enumerate(its.needed, 1):
+            at, first = number, end - needed
             while valid:
-                valid &= read(rows[at])
-                if starts[at] <= end - needed or not at:
+                valid &= held[at][window]
+                if starts[at] <= first or not at:
                     break
                 at -= 1
         if valid:
@@ -153,56 +156,39 @@ def run_ends(runs: Runs, its: RunReads, boundaries: int, unit: int) -> tuple[End
             if found == shared_prefixes[0]:
                 break
         end = starts[number]
-    return hits, shared_prefix_ends if full is not None else hits
-
-
-def _shared_prefixes(runs: Runs, full: Read | None, boundaries: int) -> list[int]:
-    """Return per run, up to the last one in which a hit can end, the engines that hold everything up to
-    its end.
-    """
-    shared_prefixes: list[int] = []
-    shared_prefix = -1
-    for start, row in zip(runs.starts, runs.rows, strict=True):
-        if full is not None:
-            shared_prefix &= full(row)
-        if not shared_prefix or start >= boundaries:
-            break
-        shared_prefixes.append(shared_prefix)
-    return shared_prefixes
+    return hits, shared_prefix_ends if its.full else hits
 
 
 ALL_WORD = np.uint64(_ALL)
 
 
 class WordHits:
-    """Hits of the 64 engines of one word, in tokens:
+    """Hits of the 64 engines of one word, in tokens: ``hit_ends``, and the full-attention prefixes
+    ``shared_prefix_ends``; ``hit`` and ``shared_prefix`` are the same by bit."""
 
-    ``hit_ends``, and the full-attention prefixes ``shared_prefix_ends``.
-
-    ``hit`` and ``shared_prefix`` are the same, indexed by bit.
-    """
-
-    __slots__ = ("_hit", "_shared_prefix", "by_class", "hit_ends", "shared_prefix_ends")
+    __slots__ = ("by_class", "hit_ends", "shared_prefix_ends")
 
     def __init__(self, hit_ends: Ends, shared_prefix_ends: Ends, by_class: list[list[int]]) -> None:
         self.hit_ends = hit_ends
         self.shared_prefix_ends = shared_prefix_ends
         # Largest boundary valid in each spec class alone (in the layout's order), by bit.
         self.by_class = by_class
-        self._hit: list[int] | None = None
-        self._shared_prefix: list[int] | None = None
 
     @property
     def hit(self) -> list[int]:
-        if self._hit is None:
-            self._hit = _by_bit(self.hit_ends)
-        return self._hit
+        return _by_bit(self.hit_ends)
 
     @property
     def shared_prefix(self) -> list[int]:
-        if self._shared_prefix is None:
-            self._shared_prefix = _by_bit(self.shared_prefix_ends)
-        return self._shared_prefix
+        return _by_bit(self.shared_prefix_ends)
+
+
+def end_of(ends: Ends, bit: int) -> int:
+    """Return the tokens of one engine."""
+    for end, bits in ends:
+        if bits >> bit & 1:
+            return end
+    return 0
 
 
 class _ClassPlan(NamedTuple):
@@ -276,7 +262,7 @@ def evaluate(
     # num_tokens - 1.
     boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
     if rows.runs is not None and plan.by_runs is not None and not detail:
-        its = run_reads(plan.by_runs, rows.runs.columns, (word,))
+        its = RunReads(plan.by_runs, rows.runs.columns, (word,))
         return WordHits(*run_ends(rows.runs, its, min(boundaries, rows.num_hashes), alignment), [])
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
@@ -302,7 +288,7 @@ class FleetRule:
         self._plan = _plan(layout, loading=False)
         # The columns that _reads was made for.
         self._columns: Mapping[tuple[Plane, int], int] | None = None
-        self._reads = RunReads(None, [])
+        self._reads = RunReads((), {}, ())
 
     def ends(self, rows: Rows, num_tokens: int) -> tuple[Ends, Ends]:
         """Return ``hit_ends`` and ``shared_prefix_ends`` of the GPU hits that ``evaluate`` computes, with the
@@ -312,7 +298,7 @@ class FleetRule:
             hits = [evaluate(rows, layout, num_tokens, word=word) for word in self._words]
             return _joined([one.hit_ends for one in hits]), _joined([one.shared_prefix_ends for one in hits])
         if runs.columns is not self._columns:
-            self._columns, self._reads = runs.columns, run_reads(classes, runs.columns, self._words)
+            self._columns, self._reads = runs.columns, RunReads(classes, runs.columns, self._words)
         alignment, held = layout.alignment, rows.num_hashes
         boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
         return run_ends(runs, self._reads, held if held < boundaries else boundaries, alignment)  # noqa: FURB136

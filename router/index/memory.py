@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import groupby, repeat
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -186,10 +187,23 @@ Numbers = npt.NDArray[np.int32]
 Find = Callable[[Sequence[Any]], Numbers]
 
 
+class NumberRuns(NamedTuple):
+    """Row numbers in run-length form: where each run starts, and its number."""
+
+    starts: list[int]
+    numbers: list[int]
+
+
+def _runs(numbers: Numbers) -> NumberRuns:
+    starts = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist()]
+    return NumberRuns(starts, numbers[starts].tolist())
+
+
 class CachedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Cached rows of a prompt's first hashes; opaque to its holder."""
 
     numbers: Numbers
+    runs: NumberRuns
     cache: LookupCache
     generation: int
     stamp: int
@@ -198,7 +212,10 @@ class CachedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Return the rows of at most the first ``num_hashes`` hashes."""
         if num_hashes >= len(self.numbers):
             return self
-        return CachedRows(self.numbers[:num_hashes], self.cache, self.generation, self.stamp)
+        starts, numbers = self.runs
+        count = bisect_left(starts, num_hashes)
+        runs = NumberRuns(starts[:count], numbers[:count])
+        return CachedRows(self.numbers[:num_hashes], runs, self.cache, self.generation, self.stamp)
 
 
 class LookupCache:
@@ -222,8 +239,8 @@ class LookupCache:
         if self.mask:
             self._view[:] = 0
 
-    def rows(self, hashes: PromptHashes, find: Find) -> Numbers:
-        """Return the row of each hash; ``find`` looks up the ones that are not cached."""
+    def rows(self, hashes: PromptHashes, find: Find) -> tuple[Numbers, NumberRuns]:
+        """Return the row of each hash, and their runs; ``find`` looks up the ones that are not cached."""
         if not self.mask:
             self.mask, self.stamps = _PLACES - 1, array("I", bytes(4 * _PLACES))
             self._view = np.frombuffer(self.stamps, np.uint32)
@@ -236,23 +253,31 @@ class LookupCache:
             or found.generation != self._generation
         ):
             numbers = find(hashes)
+            runs = _runs(numbers)
         else:
-            numbers = self._again(found, hashes, find)
-        hashes.found = CachedRows(numbers, self, self._generation, self.now)
+            numbers, runs = self._again(found, hashes, find)
+        hashes.found = CachedRows(numbers, runs, self, self._generation, self.now)
         self.now += 1
-        return numbers
+        return numbers, runs
 
-    def _again(self, found: CachedRows, hashes: PromptHashes, find: Find) -> Numbers:
-        numbers = found.numbers
+    def _again(self, found: CachedRows, hashes: PromptHashes, find: Find) -> tuple[Numbers, NumberRuns]:
+        numbers, runs = found.numbers, found.runs
         known = len(numbers)
         places = np.frombuffer(hashes, np.int64, known) & self.mask
         changed = (self._view.take(places) > found.stamp).nonzero()[0]
         if len(changed):
             numbers = numbers.copy()
             numbers[changed] = find([hashes[at] for at in changed.tolist()])
+            runs = _runs(numbers)
         if known < len(hashes):
-            numbers = np.concatenate((numbers, find(hashes[known:])))
-        return numbers
+            more = find(hashes[known:])
+            numbers = np.concatenate((numbers, more))
+            starts, firsts = _runs(more)
+            same = runs.numbers[-1:] == firsts[:1]  # the last run goes on
+            runs = NumberRuns(
+                runs.starts + [known + at for at in starts[same:]], runs.numbers + firsts[same:]
+            )
+        return numbers, runs
 
 
 # Blocks checked per write while leftovers are being swept: about 50 us (measured).
@@ -392,13 +417,11 @@ class MemoryIndex:
             numbers = list(map(self._row_of.get, hashes, repeat(0)))
             starts = _starts(numbers)
             firsts = [numbers[at] for at in starts]
+        elif isinstance(hashes, PromptHashes):
+            numbers, (starts, firsts) = self._lookup_cache.rows(hashes, self._numbers)
         else:
-            if isinstance(hashes, PromptHashes):
-                found_rows = self._lookup_cache.rows(hashes, self._numbers)
-            else:
-                found_rows = self._numbers(hashes)
-            starts = [0, *((found_rows[1:] != found_rows[:-1]).nonzero()[0] + 1).tolist()]
-            numbers, firsts = found_rows, found_rows[starts].tolist()
+            numbers = self._numbers(hashes)
+            starts, firsts = _runs(numbers)
         if len(starts) <= _RUNS_MAX:
             words = self._patterns.words
             rows = [words[row] for row in firsts]

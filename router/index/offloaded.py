@@ -56,7 +56,7 @@ from router.index.base import (
 from router.index.base import (
     place as place_of,
 )
-from router.index.hit_rules import WordHits, evaluate
+from router.index.hit_rules import Ends, WordHits, end_of, evaluate
 from router.index.learn.layout import CacheLayout
 
 # Word numbers from here down are of other replicas' rows; -1 is unused (``NOWHERE``).
@@ -117,7 +117,7 @@ def tier_extents(
     rows: Rows, layout: CacheLayout, num_tokens: int, word: int, on_gpu: WordHits, *, detail: bool = False
 ) -> tuple[Extent, ...]:
     """Return the extent of the hits of the 64 engines of ``word`` with each tier."""
-    below = _below(on_gpu.hit, layout, rows.num_hashes)
+    below = _below(on_gpu.hit_ends, layout, rows.num_hashes)
     ends = _ends(layout)
     return tuple(
         Extent(
@@ -158,9 +158,10 @@ def loaded(extents: tuple[Extent, ...], bit: int, hit: int, *, first: bool = Fal
         by_medium: dict[str, int] = {}
         at = hit
         for medium, hits in layers:
-            if hits.hit[bit] > at:
-                by_medium[medium] = hits.hit[bit] - at
-                at = hits.hit[bit]
+            end = end_of(hits.hit_ends, bit)
+            if end > at:
+                by_medium[medium] = end - at
+                at = end
         if at > furthest:
             most, furthest = by_medium, at
             if first:
@@ -221,14 +222,14 @@ def _held_by_any(rows: Rows, plane: Plane) -> Words:
     return np.where(told, ~np.uint64(0), np.uint64(0))
 
 
-def _below(hits: list[int], layout: CacheLayout, num_hashes: int) -> Words:
+def _below(hits: Ends, layout: CacheLayout, num_hashes: int) -> Words:
     """Return per hash block the engines whose GPU hit, rounded down to a whole block, covers it."""
     whole = scheduler_block_size(layout.groups)
     ends = np.zeros(num_hashes, np.uint64)
-    for bit, tokens in enumerate(hits):
+    for tokens, bits in hits:
         blocks = tokens // whole * whole // layout.hash_block_size
         if blocks:
-            ends[blocks - 1] |= np.uint64(1 << bit)
+            ends[blocks - 1] |= np.uint64(bits)
     covered: Words = np.bitwise_or.accumulate(ends[::-1])[::-1]
     return covered
 

@@ -7,14 +7,15 @@ hits together (``Holders``), so that an engine that holds nothing takes no step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from publisher.block_hash import HashScheme
 from router.index.base import CPU, GPU, STORAGE, WORD_BITS, Rows, Slot
-from router.index.hit_rules import Ends, FleetRule, WordHits, evaluate
+from router.index.hit_rules import Ends, FleetRule, WordHits, end_of, evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.learn.root_events import LearnedKeys
 from router.index.offloaded import Extent, held_alone, loaded, tier_extents, usable
@@ -97,10 +98,16 @@ class Holders(NamedTuple):
 _SETS_MAX: Final = 1024
 
 
+# The constructor of a named tuple is a Python function: this is called for each set of engines and prompt.
+_HOLDERS: Callable[[tuple[EngineHit, tuple[str, ...]]], Holders] = partial(tuple.__new__, Holders)
+# Engines whose hit, or full-attention prefix, has no tokens.
+_REST: Final = (0, -1)
+
+
 class _PlanRow:
     """Queries with equal layout and mode, whose hits are computed together."""
 
-    __slots__ = ("_bits", "_by_bit", "_mode", "_rule", "_sets", "by_word", "layout", "nothing")
+    __slots__ = ("_bits", "_by_bit", "_mode", "_rule", "_sets", "_stores", "by_word", "layout", "nothing")
 
     def __init__(self, queries: list[EngineQuery]) -> None:
         self.layout, self._mode = queries[0].layout, queries[0].mode
@@ -117,6 +124,13 @@ class _PlanRow:
             for query in alike
         }
         self._bits = sum([1 << bit for bit in self._by_bit])
+        # Engines of each word by the shared stores that they load from: bits, and one of them.
+        self._stores: list[dict[frozenset[str], int]] = []
+        for alike in self.by_word.values():
+            stores: dict[frozenset[str], int] = {}
+            for query in alike:
+                stores[query.stores] = stores.get(query.stores, 0) | 1 << query.slot.bit
+            self._stores.append(stores)
         self._sets: dict[int, tuple[str, ...]] = {}
 
     def holders(self, rows: Rows, num_tokens: int) -> list[Holders]:
@@ -125,39 +139,65 @@ class _PlanRow:
         found: list[Holders] = []
         if not hit_ends and not shared_prefix_ends:
             return found
-        left = self._bits
-        for shared_prefix, bits in shared_prefix_ends:
-            reached = bits & left
-            if reached:
-                left ^= reached
-                self._enter(found, hit_ends, shared_prefix, reached)
+        mode, alignment, replay = self._mode, self.nothing.alignment, self.nothing.replay_tokens
+        sets, left = self._sets, self._bits
+        ends = (*hit_ends, _REST)
         # Some families have hits without a full-attention prefix.
-        if left:
-            self._enter(found, hit_ends, 0, left)
+        for shared_prefix, bits in (*shared_prefix_ends, _REST):
+            reached = bits & left
+            left ^= reached
+            for end, ended in ends:
+                if not reached:
+                    break
+                alike = ended & reached
+                if not alike or not (end or shared_prefix):
+                    continue
+                reached ^= alike
+                hit = EngineHit(
+                    mode, end if end > replay else 0, 0, 0, shared_prefix, alignment, (), "", replay
+                )
+                found.append(_HOLDERS((hit, sets.get(alike) or self._names(alike))))
         return found
 
-    def _enter(self, found: list[Holders], hit_ends: Ends, shared_prefix: int, left: int) -> None:
-        """Enter the hits of engines with the same full-attention prefix."""
-        for end, bits in hit_ends:
-            alike = bits & left
-            if alike:
-                left ^= alike
-                found.append(self._alike(alike, end, shared_prefix))
-        if shared_prefix and left:
-            found.append(self._alike(left, 0, shared_prefix))
+    def loading(self, rows: Rows, num_tokens: int) -> list[Holders]:
+        """Return the engines with hits on GPUs or in the memory of connectors, by their hits."""
+        found: dict[EngineHit, int] = {}
+        for at, (word, stores) in enumerate(zip(self.by_word, self._stores, strict=True)):
+            gpu = evaluate(rows, self.layout, num_tokens, word=word)
+            extents = tier_extents(rows, self.layout, num_tokens, word, gpu)
+            layers = [hits.hit_ends for extent in extents for _, hits in extent.layers]
+            for used, bits in stores.items():
+                # Engines with the same tiers whose blocks end alike in each of them.
+                for alike in _split(bits, [gpu.hit_ends, gpu.shared_prefix_ends, *layers]):
+                    bit = alike.bit_length() - 1
+                    hit = _loading(self._mode, self.layout, bit, gpu, usable(extents, used))
+                    found[hit] = found.get(hit, 0) | alike << WORD_BITS * at
+        found.pop(self.nothing, None)
+        return [_HOLDERS((hit, self._sets.get(bits) or self._names(bits))) for hit, bits in found.items()]
 
-    def _alike(self, bits: int, end: int, shared_prefix: int) -> Holders:
-        layout, names = self.layout, self._sets.get(bits)
-        end = end if end > layout.replay_tokens else 0
-        hit = EngineHit(
-            self._mode, end, 0, 0, shared_prefix, layout.alignment, replay_tokens=layout.replay_tokens
-        )
-        if names is None:
-            if len(self._sets) >= _SETS_MAX:
-                self._sets.clear()
-            names = tuple([name for bit, name in self._by_bit.items() if bits >> bit & 1])
-            self._sets[bits] = names
-        return Holders(hit, names)
+    def _names(self, bits: int) -> tuple[str, ...]:
+        if len(self._sets) >= _SETS_MAX:
+            self._sets.clear()
+        names = tuple([name for bit, name in self._by_bit.items() if bits >> bit & 1])
+        self._sets[bits] = names
+        return names
+
+
+def _split(bits: int, by_ends: Sequence[Ends]) -> list[int]:
+    """Split a set of engines into those that end together in all of these."""
+    found = [bits]
+    for ends in by_ends:
+        split = []
+        for left in found:
+            for _, ended in ends:
+                together = left & ended
+                if together:
+                    left ^= together  # noqa: PLW2901
+                    split.append(together)
+            if left:
+                split.append(left)
+        found = split
+    return found
 
 
 class PlanRows:
@@ -181,14 +221,20 @@ class PlanRows:
         alike: list[Holders] = []
         single: dict[str, EngineHit] = {}
         for row in self._rows:
-            if detail or not found.only_gpu:
-                for word, queries in row.by_word.items():
-                    gpu = evaluate(found, row.layout, num_tokens, word=word, detail=detail)
-                    extents = tier_extents(found, row.layout, num_tokens, word, gpu, detail=detail)
-                    for query in queries:
-                        single[query.engine_id] = _loading(query, gpu, extents, detail=detail)
-            else:
+            if found.only_gpu and not detail:
                 alike += row.holders(found, num_tokens)
+            elif not detail:
+                alike += row.loading(found, num_tokens)
+            else:
+                for word, queries in row.by_word.items():
+                    layout = row.layout
+                    gpu = evaluate(found, layout, num_tokens, word=word, detail=True)
+                    extents = tier_extents(found, layout, num_tokens, word, gpu, detail=True)
+                    for query in queries:
+                        its, bit = usable(extents, query.stores), query.slot.bit
+                        hit = _loading(query.mode, layout, bit, gpu, its)
+                        by_class = _class_hits(layout, gpu, its, bit)
+                        single[query.engine_id] = msgspec.structs.replace(hit, by_class=by_class)
         return alike, single
 
     @property
@@ -245,23 +291,23 @@ def query_hits(
     return PromptHits(*plan.hits(rows, num_tokens, detail=detail), plan.nothing).by_engine()
 
 
-def _loading(query: EngineQuery, gpu: WordHits, extents: tuple[Extent, ...], *, detail: bool) -> EngineHit:
-    """Return one engine's hit if connectors hold blocks too, or details by class are requested."""
-    layout, bit = query.layout, query.slot.bit
-    hit, its = gpu.hit[bit], usable(extents, query.stores)
-    by_medium = loaded(its, bit, hit, first=layout.first_connector_loads)
+def _loading(
+    mode: Mode, layout: CacheLayout, bit: int, gpu: WordHits, extents: tuple[Extent, ...]
+) -> EngineHit:
+    """Return the hit of one engine, whose connectors hold blocks too. ``extents``: of its tiers."""
+    hit = end_of(gpu.hit_ends, bit)
+    by_medium = loaded(extents, bit, hit, first=layout.first_connector_loads)
     if sum(by_medium.values()) < layout.load_tokens_min:
         by_medium = {}
     if hit + sum(by_medium.values()) <= layout.replay_tokens:
         hit, by_medium = 0, {}
     return EngineHit(
-        query.mode,
+        mode,
         hit,
         by_medium.get(CPU, 0),
         by_medium.get(STORAGE, 0),
-        gpu.shared_prefix[bit],
+        end_of(gpu.shared_prefix_ends, bit),
         layout.alignment,
-        _class_hits(layout, gpu, its, bit) if detail else (),
         replay_tokens=layout.replay_tokens,
     )
 

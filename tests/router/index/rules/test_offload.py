@@ -28,6 +28,7 @@ from router.index.offloaded import (
     tiers,
     usable,
 )
+from router.index.query_plan import NOWHERE, EngineQuery, PlanRows, PromptHits
 from tests.router.index.rules.layouts import (
     ENGINE,
     full,
@@ -253,6 +254,34 @@ def test_what_lies_outside_never_changes_the_gpu_hit(case: tuple[CacheLayout, in
     layout, num_tokens, gpu, tier = case
     alone, _ = loads(layout, num_tokens, {"GPU": gpu})
     assert loads(layout, num_tokens, {"GPU": gpu, HOST: tier, "STORAGE*0@s": tier}, "s")[0] == alone
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data())
+def test_engines_in_groups_load_what_each_would_by_itself(data: st.DataObject) -> None:
+    """Equal hits are worked out once: each engine has the hit that it has with details, where it is alone."""
+    layout, num_tokens = data.draw(models(), "layout"), data.draw(st.integers(1, 300), "tokens")
+    pieces = data.draw(st.lists(residencies(layout, num_tokens), min_size=1, max_size=3), "pieces")
+    index, hashes = MemoryIndex(), hashes_of(num_tokens, layout)
+    for number in range(data.draw(st.sampled_from([0, 62]), "engines before")):  # of the first word
+        index.store(f"before{number}", Plane("GPU", 0), [BlockHash(1)])
+    queries: list[EngineQuery] = []
+    for number in range(data.draw(st.integers(1, 6), "engines")):
+        name, stores = f"e{number}", data.draw(st.sampled_from([frozenset(), frozenset({"s"})]))
+        index.store(name, Plane("GPU", 0), [BlockHash(1)])
+        for place in ("GPU", "CPU", HOST, "STORAGE*0@s"):
+            for group, numbers in data.draw(st.sampled_from([{}, *pieces])).items():
+                index.store(name, Plane(place, group), [BlockHash(1000 + block) for block in numbers])
+        queries.append(
+            EngineQuery(name, HashScheme(), layout, index.slot(name) or NOWHERE, None, frozenset(stores))
+        )
+    plan, rows = PlanRows(queries), index.lookup(hashes)
+    alone = PromptHits(*plan.hits(rows, num_tokens, detail=True), plan.nothing).by_engine()
+    alike, single = plan.hits(rows, num_tokens, detail=False)
+    assert not single
+    grouped = PromptHits(alike, {}, plan.nothing).by_engine()
+    assert grouped == {name: replace(hit, by_class=()) for name, hit in alone.items()}
+    assert len({hit for hit, _ in alike}) == len(alike)
 
 
 # -- the writer's side ------------------------------------------------------------------------------------
