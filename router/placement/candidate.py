@@ -7,7 +7,7 @@ Times are seconds, lengths are prompt tokens. Nothing here reads a clock or hold
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import msgspec
 
@@ -110,7 +110,7 @@ class Candidate(msgspec.Struct, gc=False):
         return self.decode_interference_s * self.running
 
 
-class EngineState(NamedTuple):
+class EngineState(msgspec.Struct, frozen=True, gc=False):
     """Load and rates of one engine, as in ``Candidate``; ``last_admit_s``: when the router last sent it a
     request."""
 
@@ -127,12 +127,12 @@ class Candidates(Sequence[Candidate]):
     """Candidates for one prompt as parallel lists, in their order; a ``Candidate`` is made on demand.
 
     ``groups``: those with equal hits, each candidate in at most one; those in none hold nothing of the
-    prompt, and have None in ``hits``. ``rooms``: ``room_s`` and ``pool_share`` where they are not 0.
-    ``decode_s``: ``interference_s``. The lists must not be changed.
+    prompt, and ``nothing`` gives their hits. ``rooms``: ``room_s`` and ``pool_share`` where they are not 0.
+    ``decode_s``: ``interference_s``; ``fastest``: the least of ``rates``. The lists must not be changed.
     """
 
     __slots__ = (
-        *("_made", "_make", "_now", "decode_s", "engine_ids", "groups", "hits", "queue_s", "rates"),
+        *("_made", "_nothing", "_now", "decode_s", "engine_ids", "fastest", "groups", "queue_s", "rates"),
         *("recent_s", "rooms", "states"),
     )
 
@@ -143,24 +143,24 @@ class Candidates(Sequence[Candidate]):
         queue_s: list[float],
         *,
         rates: list[float],
+        fastest: float,
         decode_s: list[float],
         recent_s: list[float],
         groups: Sequence[tuple[Hit, Sequence[int]]],
-        hits: Sequence[Hit | None],
         rooms: Mapping[int, tuple[float, float]],
-        make: Callable[[int], Candidate],
+        nothing: Callable[[int], Hit] = lambda at: Hit(),
         now: float = 0.0,
     ) -> None:
         self.engine_ids = engine_ids
         self.states = states
         self.queue_s = queue_s
         self.rates = rates
+        self.fastest = fastest
         self.decode_s = decode_s
         self.recent_s = recent_s
         self.groups = groups
-        self.hits = hits
         self.rooms = rooms
-        self._make = make
+        self._nothing = nothing
         self._made: dict[int, Candidate] = {}
         self._now = now
 
@@ -184,6 +184,33 @@ class Candidates(Sequence[Candidate]):
             found = self._made[at] = self._make(at)
         return found
 
+    def _make(self, at: int) -> Candidate:
+        state = self.states[at]
+        if isinstance(state, Candidate):
+            return state
+        room_s, share = self.rooms.get(at, _ROOM)
+        return Candidate(
+            self.engine_ids[at],
+            self.hit(at) or self._nothing(at),
+            self.queue_s[at],
+            state.running,
+            state.waiting,
+            self._now - state.last_admit_s,
+            state.prefill_s_per_token,
+            state.decode_interference_s,
+            state.late_s,
+            state.recent_s,
+            room_s,
+            share,
+        )
+
+    def hit(self, at: int) -> Hit | None:
+        """Return the hit of one candidate; None: it is in no group."""
+        for hit, members in self.groups:
+            if at in members:
+                return hit
+        return None
+
     def idle(self, least_s: float) -> list[int]:
         """Return the positions of those with at least this ``idle_s``."""
         now = self._now
@@ -192,6 +219,9 @@ class Candidates(Sequence[Candidate]):
             for at, state in enumerate(self.states)
             if (now - state.last_admit_s if isinstance(state, EngineState) else state.idle_s) >= least_s
         ]
+
+
+_ROOM = 0.0, 0.0
 
 
 def _waits_for_room(one: Candidate) -> bool:
@@ -205,17 +235,17 @@ def columns(candidates: Sequence[Candidate]) -> Candidates:
     groups: dict[int, tuple[Hit, list[int]]] = {}
     for at, one in enumerate(candidates):
         groups.setdefault(id(one.hit), (one.hit, []))[1].append(at)
+    rates = [one.prefill_s_per_token for one in candidates]
     return Candidates(
         [one.engine_id for one in candidates],
         candidates,
         [one.queue_s for one in candidates],
-        rates=[one.prefill_s_per_token for one in candidates],
+        rates=rates,
+        fastest=min(rates, default=0.0),
         decode_s=[one.interference_s for one in candidates],
         recent_s=[one.recent_s for one in candidates],
         groups=list(groups.values()),
-        hits=[one.hit for one in candidates],
         rooms={at: (one.room_s, one.pool_share) for at, one in enumerate(candidates) if _waits_for_room(one)},
-        make=candidates.__getitem__,
     )
 
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 from typing import Annotated, Final
 
 import msgspec
@@ -47,7 +48,6 @@ from router.placement.candidate import (
     Candidate,
     Candidates,
     Cost,
-    EngineState,
     Hit,
     PolicySettings,
     Pull,
@@ -67,38 +67,32 @@ PROBE_COST_MAX_S = 1.0
 _SCARCE_AT_S: Final = 5.0
 _NO_HIT: Final = Hit()
 
-Part = tuple[int, int, float, float]
+Part = tuple[int, int, float, float, int]
 """A prompt with a given hit, in tokens: cached tokens and shared prefix, both clamped, and the tokens whose
-computing takes as long as all costs that depend on the engine's rate. And ``load_s``."""
+computing takes as long as all costs that depend on the engine's rate. Then ``load_s``, and the tokens that
+take new pages."""
 
 
 class ScoredCandidates(msgspec.Struct, gc=False):
-    """Costs of a prompt at each candidate: ``totals`` and ``queues`` are in the order of the candidates,
-    ``parts`` by the hit's id. The other parts of a ``Cost`` follow from these."""
+    """Costs of a prompt at each candidate: ``totals``, ``queues`` and ``parts`` are in their order. The
+    other parts of a ``Cost`` follow from these."""
 
     candidates: Candidates
     prompt_tokens: int
     settings: PolicySettings
     totals: list[float]
     queues: list[float]
-    parts: dict[int, Part]
-    nothing: Part
-    """Part of candidates that hold nothing of the prompt."""
+    parts: list[Part]
     longest_shared_prefix: int
     recent_s: float
     """Mean over the candidates of their recent work."""
     scarcity: float | None = None
     """Price of pages; None if nothing can be loaded: then neither pages nor sequences have a price."""
 
-    def part(self, index: int) -> Part:
-        """Return the part of one candidate."""
-        hit = self.candidates.hits[index]
-        return self.nothing if hit is None else self.parts[id(hit)]
-
     def cost(self, index: int) -> Cost:
         """Return the cost of one candidate, part by part."""
         candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
-        cached, shared_prefix, _, load_s = self.part(index)
+        cached, shared_prefix, _, load_s, paged = self.parts[index]
         rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
         prefill_s, decode_s = rate * uncached, candidate.interference_s
         if shared_prefix > cached:
@@ -108,10 +102,10 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         # and every copy makes all caches smaller (docs/decisions/005-eviction-premium.md).
         eviction_s = settings.eviction_premium * (prefill_s - credit_s)
         if self.scarcity is not None:
-            sequences_s, pages_s = _beside_loads(
-                candidate, candidate.hit.soon_tokens, prompt_tokens, settings, self.scarcity
-            )
-            decode_s, eviction_s = decode_s + sequences_s, eviction_s + pages_s
+            # With memory behind the GPUs a fifth of the tokens is computed: blocks for generating sequences
+            # are scarcer than compute (docs/decisions/012).
+            decode_s += settings.sequence_s * (candidate.running + candidate.waiting)
+            eviction_s += self.scarcity * rate * paged
         return Cost(
             candidate.engine_id,
             self.queues[index],
@@ -121,7 +115,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             credit_s,
             eviction_s,
             settings.spread * max(0.0, candidate.recent_s - self.recent_s),
-            _crowding_s(candidate, uncached, settings),
+            _crowding_s(candidate, uncached, settings) if candidate.room_s else 0.0,
             self.totals[index],
             uncached,
             shared_prefix,
@@ -132,7 +126,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and the delay by
         its running requests, without the engine's own overhead."""
         candidate = self.candidates[index]
-        cached, _, _, load_s = self.part(index)
+        cached, _, _, load_s, _ = self.parts[index]
         wait_s = max(candidate.queue_s, candidate.room_s)
         prefill_s = candidate.prefill_s_per_token * (self.prompt_tokens - cached)
         return wait_s + prefill_s + load_s + candidate.interference_s
@@ -176,8 +170,17 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     """Score every candidate."""
     # Lists instead of objects: this walks the whole fleet for each request.
     found = columns(candidates)
-    nothing = _part(_NO_HIT, prompt_tokens, settings)
-    parts, by_rate, load_s, longest = _parts(found, nothing, prompt_tokens, settings)
+    parts = [_part(_NO_HIT, prompt_tokens, settings)] * len(found.queue_s)
+    longest, loads = 0, False
+    # Only engines that hold a part of the prompt differ in what they compute, and equal hits share it.
+    for hit, members in found.groups:
+        part = _part(hit, prompt_tokens, settings)
+        for at in members:
+            parts[at] = part
+        longest = max(longest, part[1])
+        # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
+        if hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1:
+            loads = True
     queues = found.queue_s
     if found.rooms:
         # Only a share of the wait for pages: all of it would move sessions away from the engines that hold
@@ -185,77 +188,45 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
         queues = queues[:]
         for at, (room_s, _) in found.rooms.items():
             queues[at] = max(queues[at], settings.room_share * room_s)
-    rates, decodes_s = found.rates, found.decode_s
-    if load_s:
-        totals = [
-            queue_s + rate * tokens + seconds + decode_s
-            for queue_s, rate, tokens, seconds, decode_s in zip(
-                queues, rates, by_rate, load_s, decodes_s, strict=True
-            )
-        ]
-    else:
-        totals = [
-            queue_s + rate * tokens + decode_s
-            for queue_s, rate, tokens, decode_s in zip(queues, rates, by_rate, decodes_s, strict=True)
-        ]
-    spread, mean_s = settings.spread, 0.0
-    if spread and found.recent_s:
-        # Relative to the fleet: under equal load the term must not favour anyone.
-        mean_s = math.fsum(found.recent_s) / len(totals)
-        if mean_s:
-            _add_spread(totals, found.recent_s, spread, mean_s)
-    scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, nothing, longest, mean_s)
+    totals = [
+        queue_s + rate * part[2] + part[3] + decode_s
+        for queue_s, rate, part, decode_s in zip(queues, found.rates, parts, found.decode_s, strict=True)
+    ]
+    mean_s = _add_spread(totals, found.recent_s, settings.spread) if settings.spread else 0.0
+    scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
     for at, (_, share) in found.rooms.items():
         if share:
-            totals[at] += _crowding_s(found[at], prompt_tokens - scored.part(at)[0], settings)
-    if load_s:
+            totals[at] += _crowding_s(found[at], prompt_tokens - parts[at][0], settings)
+    if loads:
         _add_scarcity(scored)
     return scored
 
 
-def _parts(
-    found: Candidates, nothing: Part, prompt_tokens: int, settings: PolicySettings
-) -> tuple[dict[int, Part], list[float], list[float], int]:
-    """Return the part of each hit, by its id; in the order of the candidates the tokens of these parts, and
-    the seconds of loads (empty without any); and the longest shared prefix."""
-    # Only engines that hold a part of the prompt differ in what they compute, and equal hits share it.
-    by_rate = [nothing[2]] * len(found.queue_s)
-    load_s: list[float] = []
-    parts: dict[int, Part] = {}
-    longest = 0
-    for hit, members in found.groups:
-        part = parts[id(hit)] = _part(hit, prompt_tokens, settings)
-        _, shared_prefix, tokens, seconds = part
-        longest = max(longest, shared_prefix)
-        for at in members:
-            by_rate[at] = tokens
-        # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
-        if hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1:
-            load_s = load_s or [0.0] * len(found)
-            for at in members:
-                load_s[at] = seconds
-    return parts, by_rate, load_s, longest
-
-
-def _add_spread(totals: list[float], recent_s: Sequence[float], spread: float, mean_s: float) -> None:
+def _add_spread(totals: list[float], recent_s: Sequence[float], spread: float) -> float:
+    """Add the price of recent work. Returns its mean over the candidates."""
+    # Relative to the fleet: under equal load the term must not favour anyone.
+    mean_s = math.fsum(recent_s) / len(totals) if totals else 0.0
     # The queue is a momentary value. Long sessions return every few seconds, and without this term several of
     # them share one engine while others idle (014).
-    for at, seconds in enumerate(recent_s):
+    for at, seconds in enumerate(recent_s) if mean_s else ():
         if seconds > mean_s:
             totals[at] += spread * (seconds - mean_s)
+    return mean_s
 
 
 def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
     price = 1 + settings.eviction_premium
     if hit is _NO_HIT and prompt_tokens:
-        return 0, 0, price * prompt_tokens, 0.0
+        return 0, 0, price * prompt_tokens, 0.0, prompt_tokens
     # vLLM always computes at least the last token.
     most = prompt_tokens - 1
-    cached, shared_prefix, load_s = hit.whole_tokens, hit.shared_prefix_tokens, 0.0
-    cached = min(cached, most)
-    if cached > hit.soon_tokens:
+    cached, shared_prefix, soon, load_s = hit.whole_tokens, hit.shared_prefix_tokens, hit.soon_tokens, 0.0
+    # Plain comparisons, as in ``Hit``.
+    cached = most if most < cached else cached  # noqa: FURB136
+    shared_prefix = most if most < shared_prefix else shared_prefix  # noqa: FURB136
+    soon = most if most < soon else soon  # noqa: FURB136
+    if cached > soon:
         load_s = _load_s(hit, cached, settings)
-    shared_prefix = min(shared_prefix, most)
     # The engine computes the last window of a hit again (bounded replay), so that part saves nothing.
     if hit.replay_tokens and cached > hit.replay_tokens:
         cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
@@ -263,7 +234,7 @@ def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
         by_rate = price * (prompt_tokens - cached - settings.beta * (shared_prefix - cached))
     else:
         shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
-    return cached, shared_prefix, by_rate, load_s
+    return cached, shared_prefix, by_rate, load_s, prompt_tokens - soon
 
 
 def within_level(scored: ScoredCandidates, own_s: Sequence[float], left_s: float) -> list[bool]:
@@ -304,21 +275,12 @@ def _add_scarcity(scored: ScoredCandidates) -> None:
     # (docs/decisions/013).
     late_s = math.fsum([state.late_s for state in candidates.states]) / len(candidates)
     scored.scarcity = scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
-    for index, (state, hit) in enumerate(zip(candidates.states, candidates.hits, strict=True)):
-        soon = 0 if hit is None else hit.soon_tokens
-        scored.totals[index] += sum(_beside_loads(state, soon, scored.prompt_tokens, settings, scarcity))
-
-
-def _beside_loads(
-    state: EngineState | Candidate, soon: int, prompt_tokens: int, settings: PolicySettings, scarcity: float
-) -> tuple[float, float]:
-    """Seconds for the engine's sequences, and for the pages that this prompt takes; ``soon``: tokens of it on
-    the GPU."""
-    taken = prompt_tokens - min(soon, prompt_tokens - 1)
-    # With memory behind the GPUs a fifth of the tokens is computed: blocks for generating sequences are
-    # scarcer than compute (docs/decisions/012).
-    sequences_s = settings.sequence_s * (state.running + state.waiting)
-    return sequences_s, scarcity * state.prefill_s_per_token * taken
+    sequence_s = settings.sequence_s
+    more_s = [
+        sequence_s * (state.running + state.waiting) + scarcity * rate * part[4]
+        for state, rate, part in zip(candidates.states, candidates.rates, scored.parts, strict=True)
+    ]
+    scored.totals = list(map(add, scored.totals, more_s))
 
 
 def choose(
@@ -362,22 +324,22 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     if len(totals) == 1:
         return 0, "only"
     best = min(totals)
-    cheapest = totals.index(best)
     cold = scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens
-    queue_s, gap_s = queues[cheapest], settings.queue_gap_s
-    # The usual case: nothing to probe, within the bound, and no equals.
-    if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
-        limit_s = best + _tie_s(scored.candidates.rates[cheapest], scored.prompt_tokens, settings)
-        if len([1 for total_s in totals if total_s <= limit_s]) == 1:
-            # Within the bound, and at any engine's rate without an equal.
-            return cheapest, "cheapest"
-    return _pick_bounded(scored, cheapest, key, cold=cold)
+    if not cold:
+        # The usual case: nothing to probe, and all equals within the bound.
+        limit_s, gap_s = best + _tie_s(scored), settings.queue_gap_s
+        equals = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
+        queue_s = max([queues[at] for at in equals])
+        if queue_s <= gap_s or queue_s - min(queues) <= gap_s:
+            return (equals[0], "cheapest") if len(equals) == 1 else (_settle(scored, equals, key), "tie")
+    return _pick_bounded(scored, totals.index(best), key, cold=cold)
 
 
-def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
-    """Largest difference of equal costs, if the fastest engine has this rate."""
+def _tie_s(scored: ScoredCandidates) -> float:
+    """Largest difference of equal costs: for the fastest engine, whose error is the smallest in seconds."""
     # Differences below the error of a prediction would otherwise decide by noise.
-    share_s = TIE_FRACTION * (1 + settings.eviction_premium) * prompt_tokens * rate
+    price, rate = 1 + scored.settings.eviction_premium, scored.candidates.fastest
+    share_s = TIE_FRACTION * price * scored.prompt_tokens * rate
     return share_s if share_s > TIE_S else TIE_S  # noqa: FURB136
 
 
@@ -402,10 +364,8 @@ def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bo
         due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
         if due:
             return _settle(scored, due, key), "probe"
-    fastest = min(candidates.rates)
-    limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
-    # Equal for the fastest engine, whose error is the smallest in seconds.
-    equals = [i for i in allowed if totals[i] <= limit]
+    limit_s = best + _tie_s(scored)
+    equals = [i for i in allowed if totals[i] <= limit_s]
     if len(equals) == 1:
         return equals[0], reason
     if reason == "cheapest":
@@ -416,13 +376,9 @@ def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bo
 
 def _settle(scored: ScoredCandidates, equals: list[int], key: int) -> int:
     """Break a tie: the longest shared prefix (it is free, and keeps prefixes together), then rendezvous."""
-    shared_prefixes = [scored.part(i)[1] for i in equals]
-    longest_shared_prefix = max(shared_prefixes)
-    longest = [
-        i
-        for i, shared_prefix in zip(equals, shared_prefixes, strict=True)
-        if shared_prefix == longest_shared_prefix
-    ]
+    parts = scored.parts
+    longest_shared_prefix = max([parts[i][1] for i in equals])
+    longest = [i for i in equals if parts[i][1] == longest_shared_prefix]
     if len(longest) == 1:
         return longest[0]
     return longest[favourite([scored.candidates.engine_ids[i] for i in longest], key)]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import Final
 
@@ -190,7 +191,7 @@ def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
 
 _READY = FeedState.READY
 # Sets of engines with equal hits whose positions are kept.
-_SETS_MAX = 4096
+_SETS_MAX = 1024
 # Lists of engines whose snapshots are kept: those of a model, and those without one that failed.
 _SNAPSHOTS_MAX = 8
 
@@ -205,7 +206,10 @@ class FleetSnapshot:
         "_decode_s",
         "_due",
         "_engine_ids",
+        "_fastest",
         "_fits_tokens",
+        "_fleet_rates",
+        "_medians",
         "_moving",
         "_others",
         "_position",
@@ -216,6 +220,7 @@ class FleetSnapshot:
         "_rows",
         "_scheduled_s",
         "_seen",
+        "_surely_fits",
         "_until_s",
         "engines",
     )
@@ -228,19 +233,23 @@ class FleetSnapshot:
         self._seen = -1
         self._engine_ids = [engine.engine_id for engine in engines]
         self._position: dict[str, int] = {name: at for at, name in enumerate(self._engine_ids)}
-        self._positions: dict[tuple[str, ...], list[int]] = {}
+        # By the identity of the names, which the plans of the index keep: a hash walks over all names.
+        self._positions: dict[int, tuple[tuple[str, ...], list[int]]] = {}
         self._rows: list[EngineState] = [EngineState()] * count
         # Parts of the rows, where a loop over all engines needs them.
         self._queue_s, self._rates, self._decode_s = [0.0] * count, [0.0] * count, [0.0] * count
         self._recent_s, self._fits_tokens = [0.0] * count, [math.inf] * count
+        self._fastest, self._surely_fits = 0.0, math.inf
         # Queues that fall with time.
         self._moving: dict[int, HeadProgress] = {}
         # Until when each row is good, and the earliest of these times first; a time may be listed too early.
         self._until_s, self._scheduled_s = [math.inf] * count, [math.inf] * count
         self._due: list[tuple[float, int]] = []
-        # Engines with estimates of the fleet, and these.
+        # Engines with estimates of the fleet, and these, by the medians that they were taken from.
         self._borrowing: set[int] = set()
         self._borrowed = 0.0, 0.0
+        self._fleet_rates = engines[0].rates.fleet if engines else None
+        self._medians: tuple[float, float, float] | None = None
         self._others: Mapping[str, OthersLoad] | None = {}
 
     def candidates(self, asked: PromptView, now: float) -> Candidates:
@@ -253,32 +262,9 @@ class FleetSnapshot:
             own_s = whole_s - min(done_s, head_s)
             queue_s[at] = own_s + beyond_s if own_s > 0.0 else beyond_s
         groups = self._groups(asked)
-        hits: list[Hit | None] = [None] * len(rows)
-        for hit, members in groups:
-            for at in members:
-                hits[at] = hit
         rooms: dict[int, tuple[float, float]] = {}
-
-        def make(at: int) -> Candidate:
-            row, hit = rows[at], hits[at]
-            room_s, share = rooms.get(at, _ROOM)
-            return Candidate(
-                engine_ids[at],
-                engines[at].hit(asked) if hit is None else hit,
-                queue_s[at],
-                row.running,
-                row.waiting,
-                now - row.last_admit_s,
-                row.prefill_s_per_token,
-                row.decode_interference_s,
-                row.late_s,
-                row.recent_s,
-                room_s,
-                share,
-            )
-
-        behind_pages = {} if asked.order is None else self._pass(asked, rows, hits, queue_s)
-        if rows and asked.tokens > min(self._fits_tokens):
+        behind_pages = {} if asked.order is None else self._pass(asked, rows, groups, queue_s)
+        if asked.tokens > self._surely_fits:
             for at, fits_tokens in enumerate(self._fits_tokens):
                 if asked.tokens > fits_tokens:
                     pages = engines[at].load.pages
@@ -288,12 +274,12 @@ class FleetSnapshot:
             rows,
             queue_s,
             rates=self._rates,
+            fastest=self._fastest,
             decode_s=self._decode_s,
             recent_s=self._recent_s,
             groups=groups,
-            hits=hits,
             rooms=rooms,
-            make=make,
+            nothing=partial(_nothing_at, engines, asked),
             now=now,
         )
 
@@ -301,18 +287,19 @@ class FleetSnapshot:
         self,
         asked: PromptView,
         rows: Sequence[EngineState],
-        hits: Sequence[Hit | None],
+        groups: Sequence[tuple[Hit, Sequence[int]]],
         queue_s: list[float],
     ) -> dict[int, int]:
         """Take off the prompts that this one would pass in the engines' own order. Returns their pages."""
         pages: dict[int, int] = {}
         order = asked.order
+        held = {at: hit.whole_tokens for hit, members in groups for at in members if rows[at].waiting}
         for at, row in enumerate(rows):
-            engine, hit = self.engines[at], hits[at]
+            engine = self.engines[at]
             if order is None or not row.waiting or not engine.takes_order:
                 continue
-            rate, held = row.prefill_s_per_token, 0 if hit is None else hit.whole_tokens
-            work_s = rate * (asked.tokens - held)
+            rate = row.prefill_s_per_token
+            work_s = rate * (asked.tokens - held.get(at, 0))
             behind_s, pages[at] = engine.load.behind(order.rank_s(work_s), rate)
             queue_s[at] = max(0.0, queue_s[at] - behind_s)
         return pages
@@ -329,8 +316,10 @@ class FleetSnapshot:
         if asked.shadows is not None:
             single.update({at: None for at, one in enumerate(engines) if one.shadow is not None})
         for held, names in asked.alike:
-            members: list[int] = []
-            for at in self._positions_of(names):
+            known = self._positions.get(id(names))
+            members = self._positions_of(names) if known is None or known[0] is not names else known[1]
+            apart = False
+            for at in members:
                 engine = engines[at]
                 feed = engine.feed
                 if (
@@ -340,11 +329,11 @@ class FleetSnapshot:
                     or feed.unconfirmed
                     or engine.evictions.crowded
                 ):
-                    single[at] = held
-                else:
-                    members.append(at)
+                    single[at], apart = held, True
+            if apart:
+                members = [at for at in members if at not in single]
             if members:
-                groups.append((engines[members[0]].hit(asked, held), members))
+                groups.append((engines[members[0]].discounted(held), members))
         if single:
             groups += self._by_hit(asked, single)
         return groups
@@ -374,26 +363,38 @@ class FleetSnapshot:
         return groups.values()
 
     def _positions_of(self, names: tuple[str, ...]) -> list[int]:
-        found = self._positions.get(names)
-        if found is None:
-            if len(self._positions) >= _SETS_MAX:
-                self._positions.clear()
-            position = self._position
-            found = self._positions[names] = [position[name] for name in names if name in position]
+        if len(self._positions) >= _SETS_MAX:
+            self._positions.clear()
+        position = self._position
+        found = [position[name] for name in names if name in position]
+        self._positions[id(names)] = names, found
         return found
 
     def _refresh(self, others: Mapping[str, OthersLoad] | None, now: float) -> None:
         """Read the rows that may have changed."""
+        changes, rates, due = self._changes, self._fleet_rates, self._due
         if self._seen < 0:
             stale: Iterable[int] = range(len(self.engines))
-            self._borrowed = self.engines[0].rates.borrowed if self.engines else self._borrowed
+            self._borrowed = (0.0, 0.0) if rates is None else rates.borrowed
+        elif (
+            changes is not None
+            and changes.count == self._seen
+            and others is self._others
+            and rates is not None
+            and rates.medians is self._medians
+            and not (due and due[0][0] <= now)
+        ):
+            return
         else:
             stale = self._stale(others, now)
         self._others = others
         for at in stale:
             self._read(at, now)
+        if stale:
+            self._fastest, self._surely_fits = min(self._rates), min(self._fits_tokens)
         # After the reading, which may itself note changes: heads that are done by now.
-        self._seen = 0 if self._changes is None else self._changes.seen()
+        self._seen = 0 if changes is None else changes.seen()
+        self._medians = None if rates is None else rates.medians
 
     def _stale(self, others: Mapping[str, OthersLoad] | None, now: float) -> Iterable[int]:
         before, position = self._others, self._position
@@ -414,8 +415,8 @@ class FleetSnapshot:
                 stale.add(at)
             else:
                 self._schedule(at)
-        if self._borrowing:
-            borrowed = self.engines[0].rates.borrowed
+        if self._borrowing and self._fleet_rates is not None:
+            borrowed = self._fleet_rates.borrowed
             if borrowed != self._borrowed:
                 self._borrowed = borrowed
                 stale |= self._borrowing
@@ -458,7 +459,8 @@ class FleetSnapshot:
             heappush(self._due, (until_s, at))
 
 
-_ROOM = 0.0, 0.0
+def _nothing_at(engines: Sequence[Engine], asked: PromptView, at: int) -> Hit:
+    return engines[at].hit(asked)
 
 
 class FleetSnapshots:

@@ -146,10 +146,11 @@ class EngineChanges:
     """Engines in the order of their latest changes: of anything that a decision reads of them, but for what
     the index holds."""
 
-    __slots__ = ("_at", "_count", "_last")
+    __slots__ = ("_at", "_last", "count")
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
+        """Number of the latest change."""
         self._at: dict[EngineId, int] = {}
         # The engine of the latest change, until changes are asked for.
         self._last: EngineId | None = None
@@ -158,15 +159,15 @@ class EngineChanges:
         """Note a change."""
         if engine_id is self._last:
             return
-        self._count += 1
+        self.count += 1
         self._at.pop(engine_id, None)
-        self._at[engine_id] = self._count
+        self._at[engine_id] = self.count
         self._last = engine_id
 
     def seen(self) -> int:
         """Return the number of the latest change, all of which the caller knows."""
         self._last = None
-        return self._count
+        return self.count
 
     def since(self, count: int) -> list[EngineId]:
         """Return the engines changed after the change of this number (``seen``)."""
@@ -450,9 +451,10 @@ class Engine(EngineStatus):
                 return Hit(shared_prefix_tokens=common, common_tokens=common)
             tokens, shared_prefix = self.shadow.lookup(asked.shadows)
             held = EngineHit("shadow", tokens, shared_prefix_tokens=shared_prefix)
-        return self._discounted(held, common, coming)
+        return self.discounted(held, common, coming)
 
-    def _discounted(self, held: EngineHit, common: int, coming: int) -> Hit:
+    def discounted(self, held: EngineHit, common: int = 0, coming: int = 0) -> Hit:
+        """Hit by the index's answer and the tokens of prompts in flight, discounted by missed events."""
         feed = self.feed
         unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
         if held.mode == "unknown" or held.stale or unconfirmed:

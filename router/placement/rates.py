@@ -71,12 +71,12 @@ class EngineRates:
     """
 
     __slots__ = (
-        *("_at_s", "_cached", "_fleet", "_fresh_until_s", "_interference_s", "_long", "_overhead_s", "_own"),
-        *("_rate", "_step", "touched"),
+        *("_at_s", "_cached", "_fresh_until_s", "_interference_s", "_long", "_overhead_s", "_own"),
+        *("_rate", "_step", "fleet", "touched"),
     )
 
     def __init__(self, fleet: FleetRates) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._long: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
         self._cached: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
         self._step: deque[PrefillSample] | None = None  # index of the last sample
@@ -98,13 +98,13 @@ class EngineRates:
         self._fit_rate()
         if self._rate is not None and self._interference_s is not None:
             self._own = self._rate, self._interference_s
-            self._fresh_until_s = now + self._fleet.settings.stale_s
-        self._fleet.learned(self)
+            self._fresh_until_s = now + self.fleet.settings.stale_s
+        self.fleet.learned(self)
         self.touched()
 
     def prefill_s_per_token(self, now: float) -> float:
         """Seconds the engine takes for one uncached token."""
-        rate, fleet = self._rate, self._fleet
+        rate, fleet = self._rate, self.fleet
         if rate is None:
             return fleet.prefill_s_per_token
         overdue_s = now - self._at_s - fleet.settings.stale_s
@@ -120,21 +120,15 @@ class EngineRates:
         if now <= self._fresh_until_s:
             return self._own
         rate, slope = self._rate, self._interference_s
-        fleet_rate, _, fleet_slope = self._fleet.medians or self._fleet.fit()
+        fleet_rate, _, fleet_slope = self.fleet.medians or self.fleet.fit()
         return (
             fleet_rate if rate is None else self.prefill_s_per_token(now),
             fleet_slope if slope is None else slope,
         )
 
     def borrows(self, now: float) -> bool:
-        """Whether ``current`` depends on ``borrowed``."""
+        """Whether ``current`` depends on the fleet's ``borrowed``."""
         return now > self._fresh_until_s
-
-    @property
-    def borrowed(self) -> tuple[float, float]:
-        """The fleet's estimates, which stand in for missing and old ones of its own."""
-        rate, _, slope = self._fleet.medians or self._fleet.fit()
-        return rate, slope
 
     def constant_until(self, now: float) -> float:
         """Time until which ``current`` stays as it is, unless estimates change."""
@@ -142,19 +136,19 @@ class EngineRates:
             return self._fresh_until_s
         if self._rate is None:
             return math.inf
-        stale_s = self._at_s + self._fleet.settings.stale_s
+        stale_s = self._at_s + self.fleet.settings.stale_s
         return stale_s + math.floor(max(0.0, now - stale_s)) + 1.0
 
     @property
     def decode_interference_s(self) -> float:
         """Seconds that one running sequence adds to a prefill there."""
         own = self._interference_s
-        return self._fleet.decode_interference_s if own is None else own
+        return self.fleet.decode_interference_s if own is None else own
 
     @property
     def overhead_s(self) -> float:
         """Seconds to a first token if nothing is left to compute and nothing else runs."""
-        return self._fleet.overhead_s if self._overhead_s is None else self._overhead_s
+        return self.fleet.overhead_s if self._overhead_s is None else self._overhead_s
 
     def now(self, now: float) -> RatesNow:
         """All estimates, for metrics and explanations."""
@@ -164,10 +158,10 @@ class EngineRates:
 
     def close(self) -> None:
         """Remove a closed engine from the fleet's estimates."""
-        self._fleet.left(self)
+        self.fleet.left(self)
 
     def _keep(self, sample: PrefillSample) -> bool:
-        settings = self._fleet.settings
+        settings = self.fleet.settings
         if sample.service_s < settings.same_step_s:
             into = self._step
             if into is None:
@@ -191,7 +185,7 @@ class EngineRates:
         return True
 
     def _fit_overhead(self) -> None:
-        settings, samples = self._fleet.settings, self._cached
+        settings, samples = self.fleet.settings, self._cached
         if len(samples) < settings.samples_min:
             return
         # A resistant line (Tukey, 1977) through (running, seconds) of nearly cached prompts: its slope lies
@@ -209,7 +203,7 @@ class EngineRates:
         self._overhead_s = min(max(overhead, 0.0), settings.overhead_s_max)
 
     def _fit_rate(self) -> None:
-        settings = self._fleet.settings
+        settings = self.fleet.settings
         if len(self._long) < settings.samples_min:
             return
         overhead, slope = self.overhead_s, self.decode_interference_s
@@ -269,6 +263,12 @@ class FleetRates:
     def decode_interference_s(self) -> float:
         """Implement ``EngineRates``."""
         return (self.medians or self.fit())[2]
+
+    @property
+    def borrowed(self) -> tuple[float, float]:
+        """Prefill and interference, which stand in for missing and old estimates of engines."""
+        rate, _, slope = self.medians or self.fit()
+        return rate, slope
 
     def fit(self) -> tuple[float, float, float]:
         """Compute ``medians``."""
