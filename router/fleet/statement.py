@@ -63,7 +63,7 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     method: str = ""
     """Method of speculative decoding; "": not stated."""
     keeps_last_block: bool = False
-    """Started with ``disable_eagle_block_drop``: lookups drop no block."""
+    """Lookups drop no block, by option or by the method of its release."""
     attention_block_size: int | None = None
     """Block size of its full-attention layers, over all ranks of decode context parallelism."""
     mamba_cache_mode: str | None = None
@@ -121,12 +121,16 @@ def server_info_statement(body: bytes) -> EngineStatement | None:
         return None
     drafter = _part(config, "speculative_config")
     method, mode = drafter.get("method"), cache.get("mamba_cache_mode")
+    method = method if isinstance(method, str) and _METHOD.fullmatch(method) else ""
     replay = cache.get("swa_bounded_replay")
     return EngineStatement(
         source="server_info",
         drafts=bool(drafter),
-        method=method if isinstance(method, str) and _METHOD.fullmatch(method) else "",
-        keeps_last_block=drafter.get("disable_eagle_block_drop") is True,
+        method=method,
+        # vLLM 0.33, which has the second option, drops no block for drafters that do not need the next token
+        # (``SpeculativeConfig.needs_eagle_block_drop``).
+        keeps_last_block=drafter.get("disable_eagle_block_drop") is True
+        or (method in {"dflash", "dspark"} and "disable_lookahead_block_hashes" in drafter),
         attention_block_size=_tokens(cache.get("effective_attention_block_size")),
         mamba_cache_mode=mode if mode in {"align", "all"} else None,
         mamba_block_size=_tokens(cache.get("mamba_block_size")),

@@ -263,12 +263,13 @@ class Placement(Attempt):
         self._pooled: PooledPrompt | None = None
         self._seen_tokens = 0
         self._group_tokens = 0, 0
-        # Whether the hit of this engine was predicted, for a single prompt.
+        # Whether the hit of this engine was predicted, for a single prompt with one answer.
         self._predicted = False
         read = decision.read
         if isinstance(read, Prompt):
             known = self._candidate.hit.confidence != "none"
-            self._predicted = known and self._leg != "decode" and read.num_prompts == 1
+            single = read.num_prompts == read.num_answers == 1
+            self._predicted = known and self._leg != "decode" and single
             scheme, now = engine.scheme, self.asked_s
             hashes = read.hashes(scheme)
             kept = self._keeps(read)

@@ -111,6 +111,13 @@ def answer_tokens_max(parsed: Parsed) -> int:
     return 0
 
 
+def num_answers(parsed: Parsed) -> int:
+    """Return how many answers a request wants to its prompt (``n``)."""
+    given: Any = parsed.sampling_params if isinstance(parsed, GenerateBody) else None
+    count = given.get("n") if isinstance(given, dict) else getattr(parsed, "n", None)
+    return count if type(count) is int and count > 1 else 1
+
+
 def pieces_of(parsed: Parsed) -> Iterator[bytes]:
     """The text of the (first) prompt, in order. Raises ``ApiError`` 400 for a wrong type."""
     if isinstance(parsed, ChatBody):

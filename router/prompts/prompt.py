@@ -45,6 +45,9 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     skips_cache: bool = False
     answer_tokens_max: int = 0
     """Limit that the request sets to its answer; 0: none."""
+    num_answers: int = 1
+    """Number of answers (``n``). Each is a request of its own in the engine, which reports the cached tokens
+    of any one of them; all but the first also hit what the first stores (``ParentRequest``, vLLM 0.32)."""
     frontend: Frontend = "python"
     """The engines' API server that tokenizes the request in this way."""
     variants: dict[Frontend, Prompt] = {}

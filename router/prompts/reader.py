@@ -32,6 +32,7 @@ from router.prompts.bodies import (
     Parsed,
     answer_tokens_max,
     decode_body,
+    num_answers,
     pieces_of,
     prompt_field,
 )
@@ -381,6 +382,7 @@ class PromptReader:
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
             answer_tokens_max=answer_tokens_max(parsed),
+            num_answers=num_answers(parsed),
             frontend=frontend,
         )
 
@@ -493,6 +495,7 @@ class PromptReader:
             num_prompts=found.num_prompts,
             skips_cache=parsed is not None and parsed.skips_cache(),
             answer_tokens_max=0 if parsed is None else answer_tokens_max(parsed),
+            num_answers=1 if parsed is None else num_answers(parsed),
         )
 
 

@@ -59,6 +59,7 @@ class ChatFields(msgspec.Struct, gc=False, kw_only=True):
     max_completion_tokens: Any = None
     prompt_logprobs: Any = None
     echo: Any = False
+    n: Any = None
 
     def skips_cache(self) -> bool:
         """Whether prompt log-probabilities are computed, also for ``echo``: the engine reads no cache
@@ -117,9 +118,14 @@ class GenerateBody(msgspec.Struct, gc=False):
     kv_transfer_params: Any = None
 
     def skips_cache(self) -> bool:
-        """Whether prompt log-probabilities are computed: the engine reads no cache then."""
+        """Whether the engine reads no cache: asked for, or prompt log-probabilities are computed
+        (``SamplingParams.__post_init__``, vLLM 0.32)."""
         params = self.sampling_params
-        return isinstance(params, dict) and params.get("prompt_logprobs") is not None
+        if not isinstance(params, dict):
+            return False
+        if (asked := params.get("skip_reading_prefix_cache")) is not None:
+            return asked is True
+        return any(params.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
 
     def pieces(self) -> Iterator[bytes]:
         """The tokens as JSON."""
@@ -142,6 +148,7 @@ class CompletionBody(msgspec.Struct, gc=False):
     prompt_logprobs: Any = None
     echo: Any = False
     logprobs: Any = None
+    n: Any = None
 
     def skips_cache(self) -> bool:
         """Whether prompt log-probabilities are computed: the engine reads no cache then."""

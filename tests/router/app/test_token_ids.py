@@ -42,3 +42,16 @@ async def test_token_ids_without_a_tokenizer(name: str, mode: str, monkeypatch: 
         receipts = list(rig.router.accounts.receipts.latest)
         assert [receipt.actual_tokens for receipt in receipts] == [0, 192]
         assert receipts[-1].outcome == "exact"
+
+
+async def test_several_answers_to_a_prompt_are_not_held_against_a_prediction() -> None:
+    """The engine reports the cached tokens of any of them; the others hit what the first one stored."""
+    async with running({}) as (engine,), routing(configure(engine, models={})) as rig:
+        for count in (1, 2, 1):
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "n": count}
+            status, answer = await rig.ask("POST", COMPLETION, body)
+            assert status == 200, answer
+            await until(lambda: rig.idle, "answered")
+            await rig.caught_up(engine)
+        receipts = list(rig.router.accounts.receipts.latest)
+        assert [receipt.predicted_tokens for receipt in receipts] == [0, None, 192]

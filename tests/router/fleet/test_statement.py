@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -31,7 +33,7 @@ vllm:num_requests_running{engine="0"} 0.0
 vllm:num_requests_waiting{engine="0"} 0.0
 """
 """Labels as vLLM 0.32 writes them (``CacheConfig.metrics_info``); rank 1 is another kind of engine."""
-INFO = {
+INFO: dict[str, dict[str, Any]] = {
     "vllm_config": {
         "cache_config": {"effective_attention_block_size": 64, "mamba_cache_mode": "align"},
         "speculative_config": {"method": "eagle3", "disable_eagle_block_drop": False},
@@ -53,6 +55,23 @@ def test_each_rank_states_its_own() -> None:
     assert second == EngineStatement(
         source="metrics", drafts=False, retention_interval=0, bounded_replay=False
     )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "keeps"),
+    [
+        ({"method": "dflash"}, False),
+        ({"method": "dflash", "disable_lookahead_block_hashes": False}, True),
+        ({"method": "eagle3", "disable_lookahead_block_hashes": False}, False),
+        ({"method": "eagle3", "disable_eagle_block_drop": True}, True),
+    ],
+)
+def test_which_drafters_keep_the_last_block(drafter: dict[str, Any], keeps: bool) -> None:
+    """vLLM 0.33, which has the option about hashes, drops none for DFlash and DSpark."""
+    config = INFO["vllm_config"] | {"speculative_config": drafter}
+    stated = server_info_statement(msgspec.json.encode({"vllm_config": config}))
+    assert stated is not None
+    assert stated.keeps_last_block is keeps
 
 
 def test_counters_of_the_rust_frontend_prove_drafts_only_above_zero() -> None:

@@ -97,8 +97,13 @@ def test_given_tokens_need_no_tokenizer(folder: Path) -> None:
     places = {"mm_hashes": {"image": ["h"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
     seen = read_exact(reader, {**body, "features": places}, GENERATE)
     assert [(i.identifier, i.offset) for i in seen.extras.multimodal] == [("h", 1)]
-    asks = {**body, "sampling_params": {"prompt_logprobs": 1}}
-    assert read_exact(reader, asks, GENERATE).skips_cache
+    for asked, skips in (
+        ({"prompt_logprobs": 1}, True),
+        ({"prompt_logprob_token_ids": [[1]]}, True),
+        ({"skip_reading_prefix_cache": True}, True),
+        ({"skip_reading_prefix_cache": False, "prompt_logprobs": 1}, False),
+    ):
+        assert read_exact(reader, {**body, "sampling_params": asked}, GENERATE).skips_cache is skips
     parts = {**body, "content_parts": [{"type": "image_url", "url": "http://x"}]}
     assert isinstance(read(reader, parts, GENERATE), TextAffinity)
     reader.close()

@@ -330,6 +330,13 @@ def test_prompt_log_probabilities_skip_the_cache(tmp_path: Path) -> None:
     side.close()
 
 
+def test_the_number_of_answers_is_read(tmp_path: Path) -> None:
+    side = local_reader(model_dir(tmp_path, "chatml"))
+    assert [read_exact(side, {**HELLO, "n": n}).num_answers for n in (None, 1, 3, 0, "x")] == [1, 1, 3, 1, 1]
+    assert read_exact(side, {"prompt": "x", "n": 2}, COMPLETION).num_answers == 2
+    side.close()
+
+
 def test_bodies_over_the_limit_and_a_full_queue_go_by_affinity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
