@@ -262,11 +262,10 @@ class FleetSim:
         candidates = self._candidates(tokens, hashes, now, order)
         arrived_s = self._arrivals.arrived_s(index)
         left_s = arrived_s + self._variant.slo_s - now
-        seen = [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]
         question = self._ask(request, hashes)
         place, choice, helper = 0, None, None
-        if not self._waits_too_long(tokens, hashes, candidates, seen, left_s):
-            place, choice, helper = self._choose(index, candidates, question, hashes, seen, left_s)
+        if not self._waits_too_long(tokens, hashes, candidates, left_s):
+            place, choice, helper = self._choose(index, candidates, question, hashes, left_s)
         if choice is None or self._is_late(choice, left_s):
             self._rows[index] = Row(index, arrived_s, 0, tokens, 0, 0, -1.0, 0.0, 0)
             self._arrivals.ended(index, now)
@@ -293,22 +292,20 @@ class FleetSim:
         if leg is not None:
             self._send(leg.engine, leg.run)
         else:
-            pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)  # only hashes count
             source = None
             if choice.pull is not None:
                 self._links.charge(choice.engine_id, choice.pull, now)
                 source = self._tiers[choice.pull.source]
-            run = RequestRun(
-                index,
-                pool_request,
-                tokens,
-                request.output_tokens,
-                now,
-                rank_s=rank_s,
-                source=source,
-                hint=self._hint(request),
-            )
+            run = self._run(place, index, tokens, whole, request.output_tokens)
+            run.rank_s, run.source, run.hint = rank_s, source, self._hint(request)
             self._send(place, run)
+
+    def _run(
+        self, place: int, index: int, tokens: int, whole: Sequence[BlockHash], output_tokens: int
+    ) -> RequestRun:
+        """Make a request of an engine; of its tokens only the hashes count."""
+        pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)
+        return RequestRun(index, pool_request, tokens, output_tokens, self._now)
 
     def _hint(self, request: Request) -> RetentionHint | None:
         tiers = self._setup.tiers
@@ -318,17 +315,12 @@ class FleetSim:
         return None if found is None else RetentionHint(found[1].ttl_s, found[1].value, request.tenant)
 
     def _waits_too_long(
-        self,
-        tokens: int,
-        hashes: Sequence[BlockHash],
-        candidates: list[Candidate],
-        seen: Sequence[PrefixHit],
-        left_s: float,
+        self, tokens: int, hashes: Sequence[BlockHash], candidates: list[Candidate], left_s: float
     ) -> bool:
         """Whether the request is refused by what every engine is predicted to take."""
         variant = self._variant
         if self._peer is not None:
-            return variant.refuses > 0 and self._peer.misses(tokens, hashes, seen, left_s)
+            return variant.refuses > 0 and self._peer.misses(tokens, hashes, _seen(candidates), left_s)
         admit_s = min(variant.admit_s, max(0.0, left_s)) if variant.refuses else variant.admit_s
         return long_wait(predicted_wait_s(candidates), admit_s) is not None
 
@@ -356,14 +348,13 @@ class FleetSim:
         candidates: list[Candidate],
         question: PlacementRequest,
         hashes: Sequence[BlockHash],
-        seen: Sequence[PrefixHit],
         left_s: float,
     ) -> tuple[int, Choice, int | None]:
         """Return the engine that answers, the choice of the one that computes the prompt, and that engine if
         it is another."""
         if self._peer is not None:
             tokens = question.prompt_tokens
-            place, cached = self._peer.place(index, tokens, hashes, seen, self._now)
+            place, cached = self._peer.place(index, tokens, hashes, _seen(candidates), self._now)
             choice = make_choice(score(candidates, tokens, self._knobs), place, "policy")
             choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
             return place, choice, None
@@ -410,8 +401,8 @@ class FleetSim:
         ticket = self._admit(place, choice, tokens)
         self._view.placed(place, tokens, hashes)
         whole = block_hashes(request, self._scheme.hash_block_size)
-        pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)
-        run = RequestRun(index, pool_request, tokens, 1, self._now, keeps=True)
+        run = self._run(place, index, tokens, whole, 1)
+        run.keeps = True
         prefix = self._in_flight(candidate, tokens, hashes)
         return Leg(place, ticket, prefix, run, whole, request.output_tokens)
 
@@ -541,9 +532,8 @@ class FleetSim:
         if run.keeps and opened.leg is not None and self._roles is not None:
             self._end_leg(opened.leg, now)
             tokens, leg = opened.prompt_tokens, opened.leg
-            pool_request = self._engines[opened.engine].pool.request([0] * tokens, hashes=leg.whole)
-            fetch = self._roles.fetch(tokens)
-            decode = RequestRun(run.index, pool_request, tokens, leg.answer_tokens, now, fetch=fetch)
+            decode = self._run(opened.engine, run.index, tokens, leg.whole, leg.answer_tokens)
+            decode.arrived_s, decode.fetch = now, self._roles.fetch(tokens)
             self._send(opened.engine, decode)
             return
         opened = self._close(run, run.first_token_s)
@@ -601,3 +591,8 @@ class FleetSim:
             run.pulled,
         )
         return opened
+
+
+def _seen(candidates: Sequence[Candidate]) -> list[PrefixHit]:
+    """Return what events show of each engine, for other routers."""
+    return [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]
