@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -189,7 +190,7 @@ class Observed(msgspec.Struct):
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(_SECONDS) + 1))
     total: float = 0.0
 
-    def add(self, value: float, bounds: tuple[float, ...]) -> None:
+    def add(self, value: float, bounds: Sequence[float]) -> None:
         self.counts[bisect_left(bounds, value)] += 1
         self.total += value
 
@@ -214,9 +215,7 @@ class TransferStats(msgspec.Struct):
         for field, name, text, bounds in _HISTOGRAMS:
             observed: Observed = getattr(self, field)
             if any(observed.counts):
-                family = HistogramMetricFamily(name, text, labels=names)
-                family.add_metric(values, _cumulated(observed, bounds), sum_value=observed.total)
-                yield family
+                yield histogram(name, text, dict(zip(names, values, strict=True)), observed, bounds)
         for field, text in _COUNTERS:
             if count := getattr(self, field):
                 counter = CounterMetricFamily(f"vllm:nixl_num_{field}", text, labels=names)
@@ -224,9 +223,11 @@ class TransferStats(msgspec.Struct):
                 yield counter
 
 
-def _cumulated(observed: Observed, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
-    total, buckets = 0, []
-    for bound, count in zip((*map(str, bounds), "+Inf"), observed.counts, strict=True):
-        total += count
-        buckets.append((bound, float(total)))
-    return buckets
+def histogram(
+    name: str, text: str, labels: dict[str, str], observed: Observed, bounds: Sequence[float]
+) -> Metric:
+    """Make the metric family of one histogram."""
+    buckets = list(zip((*map(str, bounds), "+Inf"), accumulate(observed.counts), strict=True))
+    family = HistogramMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), buckets, sum_value=observed.total)
+    return family

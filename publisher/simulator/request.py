@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 from publisher.pool.host_tier import HeldKey
-from publisher.simulator.kv_messages import Json, TransferParams, TransferStats
+from publisher.simulator.kv_messages import Json, Observed, TransferParams, TransferStats, histogram
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -70,7 +69,6 @@ TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_LABELS = ("model_name", "engine")
 
 
 class EngineStats(msgspec.Struct):
@@ -84,14 +82,8 @@ class EngineStats(msgspec.Struct):
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0
-    ttft_sum_s: float = 0.0
-    ttft_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
+    ttft: Observed = msgspec.field(default_factory=lambda: Observed([0] * (len(TTFT_BUCKETS_S) + 1)))
     finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
-
-    def observe_first_token(self, seconds: float) -> None:
-        """Count a request's first token, ``seconds`` after its arrival."""
-        self.ttft_sum_s += seconds
-        self.ttft_counts[bisect_left(TTFT_BUCKETS_S, seconds)] += 1
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,80 +110,73 @@ class Gauges(msgspec.Struct, frozen=True):
     kv_cache_usage: float
 
 
-class _Snapshot(Collector):
-    """Metric families of one scrape."""
+class _Scrape(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
 
-    def __init__(
-        self,
-        stats: EngineStats,
-        gauges: Gauges,
-        cache: CacheConfig,
-        labels: tuple[str, str],
-        transfers: TransferStats | None,
-        *,
-        drafts: bool,
-    ) -> None:
-        self._stats, self._gauges, self._cache, self._labels = stats, gauges, cache, labels
-        self._transfers = transfers
-        self._drafts = drafts
+    def collect(self) -> list[Metric]:
+        return self._families
 
-    def collect(self) -> Iterator[Metric]:
-        stats, gauges = self._stats, self._gauges
-        yield self._cache_config()
-        yield self._gauge("num_requests_running", "Requests in execution batches.", gauges.num_running)
-        yield self._gauge("num_requests_waiting", "Requests waiting to be processed.", gauges.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "KV cache usage, 1 is full.", gauges.kv_cache_usage)
-        yield self._counter("prefix_cache_queries", "Queried tokens.", stats.prefix_cache_queries)
-        yield self._counter("prefix_cache_hits", "Cached tokens.", stats.prefix_cache_hits)
-        if self._drafts:
-            yield self._counter("spec_decode_num_drafts", "Number of spec decoding drafts.", 0)
-        if self._transfers is not None:
-            queries, hits = stats.external_prefix_cache_queries, stats.external_prefix_cache_hits
-            yield self._counter(
-                "external_prefix_cache_queries", "Tokens requested from other engines.", queries
-            )
-            yield self._counter("external_prefix_cache_hits", "Tokens other engines have.", hits)
-            yield from self._transfers.families(_LABELS, self._labels)
-        yield self._counter("prompt_tokens", "Prefill tokens processed.", stats.prompt_tokens)
-        yield self._counter("prompt_tokens_cached", "Cached prompt tokens.", stats.prompt_tokens_cached)
-        yield self._counter("generation_tokens", "Generation tokens processed.", stats.generation_tokens)
-        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
-        success = CounterMetricFamily(
-            "vllm:request_success", "Finished requests.", labels=(*_LABELS, "finished_reason")
-        )
-        for reason, count in stats.finished.items():
-            success.add_metric((*self._labels, reason), count)
-        yield success
-        yield self._first_token()
 
-    def _cache_config(self) -> Metric:
-        labels = {**self._cache.labels(), "engine": self._labels[1]}
-        family = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration.", labels=list(labels))
-        family.add_metric(list(labels.values()), 1.0)
-        return family
+# Counters shown under vLLM's names, in the order of its page; the second are those of connectors.
+_COUNTERS = {"prefix_cache_queries": "Queried tokens.", "prefix_cache_hits": "Cached tokens."}
+_EXTERNAL_COUNTERS = {
+    "external_prefix_cache_queries": "Tokens requested from other engines.",
+    "external_prefix_cache_hits": "Tokens other engines have.",
+}
+_TOKEN_COUNTERS = {
+    "prompt_tokens": "Prefill tokens processed.",
+    "prompt_tokens_cached": "Cached prompt tokens.",
+    "generation_tokens": "Generation tokens processed.",
+    "num_preemptions": "Preemptions.",
+}
+_GAUGES = {
+    "num_running": ("num_requests_running", "Requests in execution batches."),
+    "num_waiting": ("num_requests_waiting", "Requests waiting to be processed."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "KV cache usage, 1 is full."),
+}
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
 
-    def _counter(self, name: str, text: str, value: int) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
+def _families(
+    stats: EngineStats,
+    gauges: Gauges,
+    cache: CacheConfig,
+    labels: dict[str, str],
+    transfers: TransferStats | None,
+    *,
+    drafts: bool,
+) -> Iterator[Metric]:
+    names, values = list(labels), list(labels.values())
 
-    def _first_token(self) -> Metric:
-        total = 0
-        buckets = []
-        bounds = (*(str(bound) for bound in TTFT_BUCKETS_S), "+Inf")
-        for bound, count in zip(bounds, self._stats.ttft_counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(
-            "vllm:time_to_first_token_seconds", "Time to first token.", labels=_LABELS
-        )
-        family.add_metric(self._labels, buckets, sum_value=self._stats.ttft_sum_s)
-        return family
+    def counters(texts: dict[str, str]) -> Iterator[Metric]:
+        for name, text in texts.items():
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+            family.add_metric(values, getattr(stats, name, 0))
+            yield family
+
+    config = {**cache.labels(), "engine": labels["engine"]}
+    info = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration.", labels=list(config))
+    info.add_metric(list(config.values()), 1.0)
+    yield info
+    for field, (name, text) in _GAUGES.items():
+        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+        gauge.add_metric(values, getattr(gauges, field))
+        yield gauge
+    yield from counters(_COUNTERS)
+    if drafts:
+        yield from counters({"spec_decode_num_drafts": "Number of spec decoding drafts."})
+    if transfers is not None:
+        yield from counters(_EXTERNAL_COUNTERS)
+        yield from transfers.families(tuple(names), tuple(values))
+    yield from counters(_TOKEN_COUNTERS)
+    success = CounterMetricFamily(
+        "vllm:request_success", "Finished requests.", labels=[*names, "finished_reason"]
+    )
+    for reason, count in stats.finished.items():
+        success.add_metric([*values, reason], count)
+    yield success
+    name = "vllm:time_to_first_token_seconds"
+    yield histogram(name, "Time to first token.", labels, stats.ttft, TTFT_BUCKETS_S)
 
 
 def render(
@@ -210,7 +195,8 @@ def render(
     (which draft nothing here).
     """
     registry = CollectorRegistry()
-    registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank)), transfers, drafts=drafts))
+    labels = {"model_name": model, "engine": str(dp_rank)}
+    registry.register(_Scrape(list(_families(stats, gauges, cache, labels, transfers, drafts=drafts))))
     return generate_latest(registry)
 
 

@@ -33,7 +33,14 @@ from publisher.block_pool import EnginePool, HybridBlockPool, PoolRequest
 from publisher.events import Event
 from publisher.pool.host_tier import HeldKey, HostTier
 from publisher.simulator.kv_connector import KvConnector
-from publisher.simulator.request import EngineStats, FinishReason, Gauges, Sampler, SimRequest
+from publisher.simulator.request import (
+    TTFT_BUCKETS_S,
+    EngineStats,
+    FinishReason,
+    Gauges,
+    Sampler,
+    SimRequest,
+)
 
 
 def _rank(request: SimRequest) -> tuple[int, float]:
@@ -367,6 +374,6 @@ class Scheduler:
         self.stats.finished[reason] += 1
 
     def _count_first_token(self, request: SimRequest) -> None:
-        self.stats.observe_first_token(self._clock() - request.arrival_s)
+        self.stats.ttft.add(self._clock() - request.arrival_s, TTFT_BUCKETS_S)
         self.stats.prompt_tokens += len(request.prompt)
         self.stats.prompt_tokens_cached += request.cached_tokens or 0

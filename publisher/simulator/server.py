@@ -10,6 +10,7 @@ import asyncio
 import signal
 import time
 import uuid
+from contextlib import ExitStack, closing
 from typing import Any
 
 import msgspec
@@ -139,35 +140,17 @@ class SimulatedEngine:
     async def start(self) -> None:
         """Bind every port and begin to serve. Raises ``OSError`` naming an address that cannot be bound."""
         settings = self.settings
-        listener = listen(settings.host, settings.port)
-        try:
-            if settings.publish_events:
-                self.publisher = ZmqPublisher(
-                    _tcp(settings.host, settings.events_port),
-                    replay_endpoint=_tcp(settings.host, settings.replay_port),
-                    data_parallel_rank=settings.dp_rank,
-                    ledger=None if settings.kind == "sglang" else SnapshotLedger(),
-                    sglang=settings.kind == "sglang",
-                )
-                self.publisher.start()
-            if settings.load_port is not None:
-                self._load_socket = zmq.Context.instance().socket(zmq.PUB)
-                self._load_socket.set_hwm(_LOADS_MAX)
-                self._load_socket.bind(_tcp(settings.host, settings.load_port))
-        except zmq.ZMQError as error:
-            listener.close()
-            self._close_publisher()
-            raise OSError(f"cannot listen for event subscribers on {settings.host}: {error}") from None
-        except BaseException:
-            listener.close()
-            raise
-        try:
+        with ExitStack() as undo:
+            listener = undo.enter_context(closing(listen(settings.host, settings.port)))
+            undo.callback(self._close_publisher)
+            try:
+                self._open_sockets(settings)
+            except zmq.ZMQError as error:
+                text = f"cannot listen for event subscribers on {settings.host}: {error}"
+                raise OSError(text) from None
             if self.link is not None:
                 await self.link.listen(settings.host, settings.side_channel_port, _host(settings.host))
-        except BaseException:
-            listener.close()
-            self._close_publisher()
-            raise
+            undo.pop_all()
         port = listener.getsockname()[1]
         self.base_url = f"http://{_reachable(settings.host)}:{port}"
         app = EngineApp(
@@ -178,15 +161,8 @@ class SimulatedEngine:
             enable_scale_out=settings.enable_scale_out,
             crash_switch=self.crash_switch,
         )
-        self._server = server = LoopServer(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                ws="none",
-                access_log=False,
-                log_config=None,
-            )
-        )
+        config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None)
+        self._server = server = LoopServer(config)
         self._tasks = [
             asyncio.create_task(server.serve([listener]), name="engine-http"),
             asyncio.create_task(self._step(), name="engine-steps"),
@@ -197,6 +173,21 @@ class SimulatedEngine:
             task = asyncio.create_task(self._publish_load(self._load_socket), name="engine-load")
             self._tasks.append(task)
         await server.listening.wait()
+
+    def _open_sockets(self, settings: EngineSettings) -> None:
+        if settings.publish_events:
+            self.publisher = ZmqPublisher(
+                _tcp(settings.host, settings.events_port),
+                replay_endpoint=_tcp(settings.host, settings.replay_port),
+                data_parallel_rank=settings.dp_rank,
+                ledger=None if settings.kind == "sglang" else SnapshotLedger(),
+                sglang=settings.kind == "sglang",
+            )
+            self.publisher.start()
+        if settings.load_port is not None:
+            self._load_socket = zmq.Context.instance().socket(zmq.PUB)
+            self._load_socket.set_hwm(_LOADS_MAX)
+            self._load_socket.bind(_tcp(settings.host, settings.load_port))
 
     async def stop(self) -> None:
         """End every request (finish reason "abort") and close every socket. A second call does nothing."""

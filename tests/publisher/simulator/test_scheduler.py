@@ -235,8 +235,8 @@ def test_time_to_first_token_counts_from_arrival() -> None:
     rig.add(prompt(100, 1), max_tokens=1)
     rig.run()
     stats = rig.scheduler.stats
-    assert sum(stats.ttft_counts) == 2
-    assert stats.ttft_sum_s == pytest.approx(0.1 + (0.1 + 0.5 + 0.1))
+    assert sum(stats.ttft.counts) == 2
+    assert stats.ttft.total == pytest.approx(0.1 + (0.1 + 0.5 + 0.1))
     assert (stats.prompt_tokens, stats.generation_tokens) == (200, 3)
 
 
