@@ -57,8 +57,6 @@ class OffloadSettings:
     """Also store the blocks that decoding fills, not only those of prompts."""
     store_threshold: int = 1
     """Store a block after this many requests have computed or read it; 2 skips blocks used only once."""
-    store_lazy: bool = False
-    """Store a block only when the GPU is about to reuse it."""
     share_replicas: bool = True
     """Keep one copy for all ranks that hold the same KV (MLA), in shared memory."""
     layout: str = "BLHNC"
@@ -88,7 +86,6 @@ class OffloadSettings:
             load_min_tokens=options.whole("load_min_tokens", cls.load_min_tokens, low=1, high=_TOKENS_MAX),
             store_generated=options.flag("store_generated", default=cls.store_generated),
             store_threshold=options.whole("store_threshold", cls.store_threshold, low=1, high=_TOKENS_MAX),
-            store_lazy=options.flag("store_lazy", default=cls.store_lazy),
             share_replicas=options.flag("share_replicas", default=cls.share_replicas),
             layout=layout_setting(options),
         )

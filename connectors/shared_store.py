@@ -72,7 +72,6 @@ class SharedStoreConnector(TieredConnector):
             resolver,
             settings.offload,
             world_size=self.world_size,
-            step_tokens_max=int(self._vllm_config.scheduler_config.max_num_batched_tokens),
             event_log=KvEventLog(self._kv_cache_config, resolver.hash_block_tokens, place)
             if self.events_enabled
             else None,

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.settings import OffloadSettings
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
 from publisher.pool.host_tier import TTL_S_MAX, RetentionHint
 
@@ -222,13 +220,6 @@ def block_tokens(resolver: HitResolver, group_idx: int) -> int:
     return next(shape.block_tokens for shape in resolver.group_shapes if shape.group_idx == group_idx)
 
 
-# Selection of the blocks to store, and the time of their stores.
-#
-# By default all blocks that a step fills are stored with it. ``StoreThreshold`` skips blocks that few
-# requests have used; ``LazyStores`` waits until the GPU is about to reuse a block, so that blocks that stay
-# there are never copied. Invariant: both keep a bounded number of keys and drop the oldest.
-
-
 # Most keys remembered below the threshold: some megabytes.
 _REMEMBERED_MAX = 1 << 17
 
@@ -260,94 +251,3 @@ class StoreThreshold:
         while len(self._offers) > self._remembered_max:
             self._offers.popitem(last=False)
         return admitted
-
-
-class LazyStores:
-    """Blocks that are stored when they come within ``blocks_ahead`` of reuse in the engine's free queue."""
-
-    def __init__(self, blocks_ahead: int) -> None:
-        self._blocks_ahead = blocks_ahead
-        self._pool: Any = None
-        self._planned: OrderedDict[bytes, tuple[EngineRequest, PlannedBlock]] = OrderedDict()
-        self._head: Any = None
-
-    def __len__(self) -> int:
-        return len(self._planned)
-
-    def bind(self, pool: Any) -> None:
-        """Use vLLM's ``BlockPool``, whose free queue is in the order of reuse."""
-        self._pool = pool
-
-    def keep(self, request: EngineRequest, blocks: list[PlannedBlock]) -> None:
-        """Remember these blocks for a later store."""
-        for block in blocks:
-            self._planned.pop(block.key, None)
-            self._planned[block.key] = request, block
-        # More blocks than the pool has cannot be in it.
-        while len(self._planned) > self._pool.num_gpu_blocks:
-            self._planned.popitem(last=False)
-
-    def due(self, room: int) -> list[tuple[EngineRequest, list[PlannedBlock]]]:
-        """Up to ``room`` blocks that are about to be reused, by request, in prompt order."""
-        queue = self._pool.free_block_queue
-        head = queue.fake_free_list_head.next_free_block
-        if not self._planned or head is self._head:
-            # No block was reused since the last call.
-            return []
-        found: dict[str, tuple[EngineRequest, list[PlannedBlock]]] = {}
-        for _, block in zip(range(self._blocks_ahead), queue.iter_blocks_after(None), strict=False):
-            if room <= 0:
-                break
-            planned = self._planned.pop(block.block_hash, None) if block.block_hash is not None else None
-            if planned is not None:
-                request, described = planned
-                # The same content may be in another block than at planning time.
-                described = replace(described, block_id=block.block_id)
-                found.setdefault(request.request_id, (request, []))[1].append(described)
-                room -= 1
-        else:
-            self._head = head
-        return [(request, sorted(blocks)) for request, blocks in found.values()]
-
-    def clear(self) -> None:
-        self._planned.clear()
-
-
-class StoreSelection:
-    """Both policies by an engine's settings. ``step_tokens_max``: most tokens in one step of the engine."""
-
-    def __init__(self, settings: OffloadSettings, shapes: Sequence[GroupShape], step_tokens_max: int) -> None:
-        self._threshold = StoreThreshold(settings.store_threshold)
-        self._lazy = LazyStores(blocks_of_a_step(shapes, step_tokens_max)) if settings.store_lazy else None
-
-    def bind(self, pool: Any) -> None:
-        if self._lazy is not None:
-            self._lazy.bind(pool)
-
-    def at_once(self, state: RequestState, blocks: list[PlannedBlock]) -> list[PlannedBlock]:
-        """Select the blocks filled by this step that are stored with it."""
-        blocks = self._threshold.admit(state, blocks)
-        if self._lazy is None:
-            return blocks
-        self._lazy.keep(state.request, blocks)
-        return []
-
-    def before_reuse(self, room: int) -> list[tuple[EngineRequest, list[PlannedBlock]]]:
-        """Up to ``room`` blocks of earlier steps, by request."""
-        return [] if self._lazy is None else self._lazy.due(room)
-
-    def clear(self) -> None:
-        if self._lazy is not None:
-            self._lazy.clear()
-
-
-def blocks_of_a_step(shapes: Sequence[GroupShape], max_tokens: int) -> int:
-    """Twice the blocks that an engine may allocate in one step of ``max_tokens`` tokens."""
-    # Twice, because the allocations of the following step are known only after they have happened.
-    total = 0
-    for shape in shapes:
-        if shape.kind is GroupKind.STATE:
-            total += 2
-            continue
-        total += -(-max_tokens // shape.block_tokens) + 1
-    return 2 * total

@@ -20,7 +20,7 @@ from connectors.scheduler.plans import (
     EngineRequest,
     PlannedBlock,
     RequestState,
-    StoreSelection,
+    StoreThreshold,
     has_invalid_hint,
     make_job,
     plan_load,
@@ -51,14 +51,12 @@ class OffloadScheduler:
         settings: OffloadSettings,
         *,
         world_size: int,
-        step_tokens_max: int = 0,
         event_log: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make the scheduler half.
 
-        ``world_size``: number of ranks that answer each job. ``step_tokens_max``: most tokens in one step of
-        the engine, for lazy stores. ``event_log``: None if KV events are off.
+        ``world_size``: number of ranks that answer each job. ``event_log``: None if KV events are off.
         """
         self.counters = Counts()
         self._tier = tier
@@ -67,7 +65,7 @@ class OffloadScheduler:
         self._events = PendingEvents(event_log)
         self._clock = clock
         self._pins = SourcePins(settings.pinned_source_blocks_max)
-        self._selection = StoreSelection(settings, resolver.group_shapes, step_tokens_max)
+        self._threshold = StoreThreshold(settings.store_threshold)
         self._requests: dict[str, RequestState] = {}
         self._jobs = OpenJobs(world_size)
         self._rates = Rates()
@@ -85,7 +83,6 @@ class OffloadScheduler:
     def bind_gpu_block_pool(self, pool: Any) -> None:
         """Use the engine's pool, whose reference counts protect the sources of stores."""
         self._pins.bind(pool)
-        self._selection.bind(pool)
 
     def on_new_request(self, request: EngineRequest) -> None:
         self._requests[request.request_id] = RequestState(request)
@@ -160,16 +157,12 @@ class OffloadScheduler:
             states = plan_states(
                 self._resolver, state.request, offers.get(request_id, ()), self._storable_tokens(state)
             )
-            blocks = self._selection.at_once(state, blocks)
+            blocks = self._threshold.admit(state, blocks)
             refused = self._begin_store(step, state.request, blocks, states)
             # Over the limit of pinned blocks: tried again in a later step, while the blocks are still held.
             if refused:
                 state.refused_blocks = len(refused)
                 state.next_token = min(block.start_token for block in refused)
-        # Lazy stores copy blocks shortly before the engine reuses them; there is no later step for those that
-        # do not fit.
-        for request, blocks in self._selection.before_reuse(self._pins.room):
-            self.counters.add("blocks_refused", len(self._begin_store(step, request, blocks, [])))
         self._note_changes()
         return step
 
@@ -207,7 +200,6 @@ class OffloadScheduler:
     def reset_cache(self) -> bool:
         """Drop all held blocks and running stores. False while transfers run; call it again."""
         self._jobs.discard_all()
-        self._selection.clear()
         gone = self._tier.reset()
         self._note_changes()
         return gone and not self._jobs

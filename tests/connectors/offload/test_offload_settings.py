@@ -54,7 +54,6 @@ def test_defaults() -> None:
         ({"host_bytes": 1, "load_min_tokens": 0}, "extra.load_min_tokens"),
         ({"host_bytes": 1, "store_generated": "no"}, "extra.store_generated"),
         ({"host_bytes": 1, "store_threshold": 0}, "extra.store_threshold"),
-        ({"host_bytes": 1, "store_lazy": 1}, "extra.store_lazy"),
         ({"host_bytes": 1, "layout": "NHD"}, "extra.layout"),
     ],
 )

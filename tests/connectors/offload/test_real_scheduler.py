@@ -7,7 +7,6 @@ two ranks that answer in different steps all happen; the sim asserts after each 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,7 +129,6 @@ def test_any_connector_under_any_load(seed: int, model: str) -> None:
                 {},
                 {"store_generated": False},
                 {"load_min_tokens": 64},
-                {"store_lazy": True},
                 {"store_threshold": 2},
             )
         ),
@@ -214,25 +212,6 @@ def test_with_policy_fail_a_failed_load_ends_its_request_only(model: str) -> Non
     core.engines[0].failure_rate = 0.0
     assert one_request(core, TOKENS).status == RequestStatus.FINISHED_LENGTH_CAPPED
     core.check_idle()
-
-
-@pytest.mark.parametrize("layout", ["full", "gemma", "mamba_align_equal", "eagle_hybrid"])
-def test_lazy_stores_keep_what_the_gpu_gives_away(layout: str, model: str) -> None:
-    connector = SimConnector(pinned_share=1.0, extra={"store_lazy": True})
-    core = SimEngineCore(small_setup(layout), connector, model, seed=11)
-    run_load(core, seed=11)
-    assert core.counts["loads"] > 0
-
-
-def test_lazy_stores_copy_nothing_that_stays(model: str) -> None:
-    setup = replace(small_setup("gemma"), num_blocks=2000)
-    core = SimEngineCore(setup, SimConnector(extra={"store_lazy": True}), model, seed=12)
-    for _ in range(3):
-        one_request(core, TOKENS)
-    drain(core)
-    assert not core.events.held
-    assert core.half.reset_cache()
-    assert not core.half._selection._lazy._planned
 
 
 def test_a_prompt_is_kept_when_enough_requests_had_it(model: str) -> None:
