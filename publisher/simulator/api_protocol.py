@@ -278,6 +278,20 @@ class Choice(msgspec.Struct, frozen=True):
     prompt: list[int]
 
 
+def usage_of(num_prompt_tokens: int, num_output_tokens: int, cached_tokens: int | None) -> Json:
+    """Make a ``usage`` object."""
+    usage: Json = {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "completion_tokens": num_output_tokens,
+    }
+    return (
+        usage
+        if cached_tokens is None
+        else {**usage, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+    )
+
+
 class Answer(msgspec.Struct, frozen=True):
     """Fields common to all bodies of one answer. ``prompt_token_ids`` is set if the client wants ids."""
 
@@ -290,14 +304,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     def usage(self, num_output_tokens: int, cached_tokens: int | None = None) -> Json:
         """The ``usage`` object, with prompt details if ``cached_tokens`` is given."""
-        usage: Json = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "total_tokens": self.num_prompt_tokens + num_output_tokens,
-            "completion_tokens": num_output_tokens,
-        }
-        if cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-        return usage
+        return usage_of(self.num_prompt_tokens, num_output_tokens, cached_tokens)
 
     def full(self, given: list[Choice], cached_tokens: int, handed: Json | None = None) -> Json:
         """The complete body; ``handed`` are a prefill engine's ``kv_transfer_params``."""
@@ -421,12 +428,7 @@ def generated(
 ) -> Json:
     """Body of POST /inference/v1/generate."""
     choice = {"index": 0, "logprobs": None, "finish_reason": finish_reason, "token_ids": request.output}
-    usage = {
-        "prompt_tokens": num_prompt_tokens,
-        "total_tokens": num_prompt_tokens + len(request.output),
-        "completion_tokens": len(request.output),
-        "prompt_tokens_details": {"cached_tokens": request.cached_tokens or 0},
-    }
+    usage = usage_of(num_prompt_tokens, len(request.output), request.cached_tokens or 0)
     body = {"request_id": request_id, "model": model, "usage": usage, "prompt_logprobs": None}
     return {**body, "output_mode": "tokens", "choices": [choice], "kv_transfer_params": request.handed}
 

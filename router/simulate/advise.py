@@ -30,6 +30,7 @@ from router.simulate.advise_trials import (
 from router.simulate.cli import AdviseOptions
 from router.simulate.command import (
     ENGINES,
+    check_numbers,
     progress_bar,
     read_model,
     read_pool,
@@ -58,6 +59,7 @@ from router.simulate.workload import WorkloadSource
 from router.tools.ops_client import output_console
 
 LOAD = 0.85
+_BOUNDS = {"engines": (1, 256), "requests": (50, 1_000_000), "seeds": (1, 20), "processes": (1, 1024)}
 POOL = "25%"
 MODEL = "gpt-oss-like"
 
@@ -81,7 +83,7 @@ class _Engine(msgspec.Struct, frozen=True):
 
 def run_advise(workload: str | None, options: AdviseOptions, *, as_json: bool) -> int:
     """Run the trials; returns the exit status. Raises ``ConfigError`` for unusable options."""
-    _check(options)
+    check_numbers(options, _BOUNDS, ("load", "speed", "ttft_target"))
     if workload is not None:
         return _advise(options, workload, workload, as_json=as_json)
     if options.router is None:
@@ -289,15 +291,3 @@ def _show(
         mark = "[green]=[/]" if one_advice.value is None else "[yellow]>[/]"
         mark = mark if one_advice.firm else "[dim]?[/]"
         console.print(f"{mark} {one_advice.text}", highlight=False)
-
-
-def _check(options: AdviseOptions) -> None:
-    bounds = {"engines": (1, 256), "requests": (50, 1_000_000), "seeds": (1, 20), "processes": (1, 1024)}
-    for name, (least, most) in bounds.items():
-        value = getattr(options, name)
-        if value is not None and not least <= value <= most:
-            raise ConfigError(f"--{name} {value}: expected {least} to {most}")
-    for name in ("load", "speed", "ttft_target", "kv_kib_per_token"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number above 0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from publisher.events import GroupSpec
 from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
-from router.simulate.cli import SimulateOptions
+from router.simulate.cli import AdviseOptions, SimulateOptions
 from router.simulate.fit import Fit, FitError, fetch, fit_capture, fit_metrics
 from router.simulate.report import facts_of, report_json, show
 from router.simulate.requests import WorkloadError
@@ -46,7 +46,7 @@ SENSITIVITY = (0.8, 1.0, 1.25)
 
 def run_simulate(workload: str, options: SimulateOptions, *, as_json: bool) -> int:
     """Run the simulation; returns the exit status. Raises ``ConfigError`` for unusable options."""
-    _check_numbers(options)
+    check_numbers(options, _BOUNDS, _POSITIVE)
     groups = read_model(options.model, options.block_tokens)
     engines = _engines(options)
     variants = _variants(options, engines)
@@ -241,35 +241,35 @@ def _timing(options: SimulateOptions, fit: Fit | None) -> Timing:
         return msgspec.structs.replace(Timing() if fit is None else fit.timing, **given)
 
 
-def _check_numbers(options: SimulateOptions) -> None:
-    bounds: dict[str, tuple[float, float]] = {
-        "engines": (1, ENGINES_MAX),
-        "prefill": (1, ENGINES_MAX),
-        "decode": (1, ENGINES_MAX),
-        "seeds": (1, SEEDS_MAX),
-        "requests": (1, math.inf),
-        "processes": (1, 1024),
-        "block_tokens": (1, 1 << 20),
-        "chunk_tokens": (1, 1 << 24),
-        "seqs_max": (1, 1 << 20),
-    }
-    for name, (least, most) in bounds.items():
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "engines": (1, ENGINES_MAX),
+    "prefill": (1, ENGINES_MAX),
+    "decode": (1, ENGINES_MAX),
+    "seeds": (1, SEEDS_MAX),
+    "requests": (1, math.inf),
+    "processes": (1, 1024),
+    "block_tokens": (1, 1 << 20),
+    "chunk_tokens": (1, 1 << 24),
+    "seqs_max": (1, 1 << 20),
+}
+_POSITIVE = (
+    *("load", "speed", "seconds", "prefill_tokens_per_s", "decode_tokens_per_s"),
+    *("transfer_gbyte_s", "pull"),
+)
+
+
+def check_numbers(
+    options: SimulateOptions | AdviseOptions,
+    bounds: Mapping[str, tuple[float, float]],
+    positive: Sequence[str],
+) -> None:
+    """Check options that are given: ``bounds`` by name, and numbers above 0. Raises ``ConfigError``."""
+    allowed = [(name, least, most, f"{least:g} to {most:g}") for name, (least, most) in bounds.items()]
+    allowed += [(name, 1e-300, 1e9, "a number above 0") for name in (*positive, "kv_kib_per_token")]
+    for name, least, most, expected in allowed:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {least:g} to {most:g}")
-    for name in (
-        "load",
-        "speed",
-        "seconds",
-        "prefill_tokens_per_s",
-        "decode_tokens_per_s",
-        "kv_kib_per_token",
-        "transfer_gbyte_s",
-        "pull",
-    ):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {expected}")
 
 
 @contextmanager

@@ -117,22 +117,20 @@ def block_bytes(groups: tuple[GroupSpec, ...], kv_kib_per_token: float) -> int:
 
 def read_host(text: str, gpu_blocks: int, bytes_per_block: int) -> TierSpec:
     """Parse the host memory of one engine; ``gpu_blocks``: its pool's. Raises ``ValueError``."""
-    capacity, link = _split(text, HOST_LINK)
-    return TierSpec(
-        blocks=_blocks(capacity, gpu_blocks, bytes_per_block),
-        bytes_per_s=link["gbyte_s"] * 1e9,
-        latency_s=link["latency_ms"] / 1e3,
-        busy_share=link["busy"],
-    )
+    return _spec(text, HOST_LINK, gpu_blocks, bytes_per_block)
 
 
 def read_store(text: str, gpu_blocks: int, bytes_per_block: int) -> TierSpec:
     """Parse the shared store; ``gpu_blocks``: the fleet's. Raises ``ValueError``."""
-    capacity, link = _split(text, STORE_LINK)
+    return _spec(text, STORE_LINK, gpu_blocks, bytes_per_block)
+
+
+def _spec(text: str, defaults: dict[str, float], gpu_blocks: int, bytes_per_block: int) -> TierSpec:
+    capacity, link = _split(text, defaults)
     return TierSpec(
         blocks=_blocks(capacity, gpu_blocks, bytes_per_block),
-        bytes_per_s=link["gbit_s"] * 1e9 / 8,
-        total_bytes_per_s=link["total_gbit_s"] * 1e9 / 8,
+        bytes_per_s=link["gbyte_s"] * 1e9 if "gbyte_s" in link else link["gbit_s"] * 1e9 / 8,
+        total_bytes_per_s=link.get("total_gbit_s", math.inf) * 1e9 / 8,
         latency_s=link["latency_ms"] / 1e3,
         busy_share=link["busy"],
     )
