@@ -212,7 +212,6 @@ class World:
         frame = self.engine.publish(self.now)
         if frame is None:
             return
-        assert frame.batch is not None
         self.known_as[id(frame.batch)] = self.engine, frame.seq
         for event in frame.batch.events:
             if isinstance(event, BlockStored):

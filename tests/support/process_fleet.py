@@ -213,7 +213,6 @@ class Relay:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
         self._server.close()
         for task in self._tasks:
             task.cancel()

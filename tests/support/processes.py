@@ -32,13 +32,11 @@ class EngineProcess:
         words = ["-m", "router.demo.run", msgspec.json.encode([self.settings]).decode()]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
-        assert self._process.stdout is not None
         assert await self._process.stdout.readline(), "the engine did not start; its error is above"
 
     async def terminate(self) -> None:
         """Close its input, and wait: it aborts what runs, as SIGTERM makes vLLM 0.32 do."""
         if self._process is not None and self._process.returncode is None:
-            assert self._process.stdin is not None
             self._process.stdin.close()
             await self._process.wait()
 
@@ -100,26 +98,21 @@ class Replica:
         return any(re.search(pattern, str(line.get("event"))) for line in self.lines)
 
     def signal(self, number: int) -> None:
-        assert self.process is not None
         self.process.send_signal(number)
 
     def kill(self) -> None:
         """kill -9."""
-        assert self.process is not None
         self.process.kill()
         self._ended()
 
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
-        assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
         return self._ended()
 
     def _ended(self) -> int:
-        assert self.process is not None
-        assert self.process.stderr is not None
         try:
             status = self.process.wait(60)
         except subprocess.TimeoutExpired:

@@ -258,9 +258,13 @@ class Rig:
         self.url = f"http://127.0.0.1:{port}"
         self.stats = app.stats
         self.listen_stats = server.config.listen_stats  # type: ignore[attr-defined]
+        self.writers: list[asyncio.StreamWriter] = []
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port, limit=2**26)
+        """A connection that ends with the rig at the latest."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**26)
+        self.writers.append(writer)
+        return reader, writer
 
 
 @contextlib.asynccontextmanager
@@ -284,14 +288,25 @@ async def routing(
     server.lifespan = config.lifespan_class(config)
     await server.startup()
     port = server.servers[0].sockets[0].getsockname()[1]
+    rig = Rig(app, planner, server, port)
     try:
-        yield Rig(app, planner, server, port)
+        yield rig
     finally:
+        for writer in rig.writers:
+            writer.close()
         server.force_exit = True
         await server.shutdown()
         app.close()
         await asyncio.sleep(0)  # transports tell their loss in the next turn
         await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def served(*scripts: Script, **options: Any) -> AsyncIterator[Any]:
+    """Engines with these scripts, and the proxy in front of them: ``(engine, ..., rig)``."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Engine(script)) for script in scripts]
+        yield *engines, await stack.enter_async_context(routing(*[one.url for one in engines], **options))
 
 
 class Answer(msgspec.Struct):

@@ -81,7 +81,6 @@ class Server:
         wait_until(self._answers, "the server answers")
 
     def _answers(self) -> bool:
-        assert self._process is not None
         assert self._process.poll() is None, "the server ended at once"
         with contextlib.suppress(OSError):
             self.command("ROLE")
@@ -110,11 +109,9 @@ class Server:
                 return keys
 
     def freeze(self) -> None:
-        assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:

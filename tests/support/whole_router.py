@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ import msgspec
 
 from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
+from router.admission.key_file import KeySettings, digest_of
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.engines import EngineAddress
@@ -57,6 +59,16 @@ class Rig:
             is_json = answer.content_type == "application/json"
             return answer.status, msgspec.json.decode(raw) if is_json and raw else raw.decode()
 
+    async def ok(self, method: str, path: str, body: Any = None, fields: dict[str, str] | None = None) -> Any:
+        """What is answered with 200."""
+        status, answer = await self.ask(method, path, body, fields)
+        assert status == 200, answer
+        return answer
+
+    async def page(self) -> str:
+        """The metrics page."""
+        return str(await self.ok("GET", "/metrics"))
+
     async def chat(self, text: str, **fields: Any) -> Any:
         """A chat completion by the ``openai`` client: headers by ``.headers``, the answer by ``.parse()``."""
         body: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "extra_body": {"ignore_eos": True}, **fields}
@@ -99,6 +111,12 @@ class Rig:
         stats = accounts.load_stats
         assert stats.admitted == stats.finished + stats.failed
         assert self.router.proxy.stats.requests_active == 0
+
+    async def over(self) -> None:
+        """Every request has ended, and left nothing behind."""
+        room = self.router.accounts.room
+        await until(lambda: self.idle and not (room and len(room)), "every request has ended")
+        self.check_books()
 
     def outcomes(self, outcome: str) -> int:
         """Receipts with this outcome, over all engines."""
@@ -162,6 +180,28 @@ async def routing(config: Config, *, wait: bool = True) -> AsyncIterator[Rig]:
             server.drain()
             await serving
     assert router.accounts.integrity_problems == 0
+
+
+@asynccontextmanager
+async def routed(
+    *settings: dict[str, Any], wait: bool = True, **changes: Any
+) -> AsyncIterator[tuple[Rig, list[SimulatedEngine]]]:
+    """Simulated engines, and the router that has them and these changes in its configuration."""
+    async with running(*settings) as engines, routing(configure(*engines, **changes), wait=wait) as rig:
+        yield rig, engines
+
+
+def tenants(folder: Path, rules: Mapping[str, str], **settings: Any) -> KeySettings:
+    """Rules per tenant in a file, and a key for each: ``key-of-NAME``."""
+    path = folder / "keys.toml"
+    path.write_text(
+        "".join(
+            f"[tenants.{name}]\n{text}\n"
+            f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
+            for name, text in rules.items()
+        )
+    )
+    return KeySettings(file=str(path), **settings)
 
 
 def number(port_of: str) -> int:

@@ -43,9 +43,9 @@ from router.index.model import FleetResidency
 from router.index.offloaded import loaded, tier_extents
 from router.tools.trace_verification import ProbePrompt, verify_trace
 from tests.publisher.pool.pool_load import PlacementRequest
-from tests.vllm.drive_scheduler import DifferenceError, Pair
+from tests.vllm.drive_scheduler import DifferenceError, Pair, prompt_of
 from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, SEEDS_MAX, Mix, Prompts, random_mix
-from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
+from tests.vllm.real_scheduler import RealEngine, Setup
 
 V033 = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2]) >= (0, 33)
 ENGINE = "live"
@@ -239,10 +239,6 @@ def setup_of(mix: Mix) -> Setup:
         async_scheduling=mix.async_scheduling,
         drafts=mix.drafts,
     )
-
-
-def prompt_of(ask: PlacementRequest) -> Prompt:
-    return Prompt(ask.token_ids, ask.lora_name, ask.lora_path, ask.cache_salt, ask.mm)
 
 
 def unproven_inside(mix: Mix) -> bool:

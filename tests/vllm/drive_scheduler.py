@@ -53,12 +53,12 @@ class Pair(Alone):
 
     def add(self, ask: PlacementRequest, max_tokens: int) -> int:
         name = super().add(ask, max_tokens)
-        self._theirs[name] = self.real.add(_prompt(ask), max_tokens)
+        self._theirs[name] = self.real.add(prompt_of(ask), max_tokens)
         return name
 
     def probe(self, ask: PlacementRequest) -> int:
         hit = super().probe(ask)
-        self._same("hit", self.real.probe(_prompt(ask))[0], hit)
+        self._same("hit", self.real.probe(prompt_of(ask))[0], hit)
         return hit
 
     def step(self) -> tuple[list[tuple[int, int]], list[Event], list[int]]:
@@ -114,7 +114,7 @@ class Pair(Alone):
             raise DifferenceError(f"step {self.counts['steps']}, {what}: vLLM {theirs!r}, pool {mine!r}")
 
 
-def _prompt(ask: PlacementRequest) -> Prompt:
+def prompt_of(ask: PlacementRequest) -> Prompt:
     return Prompt(ask.token_ids, ask.lora_name, ask.lora_path, ask.cache_salt, ask.mm)
 
 

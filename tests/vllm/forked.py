@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.support.paths import ROOT
+
 IMPORT_DEADLINE_S = 300.0
 _ANSWER_BYTES_MAX = 1 << 12
 _POLL_INTERVAL_S = 0.05
@@ -105,6 +107,15 @@ def popen(
     with open(os.devnull, "rb") as nothing:
         answer = server.ask(request, [nothing.fileno(), stdout.fileno(), stderr.fileno()])
     return Forked(server, answer["pid"])
+
+
+def driven(python: str, *words: str, timeout: float, **environment: str) -> list[str]:
+    """Lines that ``python -m WORDS...`` prints, offline; its own error is in the assertion if it fails."""
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    quiet |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **environment}
+    done = run(python, words, cwd=ROOT, env=os.environ | quiet, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.splitlines()
 
 
 def run(

@@ -22,8 +22,6 @@ class VllmPublisher:
         self.replay_endpoint = ""
 
     def call(self, command: str, argument: Any = None) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([command, argument]) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -58,5 +56,4 @@ def publisher_process(python: str, kind: type[P]) -> Iterator[P]:
         env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
     ) as process:
         yield kind(process)
-        assert process.stdin is not None
         process.stdin.close()

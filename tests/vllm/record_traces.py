@@ -21,41 +21,11 @@ from typing import IO, Any
 
 import vllm
 
+from tests.publisher.pool.layouts import chunked, full, mamba, replayed, ring, window
 from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
 VOCAB_TOKENS = 2000
 _PROBES_PER_STEP = 2
-
-
-def full(block_size: int = 16, **extra: Any) -> dict[str, Any]:
-    """A full-attention group."""
-    return {"kind": "full_attention", "block_size": block_size, **extra}
-
-
-def window(tokens: int, block_size: int = 16, **extra: Any) -> dict[str, Any]:
-    """A sliding-window group."""
-    return {"kind": "sliding_window", "block_size": block_size, "sliding_window": tokens, **extra}
-
-
-def chunked(chunk: int, block_size: int = 16) -> dict[str, Any]:
-    """A chunked-local group."""
-    return {"kind": "chunked_local_attention", "block_size": block_size, "attention_chunk_size": chunk}
-
-
-def mamba(mode: str, block_size: int = 16) -> dict[str, Any]:
-    """A Mamba group."""
-    return {"kind": "mamba", "block_size": block_size, "mamba_cache_mode": mode}
-
-
-def replayed(tokens: int, block_size: int = 16) -> dict[str, Any]:
-    """A sliding-window group that publishes nothing: its window is rebuilt by replay."""
-    kind = "sliding_window_mla"
-    return {"kind": kind, "block_size": block_size, "sliding_window": tokens, "cacheable": False}
-
-
-def ring(block_size: int = 16) -> dict[str, Any]:
-    """A ring buffer: a group that publishes nothing."""
-    return {"kind": "circular_buffer", "block_size": block_size, "cacheable": False}
 
 
 @dataclass(frozen=True)

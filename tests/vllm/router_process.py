@@ -87,7 +87,6 @@ class RouterProcess:
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         """The process gets no time meanwhile; what is sent to it waits in its sockets."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -114,7 +113,6 @@ class RouterProcess:
         self._wait(up, f"{engine_id} to be up", deadline_s)
 
     def _wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        assert self._process is not None
         deadline = time.monotonic() + deadline_s
         while not condition():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -150,7 +148,6 @@ class RouterProcess:
 
     def _stop(self) -> int:
         process, self._process = self._process, None
-        assert process is not None
         process.send_signal(signal.SIGTERM)
         try:
             return process.wait(timeout=_STOP_DEADLINE_S)

@@ -108,4 +108,4 @@ def replayed_hits(sent: Sequence[Sent], groups: tuple[GroupSpec, ...]) -> list[i
 
 
 def _heed(run: RequestRun, now: float) -> None:
-    """Nobody listens here."""
+    """Events of a simulated engine that no test looks at."""

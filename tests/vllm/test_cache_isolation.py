@@ -8,8 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from router.admission.key_file import digest_of
 from tests.support.waiting import wait_until
+from tests.support.whole_router import tenants
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
 
@@ -21,13 +21,7 @@ PROMPT = "lime tovu gado mesi fuza baru kolu " * 24
 def test_a_prompt_is_a_hit_for_its_own_tenant_alone(
     vllm_python: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    rules, secret = tmp_path / "keys.toml", tmp_path / "secret"
-    rules.write_text(
-        "".join(
-            f'[tenants.{name}]\n[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
-            for name in ("ada", "eve")
-        )
-    )
+    rules, secret = tenants(tmp_path, {"ada": "", "eve": ""}).file, tmp_path / "secret"
     secret.write_text("a secret of 32 bytes or more than that")
     settings = (f"keys.file={rules}", f"keys.isolate_secret_file={secret}", "keys.isolate=tenant")
     options = [word for one in settings for word in ("--set", one)]
@@ -41,8 +35,6 @@ def test_a_prompt_is_a_hit_for_its_own_tenant_alone(
             client = openai.OpenAI(base_url=f"{router.base_url}/v1", api_key=f"key-of-{tenant}")
             answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
             usage = answer.usage
-            assert usage is not None
-            assert usage.prompt_tokens_details is not None
             cached.append(usage.prompt_tokens_details.cached_tokens or 0)
             wait_until(partial(has_receipts, router, number + 1), "its receipt")
         receipts = router.receipts()

@@ -7,7 +7,6 @@ feeds the recorded events to the code that serves and predicts each hit.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
-from tests.vllm.forked import run
+from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm
 
@@ -24,17 +23,6 @@ RECORD_DEADLINE_S = 600
 SEEDS = (0, 1)
 PROBES_MIN = 10_000
 FAMILIES_MIN = 45
-
-
-def record(python: str, model: Path, out: Path, seed: int) -> None:
-    """Run the driver under vLLM's interpreter; its output is in the error if it fails."""
-    words = [
-        "tests.vllm.record_traces",
-        "--model", str(model), "--out", str(out), "--seed", str(seed),
-    ]  # fmt: skip
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = run(python, words, cwd=ROOT, env=environment, timeout=RECORD_DEADLINE_S)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def verify(path: Path) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
@@ -56,7 +44,8 @@ def verify(path: Path) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
 def test_every_predicted_hit_equals_the_schedulers(
     vllm_python: str, tiny_model: Path, tmp_path: Path, seed: int
 ) -> None:
-    record(vllm_python, tiny_model, tmp_path, seed)
+    words = ("tests.vllm.record_traces", "--model", str(tiny_model), "--out", str(tmp_path))
+    driven(vllm_python, *words, "--seed", str(seed), timeout=RECORD_DEADLINE_S)
     status, traces, total = verify(tmp_path)
     wrong = [trace for trace in traces if trace["exact"] != trace["probes"]]
     assert not wrong, f"seed {seed}: " + "\n".join(json.dumps(trace) for trace in wrong)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.chats import Chats, shares
 from tests.vllm.observed_fleet import running
-from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.vllm_engine import two_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -80,16 +80,8 @@ class Clients:
 def test_predictions_hold_when_prompts_evict_each_other(
     vllm_python: str, tiny_model: Path, tmp_path: Path, pool_blocks: int, clients: int, exact_min: float
 ) -> None:
-    engines = [
-        VllmEngine(
-            vllm_python,
-            tiny_model,
-            num_gpu_blocks=pool_blocks,
-            log=tmp_path / f"{n}.log",
-            extra_args=ENGINE_ARGS,
-        )
-        for n in range(2)
-    ]
+    options = {"num_gpu_blocks": pool_blocks, "extra_args": ENGINE_ARGS}
+    engines = two_engines(vllm_python, tiny_model, tmp_path, **options)
     with running(engines, tiny_model, log=tmp_path / "router.log") as fleet:
         load = Clients(fleet.router.base_url, clients, seed=7)
         outcomes = asyncio.run(load.run(REQUESTS))

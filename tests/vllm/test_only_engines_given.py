@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.waiting import run, until
 from tests.vllm.router_process import RouterProcess
-from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.vllm_engine import two_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -29,12 +29,7 @@ def exchange(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def test_it_is_exact_from_the_second_request(vllm_python: str, tiny_model: Path, tmp_path: Path) -> None:
-    engines = [
-        VllmEngine(
-            vllm_python, tiny_model, num_gpu_blocks=400, log=tmp_path / f"{n}.log", extra_args=ENGINE_ARGS
-        )
-        for n in range(2)
-    ]
+    engines = two_engines(vllm_python, tiny_model, tmp_path, num_gpu_blocks=400, extra_args=ENGINE_ARGS)
     for engine in engines:
         engine.start()
     with ExitStack() as stack:

@@ -7,14 +7,11 @@ order of free blocks, over every group mix, retention and pool size it knows.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.paths import ROOT
-from tests.vllm.forked import run
+from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm
 
@@ -23,28 +20,12 @@ REQUESTS = 20
 FAMILIES_MIN = 190
 
 
-def drive(python: str, model: Path, seed: int) -> list[dict[str, Any]]:
-    """One line per family; the driver's own error is in the assertion if it fails."""
-    words = [
-        "tests.vllm.drive_scheduler",
-        "--model", str(model), "--seed", str(seed), "--requests", str(REQUESTS),
-    ]  # fmt: skip
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    done = run(python, words, cwd=ROOT, env=environment, timeout=DRIVE_DEADLINE_S)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.mark.timeout(DRIVE_DEADLINE_S + 60)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_step_equals_the_real_schedulers(vllm_python: str, tiny_model: Path, seed: int) -> None:
-    families = drive(vllm_python, tiny_model, seed)
+    words = ("tests.vllm.drive_scheduler", "--model", str(tiny_model), "--requests", str(REQUESTS))
+    lines = driven(vllm_python, *words, "--seed", str(seed), timeout=DRIVE_DEADLINE_S)
+    families = [json.loads(line) for line in lines if line.startswith("{")]
     assert not [family for family in families if family["difference"] is not None]
     assert len(families) >= FAMILIES_MIN, "the driver left families out"
     total = {

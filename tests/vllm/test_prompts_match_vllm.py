@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from router.openai.errors import ApiError
 from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.reader import Prompt
-from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases, cases
 from tests.support.prompts.readers import (
     byte_level_tokenizer,
@@ -22,7 +20,7 @@ from tests.support.prompts.readers import (
     read,
     template_text,
 )
-from tests.vllm.forked import run
+from tests.vllm.forked import driven
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -130,8 +128,5 @@ def _job(
 def _ask_vllm(python: str, jobs: list[dict[str, Any]], tmp_path: Path) -> list[list[list[list[int]] | None]]:
     source, target = tmp_path / "jobs.json", tmp_path / "answers.json"
     source.write_text(json.dumps(jobs))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    words = ["tests.vllm.prompt_oracle", str(source), str(target)]
-    done = run(python, words, cwd=ROOT, env=environment, timeout=800)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    driven(python, "tests.vllm.prompt_oracle", str(source), str(target), timeout=800)
     return json.loads(target.read_text())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
 from router.openai.members import at_once
 from router.pd.bodies import split_body
 from router.pd.transfer import KvSource
-from tests.support.paths import ROOT
-from tests.vllm.forked import run
+from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm
 
@@ -20,11 +18,15 @@ pytestmark = pytest.mark.vllm
 def test_every_block_that_comes_has_the_content_of_its_hash(vllm_python: str, seed: int) -> None:
     body = at_once(split_body("/v1/completions", b'{"model": "m", "prompt": "p"}'))
     asked = json.loads(at_once(KvSource(body, "10.0.0.1", 5710).asked_with("x-1")))
-    words = ["tests.vllm.drive_pull", "--params", json.dumps(asked["kv_transfer_params"])]
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1"}
-    done = run(vllm_python, [*words, "--seed", str(seed)], cwd=ROOT, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    words = (
+        "tests.vllm.drive_pull",
+        "--params",
+        json.dumps(asked["kv_transfer_params"]),
+        "--seed",
+        str(seed),
+    )
+    *_, line = driven(vllm_python, *words, timeout=300, VLLM_LOGGING_LEVEL="CRITICAL")
+    told = json.loads(line)
     assert (told["peer"], told["probes"], told["serves"]) == ("10.0.0.1:5710", True, False)
     assert 0 < told["held"] < told["asked"]
     assert told["differences"] == []

@@ -14,7 +14,7 @@ import pytest
 
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.observed_fleet import BLOCK_TOKENS, Fleet, Outcome, running, send
-from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.vllm_engine import two_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -30,16 +30,8 @@ ENGINE_ARGS = (
 @pytest.fixture(scope="module")
 def fleet(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     logs = tmp_path_factory.mktemp("logs")
-    engines = [
-        VllmEngine(
-            vllm_python,
-            tiny_model,
-            num_gpu_blocks=NUM_GPU_BLOCKS,
-            log=logs / f"engine{index}.log",
-            extra_args=ENGINE_ARGS,
-        )
-        for index in range(2)
-    ]
+    options = {"num_gpu_blocks": NUM_GPU_BLOCKS, "extra_args": ENGINE_ARGS}
+    engines = two_engines(vllm_python, tiny_model, logs, **options)
     with running(engines, tiny_model, log=logs / "router.log") as fleet:
         yield fleet
 

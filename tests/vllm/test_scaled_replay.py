@@ -6,7 +6,6 @@ What differs there once in a thousand requests shows here in every run.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 import pytest
 
 from publisher.events import GroupSpec
-from tests.support.paths import ROOT
-from tests.vllm.forked import run
+from tests.vllm.forked import driven
 from tests.vllm.scaled_replay import BLOCK_TOKENS, CHUNK_TOKENS, NUM_GPU_BLOCKS, Sent, replayed_hits
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -63,7 +61,8 @@ def test_every_hit_equals_the_schedulers(vllm_python: str, tiny_model: Path, tmp
     job = {"groups": GROUPS, "num_blocks": NUM_GPU_BLOCKS, "chunk_tokens": CHUNK_TOKENS, "requests": requests}
     path = tmp_path / "job.json"
     path.write_text(json.dumps(job))
-    served = _serve(vllm_python, tiny_model, path)
+    lines = driven(vllm_python, "tests.vllm.drive_alone", "--model", str(tiny_model), str(path), timeout=800)
+    served = [json.loads(line) for line in lines if line.startswith("[")]
     assert len(served) == REQUESTS
     sent = [
         Sent(0, float(index), "", engine="one", cached_tokens=hit, prompt=prompt, answer=answer)
@@ -77,17 +76,3 @@ def test_every_hit_equals_the_schedulers(vllm_python: str, tiny_model: Path, tmp
     ]
     assert not wrong, f"{len(wrong)} of {REQUESTS}:\n" + "\n".join(wrong[:20])
     assert sum(found) > 100 * REQUESTS, "hits too few to say anything"
-
-
-def _serve(python: str, model: Path, job: Path) -> list[Any]:
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    words = ["tests.vllm.drive_alone", "--model", str(model), str(job)]
-    done = run(python, words, cwd=ROOT, env=environment, timeout=800)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

@@ -8,7 +8,6 @@ lengths, waits for room and running out of it must be the same for every request
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from router.simulate.requests import Request, block_hashes, continued
 from router.simulate.setup import RequestRun, Timing
 from router.simulate.study import MODELS, POOL_BLOCKS_MIN, groups_of, pool_blocks
 from router.simulate.workload import GENERATORS
-from tests.support.paths import ROOT
-from tests.vllm.forked import run
+from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm
 
@@ -92,7 +90,7 @@ def record(
         events=False,
     )
     timing = Timing(chunk_tokens=CHUNK_TOKENS)
-    ignore = lambda run, now: None  # noqa: E731  # nobody listens here
+    ignore = lambda run, now: None  # noqa: E731
     refused: list[RequestRun] = []
     engine = SimEngine(
         pool, timing, first_token=ignore, ended=ignore, refused=lambda run, now: refused.append(run)
@@ -128,18 +126,9 @@ def record(
 
 def replay(python: str, model: Path, logs: list[Path]) -> list[dict[str, Any]]:
     """One line per log, from vLLM's interpreter."""
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    words = ["tests.vllm.drive_simulation", "--model", str(model), *map(str, logs)]
-    done = run(python, words, cwd=ROOT, env=environment, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    words = ("tests.vllm.drive_simulation", "--model", str(model), *map(str, logs))
+    lines = driven(python, *words, timeout=DEADLINE_S, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def tight(

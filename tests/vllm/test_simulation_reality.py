@@ -42,7 +42,7 @@ from tests.vllm.scaled_replay import (
     scaled_groups,
     workload,
 )
-from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.vllm_engine import two_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -101,16 +101,8 @@ def _take(sent: Sent, part: Any, *, chat: bool) -> None:
 def real(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     logs = tmp_path_factory.mktemp("logs")
     with ExitStack() as stack:
-        engines = [
-            VllmEngine(
-                vllm_python,
-                tiny_model,
-                num_gpu_blocks=NUM_GPU_BLOCKS,
-                log=logs / f"engine{index}.log",
-                extra_args=ENGINE_ARGS,
-            )
-            for index in range(2)
-        ]
+        options = {"num_gpu_blocks": NUM_GPU_BLOCKS, "extra_args": ENGINE_ARGS}
+        engines = two_engines(vllm_python, tiny_model, logs, **options)
         for engine in engines:
             stack.callback(engine.stop)
             engine.start()

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tests.support.ports import free_ports
 from tests.vllm.forked import Forked, popen
@@ -211,3 +211,8 @@ def answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+def two_engines(python: str, model: Path, logs: Path, **options: Any) -> list[VllmEngine]:
+    """Engines of the same options, with logs of their own."""
+    return [VllmEngine(python, model, log=logs / f"engine{index}.log", **options) for index in range(2)]

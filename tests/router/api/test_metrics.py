@@ -205,7 +205,6 @@ def test_receipts_are_counted_by_outcome_with_a_histogram_of_errors(sources: Sou
 def test_how_removals_are_read_shows_with_its_evidence(sources: Sources) -> None:
     sources.scopes.apply(IDS[0], DecodedBatch(0.0, [], None, None, []))
     engine = sources.scopes.engine(IDS[0])
-    assert engine is not None
     assert values(sources, "kvatlas_index_removals") == {(IDS[0], "undecided"): 1}
     engine.removals.phantom()
     assert values(sources, "kvatlas_index_removals") == {(IDS[0], "last_copy"): 1}

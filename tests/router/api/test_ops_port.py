@@ -216,7 +216,6 @@ def test_a_token_file_of_no_use_is_said_at_the_start(tmp_path: Path) -> None:
 )
 async def test_without_a_token_the_port_answers_by_names_of_its_own_only(host: str, status: int) -> None:
     """Else a page that a browser shows could have its own name lead here (DNS rebinding)."""
-
     async with running({}) as engines, routing(configure(*engines, server=NAMED)) as rig:
         line = f"Host: {host}\r\n" if host else ""
         for path in ("/metrics", "/kvatlas/engines", "/health"):
@@ -232,7 +231,6 @@ NAMED = ServerConfig(port=0, ops_names=("Ops.A",))
 @pytest.mark.parametrize("kind", ["text/plain", "", "multipart/form-data; boundary=a"])
 async def test_explain_takes_json_only(kind: str) -> None:
     """A page of another origin may send anything else without asking (CORS)."""
-
     async with running({}) as engines, routing(configure(*engines)) as rig:
         url, body = f"{rig.ops_url}/kvatlas/explain", b'{"model":"kvatlas-demo","prompt":"a"}'
         async with rig.session.post(url, data=body, headers={"content-type": kind}) as answer:

@@ -17,7 +17,7 @@ from router.fleet.engines import EngineAddress
 from tests.support.browser import browsing
 from tests.support.ports import free_port
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running
 
 TOKEN = "a-token-of-the-ops-port"
 EVIL = "<img src=x onerror='window.hacked=1'>"
@@ -272,11 +272,7 @@ async def test_names_from_outside_are_text(tmp_path: Path) -> None:
     file.write_text(f'[tenants."{tenant}"]\n[[keys]]\ntenant = "{tenant}"\nsha256 = "{digest_of("a-key")}"\n')
 
     keys = KeySettings(file=str(file))
-    async with (
-        running({"model": EVIL}) as engines,
-        routing(configure(*engines, keys=keys)) as rig,
-        browsing() as tab,
-    ):
+    async with routed({"model": EVIL}, keys=keys) as (rig, engines), browsing() as tab:
         for model in (EVIL, "</script><script>window.hacked=1</script>"):
             body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "model": model}
             url, headers = (
@@ -305,7 +301,6 @@ async def test_names_from_outside_are_text(tmp_path: Path) -> None:
 async def test_with_tokens_the_page_asks_for_one(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(TOKEN)
-
     async with running({}) as engines, browsing() as tab:
         config = configure(*engines)
         server = msgspec.structs.replace(config.server, ops_token_file=str(file))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import openai
@@ -15,7 +16,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.admission.admission_queue import QueueSettings
-from router.admission.key_file import KeySettings, digest_of
 from router.placement.engine import Engine
 from router.placement.rates import PrefillSample
 from router.server_lifecycle import apply
@@ -24,29 +24,24 @@ from tests.router.app.test_queue import waits
 from tests.support.clients import anthropic_client
 from tests.support.pairs import busy as decoding
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running, tenants
 
 TARGET = QueueSettings(wait_target_s=3.0)
 LOW, HIGH = {"x-kvatlas-priority": "low"}, {"x-kvatlas-priority": "high"}
 WAIT_S = 100.0
-ASKED = {"model": MODEL, "messages": [{"role": "user", "content": TEXT}]}
+ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": TEXT}]}
 
 
 @contextmanager
 def queued(*engines: Engine, wait_s: float = WAIT_S) -> Iterator[None]:
     """So many seconds of prompts are ahead on these engines."""
     now = time.monotonic()
-    sent = [
-        (
-            e,
-            e.load.admit(
-                uncached_tokens=int(wait_s / e.rates.prefill_s_per_token(now)), now=now, streams=False
-            ),
-        )
-        for e in engines
+    tokens = [int(wait_s / e.rates.prefill_s_per_token(now)) for e in engines]
+    tickets = [
+        e.load.admit(uncached_tokens=n, now=now, streams=False) for e, n in zip(engines, tokens, strict=True)
     ]
     yield
-    for engine, ticket in sent:
+    for engine, ticket in zip(engines, tickets, strict=True):
         engine.load.fail(ticket, time.monotonic())
 
 
@@ -76,13 +71,11 @@ async def test_a_wait_beyond_the_target_is_429_for_both_clients_and_leaves_nothi
             assert rig.router.accounts.inflight.stats.prompts == prompts
             (line,) = [each for each in lines if "predicted wait" in each["event"]]
             assert (line["priority"], line["target_s"]) == ("normal", 3.0)
-            _, page = await rig.ask("GET", "/metrics")
-            assert 'kvatlas_admission_refused_total{priority="normal"} 2.0' in page
+            assert 'kvatlas_admission_refused_total{priority="normal"} 2.0' in await rig.page()
         assert (await rig.chat(TEXT)).http_response.status_code == 200
         _, told = await rig.ask("POST", "/kvatlas/explain", ASKED)
         assert told["refused"] is None
-        await until(lambda: rig.idle, "requests over")
-        rig.check_books()
+        await rig.over()
 
 
 async def test_a_long_prompt_is_not_refused_for_its_own_work() -> None:
@@ -108,27 +101,16 @@ async def test_classes_have_their_own_targets_and_a_reload_takes_them_back() -> 
             assert rig.router.accounts.admission_stats.refused == {"low": 2}
             await apply(rig.router, msgspec.structs.replace(rig.router.config, queue=QueueSettings()))
             assert (await rig.chat("hi", extra_headers=LOW)).http_response.status_code == 200
-        await until(lambda: rig.idle, "requests over")
-        rig.check_books()
+        await rig.over()
 
 
 async def test_a_tenants_own_target_counts_and_a_refusal_costs_it_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
     rules = {
         "same": "requests_per_minute = 5\nuncached_tokens_per_minute = 100000\nconcurrent_requests = 1",
         "patient": "wait_target_s = inf",
         "bulk": 'priority = "low"\nwait_target_s = 200.0\nwait_target_low_s = 2.0',
     }
-    path.write_text(
-        "".join(
-            f"[tenants.{name}]\n{text}\n"
-            f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
-            for name, text in rules.items()
-        )
-    )
-
-    keys = KeySettings(file=str(path))
-    async with running({}) as engines, routing(configure(*engines, queue=TARGET, keys=keys)) as rig:
+    async with routed({}, queue=TARGET, keys=tenants(tmp_path, rules)) as (rig, _):
 
         async def status(tenant: str) -> int:
             headers = {"authorization": f"Bearer key-of-{tenant}"}
@@ -143,21 +125,17 @@ async def test_a_tenants_own_target_counts_and_a_refusal_costs_it_nothing(tmp_pa
             assert await status("bulk") == 429
             await apply(rig.router, msgspec.structs.replace(rig.router.config, queue=QueueSettings()))
             assert await status("bulk") == 429, "its own target, although there is none for all"
-        assert rig.router.gate is not None
         stats = rig.router.gate.tenants()["same"]
         assert (stats.active, stats.uncached_tokens, stats.refused) == (0, 0, {})
         assert [await status("same") for _ in range(5)] == [200] * 5
-        await until(lambda: rig.idle, "requests over")
-        rig.check_books()
+        await rig.over()
 
 
 async def test_the_work_that_waits_in_the_router_counts_for_its_class_and_those_below() -> None:
     """Requests that may wait here are refused on arrival or not at all; a refused one takes no place."""
-
     queue = QueueSettings(saturation_s=0.5, wait_s_max=600.0, wait_target_s=1050.0)
     async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
         room = rig.router.accounts.room
-        assert room is not None
         (engine,) = rig.router.fleet
         for _ in range(100):
             engine.rates.observe(PrefillSample(tokens=1000, service_s=100.0, running=0), time.monotonic())
@@ -177,8 +155,7 @@ async def test_the_work_that_waits_in_the_router_counts_for_its_class_and_those_
         for answer in await asyncio.gather(high, first):
             assert answer.http_response.status_code == 200
         assert room.stats.refused == {}
-        await until(lambda: rig.idle and not len(room), "no request waits")
-        rig.check_books()
+        await rig.over()
 
 
 async def test_a_split_request_waits_where_its_prompt_is_computed() -> None:

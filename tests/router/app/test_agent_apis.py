@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.support.clients import anthropic_client
-from tests.support.whole_router import MODEL, QUICK, TEXT, configure, routing, running
+from tests.support.whole_router import MODEL, QUICK, TEXT, configure, routed, routing, running
 
 TURNS = [
     {"role": "user", "content": [{"type": "text", "text": TEXT * 6}]},
@@ -70,8 +70,7 @@ async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
 
 async def test_an_unknown_model_is_told_in_anthropics_shape(anthropic: ModuleType) -> None:
     async with (
-        running(QUICK) as engines,
-        routing(configure(*engines)) as rig,
+        routed(QUICK) as (rig, _),
         anthropic_client(rig.url) as client,
     ):
         with pytest.raises(anthropic.NotFoundError) as caught:

@@ -88,7 +88,6 @@ async def check(rig: Rig, publisher: ZmqPublisher) -> None:
     placed = await place(rig, TOLD - 1)  # this one holds blocks told of last: something to try seeds on
     placed.finished(Usage(PROMPT, 1, cached_tokens=HELD))
     residency = status.residency
-    assert residency is not None
     await until(lambda: residency.writer.scheme == SCHEME, "the seed is found")
     placed = await place(rig, 0)
     hit = placed.decision.candidate.hit

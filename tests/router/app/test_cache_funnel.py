@@ -79,7 +79,6 @@ async def test_what_a_busy_engine_holds_is_missed_for_its_load_and_the_doctor_sa
         for _ in range(2):
             await chat(rig, LONG, holder, *engines)
         busy = rig.router.fleet.get(holder.base_url)
-        assert busy is not None
         ticket = busy.load.admit(uncached_tokens=10**6, now=rig.router.clock(), streams=True)
         await rig.chat(LONG)
         await until(lambda: len(rig.router.accounts.receipts.latest) == 3, "its receipt")
@@ -110,8 +109,7 @@ async def test_the_worth_of_a_cache_is_what_no_other_engine_holds() -> None:
         seconds = latest.held_tokens / 8000  # both engines' prefill rate before any has been learned
         assert worth == pytest.approx(seconds * math.log(2) * half_lives_per_minute, rel=0.1)
         assert shown[other.base_url]["cache_worth_s_per_minute"] == 0
-        page = (await rig.ask("GET", "/metrics"))[1]
-        assert f'kvatlas_cache_worth_seconds_per_minute{{engine="{holder.base_url}"}} ' in page
+        assert f'kvatlas_cache_worth_seconds_per_minute{{engine="{holder.base_url}"}} ' in await rig.page()
         await chat(rig, LONG, other, *engines)  # the holder's hit is still the longest
         before = worth_of(rig, holder)
         await chat(rig, LONG, other, *engines)  # both hold it now
@@ -120,5 +118,4 @@ async def test_the_worth_of_a_cache_is_what_no_other_engine_holds() -> None:
 
 def worth_of(rig: Rig, engine: SimulatedEngine) -> float:
     status = rig.router.fleet.get(engine.base_url)
-    assert status is not None
     return status.receipts.worth.per_minute(rig.router.clock())

@@ -9,18 +9,12 @@ from typing import Any
 
 import pytest
 
-from router.admission.key_file import KeySettings, digest_of
 from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, Rig, routed, tenants
 
 TEXT = "the same long story about a small engine and its famous garden. " * 10
-NAMES = {"ada": "red", "bob": "red", "eve": "blue"}
-RULES = "".join(
-    f'[tenants.{name}]\ncache_group = "{group}"\n'
-    f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
-    for name, group in NAMES.items()
-)
+RULES = {"ada": 'cache_group = "red"', "bob": 'cache_group = "red"', "eve": 'cache_group = "blue"'}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1},
     COMPLETION: {"prompt": TEXT, "max_tokens": 1},
@@ -31,11 +25,10 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def isolating(tmp_path: Path, **keys: Any) -> AsyncIterator[Rig]:
-    rules, secret = tmp_path / "keys.toml", tmp_path / "secret"
-    rules.write_text(RULES)
+    secret = tmp_path / "secret"
     secret.write_text("a secret of 32 bytes or more than that")
-    settings = KeySettings(file=str(rules), isolate_secret_file=str(secret), **keys)
-    async with running({}) as engines, routing(configure(*engines, keys=settings)) as rig:
+    settings = tenants(tmp_path, RULES, isolate_secret_file=str(secret), **keys)
+    async with routed({}, keys=settings) as (rig, engines):
         rig.engines = engines  # type: ignore[attr-defined]
         yield rig
 
@@ -116,11 +109,8 @@ async def test_a_tenants_answers_tell_nothing_of_the_price(tmp_path: Path) -> No
 
 async def test_a_tenant_cannot_reach_another_ones_cache_by_a_salt(tmp_path: Path) -> None:
     """Whatever salt it sends, also the one that the router made for the other."""
-
     async with isolating(tmp_path, isolate="tenant") as rig:
         gate = rig.router.gate
-        assert gate is not None
-        assert gate.isolation is not None
         stolen = gate.isolation.salt("ada", gate.keys.rules("ada"), b"")
         await ask(rig, "ada", CHAT)
         await ask(rig, "eve", CHAT, cache_salt=stolen)

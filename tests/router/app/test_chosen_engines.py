@@ -6,14 +6,11 @@ import openai
 import pytest
 
 from router.proxy.settings import ProxySettings
-from tests.support.whole_router import MODEL, configure, routing, running
+from tests.support.whole_router import MODEL, configure, routed, routing, running
 
 
 async def test_an_alias_is_answered_by_the_model_behind_it_and_listed() -> None:
-    async with (
-        running({}) as engines,
-        routing(configure(*engines, aliases={"gpt-4o": MODEL, "gone": {"nobody-has-it": 1.0}})) as rig,
-    ):
+    async with routed({}, aliases={"gpt-4o": MODEL, "gone": {"nobody-has-it": 1.0}}) as (rig, engines):
         answer = await rig.chat("hi", model="gpt-4o")
         assert answer.http_response.status_code == 200
         assert answer.headers["x-kvatlas-engine"] == engines[0].base_url

@@ -38,7 +38,6 @@ async def stream(rig: Rig, text: str, **fields: Any) -> int:
     fields = {"stream_options": {"include_usage": True}, "max_tokens": 8, **fields}
     raw = await rig.chat(text, stream=True, **fields)
     chunks = [chunk async for chunk in raw.parse()]
-    assert chunks[-1].usage is not None
     return int(chunks[-1].usage.completion_tokens)
 
 
@@ -125,7 +124,6 @@ async def test_an_engine_that_dies_under_streams_leaves_nothing_open() -> None:
             tasks = [asyncio.create_task(one(n)) for n in range(16)]
             await until(lambda: len(seen) == 16, "all streaming")
             assert {stays.base_url, dies.base_url} == set(seen)
-            assert dies._server is not None
             for connection in list(dies._server.server_state.connections):
                 connection.transport.abort()  # as when the process is killed
             await asyncio.gather(*tasks)
@@ -236,30 +234,27 @@ async def test_stopping_does_not_wait_for_engines_that_hang() -> None:
         server.close()
 
 
-def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with (
-            running({}, {}) as (a, b),
-            fronting(a) as front,
-            routing(configure(EngineAddress(front.base_url), b)) as rig,
-        ):
-            faults = 0
+async def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        running({}, {}) as (a, b),
+        fronting(a) as front,
+        routing(configure(EngineAddress(front.base_url), b)) as rig,
+    ):
+        faults = 0
 
-            def broken(*_: Any) -> bool:
-                nonlocal faults
-                faults += 1
-                raise RuntimeError("a fault")
+        def broken(*_: Any) -> bool:
+            nonlocal faults
+            faults += 1
+            raise RuntimeError("a fault")
 
-            monkeypatch.setattr(rig.router.scopes, "advance_detection", broken)
-            monkeypatch.setattr(rig.router.lifecycle, "engine_load", lambda *_, **__: broken())
-            await until(lambda: faults > 2, "faults happened")
-            monkeypatch.undo()
-            await rig.ready()
-            for n in range(4):
-                assert (await rig.chat(f"{n} {TEXT}")).parse().choices
-            rig.check_books()
-
-    run(main())
+        monkeypatch.setattr(rig.router.scopes, "advance_detection", broken)
+        monkeypatch.setattr(rig.router.lifecycle, "engine_load", lambda *_, **__: broken())
+        await until(lambda: faults > 2, "faults happened")
+        monkeypatch.undo()
+        await rig.ready()
+        for n in range(4):
+            assert (await rig.chat(f"{n} {TEXT}")).parse().choices
+        rig.check_books()
 
 
 async def test_accounts_that_contradict_themselves_are_found_every_few_decisions() -> None:
@@ -337,7 +332,6 @@ async def test_an_engine_that_is_up_goes_before_silent_ones() -> None:
     async with Engine(busy) as one, Engine(idle) as two, routing(_config(one, two)) as rig:
         busy.hangs = True
         silent = rig.router.fleet.get(one.url)
-        assert silent is not None
         await until(lambda: silent.silent, "its polls time out")
         assert {await _served(rig) for _ in range(10)} == {two.url}
         assert rig.router.accounts.load_stats.admitted_silent == 0

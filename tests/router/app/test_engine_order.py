@@ -12,13 +12,12 @@ import pytest
 from publisher.simulator.api_protocol import ChatRequest, CompletionRequest, invalid
 from publisher.simulator.http_agents import Call
 from publisher.simulator.server import SimulatedEngine
-from router.admission.key_file import KeySettings
 from router.placement.candidate import PolicySettings
 from router.placement.engine import BAND_MS
 from tests.router.app.test_keys import RULES
 from tests.support.proxy_rig import Engine, answer, ask, request, says
 from tests.support.proxy_rig import routing as proxying
-from tests.support.whole_router import MODEL, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, Rig, routed, tenants
 
 ORDERED = PolicySettings(engine_priority=2.0)
 
@@ -38,10 +37,7 @@ def watched(engine: SimulatedEngine) -> list[int]:
 
 @asynccontextmanager
 async def ordered(**changes: Any) -> AsyncIterator[tuple[Rig, list[int]]]:
-    async with (
-        running({"scheduling_policy": "priority"}) as engines,
-        routing(configure(*engines, **{"policy": ORDERED, **changes})) as rig,
-    ):
+    async with routed({"scheduling_policy": "priority"}, **{"policy": ORDERED, **changes}) as (rig, engines):
         yield rig, watched(engines[0])
 
 
@@ -49,7 +45,6 @@ async def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("router.placement.engine.time.time", lambda: 1_800_000_000.0)
-
     async with ordered() as (rig, seen):
         await rig.chat("a short question")
         await rig.chat("a long question " * 2000)
@@ -80,9 +75,7 @@ async def test_the_class_that_a_request_asks_for_goes_before_its_place(fields: A
 
 
 async def test_a_tenant_is_never_above_its_class(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(RULES)
-    async with ordered(keys=KeySettings(file=str(path))) as (rig, seen):
+    async with ordered(keys=tenants(tmp_path, RULES)) as (rig, seen):
         for tenant, band in (("free", 0), ("low", 1), ("high", -1)):
             for asked in ({}, {"x-vllm-priority": "-99"}, {"x-kvatlas-priority": "high"}):
                 headers = {"authorization": f"Bearer key-of-{tenant}", **asked}
@@ -94,9 +87,7 @@ async def test_a_tenant_is_never_above_its_class(tmp_path: Path) -> None:
 async def test_without_the_setting_a_clients_own_priority_is_passed_on_as_its_class_allows(
     tmp_path: Path, keys: bool
 ) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(RULES)
-    changes = {"keys": KeySettings(file=str(path))} if keys else {}
+    changes = {"keys": tenants(tmp_path, RULES)} if keys else {}
     async with ordered(policy=PolicySettings(), **changes) as (rig, seen):
         for tenant, given, capped in (
             ("free", "-5", 0),

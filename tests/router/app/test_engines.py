@@ -17,7 +17,6 @@ from publisher.block_hash import HashScheme, PromptExtras
 from publisher.block_pool import HybridBlockPool
 from publisher.events import GroupSpec
 from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.load import parse_engine
 from router.config.schema import ShadowConfig
@@ -32,11 +31,11 @@ from tests.support.whole_router import (
     LOCAL,
     MODEL,
     OFTEN,
-    QUICK,
     TEXT,
     Rig,
     configure,
     number,
+    routed,
     routing,
     running,
 )
@@ -65,12 +64,30 @@ async def check_exact(rig: Rig, engines: list[SimulatedEngine], *texts: str) -> 
 
 @asynccontextmanager
 async def started(**changes: Any) -> AsyncIterator[SimulatedEngine]:
+    """One engine; a test may stop it before."""
     async with running(changes) as (engine,):
         yield engine
 
 
+async def stopped(rig: Rig, engine: SimulatedEngine) -> None:
+    """The engine is stopped, and the router knows."""
+    await engine.stop()
+    await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
+
+
+@asynccontextmanager
+async def behind_front(
+    answers: dict[str, tuple[int, Any]], *settings: dict[str, Any], **changes: Any
+) -> AsyncIterator[tuple[Rig, Front, list[SimulatedEngine]]]:
+    """A router that knows a front before engines; these answers are the front's own from the start."""
+    async with running(*(settings or ({},))) as engines, fronting(*engines) as front:
+        front.overrides |= {path: lambda answer=answer: answer for path, answer in answers.items()}  # type: ignore[misc]
+        async with routing(configure(EngineAddress(front.base_url), **changes)) as rig:
+            yield rig, front, engines
+
+
 def own_ports() -> dict[str, int]:
-    """For an engine that comes back: nobody else is given these meanwhile."""
+    """For an engine that comes back: no other test gets these meanwhile."""
     return dict(zip(("port", "events_port", "replay_port"), free_ports(3), strict=True))
 
 
@@ -109,7 +126,6 @@ async def test_without_a_tokenizer_the_engine_is_asked_for_tokens(scale_out: boo
 
 async def test_a_render_server_spares_the_engines_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.prompts.remote.HEALTH_CHECK_S", 0.05)
-
     async with running({"enable_scale_out": True}) as servers, running({}) as engines:
         settings = PromptSettings(renderers=(servers[0].base_url,))
         async with routing(configure(*engines, models={}, prompts=settings)) as rig:
@@ -127,45 +143,37 @@ async def test_a_render_server_spares_the_engines_the_call(monkeypatch: pytest.M
 
 
 async def test_where_no_engine_gives_tokens_text_affinity_places() -> None:
-    async with running({}, {}, {}) as engines:
-        settings = PromptSettings(engine_timeout_s=1e-6)
-        async with routing(configure(*engines, models={}, prompts=settings)) as rig:
-            texts = {text: set() for text in (f"number {n}: {TEXT * 20}" for n in range(4))}
-            for text in [*texts, *texts, *texts]:
-                raw = await rig.chat(text)
-                assert "x-kvatlas-hit-tokens" not in raw.headers  # nothing is promised
-                texts[text].add(raw.headers["x-kvatlas-engine"])
-            assert all(len(engines_of) == 1 for engines_of in texts.values())
-            stats = rig.router.reader.stats
-            assert stats.affinity["no_tokenizer"] == 12
-            assert stats.engine == stats.local == 0
-            assert stats.engine_failures > 0
-            page = (await rig.ask("GET", "/metrics"))[1]
-            assert 'kvatlas_prompts_affinity_total{reason="no_tokenizer"} 12.0' in page
-            rig.check_books()
+    settings = PromptSettings(engine_timeout_s=1e-6)
+    async with routed({}, {}, {}, models={}, prompts=settings) as (rig, _):
+        texts = {text: set() for text in (f"number {n}: {TEXT * 20}" for n in range(4))}
+        for text in [*texts, *texts, *texts]:
+            raw = await rig.chat(text)
+            assert "x-kvatlas-hit-tokens" not in raw.headers  # nothing is promised
+            texts[text].add(raw.headers["x-kvatlas-engine"])
+        assert all(len(engines_of) == 1 for engines_of in texts.values())
+        stats = rig.router.reader.stats
+        assert stats.affinity["no_tokenizer"] == 12
+        assert stats.engine == stats.local == 0
+        assert stats.engine_failures > 0
+        assert 'kvatlas_prompts_affinity_total{reason="no_tokenizer"} 12.0' in await rig.page()
+        rig.check_books()
 
 
 async def test_engine_that_breaks_the_connection_when_asked_for_tokens_costs_no_request() -> None:
-    async with running({"publish_events": False}) as engines, fronting(*engines) as front:
-        front.overrides["/v1/chat/completions/render"] = lambda: (0, None)
-        front.overrides["/tokenize"] = lambda: (200, {"tokens": "many"})
-        async with routing(configure(EngineAddress(front.base_url), models={})) as rig:
-            raw = await rig.chat("hello")
-            assert raw.parse().choices
-            assert rig.router.reader.stats.affinity["no_tokenizer"] == 1
+    answers = {"/v1/chat/completions/render": (0, None), "/tokenize": (200, {"tokens": "many"})}
+    async with behind_front(answers, {"publish_events": False}, models={}) as (rig, _, _):
+        assert (await rig.chat("hello")).parse().choices
+        assert rig.router.reader.stats.affinity["no_tokenizer"] == 1
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["same-ports", "other-event-ports"])
 async def test_a_restarted_engine_is_known_to_be_empty(moved: bool) -> None:
     ports = own_ports()
-    first = SimulatedEngine(EngineSettings(**QUICK, **ports))
-    await first.start()
-    async with routing(configure(first)) as rig:
+    async with started(**ports) as first, routing(configure(first)) as rig:
         assert await check_exact(rig, [first], TEXT * 20) > 100
         held = rig.router.scopes.scope(MODEL).stats().residencies
         assert held > 10
-        await first.stop()
-        await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
+        await stopped(rig, first)
         with pytest.raises(openai.InternalServerError):
             await rig.chat("hello")
         again = {"port": ports["port"]} if moved else ports
@@ -181,9 +189,7 @@ async def test_a_restarted_engine_is_known_to_be_empty(moved: bool) -> None:
 
 async def test_an_engine_that_restarts_between_polls_is_not_credited_with_its_old_blocks() -> None:
     ports = own_ports()
-    first = SimulatedEngine(EngineSettings(**QUICK, **ports))
-    await first.start()
-    async with routing(configure(first, fleet=NEVER)) as rig:
+    async with started(**ports) as first, routing(configure(first, fleet=NEVER)) as rig:
         assert await check_exact(rig, [first], TEXT * 20) > 100
         (engine,) = rig.router.fleet
         feed = engine.feed
@@ -219,15 +225,13 @@ async def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
         async with routing(configure(mute)) as rig:
             await rig.chat(TEXT * 20)
             assert rig.router.fleet.get(mute.base_url).shadow is not None
-            await mute.stop()
-            await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
+            await stopped(rig, mute)
             async with started(port=port) as speaking:
                 await rig.ready()
                 assert await check_exact(rig, [speaking], TEXT * 20) > 100
                 assert rig.router.fleet.get(speaking.base_url).shadow is None
                 assert rig.router.accounts.receipts.latest[-1].mode == "native"
-                await speaking.stop()
-                await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
+                await stopped(rig, speaking)
                 async with started(port=port, publish_events=False):  # and the other way
                     await rig.ready()
                     await hits(rig, TEXT * 20)
@@ -240,12 +244,9 @@ async def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
 
 async def test_an_engine_that_comes_back_with_another_model_starts_empty() -> None:
     ports = own_ports()
-    first = SimulatedEngine(EngineSettings(**QUICK, **ports))
-    await first.start()
-    async with routing(configure(first)) as rig:
+    async with started(**ports) as first, routing(configure(first)) as rig:
         await check_exact(rig, [first], TEXT * 20)
-        await first.stop()
-        await until(lambda: not rig.router.fleet.ready(None), "the engine is seen to be down")
+        await stopped(rig, first)
         async with started(model="other", **ports) as second:
             await rig.ready()
             with pytest.raises(openai.NotFoundError):
@@ -259,58 +260,49 @@ async def test_an_engine_that_comes_back_with_another_model_starts_empty() -> No
 
 
 async def test_while_an_engine_is_away_the_other_serves() -> None:
-    async with running({}) as (stays,):
-        ports = own_ports()
-        goes = SimulatedEngine(EngineSettings(**QUICK, **ports))
-        await goes.start()
-        async with routing(configure(stays, goes)) as rig:
-            used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
-            assert used == {stays.base_url, goes.base_url}
-            await goes.stop()
-            # Also before the poller sees it: refused connections are tried elsewhere.
-            used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
-            assert used == {stays.base_url}
-            await until(lambda: len(rig.router.fleet.ready(None)) == 1, "seen to be down")
-            async with started(**ports) as back:
-                await rig.ready()
-                await until(
-                    lambda: rig.router.fleet.get(back.base_url).breaker.allows(time.monotonic()),
-                    "breaker closed",
-                )
-                used = {(await hits(rig, f"{n} new {TEXT * 10}"))[2] for n in range(12)}
-                assert used == {stays.base_url, back.base_url}
-                rig.check_books()
+    ports = own_ports()
+    async with running({}, ports) as (stays, goes), routing(configure(stays, goes)) as rig:
+        used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
+        assert used == {stays.base_url, goes.base_url}
+        await goes.stop()
+        # Also before the poller sees it: refused connections are tried elsewhere.
+        used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
+        assert used == {stays.base_url}
+        await until(lambda: len(rig.router.fleet.ready(None)) == 1, "seen to be down")
+        async with started(**ports) as back:
+            await rig.ready()
+            await until(
+                lambda: rig.router.fleet.get(back.base_url).breaker.allows(time.monotonic()),
+                "breaker closed",
+            )
+            used = {(await hits(rig, f"{n} new {TEXT * 10}"))[2] for n in range(12)}
+            assert used == {stays.base_url, back.base_url}
+            rig.check_books()
 
 
 async def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
-    async with running({}) as (stays,):
-        ports = own_ports()
-        goes = SimulatedEngine(EngineSettings(**QUICK, **ports))
-        await goes.start()
-        async with routing(configure(stays, goes, fleet=NEVER)) as rig:
-            await goes.stop()
-            for n in range(30):
-                assert (await hits(rig, f"{n} {TEXT * 10}"))[2] == stays.base_url
-            assert rig.router.fleet.get(goes.base_url).up  # not polled since; only the breaker knows
-            failures = rig.router.proxy.stats.engine_failures["refused"]
-            assert 3 <= failures < 30
-            assert rig.router.accounts.load_stats.failed == failures
-            rig.check_books()
-            async with started(**ports):
-                while not rig.router.fleet.get(goes.base_url).breaker.closed:  # the next probe closes it
-                    await hits(rig, f"{random.random()} {TEXT}")
-                used, n = set(), 0
-                while used != {stays.base_url, goes.base_url}:  # first the one that did less of late
-                    n += 1
-                    assert n < 100
-                    used.add((await hits(rig, f"{n} new {TEXT * 10}"))[2])
+    ports = own_ports()
+    async with running({}, ports) as (stays, goes), routing(configure(stays, goes, fleet=NEVER)) as rig:
+        await goes.stop()
+        for n in range(30):
+            assert (await hits(rig, f"{n} {TEXT * 10}"))[2] == stays.base_url
+        assert rig.router.fleet.get(goes.base_url).up  # not polled since; only the breaker knows
+        failures = rig.router.proxy.stats.engine_failures["refused"]
+        assert 3 <= failures < 30
+        assert rig.router.accounts.load_stats.failed == failures
+        rig.check_books()
+        async with started(**ports):
+            while not rig.router.fleet.get(goes.base_url).breaker.closed:  # the next probe closes it
+                await hits(rig, f"{random.random()} {TEXT}")
+            used, n = set(), 0
+            while used != {stays.base_url, goes.base_url}:  # first the one that did less of late
+                n += 1
+                assert n < 100
+                used.add((await hits(rig, f"{n} new {TEXT * 10}"))[2])
 
 
 async def test_when_every_engine_fails_the_client_is_told_so() -> None:
-    gone = [SimulatedEngine(EngineSettings(**QUICK)) for _ in range(2)]
-    for engine in gone:
-        await engine.start()
-    async with routing(configure(*gone, fleet=NEVER)) as rig:
+    async with routed({}, {}, fleet=NEVER) as (rig, gone):
         for engine in gone:
             await engine.stop()
         codes = []
@@ -338,15 +330,8 @@ async def test_an_engine_that_is_busy_is_passed_over() -> None:
             rig.check_books()
 
 
-@asynccontextmanager
-async def behind_front(*settings: dict[str, Any]) -> AsyncIterator[tuple[list[SimulatedEngine], Front]]:
-    async with running(*settings) as engines, fronting(*engines) as front:
-        yield engines, front
-
-
 async def applied(rig: Rig, engine_id: str, publisher: ZmqPublisher | None) -> None:
     """The router has applied all that this publisher has published, under this engine id."""
-    assert publisher is not None
     feed = rig.router.lifecycle.feeds.stats[engine_id]
     await until(lambda: feed.last_seq == publisher.next_seq - 1 or not publisher.next_seq, "applied")
 
@@ -381,7 +366,7 @@ async def test_every_data_parallel_rank_is_an_engine_of_its_own() -> None:
 
 
 async def test_ranks_that_come_and_go_are_followed() -> None:
-    async with behind_front({}, {}) as (_, front), routing(configure(EngineAddress(front.base_url))) as rig:
+    async with behind_front({}, {}, {}) as (rig, front, _):
         fleet = rig.router.fleet
         assert [status.engine_id for status in fleet] == [front.base_url]
         await hits(rig, TEXT * 10)
@@ -402,10 +387,7 @@ async def test_ranks_that_come_and_go_are_followed() -> None:
 
 async def test_requests_that_outlive_their_engine_leave_nothing_behind() -> None:
     slow = {"decode_s_per_token": 0.02}
-    async with (
-        behind_front(slow, slow) as (_, front),
-        routing(configure(EngineAddress(front.base_url))) as rig,
-    ):
+    async with behind_front({}, slow, slow) as (rig, front, _):
         task = asyncio.create_task(rig.chat(TEXT * 10, max_tokens=20))
         await until(lambda: rig.router.accounts.load_stats.admitted == 1, "sent")
         (left,) = rig.router.fleet
@@ -434,39 +416,30 @@ async def test_endpoints_may_be_given_where_the_engine_cannot_tell_them() -> Non
 
 
 async def test_event_sources_are_asked_again_after_a_failure_but_not_after_a_no() -> None:
-    async with running({}) as (engine,), fronting(engine) as front:
-        front.overrides["/kv_event_sources"] = lambda: (500, {})
-        async with routing(configure(EngineAddress(front.base_url))) as rig:
-            assert rig.router.fleet.get(front.base_url).shadow is not None
-            await until(lambda: front.asked("/kv_event_sources") > 2, "asked again")
-            del front.overrides["/kv_event_sources"]
-            await until(lambda: front.base_url in rig.router.lifecycle.feeds.stats, "followed")
-            await rig.ready()
-            assert rig.router.fleet.get(front.base_url).shadow is None
-        front.seen.clear()
-        front.overrides["/kv_event_sources"] = lambda: (404, {"detail": "Not Found"})
-        async with routing(configure(EngineAddress(front.base_url))) as rig:
-            await until(lambda: front.asked("/v1/models") > 4, "polled")
-            assert front.asked("/kv_event_sources") == 1
-            assert rig.router.fleet.get(front.base_url).shadow is not None
+    async with behind_front({"/kv_event_sources": (500, {})}) as (rig, front, _):
+        assert rig.router.fleet.get(front.base_url).shadow is not None
+        await until(lambda: front.asked("/kv_event_sources") > 2, "asked again")
+        del front.overrides["/kv_event_sources"]
+        await until(lambda: front.base_url in rig.router.lifecycle.feeds.stats, "followed")
+        await rig.ready()
+        assert rig.router.fleet.get(front.base_url).shadow is None
+    async with behind_front({"/kv_event_sources": (404, {"detail": "Not Found"})}) as (rig, front, _):
+        await until(lambda: front.asked("/v1/models") > 4, "polled")
+        assert front.asked("/kv_event_sources") == 1
+        assert rig.router.fleet.get(front.base_url).shadow is not None
 
 
 async def test_an_engine_slow_to_answer_polls_stays_in_use() -> None:
-    async with running({}) as (engine,), fronting(engine) as front:
-        fleet = msgspec.structs.replace(OFTEN, polls_missed_max=10**6)
-        async with routing(configure(EngineAddress(front.base_url), fleet=fleet)) as rig:
-            front.overrides["/v1/models"] = lambda: (500, {})
-            before = front.asked("/v1/models")
-            await until(lambda: front.asked("/v1/models") > before + 3, "polled")
-            assert (await hits(rig, "hello"))[2] == front.base_url
-    async with running({}) as (engine,), fronting(engine) as front:
-        fleet = msgspec.structs.replace(OFTEN, polls_missed_max=3)
-        async with routing(configure(EngineAddress(front.base_url), fleet=fleet)) as rig:
-            front.overrides["/v1/models"] = lambda: (500, {})
-            await until(lambda: not rig.router.fleet.ready(None), "down after three")
-            status = rig.router.fleet.get(front.base_url)
-            assert status is not None
-            assert "500" in status.problem
+    fleet = msgspec.structs.replace(OFTEN, polls_missed_max=10**6)
+    async with behind_front({}, fleet=fleet) as (rig, front, _):
+        front.overrides["/v1/models"] = lambda: (500, {})
+        before = front.asked("/v1/models")
+        await until(lambda: front.asked("/v1/models") > before + 3, "polled")
+        assert (await hits(rig, "hello"))[2] == front.base_url
+    async with behind_front({}, fleet=msgspec.structs.replace(OFTEN, polls_missed_max=3)) as (rig, front, _):
+        front.overrides["/v1/models"] = lambda: (500, {})
+        await until(lambda: not rig.router.fleet.ready(None), "down after three")
+        assert "500" in rig.router.fleet.get(front.base_url).problem
 
 
 GROUPS = (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=64))
@@ -539,25 +512,21 @@ async def test_an_adapters_path_is_forgotten_with_the_last_engine_that_has_it() 
                 assert known == paths
 
 
-async def test_an_adapter_whose_path_nobody_knows_goes_by_affinity() -> None:
+async def test_an_adapter_whose_path_is_unknown_goes_by_affinity() -> None:
     cards = [{"id": MODEL, "root": MODEL}, {"id": "sql", "parent": MODEL}]
-    async with running({}) as (engine,), fronting(engine) as front:
-        front.overrides["/v1/models"] = lambda: (200, {"object": "list", "data": cards})
-        async with routing(configure(EngineAddress(front.base_url))) as rig:
-            _, told = await rig.ask("POST", "/kvatlas/explain", {"model": "sql", "prompt": "x" * 900})
-            assert told["prompt"]["why"] == "lora_path_unknown"
+    async with behind_front({"/v1/models": (200, {"object": "list", "data": cards})}) as (rig, _, _):
+        _, told = await rig.ask("POST", "/kvatlas/explain", {"model": "sql", "prompt": "x" * 900})
+        assert told["prompt"]["why"] == "lora_path_unknown"
 
 
 async def test_configuring_one_model_leaves_the_others_as_they_were() -> None:
-    async with running({"model": "named"}, {"model": "other"}) as engines:
-        config = configure(*engines, models={"named": LOCAL})
-        async with routing(config) as rig:
-            for model in ("named", "other"):
-                for _ in range(2):
-                    predicted, reported, _ = await hits(rig, TEXT * 20, model=model)
-                    await rig.caught_up(*engines)
-                assert predicted == reported > 100
-            assert (rig.router.reader.stats.local, rig.router.reader.stats.engine) == (2, 2)
+    async with routed({"model": "named"}, {"model": "other"}, models={"named": LOCAL}) as (rig, engines):
+        for model in ("named", "other"):
+            for _ in range(2):
+                predicted, reported, _ = await hits(rig, TEXT * 20, model=model)
+                await rig.caught_up(*engines)
+            assert predicted == reported > 100
+        assert (rig.router.reader.stats.local, rig.router.reader.stats.engine) == (2, 2)
 
 
 def _inbound(body: dict[str, Any]) -> InboundRequest:

@@ -92,7 +92,6 @@ def hits(engines: list[SimulatedEngine]) -> int:
 
 
 def evicted_blocks(engine: SimulatedEngine) -> int:
-    assert engine.publisher is not None
     batches = [decode_batch(payload) for _, payload in engine.publisher._ring]
     events = [event for batch in batches for event in batch.events]
     return sum(len(event.block_hashes) for event in events if isinstance(event, BlockRemoved))
@@ -167,7 +166,6 @@ def test_decode_context_parallelism_is_predicted_from_the_first_request(ranks: i
 
 async def test_prompts_with_developer_messages_are_the_engines_own() -> None:
     """A mismatch here would be an error of the first ``kvatlas doctor --router``."""
-
     async with running({}) as (engine,), routing(configure(engine)) as rig:
         for chat in (
             [("developer", TEXT), ("user", "Hello")],

@@ -13,7 +13,7 @@ from router.observe.receipts import Receipt
 from router.tools.doctor.http import Http
 from router.tools.top import take_snapshot
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running
 
 SLOW: dict[str, Any] = {"prefill_s_per_token": 2e-4, "decode_s_per_token": 1e-4}
 
@@ -81,10 +81,7 @@ async def test_a_receipt_has_the_predicted_time_part_by_part_and_the_measured_on
 
 
 async def test_a_prompt_behind_another_one_has_its_prefill_as_queue() -> None:
-    async with (
-        running({**SLOW, "prefill_s_per_token": 1e-4}) as engines,
-        routing(configure(*engines)) as rig,
-    ):
+    async with routed({**SLOW, "prefill_s_per_token": 1e-4}) as (rig, _):
         await rig.ready()
         (engine,) = rig.router.fleet
         ahead = asyncio.create_task(streamed(rig, "One. " + TEXT * 400))

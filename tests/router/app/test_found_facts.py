@@ -33,7 +33,6 @@ PLAIN = {"groups": (GroupSpec(0, "full_attention", 16),)}
 async def twice(rig: Rig, engine: SimulatedEngine, count: int) -> Sequence[str]:
     """Outcomes of the second request for each of some prompts, in order."""
     publisher, (status,) = engine.publisher, rig.router.fleet
-    assert publisher is not None
     feed = rig.router.lifecycle.feeds.stats[status.engine_id]
     for number in range(count):
         body = {"model": MODEL, "prompt": f"{number} {TEXT * 3}", "max_tokens": 2}
@@ -65,7 +64,6 @@ async def test_a_drafter_in_the_metrics_is_reckoned_with_from_the_first_request(
 @pytest.mark.parametrize(("settings", "wrong", "value"), [(DRAFTED, "over", "all"), (PLAIN, "under", [])])
 async def test_receipts_overrule_metrics(settings: dict[str, Any], wrong: str, value: object) -> None:
     """The page hides the drafter, or tells of one that holds no KV (n-gram)."""
-
     async with running(settings) as (engine,), fronting(engine) as front:
         drafts = b'vllm:spec_decode_num_drafts_total{engine="0"} 1.0\n' if wrong == "under" else b""
         labels = b'vllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
@@ -172,9 +170,7 @@ UNUSABLE = {
 async def test_events_that_cannot_be_used_are_a_problem(kind: str) -> None:
     events, reason, detail = UNUSABLE[kind]
     payload = b"\xc1" if events is None else msgspec.msgpack.encode([1.0, events, 0])
-
     async with running({}) as (engine,), routing(configure(engine)) as rig:
-        assert engine.publisher is not None
         engine.publisher._ledger = None  # it would refuse what it cannot read
         engine.publisher.publish_payload(payload)
 
@@ -183,7 +179,6 @@ async def test_events_that_cannot_be_used_are_a_problem(kind: str) -> None:
             return [problem for problem in found if "could be used" in problem["seen"]]
 
         status = rig.router.fleet.get(engine.base_url)
-        assert status is not None
         await until(lambda: status.unusable_events > 0, "seen")
         (problem,) = await problems()
         assert reason in problem["seen"]

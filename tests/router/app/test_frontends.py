@@ -13,7 +13,7 @@ from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 from tests.support.redis_servers import Server, program
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, Rig, configure, routed, routing, running
 
 STORY = "a long story about a small engine and its famous garden. " * 12
 
@@ -25,24 +25,21 @@ def _body(parts: list[str]) -> dict[str, Any]:
 
 async def test_both_frontends_are_predicted_exactly() -> None:
     body = _body([STORY, *["one"] * 10, STORY])
-
-    async with running({}, {"frontend": "rust"}) as engines:
-        config = configure(*engines, proxy=ProxySettings(pin_header=True))
-        async with routing(config) as rig:
-            for engine in engines:
-                for _ in range(2):
-                    headers = {"x-kvatlas-engine": engine.base_url}
-                    async with rig.session.post(rig.url + CHAT, json=body, headers=headers) as answer:
-                        assert answer.status == 200, await answer.text()
-                    await until(lambda: rig.idle, "answered")
-                    await rig.caught_up(*engines)
-            receipts = list(rig.router.accounts.receipts.latest)
-            assert [receipt.outcome for receipt in receipts] == ["exact"] * 4
-            assert [bool(receipt.actual_tokens) for receipt in receipts] == [False, True, False, True]
-            lengths = [receipt.prompt_tokens for receipt in receipts]
-            assert lengths[0] == lengths[1] != lengths[2] == lengths[3], "the line ends between parts"
-            _, shown = await rig.ask("GET", "/kvatlas/engines")
-            assert [one["frontend"] for one in shown] == ["python", "rust"]
+    async with routed({}, {"frontend": "rust"}, proxy=ProxySettings(pin_header=True)) as (rig, engines):
+        for engine in engines:
+            for _ in range(2):
+                headers = {"x-kvatlas-engine": engine.base_url}
+                async with rig.session.post(rig.url + CHAT, json=body, headers=headers) as answer:
+                    assert answer.status == 200, await answer.text()
+                await until(lambda: rig.idle, "answered")
+                await rig.caught_up(*engines)
+        receipts = list(rig.router.accounts.receipts.latest)
+        assert [receipt.outcome for receipt in receipts] == ["exact"] * 4
+        assert [bool(receipt.actual_tokens) for receipt in receipts] == [False, True, False, True]
+        lengths = [receipt.prompt_tokens for receipt in receipts]
+        assert lengths[0] == lengths[1] != lengths[2] == lengths[3], "the line ends between parts"
+        _, shown = await rig.ask("GET", "/kvatlas/engines")
+        assert [one["frontend"] for one in shown] == ["python", "rust"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,6 @@ def server() -> Iterator[Server]:
 async def test_both_frontends_are_predicted_exactly_by_every_replica(server: Server) -> None:
     """One replica follows an engine, the other predicts it from the shared index."""
     body = _body([STORY, *["one"] * 10, STORY])
-
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(running({}, {"frontend": "rust"}))
         rigs = []
@@ -86,11 +82,9 @@ async def test_both_frontends_are_predicted_exactly_by_every_replica(server: Ser
 async def test_an_engine_whose_tokens_are_not_known_is_predicted_to_hold_nothing() -> None:
     body = _body([STORY])
     body["messages"].append({"role": "assistant", "content": "x", "tool_calls": [_CALL]})
-
     async with running({}, {"frontend": "rust"}) as engines, routing(configure(*engines)) as rig:
         for _ in range(2):
-            status, answer = await rig.ask("POST", CHAT, body)
-            assert status == 200, answer
+            await rig.ok("POST", CHAT, body)
             await until(lambda: rig.idle, "answered")
             await rig.caught_up(*engines)
         _, explained = await rig.ask("POST", "/kvatlas/explain", body)

@@ -70,8 +70,7 @@ async def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(
 
             async def read(messages: list[Any], path: str = CHAT) -> dict[str, Any]:
                 body = {"model": MODEL, "messages": messages, "max_tokens": 3}
-                status, told = await rig.ask("POST", f"/kvatlas/explain?path={path}", body)
-                assert status == 200, told
+                told = await rig.ok("POST", f"/kvatlas/explain?path={path}", body)
                 found: dict[str, Any] = told["prompt"]
                 return found
 

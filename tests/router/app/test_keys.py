@@ -14,43 +14,29 @@ import openai
 import pytest
 
 from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile, KeySettings, digest_of
+from router.admission.key_file import KeyFile
 from router.fleet.engines import EngineAddress
 from router.proxy.app import ProxyApp
 from tests.support.clients import anthropic_client, openai_client
-from tests.support.proxy_rig import Engine, ask, request, says
+from tests.support.proxy_rig import Engine, ask, request, says, served
 from tests.support.proxy_rig import routing as proxying
-from tests.support.waiting import run, until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.waiting import until
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, tenants
 
-RULES = """
-[tenants.free]
-[tenants.small]
-requests_per_minute = 1
-[tenants.long]
-uncached_tokens_per_minute = 50
-[tenants.other]
-models = ["another-*"]
-[tenants.one]
-concurrent_requests = 1
-[tenants.high]
-priority = "high"
-[tenants.low]
-priority = "low"
-""" + "".join(
-    f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
-    for name in ("free", "small", "long", "other", "one", "high", "low")
-)
+RULES = {
+    "free": "",
+    "small": "requests_per_minute = 1",
+    "long": "uncached_tokens_per_minute = 50",
+    "other": 'models = ["another-*"]',
+    "one": "concurrent_requests = 1",
+    "high": 'priority = "high"',
+    "low": 'priority = "low"',
+}
 
 
 @asynccontextmanager
 async def guarded(tmp_path: Path, **settings: Any) -> AsyncIterator[Rig]:
-    path = tmp_path / "keys.toml"
-    path.write_text(RULES)
-    async with (
-        running({}) as engines,
-        routing(configure(*engines, keys=KeySettings(file=str(path), **settings))) as rig,
-    ):
+    async with routed({}, keys=tenants(tmp_path, RULES, **settings)) as (rig, _):
         yield rig
 
 
@@ -134,39 +120,21 @@ async def test_the_anthropic_client_and_its_error_shape(tmp_path: Path, anthropi
         assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
-def test_engines_get_the_routers_key_and_not_the_clients(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(RULES)
-
-    def gated(*, forward: bool) -> Any:
-        gate = KeyGate(
-            KeyFile(path, clock=lambda: 0.0),
-            clock=lambda: 0.0,
-            forward=forward,
-            engine_fields=[(b"authorization", b"Bearer of-the-fleet")],
-        )
-
-        def wrap(app: ProxyApp) -> ProxyApp:
-            app._gate = gate
-            return app
-
-        return wrap
-
-    async def sent(forward: bool) -> str:
-        async with (
-            Engine(says(200, b"{}")) as engine,
-            proxying(engine.url, wrap=gated(forward=forward)) as rig,
-        ):
-            await ask(rig, request(b"{}", "authorization: Bearer key-of-free", "x-api-key: key-of-free"))
-            call = engine.calls[0]
-            return f"{call.head['authorization']} {call.head['x-api-key']}"
-
-    assert run(sent(forward=False)) == "Bearer of-the-fleet "
-    assert run(sent(forward=True)) == "Bearer key-of-free key-of-free"
+@pytest.mark.parametrize(
+    ("forward", "seen"), [(False, ("Bearer of-the-fleet", "")), (True, ("Bearer key-of-free", "key-of-free"))]
+)
+async def test_engines_get_the_routers_key_and_not_the_clients(
+    tmp_path: Path, forward: bool, seen: tuple[str, str]
+) -> None:
+    wrap = gated(tmp_path, forward=forward, engine_fields=[(b"authorization", b"Bearer of-the-fleet")])
+    async with served(says(200, b"{}"), wrap=wrap) as (engine, rig):
+        await ask(rig, request(b"{}", "authorization: Bearer key-of-free", "x-api-key: key-of-free"))
+        head = engine.calls[0].head
+        assert (head["authorization"], head["x-api-key"]) == seen
 
 
-def gated(path: Path, **options: Any) -> Any:
-    path.write_text(RULES)
+def gated(folder: Path, **options: Any) -> Any:
+    path = Path(tenants(folder, RULES).file)
 
     def wrap(app: ProxyApp) -> ProxyApp:
         app._gate = KeyGate(KeyFile(path, clock=lambda: 0.0), clock=lambda: 0.0, **options)
@@ -199,10 +167,7 @@ PRIORITIES = [
 async def test_no_priority_is_above_the_tenants_class(
     tmp_path: Path, tenant: str, sent: str, passed: str, size: int
 ) -> None:
-    async with (
-        Engine(says(200, b"{}")) as engine,
-        proxying(engine.url, wrap=gated(tmp_path / "keys.toml")) as rig,
-    ):
+    async with served(says(200, b"{}"), wrap=gated(tmp_path)) as (engine, rig):
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
             if size and path != "/v1/completions":
                 continue
@@ -214,7 +179,7 @@ async def test_no_priority_is_above_the_tenants_class(
 
 
 async def test_engines_that_schedule_by_priority_are_told_a_tenants_class(tmp_path: Path) -> None:
-    wrap = gated(tmp_path / "keys.toml", engine_priorities=True)
+    wrap = gated(tmp_path, engine_priorities=True)
     async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=wrap) as rig:
         for tenant, body, passed in (
             ("low", b'{"model":"m"}', b'{"priority":1,"model":"m"}'),
@@ -241,7 +206,6 @@ async def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None
                 await chat(rig, "one")
             await stream.close()
         gate = rig.router.gate
-        assert gate is not None
         await until(lambda: gate.tenants()["one"].active == 0, "the place is free")
         assert (await chat(rig, "one")).http_response.status_code == 200
 
@@ -271,11 +235,8 @@ CHARGED = [
 async def test_every_api_is_charged_by_what_the_engine_reports_else_by_size(
     tmp_path: Path, path: str, body: Any, answer: Any, charged: int
 ) -> None:
-    path_of_keys = tmp_path / "keys.toml"
-    path_of_keys.write_text(RULES)
-
     async with Engine(says(200, json.dumps(answer).encode(), "content-type: application/json")) as engine:
-        config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path_of_keys)))
+        config = configure(EngineAddress(engine.url), keys=tenants(tmp_path, RULES))
         engine.script = serving("m", engine.script)
         async with routing(config) as rig:
             if body is None:
@@ -306,12 +267,9 @@ def serving(model: str, script: Any) -> Any:
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
 async def test_what_engines_refuse_costs_no_tokens(tmp_path: Path, status: int) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(RULES)
-
     async with Engine(says(status, b"{}")) as engine:
         engine.script = serving("m", engine.script)
-        config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path)))
+        config = configure(EngineAddress(engine.url), keys=tenants(tmp_path, RULES))
         async with routing(config) as rig:
             headers = {"authorization": "Bearer key-of-long"}
             for _ in range(3):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
@@ -11,6 +13,7 @@ import pytest
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.settings import FleetSettings
+from router.placement.engine import Engine as FleetEngine
 from router.prompts.settings import ANY_MODEL
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, Call, Engine, answer, chunk, event
 from tests.support.waiting import until
@@ -47,9 +50,23 @@ class Stoppable:
             writer.write(answer(404, b""))
 
 
+@asynccontextmanager
+async def two(*, slow: bool = True) -> AsyncIterator[tuple[Rig, list[Stoppable], list[Engine], FleetEngine]]:
+    """A router and two scripted engines, of which the first is to be lost."""
+    scripts = [Stoppable(), Stoppable()]
+    async with Engine(scripts[0]) as one, Engine(scripts[1]) as other, routing(_config(one, other)) as rig:
+        for script in scripts:
+            script.slow = slow
+        yield rig, scripts, [one, other], rig.router.fleet.get(one.url)  # type: ignore[misc]
+
+
 def _config(*engines: Engine) -> Config:
     addresses = [EngineAddress(engine.url) for engine in engines]
     return configure(*addresses, fleet=FLEET, models={ANY_MODEL: ModelConfig()})
+
+
+async def _answered(tasks: list[asyncio.Task[tuple[int, object]]]) -> None:
+    assert {(await task)[0] for task in tasks} == {200}
 
 
 async def _spread(rig: Rig, scripts: list[Stoppable], **more: bool) -> list[asyncio.Task[tuple[int, object]]]:
@@ -69,15 +86,11 @@ def _more_than(seen: int, scripts: list[Stoppable]) -> bool:
 @pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "stream"])
 @pytest.mark.parametrize("how", ["polled", "removed", "breaker"])
 async def test_when_the_engine_goes_down_another_one_answers(how: str, more: dict[str, bool]) -> None:
-    scripts = [Stoppable(), Stoppable()]
-    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-        for script in scripts:
-            script.slow = True
+    async with two() as (rig, scripts, (_, other), lost):
+        fleet = rig.router.fleet
         tasks = await _spread(rig, scripts, **more)
-        lost, fleet = rig.router.fleet.get(one.url), rig.router.fleet
-        assert lost is not None
         scripts[1].slow = False
-        two.go.set()
+        other.go.set()
         await until(lambda: len(lost.waiting) == sum(not task.done() for task in tasks))
         waited = len(lost.waiting)
         assert waited > 0
@@ -85,14 +98,12 @@ async def test_when_the_engine_goes_down_another_one_answers(how: str, more: dic
             lost.up = False
             rig.router.lifecycle.engine_down(lost)
         elif how == "removed":
-            assert rig.router.poller is not None
-            rig.router.poller.assign(DesiredFleet((EngineAddress(two.url),)))
-            assert [engine.engine_id for engine in fleet] == [two.url]
+            rig.router.poller.assign(DesiredFleet((EngineAddress(other.url),)))
+            assert [engine.engine_id for engine in fleet] == [other.url]
         else:
             for _ in range(3):
                 lost.breaker.record(False, rig.router.clock())
-        for task in tasks:
-            assert (await task)[0] == 200
+        await _answered(tasks)
         stats = rig.router.proxy.stats
         assert (stats.requests_moved, stats.retries) == (waited, waited)
         assert stats.engines_broken == stats.requests_quarantined == 0  # no request is blamed
@@ -101,12 +112,7 @@ async def test_when_the_engine_goes_down_another_one_answers(how: str, more: dic
 
 
 async def test_an_engine_that_hangs_is_found_by_the_requests_that_wait_and_not_by_slow_ones() -> None:
-    scripts = [Stoppable(), Stoppable()]
-    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-        lost = rig.router.fleet.get(one.url)
-        assert lost is not None
-        for script in scripts:
-            script.slow = True
+    async with two() as (rig, scripts, (one, other), lost):
         tasks = await _spread(rig, scripts, stream=True)
         polls = sum(call.head.first[1] == "/v1/models" for call in one.calls)
         await until(
@@ -116,20 +122,17 @@ async def test_an_engine_that_hangs_is_found_by_the_requests_that_wait_and_not_b
         assert lost.up  # a long prefill: polls are answered
         assert rig.router.proxy.stats.requests_moved == 0
         scripts[1].slow = False
-        two.go.set()
+        other.go.set()
         scripts[0].stopped = True
-        for task in tasks:
-            assert (await task)[0] == 200
+        await _answered(tasks)
         assert not lost.up
         assert lost.silent
         assert rig.router.proxy.stats.requests_moved >= 1
 
 
 async def test_a_probe_of_an_engine_that_was_left_out_is_given_its_time() -> None:
-    scripts = [Stoppable(), Stoppable()]
-    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-        left_out, clock = rig.router.fleet.get(one.url), rig.router.clock
-        assert left_out is not None
+    async with two(slow=False) as (rig, scripts, (one, _), left_out):
+        clock = rig.router.clock
         for _ in range(3):
             left_out.breaker.record(False, clock())
         await until(lambda: left_out.breaker.allows(clock()), "half open")
@@ -139,17 +142,13 @@ async def test_a_probe_of_an_engine_that_was_left_out_is_given_its_time() -> Non
         left_out.abandon(lambda model: True, lost=True)
         assert len(left_out.waiting) == 1
         one.go.set()
-        for task in tasks:
-            assert (await task)[0] == 200
+        await _answered(tasks)
         assert left_out.breaker.closed
         assert rig.router.proxy.stats.requests_moved == 0
 
 
 async def test_a_request_that_has_been_moved_from_every_engine_comes_back_to_one_that_is_up() -> None:
-    scripts = [Stoppable(), Stoppable()]
-    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-        for script in scripts:
-            script.slow = True
+    async with two() as (rig, scripts, _, _):
         task = asyncio.create_task(rig.ask("POST", "/v1/completions", BODY))
         await until(lambda: any(engine.waiting for engine in rig.router.fleet), "it is at an engine")
         first = next(engine for engine in rig.router.fleet if engine.waiting)
@@ -180,12 +179,7 @@ async def test_where_no_other_engine_is_up_the_request_waits_on() -> None:
 
 
 async def test_a_client_that_leaves_at_that_moment_is_a_client_that_left() -> None:
-    scripts = [Stoppable(), Stoppable()]
-    async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
-        lost = rig.router.fleet.get(one.url)
-        assert lost is not None
-        for script in scripts:
-            script.slow = True
+    async with two() as (rig, scripts, _, lost):
         tasks = await _spread(rig, scripts)
         for task in tasks:
             task.cancel()

@@ -59,7 +59,6 @@ async def test_every_load_is_predicted(preset: str) -> None:
 async def test_an_engine_that_offloaded_the_prompt_is_chosen_and_the_receipt_says_why() -> None:
     chat = [{"role": "user", "content": STORY}]
     others = [[{"role": "user", "content": f"{number} {STORY[number:]}"}] for number in range(6)]
-
     async with running({**SMALL, "host_blocks": 2000}, SMALL) as engines, routing(configure(*engines)) as rig:
         for engine in engines:  # both read the story, and then so much else that none of it stays
             async with openai_client(engine.base_url) as direct:
@@ -109,7 +108,6 @@ async def streamed(rig: Rig, text: str, tokens: int) -> None:
 
 async def test_what_prompts_ahead_evict_is_taken_off_the_hit() -> None:
     first, second, third = (f"{name} {TEXT * count}" for name, count in (("a", 18), ("b", 35), ("c", 30)))
-
     async with running(SHORT) as engines, routing(configure(*engines)) as rig:
         (engine,) = rig.router.fleet
         await streamed(rig, first, 1)

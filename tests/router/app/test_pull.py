@@ -52,8 +52,7 @@ class Fleet(NamedTuple):
         load.finish(ticket, time.monotonic())
 
     async def ask(self, body: dict[str, Any], path: str = PATH) -> Any:
-        status, answer = await self.rig.ask("POST", path, body)
-        assert status == 200, answer
+        answer = await self.rig.ok("POST", path, body)
         await self.rig.caught_up(*self.engines)
         return answer
 
@@ -67,7 +66,6 @@ async def fleet(*engines: dict[str, Any], pull: PullSettings = PULL, **each: Any
     async with running(*({**PULLS, **each, **one} for one in settings)) as started:
         listed = []
         for one in started:
-            assert one.connector is not None
             host, port = one.connector.address
             listed.append(EngineAddress(one.base_url, kv_source=f"{host}:{port}"))
         config = configure(*listed, pull=pull, policy=ALIKE)
@@ -80,8 +78,7 @@ async def fleet(*engines: dict[str, Any], pull: PullSettings = PULL, **each: Any
                     assert answer.status == 200
             await rig.caught_up(*started)
             yield world
-            await until(lambda: rig.idle, "every request has ended")
-            rig.check_books()
+            await rig.over()
 
 
 async def holder_of(world: Fleet, body: dict[str, Any], path: str = PATH) -> tuple[SimulatedEngine, Any]:

@@ -15,11 +15,10 @@ import pytest
 
 from publisher.simulator.server import SimulatedEngine
 from router.admission.admission_queue import AdmissionQueue, QueueSettings
-from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings
 from router.server_lifecycle import apply
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running, tenants
 
 ONE = {"decode_s_per_token": 0.05}
 """An answer of 2,000 tokens takes longer than any test."""
@@ -31,15 +30,11 @@ async def crowded(**changes: Any) -> AsyncIterator[tuple[Rig, SimulatedEngine, A
     """One engine that may have one request at a time."""
     settings = changes.pop("settings", {})
     given = {"saturation_s": 60.0, "engine_requests_max": 1, "wait_s_max": 600.0, **settings}
-    async with (
-        running(ONE) as engines,
-        routing(configure(*engines, queue=QueueSettings(**given), **changes)) as rig,
-    ):
+    async with routed(ONE, queue=QueueSettings(**given), **changes) as (rig, engines):
         room = rig.router.accounts.room
         assert room is not None
         yield rig, engines[0], room
-        await until(lambda: rig.idle and not len(room), "no request waits")
-        rig.check_books()
+        await rig.over()
 
 
 @asynccontextmanager
@@ -163,16 +158,7 @@ async def test_higher_classes_come_first_by_header_or_body() -> None:
 
 
 async def test_a_tenant_that_floods_does_not_keep_another_waiting(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(
-        "[tenants.flood]\n[tenants.guest]\n"
-        + "".join(
-            f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
-            for name in ("flood", "guest")
-        )
-    )
-
-    async with crowded(keys=KeySettings(file=str(path))) as (rig, _, room):
+    async with crowded(keys=tenants(tmp_path, {"flood": "", "guest": ""})) as (rig, _, room):
         rig.api.api_key = "key-of-flood"
         order: list[str] = []
         async with busy(rig):
@@ -229,23 +215,20 @@ async def test_those_that_wait_when_one_of_two_engines_dies_get_the_other() -> N
             await until(lambda: sum(one.up for one in rig.router.fleet) == 1, "it is known to be down")
         for answer in await asyncio.gather(*asked):
             assert answer.headers["x-kvatlas-engine"] == engines[1].base_url
-        await until(lambda: rig.idle and not len(room), "no request waits")
-        rig.check_books()
+        await rig.over()
 
 
 async def test_without_the_setting_there_is_no_queue_and_its_headers_mean_nothing() -> None:
     async with running({}) as engines, routing(configure(*engines)) as rig:
         assert rig.router.accounts.room is None
         await rig.chat("hi", extra_headers={"x-request-timeout": "soon", "x-kvatlas-priority": "urgent"})
-        _, page = await rig.ask("GET", "/metrics")
-        assert "kvatlas_queue_waiting" not in page
+        assert "kvatlas_queue_waiting" not in await rig.page()
 
 
 async def test_the_queue_is_switched_on_and_off_while_requests_wait() -> None:
     async with running(ONE) as engines, routing(configure(*engines)) as rig:
         await take(rig, queue=QueueSettings(saturation_s=60.0, engine_requests_max=1))
         room = rig.router.accounts.room
-        assert room is not None
         async with busy(rig):
             waiting = [asks(rig, extra_headers=LOW), asks(rig)]
             await waits(room, 2)
@@ -254,5 +237,4 @@ async def test_the_queue_is_switched_on_and_off_while_requests_wait() -> None:
             assert room.stats.waited == 2
             await rig.chat("goes at once")
             assert room.stats.waited == 2
-        await until(lambda: rig.idle, "no request waits")
-        rig.check_books()
+        await rig.over()

@@ -23,13 +23,11 @@ async def test_a_reset_that_is_passed_on_empties_the_view_at_once() -> None:
         again = await rig.chat(TEXT * 20)
         assert int(again.headers["x-kvatlas-hit-tokens"]) > 0
         await rig.caught_up(engine)
-        assert engine.publisher is not None
         published = engine.publisher.next_seq
         status, answer = await rig.ask("POST", "/reset_prefix_cache")
         assert (status, answer) == (200, {"success": True})
         assert engine.publisher.next_seq == published  # the engine has not said anything yet
         residency = rig.router.scopes.engine(engine.base_url)
-        assert residency is not None
         assert residency.index.physical(engine.base_url, "GPU") == 0
         after = await rig.chat(TEXT * 20)
         assert int(after.headers["x-kvatlas-hit-tokens"]) == 0
@@ -66,8 +64,6 @@ async def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after
         router, engine_id = rig.router, engine.base_url
         status, stats = router.fleet.get(engine_id), router.lifecycle.feeds.stats[engine_id]
         residency = router.scopes.engine(engine_id)
-        assert status is not None
-        assert residency is not None
         status.pool_blocks = 2048
         router.lifecycle.audit(status)
         assert stats.phantom_alarms == 0
@@ -90,9 +86,7 @@ async def test_a_feed_that_hears_nothing_of_what_its_engine_computed_is_stale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("publisher.simulator.server.SnapshotLedger", lambda: None)  # no heartbeats, as vLLM
-
     async with running({}) as (engine,):
-        assert engine.publisher is not None
         events = EngineAddress(engine.base_url, events=engine.publisher.endpoint)  # no replay to mend it with
         feeds = FeedSettings(stale_after_s=0.3)
         async with routing(configure(events, feeds=feeds), wait=False) as rig:

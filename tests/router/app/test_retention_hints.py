@@ -15,7 +15,6 @@ import pytest
 from connectors.scheduler.plans import HINT, retention_hint
 from publisher.pool.host_tier import RetentionHint
 from publisher.simulator.server import SimulatedEngine
-from router.admission.key_file import KeySettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError
 from router.fleet.engines import EngineAddress, Role
@@ -28,7 +27,7 @@ from tests.router.app.test_prefill_decode import SPLITS
 from tests.support.front import Front, fronting
 from tests.support.pairs import busy
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running, tenants
 
 HINTS = PolicySettings(retention_hints=True)
 JSON = {"content-type": "application/json"}
@@ -79,7 +78,6 @@ async def test_the_turns_of_a_session_have_hints_and_every_other_byte_stays() ->
         assert other == chat("no session")
         for body in (first, second):
             hint = read(body)
-            assert hint is not None
             assert 0.5 <= hint.value < 1
             assert hint.owner == ""
             text = json.dumps(json.loads(body)["kv_transfer_params"], separators=(",", ":")).encode()
@@ -148,15 +146,11 @@ async def test_a_prefix_of_many_prompts_has_a_hint_of_its_own_length() -> None:
         bodies = received(front)
         assert read(bodies[0]) is None
         hint = read(bodies[-1])
-        assert hint is not None
         assert hint.tokens == 512
 
 
 async def test_each_tenant_owns_its_hints_and_no_engine_learns_its_name(tmp_path: Path) -> None:
-    rules = tmp_path / "keys.toml"
-    rules.write_text(RULES)
-
-    async with hinting(keys=KeySettings(file=str(rules))) as (rig, front):
+    async with hinting(keys=tenants(tmp_path, RULES)) as (rig, front):
         for tenant in ("ada", "bob", "ada"):
             await ask(rig, chat(), x_session_id="s", authorization=f"Bearer key-of-{tenant}")
         owners = [hint.owner for body in received(front) if (hint := read(body)) is not None]
@@ -191,7 +185,6 @@ async def test_all_prompts_of_one_request_have_the_hint_of_its_session(
     path: str, many: dict[str, Any]
 ) -> None:
     body = json.dumps({"model": MODEL, "max_tokens": 1, **many}).encode()
-
     async with hinting() as (rig, front):
         front.overrides[path] = lambda: (200, {"choices": []})
         for _ in range(20):  # their prefix is hot
@@ -200,7 +193,6 @@ async def test_all_prompts_of_one_request_have_the_hint_of_its_session(
         *others, last = [read(each) for each in received(front, path)]
         # One length for all prompts would cover what is only of the first one.
         assert set(others) == {None}
-        assert last is not None
         assert last.tokens is None
 
 
@@ -218,8 +210,7 @@ async def two(
         async with routing(config) as rig:
             await until(lambda: any(engine.obeys_hints for engine in rig.router.fleet), "metrics read")
             yield rig, fronts, list(started)
-            await until(lambda: rig.idle, "every request has ended")
-            rig.check_books()
+            await rig.over()
 
 
 @pytest.mark.parametrize("obeying", ["prefill", "decode"])
@@ -245,18 +236,15 @@ async def test_both_requests_of_a_split_one_have_the_hint_if_their_engine_obeys_
 
 def feed_is_at(rig: Rig, front: Front, engine: SimulatedEngine) -> bool:
     feed = rig.router.lifecycle.feeds.stats.get(front.base_url)
-    assert engine.publisher is not None
     return feed is not None and feed.last_seq == engine.publisher.next_seq - 1
 
 
 async def test_a_request_that_pulls_has_its_hint_too() -> None:
     def listed(front: Front, engine: SimulatedEngine) -> EngineAddress:
-        assert engine.connector is not None
         host, port = engine.connector.address
         return EngineAddress(front.base_url, kv_source=f"{host}:{port}")
 
     tier = {"kv_connector": "offloading", "host_blocks": 8000}
-
     async with two((tier, tier), listed, pull=PullSettings(enabled=True)) as (rig, fronts, engines):
         await until(lambda: all(one.version for one in rig.router.fleet), "versions are known")
         for number, engine in enumerate(engines):  # the second one holds the prompt
@@ -268,7 +256,6 @@ async def test_a_request_that_pulls_has_its_hint_too() -> None:
         for front, engine in zip(fronts, engines, strict=True):
             await until(lambda f=front, e=engine: feed_is_at(rig, f, e), "every batch applied")  # type: ignore[misc]
         holder = rig.router.fleet.get(fronts[1].base_url)
-        assert holder is not None
         load = holder.load
         ticket = load.admit(uncached_tokens=80_000, now=time.monotonic(), streams=True)
         assert await ask(rig, chat(TEXT * 60), x_session_id="s") == 200

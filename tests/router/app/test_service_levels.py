@@ -19,7 +19,7 @@ from tests.router.app.test_prefill_decode import D, P, apart, prompt
 from tests.router.app.test_queue import asks, busy, crowded, ended, waits
 from tests.support.pairs import busy as decoding
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running
 
 LEVELS = PolicySettings(service_levels=True)
 REFUSING = PolicySettings(service_levels=True, slo_refuse="wait")
@@ -44,14 +44,10 @@ async def placed(rig: Rig, holder: Any, target_ms: int | None = None) -> str:
 
 
 async def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_one_is_not() -> None:
-    async with (
-        running(*[{"groups": "full"}] * 2) as engines,
-        routing(configure(*engines, policy=LEVELS)) as rig,
-    ):
+    async with routed(*[{"groups": "full"}] * 2, policy=LEVELS) as (rig, engines):
         await rig.ready()
         first = await rig.chat(LONG)
         holder = rig.router.fleet.get(first.headers["x-kvatlas-engine"])
-        assert holder is not None
         await rig.caught_up(*engines)
         stats = rig.router.accounts.slo_stats
         assert await placed(rig, holder) == holder.engine_id, "the cost decides without a target"
@@ -65,8 +61,7 @@ async def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_o
         assert latest.held_tokens > 13_000
         assert latest.slo_ttft_s is not None
         assert sum(stats.met.values()) + sum(stats.missed.values()) == 2
-        page = (await rig.ask("GET", "/metrics"))[1]
-        assert "kvatlas_slo_engines_skipped_total 1.0" in page
+        assert "kvatlas_slo_engines_skipped_total 1.0" in await rig.page()
 
 
 async def test_targets_are_read_only_with_service_levels_and_a_reload_switches_them_on() -> None:
@@ -103,10 +98,7 @@ async def test_the_queue_goes_by_deadline_within_a_class() -> None:
 
 
 async def test_a_request_that_every_engine_lets_wait_beyond_its_target_is_refused_where_that_is_set() -> None:
-    async with (
-        running(*[{"groups": "full"}] * 2) as engines,
-        routing(configure(*engines, policy=REFUSING)) as rig,
-    ):
+    async with routed(*[{"groups": "full"}] * 2, policy=REFUSING) as (rig, engines):
         await rig.ready()
         one, two = rig.router.fleet
         soon = {"x-slo-ttft-ms": "500"}
@@ -134,10 +126,7 @@ async def test_a_request_that_every_engine_lets_wait_beyond_its_target_is_refuse
 
 
 async def test_explain_names_the_engines_that_would_miss_the_target_and_by_how_much() -> None:
-    async with (
-        running(*[{"groups": "full"}] * 2) as engines,
-        routing(configure(*engines, policy=REFUSING)) as rig,
-    ):
+    async with routed(*[{"groups": "full"}] * 2, policy=REFUSING) as (rig, _):
         await rig.ready()
         one, two = rig.router.fleet
         with queued(one, wait_s=20.0):
@@ -156,11 +145,7 @@ async def test_the_command_shows_which_engines_would_miss_a_target(
 ) -> None:
     file = tmp_path / "body.json"
     file.write_text(json.dumps(ASKED))
-
-    async with (
-        running(*[{"groups": "full"}] * 2) as engines,
-        routing(configure(*engines, policy=REFUSING)) as rig,
-    ):
+    async with routed(*[{"groups": "full"}] * 2, policy=REFUSING) as (rig, engines):
         await rig.ready()
         one, two = rig.router.fleet
         options = ExplainOptions(file, router=rig.ops_url, slo_ttft_ms=3000.0)
@@ -207,7 +192,6 @@ async def test_a_target_counts_for_requests_that_are_not_split_too() -> None:
         await rig.caught_up(*engines)
         _, told = await rig.ask("POST", "/kvatlas/explain", long)
         holder = rig.router.fleet.get(told["choice"]["engine"])
-        assert holder is not None
         found = []
         with queued(holder, wait_s=2.4):
             for target_ms in ("500", "2100"):

@@ -9,17 +9,12 @@ import msgspec
 import pytest
 
 from publisher.simulator.server import SimulatedEngine
-from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import ServerConfig
 from router.openai.request import CHAT, MESSAGES, RESPONSES
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, Rig, configure, routed, routing, running, tenants
 
 TEXT = "a long story about a small engine and its famous garden. " * 20
-RULES = "".join(
-    f'[tenants.{name}]\n[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
-    for name in ("ada", "eve")
-)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
     MESSAGES: {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
@@ -82,12 +77,10 @@ async def test_turns_of_a_session_and_the_tokens_held_for_it(path: str) -> None:
 
 async def test_tenants_with_one_session_name_stay_apart_and_see_nothing(tmp_path: Path) -> None:
     token = "a-token-of-operators"
-    (tmp_path / "keys.toml").write_text(RULES)
     (tmp_path / "tokens").write_text(f"ops:{token}\n")
     server = ServerConfig(port=0, ops_host="0.0.0.0", ops_token_file=str(tmp_path / "tokens"))
-    keys = KeySettings(file=str(tmp_path / "keys.toml"))
-
-    async with running({}) as engines, routing(configure(*engines, server=server, keys=keys)) as rig:
+    keys = tenants(tmp_path, {"ada": "", "eve": ""})
+    async with routed({}, server=server, keys=keys) as (rig, engines):
         ops = {"authorization": f"Bearer {token}"}
 
         async def shown() -> list[tuple[str, str, int, bool]]:

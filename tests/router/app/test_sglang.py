@@ -29,7 +29,7 @@ from router.tools.record import resolve
 from tests.router.tools.doctor.rig import examined, http_server
 from tests.support.front import fronting
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routed, routing, running
 
 SGLANG: dict[str, Any] = {"kind": "sglang", "groups": "full", "max_model_len": 4096}
 EAGLE: dict[str, Any] = {**SGLANG, "speculative_algorithm": "EAGLE"}
@@ -56,8 +56,7 @@ def bodies(salt: str | None = None) -> list[tuple[str, dict[str, Any]]]:
 async def ask(rig: Rig, engine: SimulatedEngine, path: str, body: dict[str, Any]) -> int:
     """One request at this engine; returns its cached tokens, when the router knows what it stored."""
     headers = {"x-kvatlas-engine": engine.base_url}
-    status, answer = await rig.ask("POST", path, body, headers)
-    assert status == 200, answer
+    answer = await rig.ok("POST", path, body, headers)
     await until(lambda: rig.idle, "answered")
     await rig.caught_up(engine)
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -119,7 +118,6 @@ async def test_a_small_pool_evicts_and_receipts_stay_exact() -> None:
         await until(lambda: known.pool_blocks == 40, "its gauges were read")
         assert known.evictions.blocks == 0, "vLLM's order of eviction is not SGLang's"
         residency = rig.router.scopes.engine(engines[0].base_url)
-        assert residency is not None
         assert residency.index.physical(engines[0].base_url, "GPU") <= 39
 
 
@@ -201,17 +199,12 @@ async def test_an_engine_that_restarts_holds_nothing(settings: dict[str, Any]) -
 
 async def test_vllm_and_sglang_engines_of_one_model() -> None:
     """Their hashes, and for some chats their tokens, differ; each engine is predicted by its own."""
-
-    async with (
-        running({"groups": "full"}, SGLANG, {}, EAGLE) as engines,
-        routing(configure(*engines, proxy=PINNED)) as rig,
-    ):
+    async with routed({"groups": "full"}, SGLANG, {}, EAGLE, proxy=PINNED) as (rig, engines):
         await exchange(rig, engines)
         shown = (await rig.ask("GET", "/kvatlas/engines"))[1]
         assert [one["frontend"] for one in shown] == ["python", "sglang", "python", "sglang"]
         await asyncio.gather(*(rig.ask("POST", path, body) for path, body in bodies("tenant")))
-        await until(lambda: rig.idle, "answered")
-        rig.check_books()
+        await rig.over()
 
 
 NO_GAUGES = FleetSettings(gauge_interval_s=3600.0)
@@ -220,7 +213,6 @@ NO_GAUGES = FleetSettings(gauge_interval_s=3600.0)
 async def test_the_load_comes_from_the_engine_s_socket() -> None:
     """Without gauges, and of requests that this router has not sent."""
     settings = {**SGLANG, "load_port": 0, "decode_s_per_token": 0.002}
-
     async with running(settings) as (engine,), routing(configure(engine, fleet=NO_GAUGES)) as rig:
         (known,) = rig.router.fleet
         known.pool_blocks = None
@@ -239,7 +231,6 @@ async def test_the_load_comes_from_the_engine_s_socket() -> None:
 
 async def test_gauges_count_once_the_socket_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     page = b"sglang:num_running_reqs 7.0\nsglang:num_queue_reqs 0.0\n"
-
     async with running({**SGLANG, "load_port": 0}) as (engine,), fronting(engine) as front:
         front.overrides["/metrics"] = lambda: (200, page)
         fast = FleetSettings(gauge_interval_s=0.05)
@@ -271,7 +262,6 @@ async def test_what_is_not_simulated_is_refused(changes: dict[str, Any]) -> None
 @pytest.mark.parametrize("prefill", ["vllm", "sglang"])
 async def test_no_prompt_is_computed_by_an_engine_of_the_other_software(prefill: str) -> None:
     """Not even where versions may be mixed: SGLang knows nothing of vLLM's transfer parameters."""
-
     role = "prefill" if prefill == "vllm" else "decode"
     async with running({"groups": "full", "role": role}, SGLANG) as (vllm, sglang):
         helper, decoder = (vllm, sglang) if prefill == "vllm" else (sglang, vllm)
@@ -283,8 +273,7 @@ async def test_no_prompt_is_computed_by_an_engine_of_the_other_software(prefill:
         async with routing(configure(*engines, pd=pd)) as rig:
             for text in ("one", "two", "three"):
                 body = {"model": MODEL, "max_tokens": 2, "prompt": f"Story {text}. {TEXT * 30}"}
-                status, answer = await rig.ask("POST", COMPLETION, body)
-                assert status == 200, answer
+                await rig.ok("POST", COMPLETION, body)
                 await until(lambda: rig.idle, "answered")
             reason = "short" if prefill == "vllm" else "no_prefill_engine"
             assert rig.router.proxy.pd_stats.aggregated == {reason: 3}
@@ -321,7 +310,6 @@ async def test_a_recording_finds_the_event_endpoints() -> None:
 
 async def test_hits_of_an_engine_with_windows_are_shown_as_assumed() -> None:
     stated = EngineStatement(source="server_info", kind="sglang", other_attention=True)
-
     async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
         body = {"model": MODEL, "max_tokens": 2, "prompt": TEXT * 20}
         await ask(rig, engine, COMPLETION, body)

@@ -29,8 +29,6 @@ def stopped(engine: SimulatedEngine) -> Callable[[], None]:
     """A decode engine that stands still before it fetches anything, heartbeats included; to be called to have
     it go on."""
     link, connector = engine.link, engine.connector
-    assert link is not None
-    assert connector is not None
     goes_on, loads = asyncio.Event(), link._load
 
     async def waits(load: Load) -> None:
@@ -45,7 +43,6 @@ def stopped(engine: SimulatedEngine) -> Callable[[], None]:
 async def overwritten(pair: Pair) -> None:
     """The prefill engine lets go what it keeps, and computes something else there."""
     connector = pair.prefill.connector
-    assert connector is not None
     await until(lambda: connector.num_kept == 1, "the blocks are kept")
     await until(lambda: connector.num_kept == 0, "the lease has ended")
     request = pair.prefill.model.sim_request("x", (await _prepared(pair))[0])
@@ -91,7 +88,6 @@ async def test_an_answer_that_begins_after_the_lease_is_made_again(case: tuple[s
 @pytest.mark.parametrize("front", FRONTS)
 async def test_an_answer_that_takes_longer_than_the_lease_is_not_made_again(front: str) -> None:
     """Its prompt was fetched in time: the prefill engine has let no lease end."""
-
     alone = words(await told_alone(PATH, completion(1)))
     lease: dict[str, Any] = {"lease_s": 2.0, "lease_margin_s": 1.5}
     slow = {"decode_s_per_token": 0.45}
@@ -104,7 +100,6 @@ async def test_an_answer_that_takes_longer_than_the_lease_is_not_made_again(fron
 
 async def test_a_responses_stream_begins_with_its_first_token_not_with_its_name() -> None:
     """vLLM names a response before it has looked at its prompt."""
-
     async with fronted("router", prefill=SHORT, decode=DECODE, **LEASE) as pair:
         go_on = stopped(pair.decode)
         body = {**BODIES["/v1/responses"], "stream": True}
@@ -120,7 +115,6 @@ async def test_a_responses_stream_begins_with_its_first_token_not_with_its_name(
 @pytest.mark.parametrize("front", FRONTS)
 async def test_a_prefill_engine_that_is_terminated_hands_nothing_over(front: str) -> None:
     """Its answer has no parameters, which an engine without connector says too."""
-
     alone = words(await told_alone(PATH, completion(1)))
     async with fronted(front, prefill={"prefill_s_per_token": 1.0}) as pair:
         asked = asyncio.ensure_future(pair.ask(completion(1)))
@@ -134,7 +128,6 @@ async def test_a_prefill_engine_that_is_terminated_hands_nothing_over(front: str
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_stream_whose_prompt_could_not_be_fetched_is_made_again(path: str) -> None:
     """The decode engine says 500 behind a head of 200, Responses break off behind their name."""
-
     async with fronted("router", decode={"version": "0.31.0"}, mix_versions=True) as pair:
         body = {**BODIES[path], "stream": path != "/inference/v1/generate"}
         status, answer = await pair.ask(body, path)
@@ -142,7 +135,6 @@ async def test_a_stream_whose_prompt_could_not_be_fetched_is_made_again(path: st
         assert '"error"' not in str(answer).replace(" ", "").replace('"error":null', "")
         stats = pair.stats
         assert (stats.handoffs, stats.handoffs_lost) == (1, 1)
-        assert pair.rig is not None
         assert pair.rig.router.proxy.stats.streams_broken == 0
 
 
@@ -150,7 +142,6 @@ async def test_a_stream_whose_prompt_could_not_be_fetched_is_made_again(path: st
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_a_hit_is_the_prefill_engines_not_what_was_fetched(connector: str, version: str) -> None:
     """Tenants are charged by it; clients see it where vLLM lets it be said."""
-
     both: dict[str, Any] = {"version": version, "groups": "full"}
     async with fronted("router", connector, prefill=both, decode=both) as pair:
         assert pair.rig is not None

@@ -62,7 +62,6 @@ async def chat(url: str, context: ssl.SSLContext) -> int:
 async def test_clients_speak_https_and_a_renewed_certificate_is_taken(pki: Path, tmp_path: Path) -> None:
     for kind in ("crt", "key"):
         shutil.copy(pki / f"server.{kind}", tmp_path / f"server.{kind}")
-
     async with running({}) as engines, routing(serving(tmp_path, *engines)) as rig:
         assert rig.url.startswith("https://")
         assert await chat(rig.url, trusting(pki)) == 200
@@ -179,7 +178,6 @@ async def test_engines_are_verified_by_their_own_authority_and_see_the_routers_c
             if wanted:
                 return (await rig.chat("hi")).http_response.status_code
             status = rig.router.fleet.get(engine.engine_id)
-            assert status is not None
             await until(lambda: status.problem != "not contacted yet", "the refusal is noticed")
             assert not status.up
             return None

@@ -21,7 +21,7 @@ from router.server_lifecycle import check
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import until
-from tests.support.whole_router import TEXT, configure, routing, running
+from tests.support.whole_router import TEXT, configure, routed, routing, running
 
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -64,8 +64,7 @@ async def test_spans_of_a_request_with_prediction_and_receipt() -> None:
             await rig.chat(TEXT * 20, extra_headers={"traceparent": PARENT})
             await rig.chat("hi", extra_headers={"traceparent": NOT_SAMPLED})
             await until(lambda: rig.idle, "requests over")
-            _, page = await rig.ask("GET", "/metrics")
-            assert "kvatlas_traces_requests_total 1.0" in page
+            assert "kvatlas_traces_requests_total 1.0" in await rig.page()
     by_name = {span.name: span for span in spans}
     assert sorted(by_name) == ["POST /v1/chat/completions", "decide", "read body", "read prompt", "upstream"]
     root = by_name.pop("POST /v1/chat/completions")
@@ -118,7 +117,6 @@ async def test_the_wait_in_the_queue_is_a_span() -> None:
         queue = QueueSettings(saturation_s=60.0, engine_requests_max=1)
         async with routing(configure(*engines, traces=settings, queue=queue)) as rig:
             room = rig.router.accounts.room
-            assert room is not None
             first = asyncio.ensure_future(rig.chat("hi", max_tokens=2000))
             await until(lambda: rig.router.accounts.load_stats.admitted == 1, "the engine is busy")
             waiting = asyncio.ensure_future(rig.chat(TEXT, extra_headers={"traceparent": PARENT}))
@@ -184,14 +182,13 @@ async def test_the_engine_gets_a_child_of_ours_or_what_the_client_sent(parent: s
 
 
 async def test_a_collector_that_does_not_answer_holds_nobody_up() -> None:
-    async with running({}) as engines:
-        settings = TraceSettings(endpoint="http://127.0.0.1:9", sample_ratio=1.0)
-        async with routing(configure(*engines, traces=settings)) as rig:
-            for _ in range(5):
-                assert (await rig.chat("hi")).http_response.status_code == 200
-            traces = rig.router.traces
-            assert traces is not None
-            await until(lambda: rig.idle, "requests over")
+    settings = TraceSettings(endpoint="http://127.0.0.1:9", sample_ratio=1.0)
+    async with routed({}, traces=settings) as (rig, _):
+        for _ in range(5):
+            assert (await rig.chat("hi")).http_response.status_code == 200
+        traces = rig.router.traces
+        assert traces is not None
+        await until(lambda: rig.idle, "requests over")
     assert traces.stats.spans == 25
 
 

@@ -23,7 +23,7 @@ from router.simulate.traces import read_capture
 from tests.support.pairs import busy, connected
 from tests.support.sidecars import completion, endpoint, sidecar
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running
 
 KEY = "kva-" + "k" * 43
 
@@ -34,31 +34,27 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 async def written(rig: Rig, count: int) -> None:
     log = rig.router.usage
-    assert log is not None
     await until(lambda: log.stats.written == count, f"{count} lines written")
 
 
 async def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     story = TEXT * 60
-    async with running({}) as engines:
-        config = configure(*engines, usage=UsageSettings(path=str(path)))
-        async with routing(config) as rig:
-            await rig.chat(story)
-            await rig.caught_up(*engines)
-            stream = await rig.api.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": story}],
-                max_tokens=3,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            async for _ in stream:
-                pass
-            await until(lambda: rig.idle, "all requests over")
-            _, page = await rig.ask("GET", "/metrics")
-            assert 'kvatlas_usage_dropped_total{reason="queue_full"} 0.0' in page
-            await written(rig, 2)
+    async with routed({}, usage=UsageSettings(path=str(path))) as (rig, engines):
+        await rig.chat(story)
+        await rig.caught_up(*engines)
+        stream = await rig.api.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": story}],
+            max_tokens=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for _ in stream:
+            pass
+        await until(lambda: rig.idle, "all requests over")
+        assert 'kvatlas_usage_dropped_total{reason="queue_full"} 0.0' in await rig.page()
+        await written(rig, 2)
     first, second = lines_of(path)
     assert first["hash_ids"] == second["hash_ids"]
     assert first["prompt_tokens"] == first["hashed_tokens"] == second["prompt_tokens"]
@@ -117,7 +113,6 @@ async def test_every_request_has_exactly_one_line(tmp_path: Path) -> None:
             await engines[0].stop()
             statuses.append(await sent(rig))
             await written(rig, 10)
-            assert rig.router.gate is not None
             stats = rig.router.gate.tenants()["acme"]
             charged = lines_of(path)
             assert sum(line["computed_tokens"] or 0 for line in charged) == stats.uncached_tokens
@@ -139,15 +134,13 @@ async def test_every_request_has_exactly_one_line(tmp_path: Path) -> None:
 
 async def test_a_request_that_moves_has_one_line_of_where_it_went(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
-    async with running({}, {}) as engines:
-        config = configure(*engines, usage=UsageSettings(path=str(path)))
-        async with routing(config) as rig:
-            answer = await rig.chat(TEXT)
-            first = answer.headers["x-kvatlas-engine"]
-            dead = next(one for one in engines if one.base_url == first)
-            await dead.stop()
-            await rig.chat(TEXT)
-            await written(rig, 2)
+    async with routed({}, {}, usage=UsageSettings(path=str(path))) as (rig, engines):
+        answer = await rig.chat(TEXT)
+        first = answer.headers["x-kvatlas-engine"]
+        dead = next(one for one in engines if one.base_url == first)
+        await dead.stop()
+        await rig.chat(TEXT)
+        await written(rig, 2)
     lines = lines_of(path)
     assert lines[0]["engine"] == first
     assert lines[1]["engine"] not in {first, ""}
@@ -183,12 +176,10 @@ async def test_the_record_can_be_had_from_the_router(tmp_path: Path) -> None:
     path, copy = tmp_path / "usage.jsonl", tmp_path / "copy.jsonl"
     for number in (1, 2):
         (tmp_path / f"usage.jsonl.{number}").write_text(f'{{"older": {number}}}\n')
-    async with running({}) as engines:
-        config = configure(*engines, usage=UsageSettings(path=str(path)))
-        async with routing(config) as rig:
-            await rig.chat(TEXT)
-            await written(rig, 1)
-            await asyncio.to_thread(fetch_usage, rig.ops_url, copy)
+    async with routed({}, usage=UsageSettings(path=str(path))) as (rig, _):
+        await rig.chat(TEXT)
+        await written(rig, 1)
+        await asyncio.to_thread(fetch_usage, rig.ops_url, copy)
     assert copy.read_text() == '{"older": 2}\n{"older": 1}\n' + path.read_text()
 
 
@@ -204,14 +195,12 @@ async def test_a_router_without_a_record_names_the_setting(tmp_path: Path) -> No
 async def test_a_record_that_cannot_be_written_fails_no_request(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
-
     async with running({}) as engines:
         config = configure(*engines, usage=UsageSettings(path=str(folder / "a.jsonl")))
         folder.rmdir()
         async with routing(config) as rig:
             await rig.chat(TEXT)
             log = rig.router.usage
-            assert log is not None
             await until(lambda: log.stats.write_failures, "the disk refused")
             await rig.chat(TEXT)
             rig.check_books()
@@ -223,8 +212,7 @@ async def test_no_record_unless_asked_for() -> None:
     async with running({}) as engines, routing(configure(*engines)) as rig:
         await rig.chat(TEXT)
         assert rig.router.usage is None
-        _, page = await rig.ask("GET", "/metrics")
-        assert "kvatlas_usage" not in page
+        assert "kvatlas_usage" not in await rig.page()
 
 
 async def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
@@ -237,16 +225,14 @@ async def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence
         self.reported_hit = 16
 
     monkeypatch.setattr(SimRequest, "__init__", lies)
-    async with running({}) as engines:
-        config = configure(*engines, usage=UsageSettings(path=str(path)))
-        async with routing(config) as rig:
-            for _ in range(20):
-                await rig.chat(TEXT * 5)
-                await rig.caught_up(*engines)
-            _, (view,) = await rig.ask("GET", "/kvatlas/engines")
-            _, problems = await rig.ask("GET", "/kvatlas/problems")
-            _, page = await rig.ask("GET", "/metrics")
-            await written(rig, 20)
+    async with routed({}, usage=UsageSettings(path=str(path))) as (rig, engines):
+        for _ in range(20):
+            await rig.chat(TEXT * 5)
+            await rig.caught_up(*engines)
+        _, (view,) = await rig.ask("GET", "/kvatlas/engines")
+        _, problems = await rig.ask("GET", "/kvatlas/problems")
+        _, page = await rig.ask("GET", "/metrics")
+        await written(rig, 20)
     lines = {line["request_id"]: line for line in lines_of(path)}
     assert len(view["contradicting"]) == 4
     for one in view["contradicting"]:

@@ -18,7 +18,20 @@ FAST = FeedSettings(
 )
 
 
-class RecordingSink:
+class NoSnapshots:
+    """The part of a sink that takes snapshots, where none may come."""
+
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        raise AssertionError("no snapshots here")
+
+    def adopt(self, engine_id: str) -> None:
+        raise AssertionError("no snapshots here")
+
+    def unstage(self, engine_id: str) -> None:
+        pass
+
+
+class RecordingSink(NoSnapshots):
     """Keeps the time stamps of what was applied since the last ``forget``."""
 
     def __init__(self) -> None:
@@ -37,15 +50,6 @@ class RecordingSink:
         assert engine_id == "e"
         self.batches.clear()
         self.forgets += 1
-
-    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
-        raise AssertionError("no snapshots here")
-
-    def adopt(self, engine_id: str) -> None:
-        raise AssertionError("no snapshots here")
-
-    def unstage(self, engine_id: str) -> None:
-        pass
 
 
 @asynccontextmanager

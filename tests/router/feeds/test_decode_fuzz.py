@@ -120,7 +120,6 @@ def test_truncated_and_flipped_payloads(batch: Any, data: st.DataObject) -> None
 def test_a_good_event_survives_its_neighbours(neighbours: list[Any], place: int) -> None:
     good = {"type": "BlockRemoved", "block_hashes": [1, b"\xff" * 32], "medium": "GPU", "group_idx": 3}
     batch = check(encode([1.0, [*neighbours[:place], good, *neighbours[place:]], 0]))
-    assert batch is not None
     assert BlockRemoved([1, b"\xff" * 32], "GPU", 3) in batch.events
     assert len(batch.events) + len(batch.rejected) + len(batch.unknown) == len(neighbours) + 1
 
@@ -133,7 +132,6 @@ END = b"\xff" * 8
 def test_a_live_message() -> None:
     frame = parse_live([b"topic", SEQ, PAYLOAD])
     assert frame.seq == 7
-    assert frame.batch is not None
     assert frame.batch.events == [AllBlocksCleared()]
     assert (frame.publisher_id, frame.fault, frame.size_bytes) == (None, None, len(PAYLOAD))
 

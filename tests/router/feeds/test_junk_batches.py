@@ -160,6 +160,5 @@ async def test_the_loop_turns_while_junk_is_decoded() -> None:
         turns += 1
         await asyncio.sleep(0)
     batch = (await decoding).batch
-    assert batch is not None
     assert len(batch.unknown) == EVENTS_MAX
     assert turns > 10

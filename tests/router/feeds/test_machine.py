@@ -90,6 +90,29 @@ def ready(*, upto: int = 3, settings: FeedSettings = SETTINGS) -> Driver:
     return driver
 
 
+def gap_given_up() -> Driver:
+    """A READY feed that missed batches 3 and 4, whose repair has timed out."""
+    driver = ready()
+    driver.live(frame(5))
+    driver.tick(SETTINGS.hold_s_max)
+    return driver
+
+
+def reconnected() -> Driver:
+    """A READY feed whose connection was lost and is there again."""
+    driver = ready()
+    driver.disconnected()
+    driver.connected()
+    return driver
+
+
+def started(*, has_replay: bool = True) -> Driver:
+    """A feed that has connected, and has heard nothing."""
+    driver = Driver(has_replay=has_replay)
+    driver.connected()
+    return driver
+
+
 def test_connecting_asks_for_the_history_and_holds_live_batches_until_it_is_there() -> None:
     driver = Driver()
     assert driver.state == (FeedState.COLD, "")
@@ -103,15 +126,13 @@ def test_connecting_asks_for_the_history_and_holds_live_batches_until_it_is_ther
 
 
 def test_an_engine_that_has_said_nothing_is_ready() -> None:
-    driver = Driver()
-    driver.connected()
+    driver = started()
     driver.replay()
     assert driver.state == (FeedState.READY, "")
 
 
 def test_the_first_batch_heard_live_needs_no_replay_answer() -> None:
-    driver = Driver()
-    driver.connected()
+    driver = started()
     driver.live(frame(0), frame(1))
     assert driver.applied == [0.0, 1.0]
     assert driver.state == (FeedState.READY, "")
@@ -120,8 +141,7 @@ def test_the_first_batch_heard_live_needs_no_replay_answer() -> None:
 
 
 def test_a_history_rolled_past_is_degraded_but_used_until_a_cache_clear() -> None:
-    driver = Driver()
-    driver.connected()
+    driver = started()
     driver.replay(*frames(5, 8))
     assert driver.applied == [5.0, 6.0, 7.0]
     assert driver.state == (FeedState.DEGRADED, "history_rolled")
@@ -134,8 +154,7 @@ def test_a_history_rolled_past_is_degraded_but_used_until_a_cache_clear() -> Non
 
 
 def test_a_cache_clear_does_not_make_up_for_losses_once_offload_tiers_were_seen() -> None:
-    driver = Driver()
-    driver.connected()
+    driver = started()
     stored: list[Event] = [BlockStored([1], None, encode_tokens([1]), 1, None, "CPU", None)]
     offload = msgspec.structs.replace(frame(5), batch=DecodedBatch(5.0, stored, 0, None, []))
     driver.replay(offload)
@@ -228,9 +247,7 @@ def test_a_repair_without_progress_ends_by_the_clock() -> None:
 
 
 def test_after_a_loss_a_full_resync_is_tried_and_makes_the_feed_ready() -> None:
-    driver = ready()
-    driver.live(frame(5))
-    driver.tick(SETTINGS.hold_s_max)
+    driver = gap_given_up()
     driver.tick(SETTINGS.resync_backoff_s)
     assert driver.requests[-1].from_seq == 0
     driver.live(frame(6))  # live goes on meanwhile
@@ -245,8 +262,7 @@ def test_after_a_loss_a_full_resync_is_tried_and_makes_the_feed_ready() -> None:
 
 
 def test_no_resync_is_tried_when_the_history_is_known_to_be_gone() -> None:
-    driver = Driver()
-    driver.connected()
+    driver = started()
     driver.replay(*frames(5, 8))
     driver.live(frame(9))
     driver.tick(SETTINGS.hold_s_max)
@@ -271,9 +287,7 @@ def test_attempts_are_counted_anew_after_progress() -> None:
 
 
 def test_a_resync_that_cannot_reach_the_start_changes_nothing_and_is_not_repeated() -> None:
-    driver = ready()
-    driver.live(frame(5))
-    driver.tick(SETTINGS.hold_s_max)
+    driver = gap_given_up()
     driver.tick(SETTINGS.resync_backoff_s)
     driver.replay(*frames(1, 6))
     assert driver.applied == [0.0, 1.0, 2.0, 5.0]
@@ -283,9 +297,7 @@ def test_a_resync_that_cannot_reach_the_start_changes_nothing_and_is_not_repeate
 
 
 def test_an_empty_or_failed_resync_is_tried_again_later() -> None:
-    driver = ready()
-    driver.live(frame(5))
-    driver.tick(SETTINGS.hold_s_max)
+    driver = gap_given_up()
     driver.tick(SETTINGS.resync_backoff_s)
     driver.replay()
     driver.tick(1000)
@@ -310,8 +322,7 @@ def test_more_live_batches_than_fit_are_fetched_again() -> None:
 
 def test_a_hole_in_an_answer_with_more_behind_it_than_fits_is_asked_for_again() -> None:
     """vLLM's replay socket drops what a slow reader's queue does not take, and goes on behind it."""
-    driver = Driver()
-    driver.connected()
+    driver = started()
     driver.replay(*frames(0, 3), *frames(5, 40))
     assert driver.states[-1][0] is FeedState.REPLAYING
     assert driver.requests[-1].from_seq == 2  # the last one applied, to know the process by
@@ -322,8 +333,7 @@ def test_a_hole_in_an_answer_with_more_behind_it_than_fits_is_asked_for_again() 
 
 
 def test_an_answer_that_begins_late_with_more_than_fits_shows_that_the_history_rolled() -> None:
-    driver = Driver()
-    driver.connected()
+    driver = started()
     driver.replay(*frames(5, 40))
     driver.replay(*frames(driver.requests[-1].from_seq, 40))
     assert driver.applied == [float(seq) for seq in range(5, 40)]
@@ -410,9 +420,7 @@ def test_after_a_reconnect_nothing_is_applied_before_the_process_is_known() -> N
 
 
 def test_a_reconnect_to_the_same_process_fetches_what_was_missed() -> None:
-    driver = ready()
-    driver.disconnected()
-    driver.connected()
+    driver = reconnected()
     driver.replay(*frames(2, 5))
     assert driver.applied == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert driver.state == (FeedState.READY, "")
@@ -438,13 +446,10 @@ def test_from_the_loss_of_the_connection_on_nothing_counts_until_the_process_is_
 
 
 def test_a_restart_ends_it_too_and_so_does_a_batch_where_there_is_no_replay() -> None:
-    driver = ready()
-    driver.disconnected()
-    driver.connected()
+    driver = reconnected()
     driver.replay()
     assert (driver.stats.restarts, driver.stats.unconfirmed) == (1, False)
-    driver = Driver(has_replay=False)
-    driver.connected()
+    driver = started(has_replay=False)
     driver.live(frame(0), frame(1))
     driver.disconnected()
     driver.connected()
@@ -455,9 +460,7 @@ def test_a_restart_ends_it_too_and_so_does_a_batch_where_there_is_no_replay() ->
 
 
 def test_a_check_without_an_answer_confirms_nothing() -> None:
-    driver = ready()
-    driver.disconnected()
-    driver.connected()
+    driver = reconnected()
     for _ in range(REPLAY_ATTEMPTS_MAX):
         driver.fail()
     assert driver.stats.unconfirmed
@@ -481,18 +484,14 @@ def test_a_suspect_process_is_checked_by_replay() -> None:
 
 @pytest.mark.parametrize("answer", [[], frames(50, 60)], ids=["behind", "far ahead"])
 def test_a_reconnect_to_a_process_that_does_not_have_our_last_batch_is_a_restart(answer: list[Frame]) -> None:
-    driver = ready()
-    driver.disconnected()
-    driver.connected()
+    driver = reconnected()
     driver.replay(*answer)
     assert (driver.forgets, driver.stats.restarts) == (1, 1)
     assert driver.requests[-1].from_seq == 0
 
 
 def test_a_reconnect_that_cannot_be_checked_credits_nothing_old() -> None:
-    driver = ready()
-    driver.disconnected()
-    driver.connected()
+    driver = reconnected()
     for _ in range(REPLAY_ATTEMPTS_MAX):
         driver.fail()
     assert driver.state == (FeedState.DEGRADED, "unverified")
@@ -504,8 +503,7 @@ def test_a_reconnect_that_cannot_be_checked_credits_nothing_old() -> None:
 
 
 def test_publisher_ids_decide_about_restarts() -> None:
-    driver = Driver()
-    driver.connected()
+    driver = started()
     driver.live(frame(0, publisher_id=b"a"), frame(1, publisher_id=b"a"), frame(0, 9, publisher_id=b"a"))
     assert (driver.applied, driver.stats.duplicate_batches) == ([0.0, 1.0], 1)
     driver.live(frame(2, 1, publisher_id=b"b"))
@@ -537,8 +535,7 @@ def test_without_replay_a_gap_is_lost_at_once_and_a_restart_starts_over() -> Non
 
 
 def test_without_replay_a_reconnect_leaves_doubt_and_with_a_gap_starts_over() -> None:
-    driver = Driver(has_replay=False)
-    driver.connected()
+    driver = started(has_replay=False)
     driver.live(frame(0))
     driver.disconnected()
     driver.connected()

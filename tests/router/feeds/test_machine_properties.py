@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,6 +35,14 @@ weighted = st.sampled_from([name for name, (weight, _) in STEPS.items() for _ in
 steps = st.lists(weighted.flatmap(lambda name: STEPS[name][1]), max_size=150)
 
 
+def settled(seed: int, script: list[Step], **options: Any) -> Simulation:
+    """The network after these steps and a calm time."""
+    simulation = Simulation(seed, **options)
+    run(simulation, script)
+    simulation.settle()
+    return simulation
+
+
 def run(simulation: Simulation, script: list[Step]) -> None:
     for step in script:
         match step:
@@ -62,9 +71,7 @@ def run(simulation: Simulation, script: list[Step]) -> None:
 def test_with_its_whole_history_replayable_a_feed_ends_complete(
     script: list[Step], seed: int, with_ids: bool
 ) -> None:
-    simulation = Simulation(seed, ring=100_000, with_ids=with_ids)
-    run(simulation, script)
-    simulation.settle()
+    simulation = settled(seed, script, ring=100_000, with_ids=with_ids)
     assert simulation.applied == simulation.expected
     assert simulation.state is FeedState.READY
     assert simulation.stats.missing_batches == 0
@@ -76,9 +83,7 @@ def test_with_its_whole_history_replayable_a_feed_ends_complete(
 def test_with_a_short_replay_buffer_ready_still_means_complete(
     script: list[Step], seed: int, ring: int, with_ids: bool
 ) -> None:
-    simulation = Simulation(seed, ring=ring, with_ids=with_ids)
-    run(simulation, script)
-    simulation.settle()
+    simulation = settled(seed, script, ring=ring, with_ids=with_ids)
     if simulation.state is FeedState.READY:
         assert simulation.applied == simulation.expected
     else:
@@ -92,10 +97,9 @@ def test_with_a_short_replay_buffer_ready_still_means_complete(
 @settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_small_buffers_of_our_own_lose_nothing_that_replay_still_has(script: list[Step], seed: int) -> None:
-    tight = Simulation(seed, ring=100_000, settings=TIGHT)
     # With room for two batches a shuffled answer cannot be put in order: it looks like a rolled-past buffer.
-    run(tight, [step for step in script if step != ("serve", "shuffled")])
-    tight.settle()
+    ordered = [step for step in script if step != ("serve", "shuffled")]
+    tight = settled(seed, ordered, ring=100_000, settings=TIGHT)
     assert tight.applied == tight.expected
     assert tight.state is FeedState.READY
 
@@ -103,9 +107,7 @@ def test_small_buffers_of_our_own_lose_nothing_that_replay_still_has(script: lis
 @settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_a_cache_clear_ends_degraded(script: list[Step], seed: int) -> None:
-    simulation = Simulation(seed, ring=3)
-    run(simulation, script)
-    simulation.settle()
+    simulation = settled(seed, script, ring=3)
     simulation.publish("ok", clear=True)
     assert simulation.state is FeedState.READY
     assert simulation.stats.missing_batches == 0
@@ -114,9 +116,7 @@ def test_a_cache_clear_ends_degraded(script: list[Step], seed: int) -> None:
 @settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_publisher_ids_alone_keep_processes_apart_without_replay(script: list[Step], seed: int) -> None:
-    simulation = Simulation(seed, ring=0, has_replay=False, with_ids=True)
-    run(simulation, script)
-    simulation.settle()
+    simulation = settled(seed, script, ring=0, has_replay=False, with_ids=True)
     if simulation.state is FeedState.READY:
         assert simulation.applied == simulation.expected
 
@@ -124,9 +124,7 @@ def test_publisher_ids_alone_keep_processes_apart_without_replay(script: list[St
 @settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_with_neither_replay_nor_ids_what_may_be_mixed_up_is_not_ready(script: list[Step], seed: int) -> None:
-    simulation = Simulation(seed, ring=0, has_replay=False)
-    run(simulation, script)
-    simulation.settle()
+    simulation = settled(seed, script, ring=0, has_replay=False)
     if simulation.state is FeedState.READY:
         assert not simulation.mixed
         assert simulation.applied == simulation.expected
@@ -155,9 +153,8 @@ def test_many_random_histories(first_seed: int) -> None:
         script = random_script(rng)
         if bounds is TIGHT:
             script = [step for step in script if step != ("serve", "shuffled")]
-        simulation = Simulation(seed, ring=ring, with_ids=with_ids, has_replay=has_replay, settings=bounds)
-        run(simulation, script)
-        simulation.settle()
+        options = {"ring": ring, "with_ids": with_ids, "has_replay": has_replay, "settings": bounds}
+        simulation = settled(seed, script, **options)
         context = f"seed {seed}: {simulation.stats}"
         if simulation.state is FeedState.READY:
             assert simulation.applied == simulation.expected, context

@@ -13,10 +13,11 @@ from router.feeds import manager as module
 from router.feeds.base import FeedSettings
 from router.feeds.manager import FeedManager
 from router.fleet.engines import EngineAddress
+from tests.router.feeds.feed_harness import NoSnapshots
 from tests.support.waiting import until
 
 
-class Sink:
+class Sink(NoSnapshots):
     """Remembers what it got; may stop the follower at a batch."""
 
     def __init__(self) -> None:
@@ -32,15 +33,6 @@ class Sink:
 
     def forget(self, engine_id: str) -> None:
         self.forgotten.append(engine_id)
-
-    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
-        raise AssertionError("no snapshots here")
-
-    def adopt(self, engine_id: str) -> None:
-        raise AssertionError("no snapshots here")
-
-    def unstage(self, engine_id: str) -> None:
-        pass
 
 
 def publisher_of(count: int) -> ZmqPublisher:

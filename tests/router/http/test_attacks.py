@@ -34,7 +34,6 @@ SMALL = ListenSettings(header_bytes_max=4096, drain_s_max=0.5)
 
 async def test_body_of_tiny_chunks_costs_no_more_than_its_bytes() -> None:
     """Quadratic work in the pieces of one read would take minutes here."""
-
     async with Engine(GOOD) as engine, routing(engine.url) as rig:
         reader, writer = await rig.connect()
         body = b'{"model":"m","pad":"' + b"x" * 1_000_000 + b'"}'
@@ -42,7 +41,6 @@ async def test_body_of_tiny_chunks_costs_no_more_than_its_bytes() -> None:
         async with asyncio.timeout(20):
             assert (await read_answer(reader)).status == 200
         assert engine.calls[0].body == body
-        writer.close()
 
 
 @pytest.mark.parametrize("rest", [b"", b"x" * 50_000])
@@ -54,7 +52,6 @@ def test_connect_is_refused_once(rest: bytes, capsys: pytest.CaptureFixture[str]
             got = await read_answer(reader)
             assert (got.status, got.json()["error"]["code"]) == (405, "method_not_allowed")
             assert await reader.read() == b""
-            writer.close()
 
     run(main())
     out = capsys.readouterr()
@@ -71,7 +68,6 @@ async def test_any_number_of_offers_to_upgrade_in_one_read() -> None:
         writer.write(b"".join(request(b"", *offer, method="GET", target=f"/v1/{i}") for i in range(1500)))
         for i in range(1500):
             assert (await read_answer(reader)).body == b"/v1/%d" % i
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +111,6 @@ async def test_endless_trailer_of_a_request_is_bounded(piece: bytes) -> None:
             await asyncio.sleep(0)
         assert ((await answered).status, rig.listen_stats.header_overflows) == (431, 1)
         assert not engine.calls
-        writer.close()
 
 
 async def test_slow_trailer_of_a_request_is_timed_as_a_head() -> None:
@@ -130,7 +125,6 @@ async def test_slow_trailer_of_a_request_is_timed_as_a_head() -> None:
             await asyncio.sleep(0.01)
         assert ((await answered).status, rig.listen_stats.body_timeouts) == (408, 1)
         assert lines < 500, "it was timed as a body: there would be thousands"
-        writer.close()
 
 
 async def test_chunk_extensions_are_bounded_between_bodies_bytes() -> None:
@@ -142,31 +136,27 @@ async def test_chunk_extensions_are_bounded_between_bodies_bytes() -> None:
             writer.write(b"x" * 1000)
             await asyncio.sleep(0)
         assert (await answered).status == 431
-        writer.close()
 
 
 @pytest.mark.parametrize("piece", [b"a: bcdef\r\n" * 1000, b"a: " + b"x" * 10_000], ids=["fields", "one"])
-def test_endless_trailer_of_an_engine_is_bounded(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_trailer_of_an_engine_is_bounded(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.upstream.HEAD_BYTES_MAX", 4096)
 
-    async def main() -> None:
-        sent = 0
+    sent = 0
 
-        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-            nonlocal sent
-            writer.write(SSE_HEAD + chunk(event("a")) + b"0\r\n")
-            while sent < 50_000_000:
-                writer.write(piece)
-                await writer.drain()
-                sent += len(piece)
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(SSE_HEAD + chunk(event("a")) + b"0\r\n")
+        while sent < 50_000_000:
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
 
-        async with Engine(script) as engine, routing(engine.url) as rig:
-            got = await ask(rig, request(STREAM))
-            assert b"engine_stream_broken" in got.body
-            await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
-            assert sent < 50_000_000
-
-    run(main())
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        got = await ask(rig, request(STREAM))
+        assert b"engine_stream_broken" in got.body
+        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        assert sent < 50_000_000
 
 
 async def test_head_over_the_limit_in_one_read() -> None:
@@ -189,7 +179,6 @@ async def test_head_of_an_engine_over_the_limit_in_one_read() -> None:
 @pytest.mark.parametrize("cut", [1, 40, 70])
 async def test_head_behind_a_large_body_is_its_own(cut: int) -> None:
     """What is left of a body in the same read is no part of the head that follows."""
-
     async with Engine(GOOD) as engine, routing(engine.url, listen=SMALL) as rig:
         reader, writer = await rig.connect()
         first, second = request(b'{"model":"%b"}' % (b"m" * 100_000)), request()
@@ -199,7 +188,6 @@ async def test_head_behind_a_large_body_is_its_own(cut: int) -> None:
         writer.write(second[cut:])
         assert (await read_answer(reader)).status == 200
         assert rig.listen_stats.header_overflows == 0
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +214,6 @@ async def test_refused_request_leaves_those_before_it_their_answers(bad: bytes, 
         assert (await read_answer(reader)).status == status
         assert await reader.read() == b""
         assert len(engine.calls) == 2
-        writer.close()
 
 
 async def test_bytes_after_a_refused_request_are_discarded() -> None:
@@ -257,7 +244,6 @@ async def test_body_below_the_least_rate_is_given_up(monkeypatch: pytest.MonkeyP
             writer.write(b"x")
             await asyncio.sleep(0.005)
         assert ((await answered).status, rig.listen_stats.body_timeouts) == (408, 1)
-        writer.close()
 
 
 async def test_body_above_the_least_rate_may_take_longer_than_the_grace(
@@ -278,4 +264,3 @@ async def test_body_above_the_least_rate_may_take_longer_than_the_grace(
             writer.write(data[i : i + 1])
         assert loop.time() - begun > 0.5
         assert (await read_answer(reader)).status == 200
-        writer.close()

@@ -148,7 +148,6 @@ async def test_what_follows_a_body_without_room_begins_no_request() -> None:
         for _ in range(100):
             await asyncio.sleep(0)
         assert not engine.calls
-        writer.close()
 
 
 @pytest.mark.parametrize("body", [CHAT, b"refused at once"], ids=["waits", "is answered"])
@@ -161,7 +160,6 @@ async def test_a_pipeline_without_end_is_not_read_ahead(body: bytes) -> None:
         for _ in range(1000):
             await asyncio.sleep(0)
             assert room.body_bytes < 1_000_000, "of 20 million"
-        writer.close()
 
 
 def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +188,6 @@ def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFi
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             writer.write(request())
             assert (await read_answer(reader)).status == 200
-            writer.close()
 
     run(main())
     out = capsys.readouterr()

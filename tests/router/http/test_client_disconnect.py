@@ -45,7 +45,6 @@ STAGES: dict[str, tuple[Script, bytes]] = {
 @pytest.mark.parametrize("stage", STAGES)
 async def test_upstream_is_closed(stage: str, how: str) -> None:
     script, body = STAGES[stage]
-
     async with Engine(script) as engine, routing(engine.url) as rig:
         reader, writer = await rig.connect()
         writer.write(request(body))
@@ -69,7 +68,6 @@ async def test_upstream_is_closed(stage: str, how: str) -> None:
         assert rig.stats.requests_active == 0
         assert rig.app.client.origin(engine.url).open == 0
         assert rig.planner.available(engine.url)
-        writer.close()
 
 
 async def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered() -> None:
@@ -98,7 +96,6 @@ def placed(rig: Rig, number: int) -> bool:
 @pytest.mark.parametrize("hung", ["no head", "head only"])
 async def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung: str) -> None:
     """Its server may live on (vLLM's sends a stream's head at once) while its engine does nothing."""
-
     stuck = writes(then="hang") if hung == "no head" else writes(SSE_HEAD, then="hang")
     alive = writes(SSE_HEAD + chunk(event("a") + DONE) + END)
     async with Engine(stuck) as bad, Engine(alive) as good, routing(bad.url, good.url) as rig:
@@ -124,7 +121,6 @@ async def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up
 
 async def test_client_that_leaves_while_the_planner_thinks() -> None:
     cancelled = asyncio.Event()
-
     async with routing() as rig:
 
         async def place(
@@ -159,7 +155,6 @@ async def test_client_that_leaves_in_its_body() -> None:
 
 async def test_under_a_foreign_asgi_server() -> None:
     """Without the listener's extension a task waits for http.disconnect; all else is the same."""
-
     async with Engine(writes(SSE_HEAD, then="hang")) as engine:
         planner = FakePlanner(engine.url)
         app = ProxyApp(planner)
@@ -183,7 +178,6 @@ async def test_under_a_foreign_asgi_server() -> None:
 
 async def test_the_engine_notices_each_client_that_leaves() -> None:
     """By the client's end of its connection alone: nothing else happens meanwhile."""
-
     async with Engine(writes(SSE_HEAD, then="hang")) as engine, routing(engine.url) as rig:
         for number in range(5):
             _, writer = await rig.connect()

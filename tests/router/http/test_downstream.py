@@ -44,7 +44,6 @@ async def test_connection_is_kept_and_has_no_delay() -> None:
         for connection in rig.server.server_state.connections:
             sock = connection.transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        writer.close()
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
@@ -62,7 +61,6 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         for i in range(count):
             assert (await read_answer(reader)).body == b"/v1/n%d [%d]" % (i, i)
         assert rig.listen_stats.requests == count
-        writer.close()
 
 
 async def test_client_that_leaves_with_requests_queued() -> None:
@@ -84,7 +82,6 @@ async def test_one_byte_at_a_time() -> None:
             await asyncio.sleep(0.0005)  # only to keep packets apart
         assert (await read_answer(reader)).body == b"/v1/x?q=1 " + CHAT
         assert (await read_answer(reader)).body == b"/v1/y 2"
-        writer.close()
 
 
 async def test_connection_close_is_honoured() -> None:
@@ -94,7 +91,6 @@ async def test_connection_close_is_honoured() -> None:
         got = await read_answer(reader)
         assert got.head["connection"] == "close"
         assert await reader.read() == b""
-        writer.close()
 
 
 @pytest.mark.parametrize("fields", [(), ("connection: keep-alive",), ("proxy-connection: keep-alive",)])
@@ -106,13 +102,11 @@ async def test_http_1_0_gets_no_chunks(fields: tuple[str, ...]) -> None:
         got = await read_answer(reader)
         assert "transfer-encoding" not in got.head
         assert got.body == event("a") + event("b")
-        writer.close()
 
 
 @pytest.mark.parametrize("offer", ["h2c", "websocket"])
 async def test_offer_to_upgrade_is_declined_and_the_body_kept(offer: str) -> None:
     """Java's HttpClient offers h2c with its first POST."""
-
     async with Engine(_echo) as engine, routing(engine.url) as rig:
         reader, writer = await rig.connect()
         fields = ("connection: Upgrade, HTTP2-Settings", f"upgrade: {offer}", "http2-settings: AAMAAABk")
@@ -122,7 +116,6 @@ async def test_offer_to_upgrade_is_declined_and_the_body_kept(offer: str) -> Non
         assert (await read_answer(reader)).body == b"/v1/next 2"
         assert "upgrade" not in engine.calls[0].head
         assert "http2-settings" not in engine.calls[0].head
-        writer.close()
 
 
 async def test_absolute_form() -> None:
@@ -202,7 +195,6 @@ async def test_application_that_ignores_the_body_keeps_the_connection() -> None:
         for _ in range(3):
             writer.write(request(b"x" * 2_000_000))
             assert (await read_answer(reader)).body == b"ok"
-        writer.close()
 
 
 def test_scope_is_asgis() -> None:

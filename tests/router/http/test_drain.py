@@ -66,7 +66,6 @@ async def router(engine: Engine, drain_s: float, delay_s: float = 0.0) -> AsyncI
         stderr=asyncio.subprocess.PIPE,
         cwd=ROOT,
     )
-    assert process.stdout is not None
     try:
         yield Process(process, int(await process.stdout.readline()))
     finally:
@@ -142,7 +141,6 @@ async def test_idle_router_ends_at_once() -> None:
     async with Engine(_slow) as engine, router(engine, 60) as process:
         process.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.process.wait(), 10) == 0
-        assert process.process.stdout is not None
         assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
 
 
@@ -158,7 +156,6 @@ async def test_during_the_delay_requests_are_answered_and_connections_closed_wit
         idle_writer.write(request())
         assert "connection" not in (await read_answer(idle)).head
         process.process.send_signal(signal.SIGTERM)
-        assert process.process.stderr is not None
         while b"draining" not in await process.process.stderr.readline():
             pass
         late, late_writer = await process.connect()
@@ -179,14 +176,12 @@ async def test_during_the_delay_requests_are_answered_and_connections_closed_wit
 @pytest.mark.process
 async def test_an_answer_that_began_before_the_delay_and_said_nothing_leaves_its_connection_open() -> None:
     """Its client may be sending the next request, which nobody would answer."""
-
     async with Engine(_slow) as engine, router(engine, 30, delay_s=60) as process:
         reader, writer = await process.connect()
         writer.write(request(STREAM))
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"connection" not in head
         process.process.send_signal(signal.SIGTERM)
-        assert process.process.stderr is not None
         while b"draining" not in await process.process.stderr.readline():
             pass
         engine.go.set()

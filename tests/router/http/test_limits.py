@@ -23,6 +23,7 @@ from tests.support.proxy_rig import (
     request,
     routing,
     says,
+    served,
     writes,
 )
 from tests.support.waiting import WAIT_S, until
@@ -54,7 +55,6 @@ async def test_declared_length_is_enough_to_refuse() -> None:
         assert len([name for name, _ in got.head.fields if name == "connection"]) == 1
         assert rig.stats.bodies_too_large == 1
         assert await reader.read() == b""
-        writer.close()
 
 
 async def test_chunked_body_is_counted_as_it_comes() -> None:
@@ -64,12 +64,10 @@ async def test_chunked_body_is_counted_as_it_comes() -> None:
         for _ in range(3):
             writer.write(chunk(b"x" * 500))
         assert (await read_answer(reader)).status == 413
-        writer.close()
 
 
 async def test_client_that_is_still_sending_sees_the_answer() -> None:
     """Closing at once would reset the connection under it."""
-
     async with routing(settings=USUAL) as rig:
         reader, writer = await rig.connect()
         writer.write(request(b"x" * 20_000_000))
@@ -119,7 +117,6 @@ async def test_expect_continue_is_answered_when_the_body_is_wanted() -> None:
         writer.write(body)
         assert (await read_answer(reader)).status == 200
         assert engine.calls[0].body == CHAT
-        writer.close()
 
 
 async def test_expect_continue_is_refused_before_the_body() -> None:
@@ -127,7 +124,6 @@ async def test_expect_continue_is_refused_before_the_body() -> None:
         reader, writer = await rig.connect()
         writer.write(request(_padded(2000), "expect: 100-continue").partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
         assert (await read_answer(reader)).status == 413
-        writer.close()
 
 
 GOOD = says(200, b"{}")
@@ -153,18 +149,13 @@ async def test_engine_that_hangs_is_replaced_then_given_up(settings: ProxySettin
 
 async def test_head_in_time_but_no_first_byte() -> None:
     settings = ProxySettings(first_byte_timeout_s=0.3)
-    async with (
-        Engine(writes(SSE_HEAD, then="hang")) as hung,
-        Engine(GOOD) as good,
-        routing(hung.url, good.url, settings=settings) as rig,
-    ):
+    async with served(writes(SSE_HEAD, then="hang"), GOOD, settings=settings) as (_, _, rig):
         assert (await ask(rig, request(STREAM))).status == 200
         assert rig.planner.placements[0].told == ["timeout"]
 
 
 async def test_connect_time_out_tries_another_engine() -> None:
     """A listener whose backlog is full takes no further connection and answers nothing."""
-
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

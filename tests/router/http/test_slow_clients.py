@@ -53,19 +53,16 @@ async def test_a_byte_now_and_then_does_not_help() -> None:
             writer.write(b"a: b\r\n")
             await asyncio.sleep(0.02)
         assert (await read_answer(reader)).status == 408
-        writer.close()
 
 
 async def test_silent_and_idle_connections_are_closed() -> None:
     async with Engine(GOOD) as engine, routing(engine.url, listen=PATIENT) as rig:
-        silent, silent_writer = await rig.connect()
+        silent, _ = await rig.connect()
         used, used_writer = await rig.connect()
         used_writer.write(request())
         assert (await read_answer(used)).status == 200
         assert await silent.read() == b""
         assert await used.read() == b""
-        silent_writer.close()
-        used_writer.close()
 
 
 async def test_slow_head_on_a_kept_connection() -> None:
@@ -74,7 +71,6 @@ async def test_slow_head_on_a_kept_connection() -> None:
         writer.write(request() + b"POST /v1/")
         assert (await read_answer(reader)).status == 200
         assert (await read_answer(reader)).status == 408
-        writer.close()
 
 
 async def test_body_that_stops() -> None:
@@ -86,7 +82,6 @@ async def test_body_that_stops() -> None:
         assert rig.listen_stats.body_timeouts == 1
         await until(lambda: rig.stats.requests_active == 0, "given up")
         assert not engine.calls
-        writer.close()
 
 
 async def test_slow_but_steady_body_passes() -> None:
@@ -97,7 +92,6 @@ async def test_slow_but_steady_body_passes() -> None:
             writer.write(data[i : i + 8])
             await asyncio.sleep(0.15 if i > len(data) - 80 else 0)
         assert (await read_answer(reader)).status == 200
-        writer.close()
 
 
 async def test_waiting_for_the_engine_is_not_the_clients_fault() -> None:
@@ -128,7 +122,6 @@ async def test_client_that_does_not_read_is_cut_off() -> None:
 
 async def test_a_client_that_reads_slowly_costs_little_memory() -> None:
     """Of an answer of 64 MB no more is held than what is read ahead."""
-
     piece, count = chunk(event("x" * 60_000)), 1000
 
     async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:

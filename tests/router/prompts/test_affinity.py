@@ -9,17 +9,16 @@ from hypothesis import strategies as st
 
 from router.prompts.cuts import CutText
 from router.prompts.prompt import CHUNK_BYTES, KEYS_MAX, Prompt, affinity_keys
-from router.prompts.reader import AdapterPaths, ModelPrompts, TextAffinity
+from router.prompts.reader import AdapterPaths, ModelPrompts
 from router.prompts.settings import ANY_MODEL
 from tests.support.examples import examples
-from tests.support.prompts.readers import chat, read, reader, say
+from tests.support.prompts.readers import chat, read, read_affinity, reader, say
 
 LONG = "All engines are equal, but some hold more blocks than others. " * 30
 
 
 def keys(body: Any, path: str = "/v1/chat/completions", model: str = "m") -> tuple[int, ...]:
-    found = read(reader({"m": ModelPrompts(), "n": ModelPrompts()}), body, path, model=model)
-    assert isinstance(found, TextAffinity)
+    found = read_affinity(reader({"m": ModelPrompts(), "n": ModelPrompts()}), body, path, model=model)
     return found.keys
 
 

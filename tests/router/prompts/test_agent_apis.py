@@ -22,7 +22,16 @@ from router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffini
 from tests.support.examples import examples
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases, cases
-from tests.support.prompts.readers import local_reader, model_dir, plain_tokenizer, read, read_exact, reader
+from tests.support.prompts.readers import (
+    local_reader,
+    model_dir,
+    plain_tokenizer,
+    read,
+    read_affinity,
+    read_exact,
+    read_prompt,
+    reader,
+)
 
 RECORDED = json.loads(
     gzip.decompress((ROOT / "tests" / "data" / "prompts" / "agent_apis.json.gz").read_bytes())
@@ -54,7 +63,6 @@ def test_prompts_are_those_recorded_from_vllm(template: str, tmp_path: Path) -> 
         else:
             assert found.reason in NOT_REPRODUCED, (found.reason, body)
             seen["left to others"] += 1
-    reader.close()
     assert seen["exact"] > 12 * seen["left to others"]
     assert reader.stats.template_mismatches == 0
 
@@ -69,7 +77,6 @@ def test_a_next_turn_converts_and_tokenizes_what_is_new(folder: Path) -> None:
     )
     read_exact(reader, longer, MESSAGES)
     assert reader.stats.tokens_reused - reused >= first.num_tokens - 10
-    reader.close()
 
 
 def test_what_is_remembered_of_conversions_is_bounded() -> None:
@@ -105,8 +112,7 @@ def test_given_tokens_need_no_tokenizer(folder: Path) -> None:
     ):
         assert read_exact(reader, {**body, "sampling_params": asked}, GENERATE).skips_cache is skips
     parts = {**body, "content_parts": [{"type": "image_url", "url": "http://x"}]}
-    assert isinstance(read(reader, parts, GENERATE), TextAffinity)
-    reader.close()
+    read_affinity(reader, parts, GENERATE)
 
 
 def test_an_engines_render_endpoint_is_not_asked_what_it_answers_differently() -> None:
@@ -117,13 +123,11 @@ def test_an_engines_render_endpoint_is_not_asked_what_it_answers_differently() -
         return 200, b'{"token_ids":[1,2,3]}'
 
     distant = reader({"m": ModelPrompts()}, post=post, engine_url=lambda _model, _frontend: "http://e")
-    found = read(distant, agent_cases.messages(agent_cases.USER), MESSAGES)
-    assert isinstance(found, Prompt)
+    read_prompt(distant, agent_cases.messages(agent_cases.USER), MESSAGES)
     assert asked == ["http://e/v1/messages/render"]
     off = agent_cases.messages(agent_cases.USER, thinking={"type": "disabled"})
-    assert isinstance(read(distant, off, MESSAGES), TextAffinity)
+    read_affinity(distant, off, MESSAGES)
     assert len(asked) == 1
-    distant.close()
 
 
 def test_what_disabled_thinking_means_can_be_set(folder: Path) -> None:
@@ -132,8 +136,6 @@ def test_what_disabled_thinking_means_can_be_set(folder: Path) -> None:
     told, probing = local_reader(folder, anthropic_disabled_thinking_effort="low"), local_reader(folder)
     assert read_exact(told, off, MESSAGES).token_ids == read_exact(told, low, MESSAGES).token_ids
     assert read_exact(probing, off, MESSAGES).token_ids != read_exact(probing, low, MESSAGES).token_ids
-    told.close()
-    probing.close()
 
 
 def test_every_reading_is_counted_by_api_and_way(folder: Path) -> None:
@@ -144,7 +146,6 @@ def test_every_reading_is_counted_by_api_and_way(folder: Path) -> None:
     assert reader.stats.reads["responses", "affinity"] == 1
     assert sum(reader.stats.reads.values()) == 2
     assert reader.stats.affinity["earlier_response"] == 1
-    reader.close()
 
 
 def test_texts_of_one_conversation_share_keys_where_tokens_are_unknown(tmp_path: Path) -> None:
@@ -159,7 +160,6 @@ def test_texts_of_one_conversation_share_keys_where_tokens_are_unknown(tmp_path:
         assert isinstance(one, TextAffinity)
         assert isinstance(two, TextAffinity)
         assert one.keys[:3] == two.keys[:3]
-    reader.close()
 
 
 VALUES = st.recursive(

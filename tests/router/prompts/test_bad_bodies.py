@@ -95,7 +95,6 @@ def test_a_chat_to_which_anything_is_given_is_not_bare(name: str) -> None:
 def test_only_a_chat_with_nothing_unusual_is_decoded_once() -> None:
     plain = json.dumps({"model": "m", "messages": [], "priority": 2}).encode()
     found = peek_chat(CHAT, plain)
-    assert found is not None
     assert (found.model, found.priority) == ("m", 2)
     assert peek_chat(COMPLETION, plain) is None
     assert peek_chat(CHAT, json.dumps({"messages": [], "kv_transfer_params": {}}).encode()) is None

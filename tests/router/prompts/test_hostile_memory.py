@@ -14,7 +14,7 @@ import pytest
 from publisher.block_hash import HashScheme
 from router.prompts.reader import Prompt, PromptReader
 from router.prompts.settings import PromptSettings
-from tests.support.prompts.readers import chat, local_reader, model_dir, read, request, say
+from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_prompt, request, say
 
 BOUNDS = PromptSettings(prefix_cache_bytes_max=1 << 20)
 BOUND = (1 << 20) + 2 * (1 << 18)
@@ -81,7 +81,6 @@ def test_memory_stays_within_the_bounds(folder: Path, kind: str) -> None:
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-        side.close()
     stats = side.stats
     counted = stats.prefix_bytes + stats.context_bytes
     assert counted <= BOUND
@@ -103,9 +102,9 @@ def _send(side: PromptReader, kind: str, numbers: range) -> None:
 def test_what_would_empty_a_cache_is_not_kept(folder: Path) -> None:
     side = local_reader(folder, BOUNDS)
     for number in range(5):
-        assert isinstance(read(side, chat(say("user", f"question {number}"))), Prompt)
+        read_prompt(side, chat(say("user", f"question {number}")))
     known = side.stats.prefix_bytes
-    assert isinstance(read(side, chat(say("user", "x"), cache_salt="s" * 200_000)), Prompt)
+    read_prompt(side, chat(say("user", "x"), cache_salt="s" * 200_000))
     read(side, chat(say("user", "x"), say("assistant", ""), cache_salt="s" * 300_000))
     assert side.stats.oversized == 1  # a quarter is the limit
     assert side.stats.prefix_bytes > known

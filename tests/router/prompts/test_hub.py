@@ -46,8 +46,6 @@ def test_what_rendering_needs_is_fetched_and_nothing_else(hub: StandInHub) -> No
     assert found.commit == repository.commit
     assert not hub.fetched() & {"model.safetensors", "README.md", "modeling.py"}
     ours, theirs = load_model_dir(found.folder), load_model_dir(DEMO_TOKENIZER_DIR)
-    assert ours.tokenizer is not None
-    assert theirs.tokenizer is not None
     assert ours.tokenizer.encode("Hello").ids == theirs.tokenizer.encode("Hello").ids
     assert ours.templates["tool_use"] == "{{ messages }}"
     sent = len([line for line in hub.requests if line.startswith("GET ") and "/resolve/" in line])

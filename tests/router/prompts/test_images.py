@@ -10,9 +10,9 @@ import pytest
 from publisher.block_hash import HashScheme
 from router.openai.request import CHAT, MESSAGES
 from router.prompts import remote as media_module
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings, TextAffinity
+from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.prompts.images import MARK, TEMPLATE, Engine, shows
-from tests.support.prompts.readers import chat, model_dir, read, reader, say
+from tests.support.prompts.readers import chat, model_dir, read, read_affinity, read_prompt, reader, say
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,7 @@ def make(folder: Path, engine: Engine, **settings: Any) -> PromptReader:
 
 
 def exact(side: PromptReader, engine: Engine, body: dict[str, Any], path: str = CHAT) -> Prompt:
-    found = read(side, body, path)
-    assert isinstance(found, Prompt)
+    found = read_prompt(side, body, path)
     expected = engine.render(body, is_messages=path == MESSAGES)
     assert list(found.token_ids) == expected["token_ids"]
     items = [(item.identifier, item.offset, item.length) for item in found.extras.multimodal]
@@ -54,8 +53,6 @@ def test_a_next_turn_with_the_same_images_needs_no_call(folder: Path) -> None:
     assert prompt.hashes(scheme) == exact(fresh, engine, chat(*longer)).hashes(scheme)
     assert (side.stats.media_hits, side.stats.media_misses) == (1, 2)
     assert side.stats.media_bytes > 0
-    side.close()
-    fresh.close()
 
 
 def test_equal_images_elsewhere_are_known_and_more_of_them_are_asked_for(folder: Path) -> None:
@@ -65,7 +62,6 @@ def test_equal_images_elsewhere_are_known_and_more_of_them_are_asked_for(folder:
     assert exact(side, engine, chat(say("system", "Other"), shows("text", "AAAA"))).source == "local"
     exact(side, engine, chat(shows("Two", "AAAA", "AAAA")))  # an image has more tokens there
     assert engine.calls == 2
-    side.close()
 
 
 def test_messages_with_images_are_read_the_same_way(folder: Path) -> None:
@@ -79,7 +75,6 @@ def test_messages_with_images_are_read_the_same_way(folder: Path) -> None:
     assert exact(side, engine, body, MESSAGES).source == "local"
     assert exact(side, engine, chat(shows("As a chat", "AAAA"))).source == "local"
     assert engine.calls == 1
-    side.close()
 
 
 def test_a_mark_in_the_text_and_web_addresses_are_asked_for(folder: Path) -> None:
@@ -94,7 +89,6 @@ def test_a_mark_in_the_text_and_web_addresses_are_asked_for(folder: Path) -> Non
     web = say("user", [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}])
     assert exact(side, engine, chat(web)).source == "renderer"
     assert exact(side, engine, chat(web)).source == "renderer"
-    side.close()
 
 
 def test_known_images_are_compared_now_and_then_and_a_difference_ends_their_use(
@@ -110,7 +104,6 @@ def test_known_images_are_compared_now_and_then_and_a_difference_ends_their_use(
     read(side, body)
     assert [exact(side, engine, body).source for _ in range(3)] == ["renderer"] * 3
     assert side.stats.media_mismatches == 1
-    side.close()
 
 
 def test_what_is_remembered_of_images_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +114,9 @@ def test_what_is_remembered_of_images_is_bounded(folder: Path, monkeypatch: pyte
         exact(side, engine, chat(shows("x", f"A{number}")))
     assert side.stats.media_bytes <= 10_000
     assert side.stats.media_evictions > 20
-    side.close()
 
 
 def test_without_anybody_to_ask_images_go_by_text(folder: Path) -> None:
     models = {"m": ModelPrompts(tokenizer_dir=str(folder), chat_template=TEMPLATE)}
     side = reader(models)
-    found = read(side, chat(shows("One", "AAAA")))
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "multimodal"
-    side.close()
+    assert read_affinity(side, chat(shows("One", "AAAA"))).reason == "multimodal"

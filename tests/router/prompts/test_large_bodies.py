@@ -30,6 +30,7 @@ from tests.support.prompts.readers import (
     model_dir,
     plain_tokenizer,
     read,
+    read_affinity,
     read_exact,
     reader,
     say,
@@ -227,10 +228,7 @@ COMPLEX: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_would_take_long_to_decode_is_placed_by_its_beginning(folder: Path, shape: str) -> None:
     path, body = COMPLEX[shape]
     side = local_reader(folder)
-    found = read(side, body, path)
-    side.close()
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "too_complex"
+    assert read_affinity(side, body, path).reason == "too_complex"
     assert (side.stats.not_local["too_complex"], side.stats.affinity["too_complex"]) == (1, 1)
 
 
@@ -263,8 +261,6 @@ def test_long_work_is_done_in_a_thread_with_the_same_result(
     monkeypatch.setattr(local_module, "INLINE_VALUES_MAX", 1 << 30)
     monkeypatch.setattr(local_module, "_INLINE_MESSAGES", 1 << 30)
     assert read_exact(inline, body, path).token_ids == found.token_ids
-    threaded.close()
-    inline.close()
 
 
 MANY_CALLS = [
@@ -290,8 +286,6 @@ def test_a_next_turn_is_rendered_in_a_thread_where_there_is_much_in_its_past(
     body = chat(*past, say("assistant", "Yes."), say("user", "Why?"))
     assert read_exact(threaded, body).token_ids == read_exact(other, body).token_ids
     assert threaded.stats.worker_jobs - before == jobs
-    threaded.close()
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -313,8 +307,6 @@ def test_a_next_turn_of_messages_is_converted_in_a_thread_where_there_is_much_ne
     body = {"messages": [*before, say("assistant", "Yes."), say("user", new)]}
     assert read_exact(threaded, body, MESSAGES).token_ids == read_exact(other, body, MESSAGES).token_ids
     assert (threaded.stats.worker_jobs > already) == bool(jobs)
-    threaded.close()
-    other.close()
 
 
 def test_a_next_turn_above_the_limit_goes_where_its_past_went() -> None:
@@ -322,8 +314,7 @@ def test_a_next_turn_above_the_limit_goes_where_its_past_went() -> None:
     story = [say("user", "All engines are equal, but some hold more. " * 100)]
 
     def keys(messages: list[Any], **fields: Any) -> tuple[int, ...]:
-        found = read(side, {**fields, **chat(*messages)})
-        assert isinstance(found, TextAffinity)
+        found = read_affinity(side, {**fields, **chat(*messages)})
         return found.keys
 
     first, second = (

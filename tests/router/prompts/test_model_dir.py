@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from router.prompts.reader import PromptReader, TextAffinity
+from router.prompts.reader import PromptReader
 from router.prompts.tokenizer import ModelDirError, load_chat_template, load_model_dir
 from tests.support.prompts.readers import (
     byte_level_tokenizer,
     chat,
     local_reader,
     model_dir,
-    read,
+    read_affinity,
     read_exact,
     say,
 )
@@ -26,12 +26,10 @@ CHAT = chat(say("user", "Hello"))
 
 def text_of(reader: PromptReader, body: object = CHAT) -> str:
     local = reader.local_model("m")
-    assert local is not None
     tokenizer: Any = local.tokenizer
     text: str = tokenizer._tokenizer.decode(
         list(read_exact(reader, body).token_ids), skip_special_tokens=False
     )
-    reader.close()
     return text
 
 
@@ -118,11 +116,8 @@ def test_models_with_a_renderer_of_their_own_are_left_to_the_engine(tmp_path: Pa
     folder = model_dir(tmp_path, "chatml")
     (folder / "config.json").write_text(json.dumps({"architectures": [name]}))
     reader = local_reader(folder)
-    found = read(reader, CHAT)
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "renderer"
+    assert read_affinity(reader, CHAT).reason == "renderer"
     assert len(read_exact(reader, {"prompt": "Hello"}, "/v1/completions").token_ids) > 0
-    reader.close()
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:

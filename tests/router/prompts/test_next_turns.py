@@ -85,8 +85,6 @@ def test_growing_branching_chats_equal_cold_ones(folder: Path) -> None:
     assert stats.prefix_hits > 100
     assert stats.tokens_reused > stats.tokens_new
     assert stats.blocks_reused > stats.blocks_hashed
-    warm.close()
-    other.close()
 
 
 def test_another_short_question_after_the_same_messages_takes_the_place_of_the_last(folder: Path) -> None:
@@ -104,8 +102,6 @@ def test_another_short_question_after_the_same_messages_takes_the_place_of_the_l
     assert warm.stats.tokens_new - new < 100
     assert warm.stats.tokens_reused - reused > 1000
     warm._cache.check_integrity()
-    warm.close()
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -125,13 +121,11 @@ def test_a_prompt_that_costs_more_to_make_again_stays(
     read_exact(warm, chat(*messages, say("user", last)))
     read_exact(warm, chat(messages[0], say("user", other)))
     assert len(warm._cache) == 2
-    warm.close()
 
 
 def forgetful_prompt(reader: PromptReader, body: dict[str, Any]) -> Prompt:
     """The prompt from a reader whose caches are emptied before."""
     local = reader.local_model("m")
-    assert local is not None
     local._cache = PrefixCache(PromptStats(), 0)
     return read_exact(reader, body)
 
@@ -143,8 +137,6 @@ def test_a_message_that_goes_on_where_another_ended(folder: Path) -> None:
         body = chat(say("system", "Be brief."), say("user", text[:end]), say("assistant", "Yes."))
         assert read_exact(warm, body).token_ids == forgetful_prompt(other, body).token_ids
     assert warm.stats.prefix_hits > 100
-    warm.close()
-    other.close()
 
 
 def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +158,6 @@ def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch
         )
         assert list(completion.token_ids) == ids
         assert completion.hashes(SCHEME) == block_hashes(ids, SCHEME, completion.extras)
-    warm.close()
-    other.close()
 
 
 def test_hashes_are_not_inherited_across_extras() -> None:
@@ -206,7 +196,6 @@ def test_a_next_turn_tokenizes_and_hashes_only_what_is_new(folder: Path) -> None
     assert reader.stats.tokens_new - tokens < 100
     assert reader.stats.blocks_hashed - blocks < 10
     assert len(reader._cache) == 1  # the shorter prompt is part of the longer one
-    reader.close()
 
 
 def test_a_branch_leaves_the_other_branch_its_hashes(folder: Path) -> None:
@@ -219,7 +208,6 @@ def test_a_branch_leaves_the_other_branch_its_hashes(folder: Path) -> None:
     blocks = reader.stats.blocks_hashed
     read_exact(reader, longer).hashes(SCHEME)
     assert reader.stats.blocks_hashed - blocks < 10
-    reader.close()
 
 
 def test_what_a_thread_hashes_is_a_chain_of_its_own(folder: Path) -> None:
@@ -228,7 +216,6 @@ def test_what_a_thread_hashes_is_a_chain_of_its_own(folder: Path) -> None:
     prompt.hashes(SCHEME)
     prompt.forked_chain(SCHEME).extend(prompt.token_ids * 2)
     assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME)
-    reader.close()
 
 
 def test_an_exact_repeat_does_nothing(folder: Path) -> None:
@@ -238,7 +225,6 @@ def test_an_exact_repeat_does_nothing(folder: Path) -> None:
     again = read_exact(reader, body)
     assert again.token_ids is first.token_ids
     assert reader.stats.rendered == rendered
-    reader.close()
 
 
 def test_what_differs_besides_messages_is_never_mixed_up(folder: Path) -> None:
@@ -272,7 +258,6 @@ def test_what_differs_besides_messages_is_never_mixed_up(folder: Path) -> None:
     for body in bodies:
         assert len({tuple(read_exact(reader, body, model=m).hashes(SCHEME)) for m in "mab"}) == 3
     assert len({tuple(read_exact(reader, body).hashes(SCHEME)) for body in (bodies[0], *bodies[7:9])}) == 3
-    reader.close()
 
 
 def test_a_chat_of_messages_alone_is_known_to_one_that_says_what_holds_anyway(folder: Path) -> None:
@@ -295,7 +280,6 @@ def test_what_another_library_tokenized_is_not_gone_on_from(folder: Path) -> Non
     warm, body = fresh(folder), chat(say("user", "Hello"))
     read_exact(warm, body)
     local = warm.local_model("m")
-    assert local is not None
     local.tokenizer.name = "tokenizers (fastokens gave other tokens for a prompt)"
     hits = warm.stats.prefix_hits
     read_exact(warm, body)
@@ -308,7 +292,6 @@ def test_what_another_library_tokenized_is_not_gone_on_from(folder: Path) -> Non
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_a_plain_message_is_what_any_other_becomes(folder: Path, role: str, form: str) -> None:
     local = local_reader(folder, chat_template_content_format=form).local_model("m")
-    assert local is not None
     renderer, template = local.renderer, local.renderer.templates[False]
     assert template is not None
     for text in ("", "Hello", "日本 é\n", "x" * 5000):
@@ -335,7 +318,6 @@ def test_completions_share_hashes_by_tokens(folder: Path) -> None:
         assert prompt.hashes(SCHEME) == block_hashes(ids, SCHEME)
     assert reader.stats.blocks_reused > 3 * reader.stats.blocks_hashed / 2
     reader._cache.check_integrity()
-    reader.close()
 
 
 WORDS = "The router asks which engine holds the longest prefix of this prompt, and sends it there. "
@@ -350,8 +332,6 @@ def test_a_long_message_that_ends_otherwise_is_tokenized_from_near_there_on(fold
     assert after.token_ids == forgetful_prompt(other, bodies[1]).token_ids
     assert reader.stats.tokens_new - tokens < 1000 < len(after.token_ids)
     assert reader.stats.worker_jobs == jobs, "so little needs no thread"
-    reader.close()
-    other.close()
 
 
 @pytest.mark.parametrize("kind", [byte_level_tokenizer(), metaspace_tokenizer()])
@@ -378,7 +358,6 @@ def test_completions_of_a_growing_text_are_those_of_the_whole(
                 assert prompt.token_ids.tolist() == expected[-600:]
             assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME, prompt.extras)
     reader._cache.check_integrity()
-    reader.close()
 
 
 def test_completions_of_a_growing_text_compute_only_what_is_new(folder: Path) -> None:
@@ -390,7 +369,6 @@ def test_completions_of_a_growing_text_compute_only_what_is_new(folder: Path) ->
     assert reader.stats.tokens_new - tokens < 1000 < len(grown.token_ids)
     assert reader.stats.blocks_hashed - blocks < 10
     assert read_exact(reader, {"prompt": WORDS * 400 + "And now?"}, path).token_ids is grown.token_ids
-    reader.close()
 
 
 def test_long_prompts_take_the_worker_and_give_the_same(
@@ -415,8 +393,6 @@ def test_long_prompts_take_the_worker_and_give_the_same(
         assert prompt.token_ids == expected.token_ids
         assert hashes == block_hashes(expected.token_ids, SCHEME)
         assert threaded.stats.worker_jobs >= 3
-        inline.close()
-        threaded.close()
 
 
 def test_the_prefix_cache_is_bounded(folder: Path) -> None:
@@ -427,7 +403,6 @@ def test_the_prefix_cache_is_bounded(folder: Path) -> None:
         assert reader.stats.prefix_bytes <= 100_000
         reader._cache.check_integrity()
     assert reader.stats.prefix_evictions > 20
-    reader.close()
 
 
 @settings(max_examples=examples(200), deadline=None)

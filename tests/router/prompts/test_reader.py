@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,9 @@ from tests.support.prompts.readers import (
     model_dir,
     no_engine,
     read,
+    read_affinity,
     read_exact,
+    read_prompt,
     reader,
     request,
     say,
@@ -44,11 +45,9 @@ HELLO = chat(say("user", "Hello"))
 
 
 @pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromptReader]:
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> PromptReader:
     """One reader for all bodies that leave nothing behind but a count."""
-    side = local_reader(model_dir(tmp_path_factory.mktemp("chatml"), "chatml"))
-    yield side
-    side.close()
+    return local_reader(model_dir(tmp_path_factory.mktemp("chatml"), "chatml"))
 
 
 class Engine:
@@ -91,8 +90,7 @@ RENDER = "/v1/chat/completions/render"
 def test_an_engine_renders_where_no_tokenizer_is_configured() -> None:
     engine = Engine({RENDER: {"token_ids": [5, 6, 7] * 20, "features": None, "sampling_params": {}}})
     side = engine_reader(engine)
-    prompt = read(side, chat(say("user", "Hello"), cache_salt="s"))
-    assert isinstance(prompt, Prompt)
+    prompt = read_prompt(side, chat(say("user", "Hello"), cache_salt="s"))
     assert (prompt.source, list(prompt.token_ids)) == ("engine", [5, 6, 7] * 20)
     assert prompt.extras == PromptExtras(cache_salt="s")
     assert prompt.hashes(HashScheme()) == block_hashes([5, 6, 7] * 20, HashScheme(), prompt.extras)
@@ -106,8 +104,7 @@ def test_the_tokenize_endpoint_stands_in_where_render_is_switched_off() -> None:
     engine = Engine({RENDER: 403, "/tokenize": {"tokens": [1, 2], "count": 2, "max_model_len": 9}})
     side = engine_reader(engine, clock=lambda: now[0])
     for _ in range(3):
-        prompt = read(side, HELLO)
-        assert isinstance(prompt, Prompt)
+        prompt = read_prompt(side, HELLO)
         assert list(prompt.token_ids) == [1, 2]
     assert engine.paths == [RENDER, "/tokenize", "/tokenize", "/tokenize"]
     now[0] += 61
@@ -126,17 +123,14 @@ def test_the_tokenize_endpoint_stands_in_where_render_is_switched_off() -> None:
 )
 def test_tokenize_is_not_asked_what_it_does_not_know(fields: dict[str, Any]) -> None:
     engine = Engine({"/tokenize": {"tokens": [1]}})
-    found = read(engine_reader(engine), chat(say("user", "Hello"), **fields))
-    assert isinstance(found, TextAffinity)
+    read_affinity(engine_reader(engine), chat(say("user", "Hello"), **fields))
     assert engine.paths == [RENDER]
 
 
 @pytest.mark.parametrize("answer", [OSError("reset"), 500, 400, [1], {"token_ids": "x"}, {"token_ids": [-1]}])
 def test_an_engine_that_does_not_help_costs_exactness_only(answer: Any) -> None:
     side = engine_reader(Engine({RENDER: answer, "/tokenize": answer}))
-    found = read(side, HELLO)
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "no_tokenizer"
+    assert read_affinity(side, HELLO).reason == "no_tokenizer"
     assert side.stats.affinity["no_tokenizer"] == 1
     assert side.stats.engine_failures >= 1
 
@@ -156,8 +150,7 @@ def test_a_failing_engine_is_left_alone_for_a_moment() -> None:
 
 def test_a_slow_engine_is_given_up_within_the_budget() -> None:
     engine = Engine({}, wait=True)
-    found = read(engine_reader(engine, PromptSettings(engine_timeout_s=0.01)), HELLO)
-    assert isinstance(found, TextAffinity)
+    read_affinity(engine_reader(engine, PromptSettings(engine_timeout_s=0.01)), HELLO)
 
 
 def test_engine_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +178,7 @@ def test_multimodal_prompts_take_item_hashes_from_the_engine(tmp_path: Path) -> 
     engine = Engine({RENDER: {"token_ids": list(range(64)), "features": features}})
     models = {"m": ModelPrompts(tokenizer_dir=str(model_dir(tmp_path, "chatml")), lora_paths={"a": "/a"})}
     side = engine_reader(engine, models=models)
-    prompt = read(side, chat(IMAGE))
-    assert isinstance(prompt, Prompt)
+    prompt = read_prompt(side, chat(IMAGE))
     items = (MultimodalItem("h1", 2, 20), MultimodalItem("h2", 30, 9), MultimodalItem("h3", 40, 4))
     assert prompt.extras.multimodal == items
     assert json.loads(engine.calls[0][1])["mm_payload"] == "none"
@@ -194,10 +186,7 @@ def test_multimodal_prompts_take_item_hashes_from_the_engine(tmp_path: Path) -> 
         range(64), HashScheme(), PromptExtras(multimodal=items)
     )
     # With an adapter, whether its name is part of the item's identifier is the engine's secret.
-    found = read(side, chat(IMAGE), model="a")
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "multimodal"
-    side.close()
+    assert read_affinity(side, chat(IMAGE), model="a").reason == "multimodal"
 
 
 def test_no_engine_is_called_where_a_tokenizer_is_configured(tmp_path: Path) -> None:
@@ -211,21 +200,18 @@ def test_no_engine_is_called_where_a_tokenizer_is_configured(tmp_path: Path) -> 
     engine.calls.clear()
     read_exact(side, HELLO)
     assert engine.calls == []
-    side.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_other_prompt_endpoints_are_rendered_by_the_engine(path: str) -> None:
     engine = Engine({f"{path}/render": {"token_ids": [1, 2, 3]}})
-    prompt = read(engine_reader(engine), {"model": "m", "messages": [], "input": "x"}, path)
-    assert isinstance(prompt, Prompt)
+    prompt = read_prompt(engine_reader(engine), {"model": "m", "messages": [], "input": "x"}, path)
     assert list(prompt.token_ids) == [1, 2, 3]
 
 
 def test_unknown_endpoints_go_by_affinity_of_their_bytes() -> None:
     engine = Engine({})
-    found = read(engine_reader(engine), b"any bytes", "/v1/embeddings")
-    assert isinstance(found, TextAffinity)
+    found = read_affinity(engine_reader(engine), b"any bytes", "/v1/embeddings")
     assert (found.reason, engine.calls) == ("endpoint", [])
 
 
@@ -233,23 +219,16 @@ def test_models_and_adapters() -> None:
     models = {"m": ModelPrompts(lora_paths={"lora": "/path"})}
     engine = Engine({RENDER: {"token_ids": [1, 2]}})
     side = engine_reader(engine, models=models)
-    prompt = read(side, HELLO, model="lora")
-    assert isinstance(prompt, Prompt)
+    prompt = read_prompt(side, HELLO, model="lora")
     assert prompt.extras == PromptExtras(lora_name="lora", lora_path="/path")
     for model, reason in (("other", "lora_path_unknown"),):
-        found = read(side, HELLO, model=model)
-        assert isinstance(found, TextAffinity)
-        assert found.reason == reason
+        assert read_affinity(side, HELLO, model=model).reason == reason
     assert isinstance(read(side, HELLO, model=None), Prompt)  # the only one there is
     anything = engine_reader(engine, models={"*": ModelPrompts()}, is_adapter=lambda name: name == "adapter")
-    assert isinstance(read(anything, HELLO, model="whatever"), Prompt)
-    found = read(anything, HELLO, model="adapter")
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "lora_path_unknown"
+    read_prompt(anything, HELLO, model="whatever")
+    assert read_affinity(anything, HELLO, model="adapter").reason == "lora_path_unknown"
     nothing = engine_reader(engine, models={})
-    found = read(nothing, HELLO)
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "model_unknown"
+    assert read_affinity(nothing, HELLO).reason == "model_unknown"
 
 
 @pytest.mark.parametrize(
@@ -287,9 +266,7 @@ def test_models_and_adapters() -> None:
 )
 def test_what_cannot_be_reproduced_is_never_guessed(chatml: PromptReader, body: Any, reason: str) -> None:
     not_local, affinity = chatml.stats.not_local[reason], chatml.stats.affinity[reason]
-    found = read(chatml, body)
-    assert isinstance(found, TextAffinity)
-    assert found.reason == reason
+    assert read_affinity(chatml, body).reason == reason
     assert chatml.stats.not_local[reason] - not_local == chatml.stats.affinity[reason] - affinity == 1
 
 
@@ -306,9 +283,7 @@ def test_what_cannot_be_reproduced_is_never_guessed(chatml: PromptReader, body: 
     ],
 )
 def test_completions_that_cannot_be_reproduced(chatml: PromptReader, body: Any, reason: str) -> None:
-    found = read(chatml, body, COMPLETION)
-    assert isinstance(found, TextAffinity)
-    assert found.reason == reason
+    assert read_affinity(chatml, body, COMPLETION).reason == reason
 
 
 def test_several_prompts_are_routed_by_the_first_and_say_so(tmp_path: Path) -> None:
@@ -317,7 +292,6 @@ def test_several_prompts_are_routed_by_the_first_and_say_so(tmp_path: Path) -> N
     assert list(read_exact(side, {"prompt": [[4, 5], [6]]}, COMPLETION).token_ids) == [4, 5]
     assert side.stats.multi_prompt == 2
     assert read(side, HELLO) == TextAffinity(read(side, HELLO).keys, "no_template")  # type: ignore[union-attr]
-    side.close()
 
 
 def test_prompt_log_probabilities_skip_the_cache(tmp_path: Path) -> None:
@@ -327,7 +301,6 @@ def test_prompt_log_probabilities_skip_the_cache(tmp_path: Path) -> None:
     assert read_exact(side, {**HELLO, "echo": True}).skips_cache
     assert not read_exact(side, {"prompt": "x", "echo": True}, COMPLETION).skips_cache
     assert read_exact(side, {"prompt": "x", "echo": True, "logprobs": 1}, COMPLETION).skips_cache
-    side.close()
 
 
 def test_the_number_of_answers_is_read(tmp_path: Path) -> None:
@@ -344,10 +317,7 @@ def test_bodies_over_the_limit_and_a_full_queue_go_by_affinity(
     monkeypatch.setattr("router.prompts.local_model.INLINE_CHARS_MAX", 0)
     folder = model_dir(tmp_path, "chatml")
     side = local_reader(folder, PromptSettings(prompt_bytes_max=1000))
-    found = read(side, chat(say("user", "x" * 2000)))
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "too_large"
-    side.close()
+    assert read_affinity(side, chat(say("user", "x" * 2000))).reason == "too_large"
     side = local_reader(folder)
 
     async def burst() -> list[Prompt | TextAffinity]:
@@ -356,7 +326,6 @@ def test_bodies_over_the_limit_and_a_full_queue_go_by_affinity(
     found_all = asyncio.run(burst())
     busy = [one for one in found_all if isinstance(one, TextAffinity) and one.reason == "busy"]
     assert len(busy) == side.stats.worker_full == 7
-    side.close()
 
 
 def test_models_can_be_replaced_and_unchanged_ones_keep_their_caches(tmp_path: Path) -> None:
@@ -370,7 +339,6 @@ def test_models_can_be_replaced_and_unchanged_ones_keep_their_caches(tmp_path: P
     assert read_exact(side, HELLO, model="n").token_ids != read_exact(side, HELLO, model="m").token_ids
     asyncio.run(side.set_models({"m": other}))
     assert side.local_model("m") is not kept
-    side.close()
 
 
 @pytest.mark.parametrize(
@@ -404,7 +372,6 @@ def test_every_request_is_counted_once(tmp_path: Path) -> None:
     stats = side.stats
     assert stats.local + stats.engine + stats.refused + sum(stats.affinity.values()) == len(bodies)
     assert set(stats.affinity) == set(REASONS)
-    side.close()
 
 
 def test_without_tensors_keeps_the_request() -> None:
@@ -414,7 +381,7 @@ def test_without_tensors_keeps_the_request() -> None:
 
 
 def test_a_reader_without_an_engine_never_calls_one() -> None:
-    assert isinstance(read(reader({"m": ModelPrompts()}, post=no_engine), HELLO), TextAffinity)
+    read_affinity(reader({"m": ModelPrompts()}, post=no_engine), HELLO)
 
 
 def test_an_engine_is_asked_in_the_clients_name_or_in_nobodys() -> None:
@@ -436,12 +403,12 @@ def test_a_tokenize_endpoint_that_answers_something_useless_rests(useless: Any) 
     engine = Engine({RENDER: 404, "/tokenize": useless})
     side = engine_reader(engine, clock=lambda: now[0])
     for _ in range(5):
-        assert isinstance(read(side, HELLO), TextAffinity)
+        read_affinity(side, HELLO)
     assert engine.paths == [RENDER, "/tokenize"]
     assert side.stats.engine_skipped == 2 * 4
     now[0] += FAILED_S + 0.1
     engine.answers["/tokenize"] = {"tokens": [5]}
-    assert isinstance(read(side, HELLO), Prompt)
+    read_prompt(side, HELLO)
 
 
 def test_a_client_cannot_send_an_endpoint_to_rest_with_nothing() -> None:
@@ -462,11 +429,9 @@ def test_token_ids_need_no_tokenizer() -> None:
         ({"prompt": ids, "truncate_prompt_tokens": 10}, ids[-10:], 1),
         ({"prompt": ids, "truncate_prompt_tokens": 10, "truncation_side": "right"}, ids[:10], 1),
     ):
-        found = read(bare, {"model": "m", **fields}, COMPLETION)
-        assert isinstance(found, Prompt)
+        found = read_prompt(bare, {"model": "m", **fields}, COMPLETION)
         assert (list(found.token_ids), found.num_prompts, found.source) == (wanted, prompts, "local")
-    salted = read(bare, {"model": "m", "prompt": ids, "cache_salt": "tenant"}, COMPLETION)
-    assert isinstance(salted, Prompt)
+    salted = read_prompt(bare, {"model": "m", "prompt": ids, "cache_salt": "tenant"}, COMPLETION)
     assert salted.extras.cache_salt == "tenant"
 
 
@@ -484,6 +449,4 @@ def test_token_ids_need_no_tokenizer() -> None:
 )
 def test_what_is_not_all_token_ids_is_asked_for(fields: dict[str, Any], reason: str) -> None:
     bare = reader({"*": ModelPrompts()})
-    found = read(bare, {"model": "m", **fields}, COMPLETION)
-    assert isinstance(found, TextAffinity)
-    assert found.reason == reason
+    assert read_affinity(bare, {"model": "m", **fields}, COMPLETION).reason == reason

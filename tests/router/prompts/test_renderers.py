@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
-from tests.support.prompts.readers import chat, read, reader, request, say
+from router.prompts.reader import ModelPrompts, PromptReader, PromptSettings
+from tests.support.prompts.readers import chat, read_prompt, reader, request, say
 
 SERVERS = ("http://a:1", "http://b:1", "http://c:1")
 HELLO = chat(say("user", "Hello"))
@@ -55,13 +55,11 @@ def make(servers: Servers, renderers: tuple[str, ...] = SERVERS) -> PromptReader
 def test_a_render_server_is_asked_before_any_engine() -> None:
     servers = Servers()
     side = make(servers, ("http://a:1/",))
-    prompt = read(side, HELLO)
-    assert isinstance(prompt, Prompt)
+    prompt = read_prompt(side, HELLO)
     assert (prompt.source, prompt.by, list(prompt.token_ids)) == ("renderer", "http://a:1", [1, 2, 3])
     assert servers.asked == ["http://a:1"]
     assert (side.stats.renderer, side.stats.engine) == (1, 0)
     assert (side.stats.renderer_calls, side.stats.engine_calls) == (1, 0)
-    side.close()
 
 
 async def test_calls_are_spread_over_the_servers() -> None:
@@ -77,7 +75,6 @@ async def test_calls_are_spread_over_the_servers() -> None:
     servers.gate.set()
     await asyncio.gather(*waiting)
     assert set(Counter(servers.asked[9:]).values()) == {2}
-    side.close()
 
 
 @pytest.mark.parametrize("how", ["down", "refuse", "hang"])
@@ -85,12 +82,10 @@ def test_where_two_servers_give_nothing_the_engine_is_asked(how: str) -> None:
     servers = Servers()
     getattr(servers, how).update(SERVERS)
     side = make(servers)
-    prompt = read(side, HELLO)
-    assert isinstance(prompt, Prompt)
+    prompt = read_prompt(side, HELLO)
     assert (prompt.source, prompt.by) == ("engine", "http://engine")
     assert servers.asked == [*SERVERS[:2], "http://engine"]
     assert (side.stats.renderer, side.stats.engine, side.stats.renderer_failures) == (0, 1, 2)
-    side.close()
 
 
 async def test_a_server_that_fails_its_health_check_is_left_alone_until_it_passes() -> None:
@@ -116,4 +111,3 @@ async def test_a_server_that_fails_its_health_check_is_left_alone_until_it_passe
     for _ in range(3):
         await side.read(request(HELLO))
     assert set(servers.asked[4:]) == set(SERVERS)
-    side.close()

@@ -12,11 +12,20 @@ from tokenizers import Tokenizer
 
 from router.fleet.status import Frontend, ModelCard
 from router.openai.errors import ApiError
-from router.prompts.prompt import Prompt, TextAffinity
+from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.prompts.settings import ModelPrompts, PromptSettings
 from tests.support.prompts.cases import call
-from tests.support.prompts.readers import byte_level_tokenizer, chat, model_dir, read, reader, say
+from tests.support.prompts.readers import (
+    byte_level_tokenizer,
+    chat,
+    model_dir,
+    read,
+    read_affinity,
+    read_prompt,
+    reader,
+    say,
+)
 
 PARTS = [
     {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
@@ -81,8 +90,7 @@ def _tool(parameters: Any) -> dict[str, Any]:
 )
 def test_what_was_not_compared_is_refused(message: Any, fields: dict[str, Any], tmp_path: Path) -> None:
     rust = behind(tmp_path, "rust")
-    found = read(rust, chat(message, **fields))
-    assert isinstance(found, TextAffinity)
+    read_affinity(rust, chat(message, **fields))
     assert rust.stats.not_local["frontend"] == 1
 
 
@@ -104,7 +112,7 @@ def test_bodies_of_another_shape_raise_nothing_else(
     message: Any, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     with suppress(ApiError):
-        assert isinstance(read(behind(tmp_path, "rust"), chat(message, **fields)), TextAffinity)
+        read_affinity(behind(tmp_path, "rust"), chat(message, **fields))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +127,7 @@ def test_bodies_of_another_shape_raise_nothing_else(
     ],
 )
 def test_templates_that_print_values_are_refused(template: str, tmp_path: Path) -> None:
-    found = read(behind(tmp_path, "rust", template=template), chat(say("user", "a")))
-    assert isinstance(found, TextAffinity)
+    read_affinity(behind(tmp_path, "rust", template=template), chat(say("user", "a")))
 
 
 def test_absent_tools_and_documents_are_undefined(tmp_path: Path) -> None:
@@ -136,9 +143,10 @@ def test_a_model_with_another_template_for_tools_is_left_to_its_engines(tmp_path
     folder.mkdir()
     (folder / "tool_use.jinja").write_text("other")
     models = {"m": ModelPrompts(tokenizer_dir=str(tmp_path))}
-    found = read(reader(models, frontends=lambda _model: ("rust",)), chat(say("user", "a")))
-    assert isinstance(found, TextAffinity)
-    assert found.reason == "renderer"
+    assert (
+        read_affinity(reader(models, frontends=lambda _model: ("rust",)), chat(say("user", "a"))).reason
+        == "renderer"
+    )
 
 
 def test_a_fleet_with_both_frontends_has_a_prompt_for_each(tmp_path: Path) -> None:
@@ -148,11 +156,9 @@ def test_a_fleet_with_both_frontends_has_a_prompt_for_each(tmp_path: Path) -> No
     assert isinstance(found, Prompt)
     rust = found.behind("rust")
     assert text(rust) == "[user|onetwo|]"
-    assert rust is not None
     assert rust.behind("python") is found
 
-    only = read(both, chat(say("user", [{"type": "thinking", "thinking": "hm"}])))
-    assert isinstance(only, Prompt)
+    only = read_prompt(both, chat(say("user", [{"type": "thinking", "thinking": "hm"}])))
     assert (only.behind("python"), only.behind("rust")) == (only, None)
 
 
@@ -160,8 +166,7 @@ def test_a_next_turn_reuses_the_tokens_of_its_own_frontend_only(tmp_path: Path) 
     both = behind(tmp_path, "python", "rust")
     first, answer = say("user", PARTS), say("assistant", "three")
     read(both, chat(first))
-    turn = read(both, chat(first, answer))
-    assert isinstance(turn, Prompt)
+    turn = read_prompt(both, chat(first, answer))
     assert text(turn.behind("python")) == "[user|one\ntwo|][assistant|three|]"
     assert text(turn.behind("rust")) == "[user|onetwo|][assistant|three|]"
 
@@ -182,8 +187,7 @@ def test_render_servers_are_not_asked_for_the_other_frontend(tmp_path: Path) -> 
         engine_url=lambda _model, _frontend: "http://engine:1",
         frontends=lambda _model: ("rust",),
     )
-    found = read(rust, chat(say("critic", "a")))
-    assert isinstance(found, Prompt)
+    found = read_prompt(rust, chat(say("critic", "a")))
     assert (list(found.token_ids), found.source, found.frontend) == ([1, 2, 3], "engine", "rust")
     assert asked == ["http://engine:1/v1/chat/completions/render"]
 

@@ -129,7 +129,6 @@ def local(folder: Path) -> list[Prompt | None]:
         except ApiError:
             prompt = TextAffinity((), "")
         found.append(prompt if isinstance(prompt, Prompt) else None)
-    made.close()
     return found
 
 

@@ -87,7 +87,6 @@ def odd_template(folder: Path) -> Path:
 @pytest.mark.parametrize("root", ["directory", "repository"])
 async def test_an_engine_is_all_that_is_given(hub: StandInHub, root: str) -> None:
     named = LOCAL if root == "directory" else NAMED
-
     async with running(named) as engines, routing(auto(*engines, hub=hub)) as rig:
         one = await origin(rig, "here")
         assert one.source.startswith(named["root"])
@@ -146,8 +145,7 @@ async def test_a_failure_is_shown_and_mended_while_the_router_serves(
         assert stats.tokenizer_failures[reason] >= 1
         status, ready = await rig.ask("GET", "/ready")
         assert (status, ready["prompts"][MODEL]["reason"]) == (200, reason)
-        _, page = await rig.ask("GET", "/metrics")
-        assert f'kvatlas_prompts_tokenizer_failures_total{{reason="{reason}"}}' in page
+        assert f'kvatlas_prompts_tokenizer_failures_total{{reason="{reason}"}}' in await rig.page()
         hub.repositories[NAME].error = None
         await origin(rig, "here")
 
@@ -191,7 +189,6 @@ async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> Non
 async def test_the_first_prompts_are_compared_too(tmp_path: Path) -> None:
     """A template that differs where no probe does."""
     folder = odd_template(tmp_path / "other")
-
     async with running({"root": str(folder)}) as engines, routing(auto(*engines)) as rig:
         await origin(rig, "here")
         await rig.chat(TEXT)
@@ -243,7 +240,6 @@ async def test_a_configured_tokenizer_that_differs_is_used_and_shown(
     other = other_tokenizer(tmp_path / "other")
     hub.repositories[NAME] = repository_of(other)
     given = str(other) if configured == "directory" else NAME
-
     async with running({}) as (engine,), fronting(engine) as front:
         config = auto(EngineAddress(front.base_url), hub=hub, tokenizer=given)
         async with routing(config) as rig:
@@ -258,7 +254,6 @@ async def test_a_configured_tokenizer_that_differs_is_used_and_shown(
 
 async def test_a_configured_directory_is_compared_by_first_prompts_too(tmp_path: Path) -> None:
     folder = odd_template(tmp_path / "other")
-
     async with running({}) as (engine,), fronting(engine) as front:
         config = auto(EngineAddress(front.base_url), tokenizer=str(folder))
         async with routing(config) as rig:
@@ -270,7 +265,6 @@ async def test_a_configured_directory_is_compared_by_first_prompts_too(tmp_path:
 
 async def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
     """A quantised copy, of which the engine's path is not here, beside the original."""
-
     copies = [{"root": "/models/copy"}, {"root": "/models/copy"}, NAMED]
     async with running(*copies) as engines, routing(auto(*engines, hub=hub)) as rig:
         assert (await origin(rig, "here")).source.startswith(f"{NAME}@")

@@ -16,7 +16,7 @@ from router.proxy.headers import Verdict, judge
 from router.proxy.screen import Rules, screen
 from tests.support.clients import openai_client
 from tests.support.ports import free_port
-from tests.support.proxy_rig import SSE_HEAD, Engine, chunk, routing, writes
+from tests.support.proxy_rig import SSE_HEAD, chunk, routing, served, writes
 
 USAGES: list[tuple[dict[str, Any], Usage]] = [
     (
@@ -124,8 +124,7 @@ async def test_the_openai_client_is_told_that_a_responses_stream_broke() -> None
         b'"sequence_number":1,"delta":"a","item_id":"m","output_index":0,"content_index":0,"logprobs":[]}\n\n'
     )
     async with (
-        Engine(writes(SSE_HEAD, chunk(created), chunk(text), then="reset")) as engine,
-        routing(engine.url) as rig,
+        served(writes(SSE_HEAD, chunk(created), chunk(text), then="reset")) as (_, rig),
         openai_client(rig.url) as client,
     ):
         stream = await client.responses.create(model="m", input="x", stream=True)

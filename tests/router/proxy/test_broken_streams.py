@@ -23,6 +23,7 @@ from tests.support.proxy_rig import (
     request,
     routing,
     says,
+    served,
     writes,
 )
 
@@ -35,11 +36,7 @@ def _events(body: bytes) -> list[bytes]:
 @pytest.mark.parametrize("then", ["close", "reset"])
 async def test_stream_ends_with_an_error_event_and_cleanly(then: str) -> None:
     script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")), then=then)
-    async with (
-        Engine(script) as engine,
-        Engine(says(200, b"{}")) as other,
-        routing(engine.url, other.url) as rig,
-    ):
+    async with served(script, says(200, b"{}")) as (_, other, rig):
         got = await ask(rig, request(STREAM))
         assert got.whole
         assert got.body.startswith(event("a") + event("b"))
@@ -116,8 +113,7 @@ async def _collect(stream: openai.AsyncStream[ChatCompletionChunk], seen: list[s
 async def test_openai_client_raises_with_our_code() -> None:
     script = writes(SSE_HEAD, chunk(event("a")), chunk(event("b")[:20]), then="close")
     async with (
-        Engine(script) as engine,
-        routing(engine.url) as rig,
+        served(script) as (_, rig),
         openai_client(rig.url) as client,
     ):
         stream = await client.chat.completions.create(

@@ -24,6 +24,7 @@ from tests.support.proxy_rig import (
     request,
     routing,
     says,
+    served,
     writes,
 )
 from tests.support.waiting import until
@@ -65,10 +66,7 @@ async def test_ten_megabytes_both_ways() -> None:
 
 async def test_fixed_length_answer_stays_one() -> None:
     body = b'{"ok": true}'
-    async with (
-        Engine(says(200, body, "content-type: application/json")) as engine,
-        routing(engine.url) as rig,
-    ):
+    async with served(says(200, body, "content-type: application/json")) as (_, rig):
         got = await ask(rig)
     assert (got.status, got.body, got.whole) == (200, body, True)
     assert got.head["content-length"] == str(len(body))
@@ -128,7 +126,6 @@ async def test_each_event_is_passed_on_at_once() -> None:
             wanted = chunk(event(str(i)))
             assert await reader.readexactly(len(wanted)) == wanted
             step.set()
-        writer.close()
 
 
 async def test_unfinished_line_waits_for_its_end_only() -> None:
@@ -147,7 +144,6 @@ async def test_unfinished_line_waits_for_its_end_only() -> None:
         assert await reader.readexactly(len(chunk(whole))) == chunk(whole)
         engine.go.set()
         assert await reader.readexactly(len(chunk(halves))) == chunk(halves)
-        writer.close()
 
 
 async def test_body_that_ends_with_the_connection() -> None:
@@ -195,7 +191,6 @@ async def test_head_and_bodiless_statuses_keep_the_connection_usable() -> None:
                 assert got.head["content-length"] == "5"
         assert got.body == b"hello"
         assert engine.connections == 1
-        writer.close()
 
 
 async def test_answers_do_not_leak_into_one_another() -> None:
@@ -297,4 +292,3 @@ async def test_slow_client_pauses_the_engine_and_gets_everything() -> None:
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         got = await read_answer(reader)
         assert got.body == piece * count
-        writer.close()

@@ -11,12 +11,11 @@ import aiohttp
 import openai
 import pytest
 
-from router.admission.key_file import KeySettings, digest_of
 from router.fleet.engines import EngineAddress
 from router.proxy.settings import ProxySettings
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import Engine, Script, ask, routing, says
-from tests.support.whole_router import Rig, configure
+from tests.support.whole_router import Rig, configure, tenants
 from tests.support.whole_router import routing as whole
 
 JSON = "content-type: application/json"
@@ -123,32 +122,23 @@ async def transcribe(rig: Rig, model: str, key: str = "none") -> str:
 
 async def test_an_upload_goes_to_an_engine_that_serves_its_model(tmp_path: Path) -> None:
     """Also by an alias, and only with a key for that model, however the form is written."""
-    path = tmp_path / "keys.toml"
-    path.write_text(
-        "".join(
-            f'[tenants.{name}]\nmodels = ["{models}"]\n'
-            f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(name)}"\n'
-            for name, models in (("all", "*"), ("some", "tiny"))
-        )
-    )
-
     async with Engine(serving("tiny")) as tiny, Engine(serving("large")) as large:
         config = configure(
             EngineAddress(tiny.url),
             EngineAddress(large.url),
-            keys=KeySettings(file=str(path)),
+            keys=tenants(tmp_path, {"all": 'models = ["*"]', "some": 'models = ["tiny"]'}),
             aliases={"best": {"large": 1.0}},
         )
         async with whole(config) as rig:
             for _ in range(6):
-                assert await transcribe(rig, "tiny", "all") == "tiny"
-                assert await transcribe(rig, "large", "all") == "large"
-                assert await transcribe(rig, "best", "all") == "large"
+                assert await transcribe(rig, "tiny", "key-of-all") == "tiny"
+                assert await transcribe(rig, "large", "key-of-all") == "large"
+                assert await transcribe(rig, "best", "key-of-all") == "large"
             with pytest.raises(openai.NotFoundError):
-                await transcribe(rig, "nothing", "all")
-            assert await transcribe(rig, "tiny", "some") == "tiny"
+                await transcribe(rig, "nothing", "key-of-all")
+            assert await transcribe(rig, "tiny", "key-of-some") == "tiny"
             with pytest.raises(openai.PermissionDeniedError):
-                await transcribe(rig, "large", "some")
+                await transcribe(rig, "large", "key-of-some")
             for body in (
                 form(),
                 form(("model", "tiny"), ("model", "large")),
@@ -156,11 +146,14 @@ async def test_an_upload_goes_to_an_engine_that_serves_its_model(tmp_path: Path)
                 form(("model", "large")),
                 b'{"model":"tiny"}',
             ):
-                headers = {"authorization": "Bearer some", "content-type": "multipart/form-data; boundary=x7"}
+                headers = {
+                    "authorization": "Bearer key-of-some",
+                    "content-type": "multipart/form-data; boundary=x7",
+                }
                 async with rig.session.post(rig.url + PATHS[0], data=body, headers=headers) as got:
                     assert got.status in (400, 403)
             upload = aiohttp.FormData({"model": "tiny", "stream": "true"})
             upload.add_field("file", io.BytesIO(b"\0" * (3 << 20)), filename="a.wav")
-            headers = {"authorization": "Bearer some"}
+            headers = {"authorization": "Bearer key-of-some"}
             async with rig.session.post(rig.url + PATHS[0], data=upload, headers=headers) as got:
                 assert (await got.json())["text"] == "tiny"

@@ -20,13 +20,13 @@ from tests.support.proxy_rig import (
     END,
     SSE_HEAD,
     STREAM,
-    Engine,
     ask,
     chunk,
     event,
     request,
     routing,
     says,
+    served,
     writes,
 )
 from tests.support.waiting import until
@@ -140,11 +140,7 @@ async def test_a_stream_that_begins_with_an_error_has_the_status_that_it_names(
     code: Any, retries: int
 ) -> None:
     good = writes(SSE_HEAD, chunk(event("a") + DONE), END)
-    async with (
-        Engine(writes(SSE_HEAD, failed(code))) as bad,
-        Engine(good) as other,
-        routing(bad.url, other.url) as rig,
-    ):
+    async with served(writes(SSE_HEAD, failed(code)), good) as (_, _, rig):
         got = await ask(rig, request(STREAM))
         assert got.status == 200
         assert (b'"error"' in got.body) == (not retries)
@@ -154,11 +150,7 @@ async def test_a_stream_that_begins_with_an_error_has_the_status_that_it_names(
 
 
 async def test_an_error_that_every_engine_has_is_answered_as_one() -> None:
-    async with (
-        Engine(writes(SSE_HEAD, failed(503))) as one,
-        Engine(writes(SSE_HEAD, failed(503))) as other,
-        routing(one.url, other.url) as rig,
-    ):
+    async with served(writes(SSE_HEAD, failed(503)), writes(SSE_HEAD, failed(503))) as (_, _, rig):
         got = await ask(rig, request(STREAM))
         assert (got.status, got.head["content-type"]) == (503, "application/json")
         assert json.loads(got.body)["error"]["message"] == ERROR["message"]
@@ -183,9 +175,6 @@ def test_a_gateways_answer_is_never_replaced() -> None:
     ],
 )
 async def test_an_answer_that_speaks_of_giving_up_is_one(body: bytes) -> None:
-    async with (
-        Engine(says(200, body, "content-type: application/json")) as engine,
-        routing(engine.url) as rig,
-    ):
+    async with served(says(200, body, "content-type: application/json")) as (_, rig):
         got = await ask(rig)
         assert (got.status, got.body) == (200, body)

@@ -21,6 +21,7 @@ from tests.support.proxy_rig import (
     event,
     routing,
     says,
+    served,
     writes,
 )
 from tests.support.waiting import run
@@ -51,8 +52,7 @@ async def test_answer_and_stream() -> None:
         b'{"role":"assistant","content":"hello"},"finish_reason":"stop"}]}'
     )
     async with (
-        Engine(says(200, body, "content-type: application/json")) as engine,
-        routing(engine.url) as rig,
+        served(says(200, body, "content-type: application/json")) as (engine, rig),
         client_key(rig) as client,
     ):
         raw = await client.chat.completions.with_raw_response.create(
@@ -93,8 +93,7 @@ def test_engines_error_reaches_the_client_as_it_is() -> None:
 async def test_error_in_place_of_a_stream() -> None:
     body = b'{"error":{"message":"no","type":"NotFoundError","param":null,"code":404}}'
     async with (
-        Engine(says(404, body, "content-type: application/json")) as engine,
-        routing(engine.url) as rig,
+        served(says(404, body, "content-type: application/json")) as (_, rig),
         client_key(rig) as client,
     ):
         with pytest.raises(openai.NotFoundError):

@@ -6,7 +6,7 @@ import asyncio
 
 from router.proxy.settings import ProxySettings
 from tests.support.ports import free_port
-from tests.support.proxy_rig import STREAM, Call, Engine, answer, ask, request, routing, says
+from tests.support.proxy_rig import STREAM, Call, Engine, answer, ask, request, routing, says, served
 from tests.support.waiting import run, until
 
 GOOD = says(200, b"{}")
@@ -18,11 +18,7 @@ def different(number: int) -> bytes:
 
 
 async def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
-    async with (
-        Engine(says(429, b"busy", "retry-after: 1")) as busy,
-        Engine(GOOD) as good,
-        routing(busy.url, good.url) as rig,
-    ):
+    async with served(says(429, b"busy", "retry-after: 1"), GOOD) as (busy, _, rig):
         for number in range(5):
             assert (await ask(rig, request(different(number)))).status == 200
         assert len(busy.calls) == 2  # the second refusal shows that it was not the request
@@ -84,11 +80,7 @@ async def test_all_busy_passes_the_last_answer_with_its_time() -> None:
 
 async def test_retry_after_is_bounded() -> None:
     settings = ProxySettings(retry_after_s_max=0.2)
-    async with (
-        Engine(says(503, b"x", "retry-after: 86400")) as one,
-        Engine(GOOD) as two,
-        routing(one.url, two.url, settings=settings) as rig,
-    ):
+    async with served(says(503, b"x", "retry-after: 86400"), GOOD, settings=settings) as (one, _, rig):
         await ask(rig)
         await ask(rig, request(different(1)))
         assert len(one.calls) == 2
@@ -126,11 +118,7 @@ def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
 
 
 async def test_poisonous_requests_do_not_close_the_fleet() -> None:
-    async with (
-        Engine(says(500, b"boom")) as one,
-        Engine(says(500, b"boom")) as two,
-        routing(one.url, two.url) as rig,
-    ):
+    async with served(says(500, b"boom"), says(500, b"boom")) as (one, two, rig):
         for _ in range(5):
             assert (await ask(rig)).status == 500
         assert rig.planner.available(one.url)

@@ -22,6 +22,7 @@ from tests.support.proxy_rig import (
     reset,
     routing,
     says,
+    served,
     writes,
 )
 from tests.support.waiting import until
@@ -109,7 +110,6 @@ async def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -
 
 async def test_a_request_that_ends_an_engine_over_a_kept_connection_counts_too() -> None:
     """The engine takes the request on an old connection, ends, and refuses new ones: this was no refusal."""
-
     async with contextlib.AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(Engine(GOOD)) for _ in range(4)]
 
@@ -156,11 +156,7 @@ async def test_nobody_to_ask_is_the_planners_word() -> None:
 
 async def test_retry_time_is_bounded() -> None:
     settings = ProxySettings(first_byte_timeout_s=0.2, retry_time_s_max=0.1)
-    async with (
-        Engine(writes(then="hang")) as hung,
-        Engine(GOOD) as good,
-        routing(hung.url, good.url, settings=settings) as rig,
-    ):
+    async with served(writes(then="hang"), GOOD, settings=settings) as (_, good, rig):
         got = await ask(rig)
         assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")
         assert not good.calls

@@ -15,7 +15,6 @@ from router.openai.members import at_once, run_cooperatively
 from router.proxy.screen import Rules, screen
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, ask, request, routing, says
-from tests.support.waiting import run
 
 BAD = b'{"do_remote_prefill":true}'
 GONE = [
@@ -204,26 +203,23 @@ HUGE = {
 
 
 @pytest.mark.parametrize("kind", HUGE)
-def test_large_bodies_are_looked_at_in_steps(kind: str) -> None:
-    async def main() -> None:
-        body = b'{"x":%b,"kv_transfer_params":{},"model":"m","stream":true}' % HUGE[kind]
-        turns, stop = 0, False
+async def test_large_bodies_are_looked_at_in_steps(kind: str) -> None:
+    body = b'{"x":%b,"kv_transfer_params":{},"model":"m","stream":true}' % HUGE[kind]
+    turns, stop = 0, False
 
-        async def others() -> None:
-            nonlocal turns
-            while not stop:
-                turns += 1
-                await asyncio.sleep(0)
+    async def others() -> None:
+        nonlocal turns
+        while not stop:
+            turns += 1
+            await asyncio.sleep(0)
 
-        task = asyncio.ensure_future(others())
-        found = await run_cooperatively(screen(body, Rules()))
-        assert bytes(found.body) == body.replace(b'"kv_transfer_params":{},', b"")
-        stop = True
-        await task
-        if kind != "image":  # passed over at the speed of memory
-            assert turns >= 2
-
-    run(main())
+    task = asyncio.ensure_future(others())
+    found = await run_cooperatively(screen(body, Rules()))
+    assert bytes(found.body) == body.replace(b'"kv_transfer_params":{},', b"")
+    stop = True
+    await task
+    if kind != "image":  # passed over at the speed of memory
+        assert turns >= 2
 
 
 async def test_large_body_of_very_many_values_is_refused() -> None:

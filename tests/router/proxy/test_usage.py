@@ -20,6 +20,7 @@ from tests.support.proxy_rig import (
     request,
     routing,
     says,
+    served,
     writes,
 )
 from tests.support.waiting import until
@@ -50,10 +51,7 @@ WHOLE = Usage(30, 2, 16)
     ],
 )
 async def test_plain_answer(body: bytes, usage: Usage | None) -> None:
-    async with (
-        Engine(says(200, body, "content-type: application/json")) as engine,
-        routing(engine.url) as rig,
-    ):
+    async with served(says(200, body, "content-type: application/json")) as (_, rig):
         await ask(rig)
         placement = rig.planner.placements[0]
         await until(lambda: placement.over, "told")
@@ -84,10 +82,7 @@ async def test_too_long_an_answer_is_not_searched(monkeypatch: pytest.MonkeyPatc
 async def test_stream(status: int) -> None:
     head = SSE_HEAD.replace(b"200 OK", b"%d X" % status)
     body = [event("a"), b'data: {"choices":[],"usage":null}\n\n', LAST, DONE]
-    async with (
-        Engine(writes(head, *[chunk(part) for part in body], END)) as engine,
-        routing(engine.url) as rig,
-    ):
+    async with served(writes(head, *[chunk(part) for part in body], END)) as (_, rig):
         assert (await ask(rig, request(STREAM))).body == b"".join(body)
         placement = rig.planner.placements[0]
         await until(lambda: placement.over, "told")

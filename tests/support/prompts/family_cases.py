@@ -298,6 +298,5 @@ def family_dir(folder: Path, family: str) -> Path:
 
 def _package(name: str) -> Path:
     found = find_spec(name)
-    assert found is not None
     assert found.origin is not None
     return Path(found.origin).parent

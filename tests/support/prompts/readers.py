@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from tokenizers import (
     AddedToken,
@@ -113,10 +114,16 @@ async def no_engine(url: str, body: bytes, headers: dict[str, str], timeout_s: f
     raise AssertionError(f"unexpected call of {url}")
 
 
+MADE: WeakSet[PromptReader] = WeakSet()
+"""Readers of running tests, which a fixture closes."""
+
+
 def reader(
     models: Mapping[str, ModelPrompts], settings: PromptSettings | None = None, **more: Any
 ) -> PromptReader:
-    return PromptReader(models, settings or PromptSettings(), more.pop("post", no_engine), **more)
+    made = PromptReader(models, settings or PromptSettings(), more.pop("post", no_engine), **more)
+    MADE.add(made)
+    return made
 
 
 def local_reader(folder: Path, settings: PromptSettings | None = None, **model: Any) -> PromptReader:
@@ -143,9 +150,24 @@ def read(
     return asyncio.run(reader.read(request(body, path, **more)))
 
 
-def read_exact(reader: PromptReader, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Prompt:
-    """The prompt, which must have been computed locally."""
+def read_prompt(reader: PromptReader, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Prompt:
+    """The prompt, wherever its tokens came from."""
     found = read(reader, body, path, **more)
     assert isinstance(found, Prompt), found
+    return found
+
+
+def read_affinity(
+    reader: PromptReader, body: Any, path: str = "/v1/chat/completions", **more: Any
+) -> TextAffinity:
+    """The affinity of a request whose tokens are not known."""
+    found = read(reader, body, path, **more)
+    assert isinstance(found, TextAffinity), found
+    return found
+
+
+def read_exact(reader: PromptReader, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Prompt:
+    """The prompt, which must have been computed locally."""
+    found = read_prompt(reader, body, path, **more)
     assert found.source == "local"
     return found

@@ -68,7 +68,6 @@ async def administered(
     connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
     async with routing(config, wait=False) as rig, aiohttp.ClientSession(connector=connector) as session:
         office = rig.router.admin
-        assert office is not None
         url = rig.url
         if office.server is not None:
             url = f"{'https' if tls is not None else 'http'}://127.0.0.1:{office.server.port}"

@@ -49,7 +49,6 @@ async def test_a_certificate_is_enough_and_its_name_is_written_down(
 ) -> None:
     """Of an old authority too: one without key usage, which strict verification would refuse."""
     given = {**settings(pki), "client_ca_file": str(pki / f"{authority}.crt")}
-
     async with (
         running({}) as (one,),
         administered(tmp_path, one, tls=client(pki, name), token_file=None, **given) as admin,

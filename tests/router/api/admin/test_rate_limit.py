@@ -104,7 +104,6 @@ async def test_refused_calls_of_nobody_known_are_a_line_a_second_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limit, "TURN_S", 0.001)
-
     async with running({}) as (one,), administered(tmp_path, one) as admin:
         with audited() as lines:
             started = time.monotonic()

@@ -74,7 +74,6 @@ async def test_a_late_router_has_all_that_rolled_out_of_the_replay_buffer(contex
         await until(lambda: feed.stats.batches >= 2)
         assert copies(fleet, 1, 2) == [True, False]
         layout = fleet.engine("e").layout
-        assert layout is not None
         assert [group.block_size for group in layout.groups] == [4, 16]
         assert fleet.index.check_integrity() == []
     publisher.close()
