@@ -51,19 +51,19 @@ def live_requests(tracker: RequestTracker) -> list[LiveRequest]:
     ordered = sorted(tracker.live, key=lambda record: record.arrived_s)[:_REQUESTS_MAX]
     return [
         LiveRequest(
-            request_id=record.request_id,
-            path=record.path,
-            model=record.model,
-            tenant=record.tenant,
-            **record.session_fields(),
-            engine=record.engine,
+            **_said(record),
             stage=_stage(record),
             age_s=now - record.arrived_s,
-            attempts=record.attempts,
             why={name.removeprefix("kvatlas."): value for name, value in record.why().items()},
         )
         for record in ordered
     ]
+
+
+def _said(record: RequestRecord) -> dict[str, Any]:
+    """Return the fields that views of live and of ended requests share."""
+    names = ("request_id", "path", "model", "tenant", "engine", "attempts")
+    return {name: getattr(record, name) for name in names} | record.session_fields()
 
 
 def _stage(record: RequestRecord) -> str:
@@ -97,15 +97,9 @@ def _ended(record: RequestRecord, unix_offset_s: float) -> EndedRequest:
     ended_s = record.arrived_s if record.ended_s is None else record.ended_s
     usage, first_s = record.usage, record.first_s
     return EndedRequest(
+        **_said(record),
         at_s=ended_s + unix_offset_s,
-        request_id=record.request_id,
-        path=record.path,
-        model=record.model,
-        tenant=record.tenant,
-        **record.session_fields(),
-        engine=record.engine,
         status=record.outcome,
-        attempts=record.attempts,
         waited_s=record.waited_s,
         first_token_s=None if first_s is None else first_s - record.arrived_s,
         duration_s=ended_s - record.arrived_s,

@@ -187,17 +187,6 @@ def header_facts(header: TraceHeader, lora_paths: dict[str, str]) -> ModelFacts:
 
 # Id of the single engine of a trace.
 RECORDED = "recorded"
-_SUMMED = (
-    "probes",
-    "exact",
-    "over",
-    "under",
-    "truth_tokens",
-    "abs_error_tokens",
-    "states",
-    "states_exact",
-    "unknown",
-)
 
 
 class TraceResult(msgspec.Struct):
@@ -316,6 +305,7 @@ def detected(engine: EngineResidency) -> dict[str, Any]:
 
 def total(results: list[TraceResult]) -> TraceResult:
     summed = TraceResult("total", "")
-    for name in _SUMMED:
-        setattr(summed, name, sum(getattr(result, name) for result in results))
+    for field in msgspec.structs.fields(TraceResult):
+        if field.type is int:
+            setattr(summed, field.name, sum(getattr(result, field.name) for result in results))
     return summed
