@@ -61,17 +61,6 @@ def pool(endpoints: Sequence[str]) -> Json:
     return {**cluster("pool", endpoints), "load_balancing_policy": _override_host()}
 
 
-def original_dst() -> Json:
-    """Return a cluster that goes to any address that the picker names."""
-    return {
-        "name": "original_dst",
-        "type": "ORIGINAL_DST",
-        "connect_timeout": "2s",
-        "lb_policy": "CLUSTER_PROVIDED",
-        "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION},
-    }
-
-
 def picker_cluster(endpoints: Sequence[str]) -> Json:
     """Return the cluster of endpoint pickers, over HTTP/2 with windows as small as those of gateways."""
     http2 = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions"

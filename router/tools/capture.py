@@ -74,11 +74,6 @@ def encode_lines(lines: Sequence[CaptureLine]) -> bytes:
     return _JSON.encode_lines(lines)
 
 
-def encode_line(source: str, recv_ts: float, topic: str, seq: int, payload: bytes) -> bytes:
-    """Encode one line, newline included."""
-    return encode_lines([CaptureLine(source, recv_ts, topic, seq, payload)])
-
-
 def read_capture(paths: Sequence[Path]) -> Iterator[CapturedFrame]:
     """Yield all frames of one capture, its pieces in the given order. Raises ``RecordingError``."""
     for path in paths:

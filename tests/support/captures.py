@@ -17,7 +17,7 @@ from publisher.events import (
     encode_batch,
     encode_tokens,
 )
-from router.tools.capture import encode_line
+from router.tools.capture import CaptureLine, encode_lines
 from tests.support.paths import DATA
 
 CAPTURES = sorted((DATA / "captures").glob("*.jsonl.gz"))
@@ -56,7 +56,8 @@ def write(path: Path, batches: Iterable[tuple[int, Sequence[Event]]], *, source:
     """A capture of (seq, events); the batch's time stamp and arrival grow by a second each."""
     with path.open("ab") as file:
         for number, (seq, events) in enumerate(batches):
-            file.write(encode_line(source, 1000.0 + number, "kv", seq, encode_batch(1000.0 + number, events)))
+            payload = encode_batch(1000.0 + number, events)
+            file.write(encode_lines([CaptureLine(source, 1000.0 + number, "kv", seq, payload)]))
     return path
 
 

@@ -36,6 +36,17 @@ _BODIES = {
 one that shows nothing of answers."""
 
 
+def original_dst() -> dict[str, Any]:
+    """Return a cluster that goes to any address that the picker names."""
+    return {
+        "name": "original_dst",
+        "type": "ORIGINAL_DST",
+        "connect_timeout": "2s",
+        "lb_policy": "CLUSTER_PROVIDED",
+        "original_dst_lb_config": {"use_http_header": True, "http_header_name": config.DESTINATION},
+    }
+
+
 def program() -> str:
     """The program; the test is skipped where it is not named."""
     found = os.environ.get("KVATLAS_ENVOY")
@@ -150,7 +161,7 @@ def _config(
             "name": "envoy.transport_sockets.tls",
             "typed_config": {"@type": context, "common_tls_context": {"alpn_protocols": ["h2"], **tls}},
         }
-    clusters = [config.original_dst(), config.pool(engines), picker]
+    clusters = [original_dst(), config.pool(engines), picker]
     return config.bootstrap(listeners, clusters, admin=admin)
 
 

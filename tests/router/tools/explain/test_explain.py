@@ -14,7 +14,7 @@ from publisher.block_hash import NO_EXTRAS, HashScheme
 from publisher.events import SpecClass
 from router.index.hit_rules import order_matters
 from router.index.learn.layout import CacheLayout
-from router.tools.capture import TRACE_SOURCE, encode_line, read_capture, redact
+from router.tools.capture import TRACE_SOURCE, CaptureLine, encode_lines, read_capture, redact
 from router.tools.explain import ExplainOptions, run_explain
 from router.tools.explain_state import EngineExplanation, explain_engine, needs
 from router.tools.replay import facts_of
@@ -184,7 +184,9 @@ def test_a_redacted_capture_needs_the_scheme_and_is_exact_then(
         for frame in read_capture([source]):
             payload = redact(frame.payload)
             assert payload is not None
-            file.write(encode_line(frame.source, frame.recv_ts, frame.topic, frame.seq, payload))
+            file.write(
+                encode_lines([CaptureLine(frame.source, frame.recv_ts, frame.topic, frame.seq, payload)])
+            )
     entry = max(truth(source), key=lambda e: e["cached_tokens"])
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"token_ids": entry["token_ids"]}))
