@@ -21,6 +21,7 @@ from router.serve import configure_logging
 from router.tools.doctor import checks
 from router.tools.doctor.examine import ExamineSettings, examine
 from router.tools.doctor.findings import (
+    BAD,
     EngineEvidence,
     EngineVerdict,
     Evidence,
@@ -211,18 +212,14 @@ def _show(reports: list[_EngineReport], took_s: float, console: Console) -> None
                 _evidence(each),
             )
         for note in verdict.notes:
-            if note.severity in {Severity.WARNING, Severity.ERROR}:
+            if note.severity in BAD:
                 table.add_row(Text("  note", style=STYLES[note.severity]), note.check, describe(note))
         console.print(table)
 
 
 def _evidence(each: PropertyVerdict) -> Text:
     """Format the claim, and below it the findings that decided it."""
-    deciding = {
-        "pass": {Severity.OK},
-        "fail": {Severity.WARNING, Severity.ERROR},
-        "not_shown": {Severity.INFO},
-    }
+    deciding = {"pass": {Severity.OK}, "fail": BAD, "not_shown": {Severity.INFO}}
     text = Text(each.claim)
     for finding in each.findings:
         if finding.severity in deciding[each.state]:

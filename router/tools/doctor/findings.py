@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -326,6 +327,9 @@ class Severity(StrEnum):
     ERROR = "error"
 
 
+BAD = frozenset({Severity.WARNING, Severity.ERROR})
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One finding.
 
@@ -342,7 +346,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """Result of a check; the registry adds the check's id and, if not given here, the subject."""
+    """Result of a check; the registry adds the check's id and, if not given here, the subject.
+
+    Raises ``ValueError`` for a problem without cause or remedy.
+    """
 
     severity: Severity
     seen: str
@@ -350,30 +357,21 @@ class CheckResult(msgspec.Struct, frozen=True):
     remedy: str = ""
     subject: str = ""
 
-
-def ok(seen: str, *, subject: str = "") -> CheckResult:
-    """Report a passed check."""
-    return CheckResult(Severity.OK, seen, subject=subject)
-
-
-def info(seen: str, cause: str = "", remedy: str = "", *, subject: str = "") -> CheckResult:
-    """Report something worth knowing: nothing is wrong, or it could not be determined."""
-    return CheckResult(Severity.INFO, seen, cause, remedy, subject)
+    def __post_init__(self) -> None:
+        if self.severity in BAD and not (self.cause and self.remedy):
+            raise ValueError(f"{self.seen}: a problem needs a cause and a remedy")
 
 
-def warning(seen: str, cause: str, remedy: str, *, subject: str = "") -> CheckResult:
-    """Report something that works less well than it could."""
-    return CheckResult(Severity.WARNING, seen, cause, remedy, subject)
-
-
-def error(seen: str, cause: str, remedy: str, *, subject: str = "") -> CheckResult:
-    """Report something that does not work."""
-    return CheckResult(Severity.ERROR, seen, cause, remedy, subject)
+ok = partial(CheckResult, Severity.OK)
+# Nothing is wrong, or it could not be determined.
+info = partial(CheckResult, Severity.INFO)
+warning = partial(CheckResult, Severity.WARNING)
+error = partial(CheckResult, Severity.ERROR)
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
     """Return 0, or 1 if there is a warning or an error."""
-    return int(any(f.severity in {Severity.WARNING, Severity.ERROR} for f in findings))
+    return int(any(f.severity in BAD for f in findings))
 
 
 # The verdict on an engine: each property passes, fails, or is not shown. ``doctor`` runs all checks that need
@@ -439,8 +437,6 @@ PROPERTIES = (
 # Checks whose findings do not concern exactness: shown beside a verdict.
 NOTES = ("clock.skew", "cache.sglang", "cache.retention", "cache.block_size", "tokens.speed")
 
-_BAD = frozenset({Severity.WARNING, Severity.ERROR})
-
 
 class PropertyVerdict(msgspec.Struct, frozen=True):
     """Verdict on one property of one engine; ``findings`` are the evidence."""
@@ -475,7 +471,7 @@ def engine_verdict(engine_id: str, findings: Sequence[Finding]) -> EngineVerdict
 def _property_verdict(each: Property, findings: list[Finding]) -> PropertyVerdict:
     about = [finding for finding in findings if finding.check in {*each.shown_by, *each.failed_by}]
     state: State = "not_shown"
-    if any(finding.severity in _BAD for finding in about):
+    if any(finding.severity in BAD for finding in about):
         state = "fail"
     elif any(finding.severity is Severity.OK and finding.check in each.shown_by for finding in about):
         state = "pass"
