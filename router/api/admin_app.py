@@ -51,8 +51,7 @@ class _Connection(DownstreamConnection):
 def make_admin_server(
     app: Any, settings: AdminSettings, certificates: Certificates, sock: socket.socket | None = None
 ) -> SideServer:
-    """Make the server of the separate port; ``sock`` already listens. Raises ``TlsError`` for unusable TLS
-    files."""
+    """Make the separate port's server; ``sock`` already listens. Raises ``TlsError`` for unusable files."""
     context = None
     if settings.tls.given:
         context = certificates.add(server_context(settings.tls, _KEYS), settings.tls, _KEYS)
@@ -124,8 +123,7 @@ class FleetActions:
         return changed, {"engine": engine.engine_id, "sources": self._desired.sources(engine.base_url)}
 
     def remove(self, name: str, who: str) -> dict[str, Any]:
-        """Remove a server; its running streams continue. It stays removed while other sources still list
-        it."""
+        """Remove a server; its streams continue. It stays removed while other sources still list it."""
         if "#" in name:
             message = (
                 f"{name} is one rank of a server; drain it, or remove the server {name.partition('#')[0]}."

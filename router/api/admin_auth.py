@@ -119,8 +119,7 @@ class TokenFile:
 
 
 def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, str]]:
-    """Return (digest, name) of every token. Raises ``AdminFileError`` naming the line; never shows a
-    token."""
+    """Return each token's digest and name. Raises ``AdminFileError`` naming the line, never a token."""
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX).decode("ascii")

@@ -71,8 +71,7 @@ def is_control(path: str) -> bool:
 def create_control(
     sources: Sources, *, readiness: Callable[[], Readiness], refusal: Callable[[str], ApiError]
 ) -> Starlette:
-    """Make the application for ``is_control`` paths of the public port; ``refusal`` is for unavailable
-    ones."""
+    """Make the application for the public port's ``is_control`` paths; ``refusal``: for unavailable ones."""
 
     async def elsewhere(request: Request) -> Response:
         """Return an error that names the ops port."""

@@ -71,8 +71,7 @@ def in_parts(make: Callable[[], M], rows: Iterable[T], add: Callable[[M, T], Non
 
 
 def table(label: str, columns: Sequence[Column[T]], rows: Mapping[str, T]) -> Iterator[Metric]:
-    """Yield one family per column, in parts, with a sample for every row; its key is the value of
-    ``label``."""
+    """Yield one family per column, in parts, with a sample per row; its key is the value of ``label``."""
     for column in columns:
 
         def add(family: Family, row: tuple[str, T], column: Column[T] = column) -> None:

@@ -198,8 +198,7 @@ def _add_insight(
 
 
 def _check_json(request: Request) -> None:
-    """Require JSON: a page of another origin cannot send it without a CORS preflight. Raises
-    ``ApiError``."""
+    """Require JSON: another origin's page cannot send it without a CORS preflight. Raises ``ApiError``."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise not_json(kind)

@@ -88,8 +88,7 @@ def last(kept: deque[T], count: int) -> list[T]:
 
 
 def is_named(request_id: str, asked: str) -> bool:
-    """Whether ``asked`` is this request's id, its beginning, or an engine's id made of it
-    (``chatcmpl-ID``)."""
+    """Whether ``asked`` is this id, its beginning, or an engine's id made of it (``chatcmpl-ID``)."""
     return request_id.startswith(asked) or (len(request_id) >= _ID_CHARS_MIN and request_id in asked)
 
 
@@ -515,8 +514,7 @@ class Readiness(msgspec.Struct):
 
 
 class ReadinessCheck:
-    """Ready: not draining, an engine answers, every source of engines is synced, and every feed has caught
-    up."""
+    """Ready: not draining, an engine answers, all sources of engines are synced, all feeds caught up."""
 
     # Sources and feeds delay readiness only at the start, at most ``warm_up_s_max``: an engine that joins
     # later starts with a cold feed, which must not take the other engines from clients.

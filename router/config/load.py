@@ -364,8 +364,7 @@ def _changed_leaves(key: str, old: Any, new: Any) -> Iterator[str]:
 
 
 def describe(loaded: Loaded) -> str:
-    """Return the merged configuration, one ``key = value`` line each, with the source unless it is a
-    default."""
+    """Return the merged configuration as ``key = value`` lines, with the source unless it is a default."""
     lines = []
     for key, value in _flatten(msgspec.to_builtins(loaded.config)):
         if key in FIXED:

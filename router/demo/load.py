@@ -178,8 +178,7 @@ def _compare(ours: Tally, baseline: Tally) -> str:
 
 
 def _held(routers: Sequence[Router], status: EngineStatus) -> str:
-    """Return the share of the KV blocks with cached content, as known by the router that follows the
-    engine."""
+    """Return the share of KV blocks with cached content, as the router that follows the engine knows it."""
     follower = _follower(routers, status.engine_id)
     engine = routers[follower or 0].scopes.engine(status.engine_id)
     share = None if engine is None else engine.cached_share(status.pool_blocks)

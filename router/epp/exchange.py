@@ -125,8 +125,7 @@ class GatewayExchange:
             self._answer_error(request_timeout("The request did not arrive in time."))
 
     def _take(self, size: int) -> bool:
-        """Open the flow-control window: for the request if there is capacity, for an answer as the carrier
-        decides."""
+        """Open the flow-control window: for a request if there is capacity, for an answer by the carrier."""
         if self._carrier.answer is not None:
             self._carrier.took(size)
             return True

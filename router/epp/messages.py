@@ -393,8 +393,7 @@ def around_piece(kind: Kind, size: int, *, ends: bool) -> tuple[bytes, bytes]:
 
 
 def header_mutation(sets: Iterable[Header], removes: Iterable[bytes] = ()) -> bytes:
-    """Encode fields to set, which replace those of the same name (except for repeated fields), and names to
-    remove."""
+    """Encode fields to set, which replace those of the same name (but repeated ones), and to remove."""
     out: list[bytes] = []
     seen: set[bytes] = set()
     for name, value in sets:

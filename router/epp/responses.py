@@ -172,8 +172,7 @@ class ResponseWriter:
         self.send(m.answer("request_headers", common=common, metadata=metadata))
 
     def send_headers(self, had: list[Header], fields: Iterable[Header]) -> None:
-        """Respond to the answer's head: set missing fields, and remove those that may name the engine; only
-        once."""
+        """Respond to the answer's head, once: set missing fields, remove those that may name the engine."""
         if self.shown:
             return
         self.shown = True

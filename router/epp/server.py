@@ -154,8 +154,7 @@ _LOOK_S = 0.02
 
 
 class PickerServer:
-    """Serves the picker's ports. ``app`` is the router as an ASGI application. Raises ``TlsError`` for
-    unusable files."""
+    """Serves the picker's ports for ``app``, the router. Raises ``TlsError`` for unusable files."""
 
     def __init__(
         self,

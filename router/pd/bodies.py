@@ -85,8 +85,7 @@ _START: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
 
 
 class SplitBody(msgspec.Struct, frozen=True, gc=False):
-    """A client's body and its edits. ``whole``: why the request stays on one engine; "" if it may be
-    split."""
+    """A client's body and its edits. ``whole``: why it stays on one engine; "" if it may be split."""
 
     text: bytes
     whole: str = ""

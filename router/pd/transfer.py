@@ -230,8 +230,7 @@ class Mooncake:
 
 
 class Offloading:
-    """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33; the tier of rank 0 listens on
-    ``port``."""
+    """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33; rank 0's listens on ``port``."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -382,9 +382,7 @@ class CaptureWriter:
                 self._queue.clear()
 
     def _take(self) -> list[CaptureLine] | None:
-        """Return the frames of the next piece: a full one, or those of the last ``_FLUSH_S``; None at the
-        end.
-        """
+        """Return the next piece's frames: a full one, or those of the last ``_FLUSH_S``; None at the end."""
         with self._changed:
             while not self._queue and not self._closing:
                 self._changed.wait()

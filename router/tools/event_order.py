@@ -160,9 +160,7 @@ class CaptureOrder:
         self._held_bytes += len(frame.payload)
 
     def _skip_to(self, seq: int) -> None:
-        """Continue at ``seq``; frames missing before the very first frame are unavailable history, not
-        losses.
-        """
+        """Continue at ``seq``; frames missing before the first one are unavailable history, not losses."""
         if self._begun and self._next is not None:
             self._stats.gaps += not self._has_replay
             self._stats.lost_frames += seq - self._next

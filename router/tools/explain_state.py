@@ -79,9 +79,7 @@ def _blocks(start: int, end: int, size: int) -> list[Need]:
 
 
 def _full_inside(end: int, size: int, unit: int, limit: int) -> list[Need]:
-    """Return the whole blocks before ``end``, and the part of the last block up to ``end`` or any longer
-    part.
-    """
+    """Return the whole blocks before ``end``, and the last block's part up to ``end`` or any longer one."""
     whole = end // size * size
     found = _blocks(0, whole, size)
     if end > whole:
@@ -114,9 +112,7 @@ class MissingBlock(msgspec.Struct, frozen=True):
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """The blocks a hit of ``tokens`` needs and the engine lacks: the first missing block, and their
-    number.
-    """
+    """The blocks a hit of ``tokens`` needs and the engine lacks: the first one, and their number."""
 
     tokens: int
     missing_blocks: int
@@ -244,9 +240,7 @@ class _PromptJournal:
             self._hashes = self._hashes[: (prompt.num_tokens - 1) // layout.hash_block_size]
 
     def boundary(self, tokens: int) -> Boundary:
-        """Return everything missing for a hit of ``tokens``; full attention first, like the engine's
-        search.
-        """
+        """Return what is missing for a hit of ``tokens``; full attention first, like the engine's search."""
         layout = self.layout
         if layout is None:
             raise AssertionError("called only if the layout is known")
@@ -296,9 +290,7 @@ class _PromptJournal:
         return tuple(sorted(plane.medium for plane in held))
 
     def _why(self, end: int, group: int) -> tuple[Why, EventPosition | None, EventPosition | None]:
-        """Return the fate of the block that ends at ``end``: reason, event, and the event that had stored
-        it.
-        """
+        """Return the fate of the block that ends at ``end``: reason, event, and the event that stored it."""
         block = self._hash(end)
         if block is None:
             return "beyond the prompt", None, None

@@ -185,9 +185,7 @@ class Verifier:
         return [EngineDiff(e, "unknown", gone=e not in held) for e in self._unknown]
 
     async def compare(self, settle_s: float) -> list[EngineDiff]:
-        """Return the persistent differences; returns as soon as there are none, otherwise after
-        ``settle_s``.
-        """
+        """Return the persistent differences: as soon as there are none, otherwise after ``settle_s``."""
         end = time.monotonic() + settle_s
         found: list[EngineDiff] = []
         before: dict[str, _Difference] = {}
@@ -420,9 +418,7 @@ async def scope_line(client: Client, snapshot: ScopeSnapshot) -> ScopeLine:
 async def _bytes_per_block(
     client: Client, keys: ScopeKeys, snapshot: ScopeSnapshot, sample: list[int]
 ) -> float | None:
-    """Return the mean size in bytes of a block's key and value on the server; None without blocks or
-    permission.
-    """
+    """Return the mean bytes of a block's key and value on the server; None without blocks or permission."""
     sizes = []
     scope = snapshot.view.scope
     for value in sample:

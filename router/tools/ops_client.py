@@ -44,9 +44,7 @@ def reason(body: bytes, code: str = "") -> str:
 
 
 def run_engine(host: str, port: int, assignments: list[str]) -> int:
-    """Run the engine. Raises ``ConfigError`` naming the invalid setting, ``OSError`` if the port is in
-    use.
-    """
+    """Run the engine. Raises ``ConfigError`` naming the setting, ``OSError`` if the port is in use."""
     settings = engine_settings(host, port, assignments)
     try:
         run(settings)

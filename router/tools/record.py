@@ -249,9 +249,7 @@ async def record(
     seconds: float | None,
     ended: Callable[[], bool],
 ) -> None:
-    """Run all recorders until ``stop`` is set, ``seconds`` have passed, or ``ended`` returns True (writing
-    has stopped).
-    """
+    """Run all recorders until ``stop`` is set, ``seconds`` have passed, or ``ended`` says writing has."""
     loop = asyncio.get_running_loop()
     deadline = float("inf") if seconds is None else loop.time() + seconds
     with _short_switch_interval():
@@ -282,9 +280,7 @@ class RecordOptions(msgspec.Struct, frozen=True):
 
 
 def run_record(engines: Sequence[str], options: RecordOptions, *, as_json: bool) -> int:
-    """Returns 0 if every frame was recorded, 1 if some were lost or an engine was unreachable, 2 for bad
-    input.
-    """
+    """Returns 0 if all was recorded, 1 if frames were lost or an engine unreachable, 2 for bad input."""
     try:
         sources = resolve(engines)
         _check(options)

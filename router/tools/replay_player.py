@@ -432,9 +432,7 @@ def publishers(
     buffer_steps: int,
     context: zmq.Context[zmq.Socket[bytes]] | None = None,
 ) -> Iterator[dict[str, ZmqPublisher]]:
-    """Open one publisher per engine, inside a running loop. Raises ``zmq.ZMQError`` if an address is in
-    use.
-    """
+    """Open one publisher per engine, inside a running loop. Raises ``zmq.ZMQError`` for a used address."""
     opened: dict[str, ZmqPublisher] = {}
     try:
         for source, endpoint in endpoints.items():

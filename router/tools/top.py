@@ -399,9 +399,7 @@ async def _show(url: str, interval_s: float, live: Live) -> None:
 
 
 async def snapshots(url: str, interval_s: float) -> AsyncGenerator[RouterSnapshot, None]:
-    """Yield a snapshot every ``interval_s`` seconds; one with a ``problem`` while the router does not
-    respond.
-    """
+    """Yield a snapshot every ``interval_s`` seconds; with a ``problem`` while the router is silent."""
     loop = asyncio.get_running_loop()
     async with HttpClient() as client:
         http = Http(client, _TIMEOUT_S)

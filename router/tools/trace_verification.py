@@ -155,9 +155,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def trace_facts(path: Path) -> ModelFacts:
-    """Return the facts an operator would configure for the engine of this trace (LoRA paths come from its
-    prompts).
-    """
+    """Return the facts an operator would configure for this trace's engine (LoRA paths: its prompts')."""
     header = TraceHeader([])
     lora_paths: dict[str, str] = {}
     for _, line in read_trace(path):

@@ -93,8 +93,7 @@ class WorkerSockets:
             raise
 
     def open_worker(self, slot: int, life: int, started: Callable[[], None], parent: int) -> WorkerContext:
-        """Return the context of one worker and close all other sockets. Call it in the child, after the
-        fork."""
+        """Return one worker's context and close all other sockets. Call it in the child, after the fork."""
         lead = slot == LEAD
         mesh = {a + b - slot: ends[a != slot] for (a, b), ends in self._mesh.items() if slot in (a, b)}
         worker = WorkerContext(
@@ -186,8 +185,7 @@ def _listening(family: int, address: Sequence[object], *, shared: bool) -> socke
 
 
 def cores(cpu_max: Path = _CPU_MAX) -> int:
-    """Return the number of cores that this process may use, limited by its CPU set and its container's
-    quota."""
+    """Return the number of cores this process may use, limited by its CPU set and container's quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = cpu_max.read_text(encoding="ascii").split()

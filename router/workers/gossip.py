@@ -211,8 +211,7 @@ class SiblingGossip:
         return True
 
     def _flush(self, *, hello: bool = False) -> None:
-        """Send the pending message, if there is one. ``hello``: send even an empty one, to announce this
-        life."""
+        """Send the pending message, if any. ``hello``: send even an empty one, to announce this life."""
         now = self._clock()
         load = b""
         if self._whole and now >= self._load_due_s and self._loop is not None:

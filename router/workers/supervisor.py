@@ -53,8 +53,7 @@ _REPEAT_S = 1.0
 
 
 class SharedDecisions:
-    """Replicated decisions. ``applied`` updates the fleet; ``unsynced``: sources that have not reported
-    yet."""
+    """Replicated decisions. ``applied`` updates the fleet; ``unsynced``: sources without a report yet."""
 
     def __init__(
         self,
@@ -90,8 +89,7 @@ class SharedDecisions:
             return
 
     async def changed(self) -> None:
-        """Send the lead's changed decisions; returns when the siblings have answered or their time is
-        over."""
+        """Send the lead's changed decisions; return when the siblings answered or their time is over."""
         self._restored = AdminDecisions()
         await self._send()
 

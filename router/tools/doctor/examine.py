@@ -345,9 +345,7 @@ class _Examination:
         return await replay_comparison(live, again)
 
     async def _gauges_after(self, engine: EngineEvidence, load: LoadEvidence) -> EngineGauges:
-        """Read the gauges once the engine has counted all requests; its counters lag its responses by some
-        steps.
-        """
+        """Read the gauges once the engine has counted all requests: its counters lag by some steps."""
         deadline = time.monotonic() + self._settings.timeout_s
         while True:
             found = await self._gauges(engine)
@@ -466,9 +464,7 @@ class _Examination:
         return await compare(self._reader, self._http, engine.engine.base_url, model, engine.frontend)
 
     def _make_reader(self) -> PromptReader:
-        """Build the prompt reader that serves traffic; it requests tokens only from the engine being
-        probed.
-        """
+        """Build the prompt reader that serves traffic; it asks only the engine being probed for tokens."""
         models = {name: model.prompts() for name, model in self._seen.config.models.items()}
         models.setdefault(ANY_MODEL, ModelPrompts())
         settings = replace(self._seen.config.prompts, engine_timeout_s=self._settings.timeout_s)

@@ -89,9 +89,7 @@ class Http:
 
 
 def _date_skew_s(date: str, now: float) -> float | None:
-    """Return how many seconds the server's clock is ahead, assuming the middle of the second in the
-    header.
-    """
+    """Return how many seconds the server's clock is ahead, assuming the middle of the header's second."""
     if not date:
         return None
     try:
@@ -113,9 +111,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class EngineGauges(msgspec.Struct, frozen=True):
-    """Facts from an engine's metrics page; ``cache_config`` has the labels of ``vllm:cache_config_info`` (may
-    be empty).
-    """
+    """Facts from an engine's metrics page; ``cache_config``: the labels of ``vllm:cache_config_info``."""
 
     cache_config: dict[str, str] = {}
     mean_prompt_tokens: float | None = None

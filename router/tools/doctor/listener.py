@@ -464,9 +464,7 @@ def _further(link: Connectivity, event: int) -> Connectivity:
 
 
 class StoreComparison(msgspec.Struct):
-    """Result of a comparison, in tokens; ``computed_from`` None: no block of a full-attention group was
-    stored.
-    """
+    """Result of a comparison, in tokens; ``computed_from`` None: no full-attention block was stored."""
 
     computed_from: int | None = None
     block_size: int = 1

@@ -178,9 +178,7 @@ class EngineProber:
         return None if layout is None else layout.alignment
 
     async def text(self, num_tokens: int, begin: str = "") -> str:
-        """Return ``begin`` with random words appended, about ``num_tokens`` tokens (estimated if
-        untokenizable).
-        """
+        """Return ``begin`` and random words, about ``num_tokens`` tokens (estimated if untokenizable)."""
         text = begin
         while True:
             prompt = await self.read({"prompt": text}) if text else None
@@ -340,9 +338,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """Runs one load and fills in ``seen``. ``pool_tokens``: capacity of the engine's pool, None if
-    unknown.
-    """
+    """Runs one load and fills in ``seen``. ``pool_tokens``: capacity of the engine's pool; None: unknown."""
 
     def __init__(
         self,
