@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INLINE = re.compile(r"`([^`\n]+)`")
 
 
+@cache
 def files() -> list[Path]:
     """What git tracks or would track, and is there."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -25,6 +25,11 @@ def examples(count: int) -> int:
     return max(1, count // DIVISORS[PROFILE])
 
 
+def fewer(count: int) -> int:
+    """Of a load that costs much by the request: while developing half, which must still show the same."""
+    return count if DIVISORS[PROFILE] == 1 else count // 2
+
+
 def some(cases: Iterable[Any], every: int) -> list[Any]:
     """All of them, as parameters of a test: each ``every``-th from the first on is tried always, the others,
     which show the same once more, are ``long``."""

@@ -14,12 +14,12 @@ import pytest
 from publisher.event_decoder import decode_batch
 from publisher.events import BlockRemoved
 from publisher.simulator.server import SimulatedEngine
-from tests.support.examples import some
+from tests.support.examples import fewer, some
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
-BLOCKS = {"full": 120, "gptoss-like": 150, "gemma3-like": 480, "mamba-hybrid": 160}
-REQUESTS = 110
+BLOCKS = {"full": 90, "gptoss-like": 150, "gemma3-like": 480, "mamba-hybrid": 160}
+REQUESTS = fewer(110)
 WORDS = TEXT.lower().replace(".", " and of to in with its").split()
 
 

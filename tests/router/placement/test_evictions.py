@@ -27,7 +27,12 @@ def chain(start: int, blocks: int) -> list[BlockHash]:
 
 
 @pytest.mark.parametrize(
-    ("pool_blocks", "clients", "think_s"), [(110, 24, 0.0), (80, 8, 0.0), (110, 24, 0.3), (80, 8, 0.1)]
+    ("pool_blocks", "clients", "think_s"),
+    [
+        (110, 24, 0.0),
+        (80, 8, 0.1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((80, 8, 0.0), (110, 24, 0.3))),
+    ],
 )
 def test_predictions_hold_where_two_or_three_prompts_fill_the_pool(
     pool_blocks: int, clients: int, think_s: float

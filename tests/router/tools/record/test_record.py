@@ -206,15 +206,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_rotation_keeps_the_newest_pieces_below_the_limit(tmp_path: Path) -> None:
-    writer = CaptureWriter(tmp_path / "c.jsonl.gz", rotate_bytes=3 << 20, total_bytes_max=8 << 20)
-    fill(writer, 4000)
+    writer = CaptureWriter(tmp_path / "c.jsonl.gz", rotate_bytes=1 << 20, total_bytes_max=3 << 20)
+    fill(writer, 1500)
     pieces = sorted(tmp_path.iterdir())
     assert pieces == list(writer.pieces)
     assert writer.stats.deleted_files >= 1
-    assert sum(piece.stat().st_size for piece in pieces) <= 8 << 20
-    assert all(piece.stat().st_size <= 3 << 20 for piece in pieces)
+    assert sum(piece.stat().st_size for piece in pieces) <= 3 << 20
+    assert all(piece.stat().st_size <= 1 << 20 for piece in pieces)
     seqs = [frame.seq for frame in read_capture(pieces)]
-    assert seqs == list(range(seqs[0], 4000))
+    assert seqs == list(range(seqs[0], 1500))
 
 
 def test_a_single_file_ends_at_the_limit(tmp_path: Path) -> None:
