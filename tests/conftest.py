@@ -35,6 +35,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.set_threshold(20_000)  # at 700 allocations, CPython's default, a twentieth of all time
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a library that takes more than a second to import come first, which is in one worker."""
+    items.sort(key=lambda item: "anthropic" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_report_header() -> str:
     return f"hypothesis examples: {PROFILE}"
 
@@ -103,7 +109,7 @@ def kvatlas(
 
 @pytest.fixture
 def anthropic() -> ModuleType:
-    """The client library, imported by the tests that use it: that takes two seconds of every worker."""
+    """The client library, imported by the tests that use it."""
     import anthropic as library  # noqa: PLC0415
 
     return library

@@ -260,8 +260,15 @@ def test_traffic_that_shares_nothing_needs_no_prefix_routing(
 
 
 def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["advise", "chat", "--requests", "50", "--engines", "2", "--pool", "4000", "--ttft-target", "1"]
-    assert app([*words, "--processes", "1"], result_action="return_value", exit_on_error=False) == 0
+    words = ["advise", "chat", "--requests", "50", "--seeds", "1", "--engines", "2", "--pool", "4000"]
+    assert (
+        app(
+            [*words, "--ttft-target", "1", "--processes", "1"],
+            result_action="return_value",
+            exit_on_error=False,
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     for word in ("what is changed", "retention", "memory", "engines", "p90 within 1 s"):
         assert word in out
