@@ -512,27 +512,29 @@ def write_scaling(options: argparse.Namespace, seeds: range, before: str) -> Non
             options.out.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
-def warmed_intro(seeds: range, models: str) -> str:
+def warmed_intro(seeds: range, options: argparse.Namespace) -> str:
     """Return the text above the table with pulls."""
-    counts = ", ".join(f"{name} {count}" for name, count in WARMED_REQUESTS.items())
+    counts = ", ".join(f"{name} {WARMED_REQUESTS[name]}" for name in options.workloads.split(","))
     return (
-        f"`python -m benchmarks.tiers --scaling --pulls --seeds {len(seeds)} --models {models}`: fleets as "
-        f"above with host memory of {PULLED_HOST}, seeds {seeds.start} to {seeds[-1]}, requests: {counts}. "
-        "Requests pull too, also without warm-up. Cells: as above, and after the tokens computed for warm-up "
-        "those pulled. A pull needs no idle engine, a piece that is computed does (`busy_share_max`)."
+        f"`python -m benchmarks.tiers --scaling --pulls --seeds {len(seeds)} --models {options.models} "
+        f"--workloads {options.workloads} --links {options.links}`: fleets as above with host memory of "
+        f"{PULLED_HOST}, seeds {seeds.start} to {seeds[-1]}, requests: {counts}. Requests pull too, also "
+        "without warm-up. Cells: as above, and after the tokens computed for warm-up those pulled. A pull "
+        "needs no idle engine, a piece that is computed does (`busy_share_max`)."
     )
 
 
 def write_warmed(options: argparse.Namespace, seeds: range, before: str) -> None:
     """Write the part with pulls behind the text ``before``."""
-    lines = [WARMED_TITLE, "", warmed_intro(seeds, options.models), ""]
+    lines = [WARMED_TITLE, "", warmed_intro(seeds, options), ""]
     lines += [
         "| workload | link, Gbit/s | engine | requests | none | random | hottest |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, count in WARMED_REQUESTS.items():
+    for name in options.workloads.split(","):
+        count = WARMED_REQUESTS[name]
         for model in options.models.split(","):
-            for gbit_s in filter(None, PULLS.values()):
+            for gbit_s in map(float, options.links.split(",")):
                 runs = run_scaling(name, model, seeds, count, gbit_s)
                 named = f"{name}, {model} | {gbit_s:g}"
                 lines += [scaling_row(named, event, runs, pulls=True) for event in get_args(Event)]
@@ -608,6 +610,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", help="a recorded workload to run beside the generated ones")
     parser.add_argument("--models", default=MODELS, help="layouts, separated by commas")
+    parser.add_argument(
+        "--workloads", default=",".join(WARMED_REQUESTS), help="of --scaling --pulls, separated by commas"
+    )
+    parser.add_argument(
+        "--links", default="25,100,400", help="of --scaling --pulls, in Gbit/s, separated by commas"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--pulls", action="store_true", help="the second half: pulling prefixes")

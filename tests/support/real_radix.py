@@ -198,6 +198,7 @@ class Pair:
             set_up(self.theirs, Controller(policy, self._device, host), host)
         self.theirs.take_events()  # that of its construction
         self._live: dict[int, Request] = {}
+        self._past: list[list[int]] = []
         self.ours = RadixPool(
             num_blocks=pages + 1,
             scheme=msgspec.structs.replace(PLAIN, lookahead=int(eagle)),
@@ -253,6 +254,10 @@ class Pair:
 
     def _start(self) -> None:
         prompt = [self._rng.choice((1, 2)) for _ in range(self._rng.randint(1, 40))]
+        if self._past and self._rng.random() < 0.6:
+            again = self._rng.choice(self._past)
+            prompt = (again[: self._rng.randint(1, len(again))] + prompt[: self._rng.randint(1, 12)])[:40]
+        self._past = [*self._past[-5:], prompt]
         salt = self._rng.choice((None, None, "s"))
         request = Request(self.ours.request(prompt, PromptExtras(cache_salt=salt)))
         hit = self.ours.start(request.ours)

@@ -123,6 +123,30 @@ def test_pages_in_use_are_not_evicted() -> None:
     assert isinstance(pool.take_events()[-1], AllBlocksCleared)
 
 
+def test_full_host_memory_gives_up_what_is_on_the_device_and_stays_there() -> None:
+    """Of copies that the device has too, those of leaves go last: leaves are the next to leave the device."""
+    pool = RadixPool(
+        num_blocks=13, scheme=SCHEME, chunk_tokens_max=512, host_pages=10, write_policy="write_back"
+    )
+    prompt, other, oldest = tokens(32), tokens(48, seed=1), tokens(12, seed=2)
+    for served in (prompt[:16], prompt, other):
+        assert serve(pool, served) == (16 if served is prompt else 0)
+    assert serve(pool, [*prompt, 1]) == 32, "loaded, for which all of the other prompt is dropped"
+    pool.take_events()
+    serve(pool, oldest)
+    serve(pool, [*prompt, 1])
+    pool.take_events()
+    serve(pool, tokens(13, seed=3))
+    upper, last = block_hashes(prompt[:16], SCHEME), block_hashes(oldest, SCHEME)
+    wanted = [
+        (BlockRemoved, "CPU_PINNED", upper),
+        (BlockStored, "CPU_PINNED", last),
+        (BlockRemoved, "GPU", last),
+    ]
+    told = [event for event in pool.take_events() if not isinstance(event, AllBlocksCleared)][:3]
+    assert [(type(e), e.medium, [to_block_hash(b) for b in e.block_hashes]) for e in told] == wanted
+
+
 @given(st.randoms(use_true_random=False), st.integers(12, 40))
 @settings(max_examples=examples(160))
 def test_events_tell_what_is_cached_and_hits_are_what_they_tell(rng: random.Random, pages: int) -> None:
