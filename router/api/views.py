@@ -32,9 +32,10 @@ from router.observe.receipts import COMPARED
 from router.observe.requests import BROKEN, RequestRecord, RequestTracker
 from router.openai.members import run_cooperatively
 from router.placement.candidate import Candidate, Hit
+from router.placement.eligible import SloForecast
 from router.placement.engine import Engine
 from router.placement.others import OthersLoad, others_at
-from router.placement.placement import Decision, SloForecast, Split
+from router.placement.placement import Decision, Split
 from router.prompts.prompt import Prompt, TextAffinity
 
 T = TypeVar("T")

@@ -45,6 +45,7 @@ from router.placement.eligible import (
     EligibleEngines,
     FleetSnapshots,
     candidate_set,
+    slo_forecast,
     within_service_level,
 )
 from router.placement.engine import (
@@ -56,7 +57,7 @@ from router.placement.engine import (
     SharedView,
     order_of,
 )
-from router.placement.placement import Decision, Placement, Split, read_by, slo_forecast
+from router.placement.placement import Decision, Placement, Split, read_by
 from router.placement.policies import ArmState, policy
 from router.placement.pull import Pulls, any_waits
 from router.placement.saturation import SaturationGate
@@ -144,7 +145,7 @@ class Planner:
         """Apply settings from the next decision on. Raises ``ValueError`` for an unknown policy."""
         self._policy = policy(settings.policy)
         self._settings = settings
-        self._queue = queue
+        self._queue, self._has_wait_targets = queue, queue.has_wait_targets
         self._pd = pd
         self.pulls.configure(pull, pd.offloading_port)
         self._expose = expose_decision
@@ -223,7 +224,8 @@ class Planner:
                 client_headers=headers,
                 waited_s=waited_s,
             )
-        give_hint(request, placement, None, self._accounts, self._sidecar_secret)
+        if request.retention is not None:
+            give_hint(request, placement, None, self._accounts, self._sidecar_secret)
         return placement
 
     def _placed_apart(
@@ -293,7 +295,7 @@ class Planner:
             return None
         claim = request.claim
         target_s = claim.wait_target_s
-        if target_s is None:
+        if target_s is None and self._has_wait_targets:
             target_s = self._queue.wait_target(claim.priority)
         refuses = "off" if claim.due_s is None else self._settings.slo_refuse
         left_s = 0.0 if claim.due_s is None else max(0.0, claim.due_s - self._accounts.now())
@@ -358,7 +360,7 @@ class Planner:
         apart = self._apart(request, exclude, disagg) if fleet.has_roles else None
         asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
         changes = fleet.changes
-        messages = messages_of(request)
+        messages = messages_of(request) if self.pulls.enabled else ()
         if read is None and request.method == "POST" and request.path in PROMPT_APIS:
             if request.trace is not None:
                 request.trace.phase("read prompt")
@@ -367,7 +369,8 @@ class Planner:
         if isinstance(read, Prompt):
             candidate_set = self._candidate_sets.get(asked_of)
             for frontend, scheme in candidate_set.schemes:
-                if (variant := read.behind(frontend)) is not None:
+                variant = read if frontend == read.frontend else read.behind(frontend)
+                if variant is not None:
                     # Before the look-ups: hashing may move to a thread, and a decision must not wait after
                     # its look-ups.
                     await self._reader.hashes(variant, scheme)

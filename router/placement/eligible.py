@@ -29,7 +29,7 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from router.feeds.base import FeedState
-from router.fleet.engines import endpoint_of
+from router.fleet.engines import EngineId, endpoint_of
 from router.fleet.status import Fleet, Frontend
 from router.index.hit_rules import order_matters
 from router.index.model import ModelIndexes
@@ -512,3 +512,20 @@ def within_service_level(
         [candidate for candidate, good in zip(found, met, strict=True) if good],
         [candidate for candidate, good in zip(found, met, strict=True) if not good],
     )
+
+
+class SloForecast(msgspec.Struct, frozen=True):
+    """Explained: seconds left until the request's target, and each engine's predicted first token with its
+    margin, without another engine's help."""
+
+    left_s: float
+    predicted_s: dict[EngineId, float]
+
+
+def slo_forecast(engines: Sequence[Engine], choice: Choice, left_s: float) -> SloForecast:
+    """Return the first token predicted at each engine, for explanations."""
+    predicted = {
+        engine.engine_id: choice.scored.first_token_s(index) + engine.own_s
+        for index, engine in enumerate(engines)
+    }
+    return SloForecast(left_s, predicted)

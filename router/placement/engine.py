@@ -435,7 +435,8 @@ class Engine(EngineStatus):
     def retention_tokens(self) -> int | None:
         """Distance of the blocks that its windows and states keep of a prompt; None: all."""
         facts = None if self.residency is None else self.residency.writer.facts
-        return retained_tokens(None if facts is None else facts.retention_interval)
+        interval = None if facts is None else facts.retention_interval
+        return interval if type(interval) is int else retained_tokens(interval)
 
     def hit(self, asked: PromptView, held: EngineHit | None = None) -> Hit:
         """Hit of a prompt on this engine, discounted by missed events; ``held``: the index's answer, if it is

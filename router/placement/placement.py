@@ -16,15 +16,15 @@ from publisher.events import BlockHash, Family
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
 from router.admission.tenants import estimated_tokens
-from router.fleet.engines import EngineId
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
 from router.openai.request import PROMPT_APIS, InboundRequest, Usage
 from router.pd.bodies import SplitBody
-from router.placement.candidate import Candidate, Hit, columns
+from router.placement.candidate import Candidate, Cost, Hit, columns
 from router.placement.cost import Choice, LongWait, predicted_wait_s
+from router.placement.eligible import SloForecast
 from router.placement.engine import Accounts, Engine, EngineOrder
 from router.placement.evictions import PooledPrompt
 from router.placement.inflight import InflightPrompt, kept_prefixes
@@ -75,23 +75,6 @@ def read_by(read: Prompt | TextAffinity | None, engine: Engine) -> Prompt | Text
 
 
 NOTHING_HELD = MostHeld(0, "", None, 0.0)
-
-
-class SloForecast(msgspec.Struct, frozen=True):
-    """Explained: seconds left until the request's target, and each engine's predicted first token with its
-    margin, without another engine's help."""
-
-    left_s: float
-    predicted_s: dict[EngineId, float]
-
-
-def slo_forecast(engines: Sequence[Engine], choice: Choice, left_s: float) -> SloForecast:
-    """Return the first token predicted at each engine, for explanations."""
-    predicted = {
-        engine.engine_id: choice.scored.first_token_s(index) + engine.own_s
-        for index, engine in enumerate(engines)
-    }
-    return SloForecast(left_s, predicted)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -173,17 +156,23 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     def first_token(self) -> FirstTokenParts | None:
         """Return the predicted time to first token; None without a prediction of the hit."""
-        candidate, cost, read = self.candidate, self.choice.cost, self.read
-        if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
-            return None
-        queue_s = candidate.queue_s
-        return FirstTokenParts(
-            queue_s,
-            cost.wait_s - queue_s,
-            cost.load_s,
-            cost.prefill_s,
-            self.engine.rates.overhead_s + candidate.interference_s,
-        )
+        return predicted_first_token(self.read, self.candidate, self.choice.cost, self.engine)
+
+
+def predicted_first_token(
+    read: Prompt | TextAffinity | None, candidate: Candidate, cost: Cost, engine: Engine
+) -> FirstTokenParts | None:
+    """Return the predicted time to first token on this engine; None without a prediction of the hit."""
+    if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
+        return None
+    queue_s = candidate.queue_s
+    return FirstTokenParts(
+        queue_s,
+        cost.wait_s - queue_s,
+        cost.load_s,
+        cost.prefill_s,
+        engine.rates.overhead_s + candidate.interference_s,
+    )
 
 
 class Placement(Attempt):
@@ -199,6 +188,7 @@ class Placement(Attempt):
         "_charged",
         "_cost",
         "_first_token",
+        "_first_token_s",
         "_flying",
         "_group_tokens",
         "_hit",
@@ -224,10 +214,12 @@ class Placement(Attempt):
         waited_s: float = 0.0,
         later: bool = False,
     ) -> None:
-        engine, choice = decision.engine, decision.choice
+        choice, read = decision.choice, decision.read
+        engine, candidate = decision.engines[choice.index], decision.candidates[choice.index]
         address = engine.engine
         rank, cost = address.dp_rank, choice.cost
         self._cost = cost
+        self._first_token_s = first_token_s = cost.first_token_s
         fields: Fields = () if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),)
         order = decision.order if engine.takes_order else None
         if order is not None:
@@ -238,7 +230,7 @@ class Placement(Attempt):
             engine.breaker,
             request,
             now=accounts.now,
-            expected_s=cost.first_token_s + cost.decode_s,
+            expected_s=first_token_s + cost.decode_s,
             uncached_tokens=choice.uncached_tokens,
             engine_headers=fields,
             client_headers=client_headers,
@@ -247,12 +239,15 @@ class Placement(Attempt):
         )
         self.decision = decision
         self.engine = engine
-        self._candidate, self._hit = decision.candidate, decision.hit
+        self._candidate = candidate
+        self._hit = candidate.hit if decision.pull is None else decision.pull.hit
         self._accounts = accounts
         self._rank_s = 0.0 if order is None else order.rank_s(cost.prefill_s)
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
-        self._first_token = None if self._leg == "decode" else decision.first_token()
+        self._first_token = (
+            None if self._leg == "decode" else predicted_first_token(read, candidate, cost, engine)
+        )
         self._ticket = self._admit()
         accounts.load_stats.admitted_silent += not engine.up
         self._charged: Charge | None = None
@@ -265,9 +260,8 @@ class Placement(Attempt):
         self._group_tokens = 0, 0
         # Whether the hit of this engine was predicted, for a single prompt with one answer.
         self._predicted = False
-        read = decision.read
         if isinstance(read, Prompt):
-            known = self._candidate.hit.confidence != "none"
+            known = candidate.hit.confidence != "none"
             single = read.num_prompts == read.num_answers == 1
             self._predicted = known and self._leg != "decode" and single
             scheme, now = engine.scheme, self.asked_s
@@ -303,7 +297,7 @@ class Placement(Attempt):
             now=self.asked_s,
             streams=self.request.stream,
             load_s=cost.load_s,
-            expected_s=cost.first_token_s,
+            expected_s=self._first_token_s,
             running=candidate.running,
             waiting=candidate.waiting,
             prompt_tokens=self.decision.prompt_tokens,
@@ -409,7 +403,8 @@ class Placement(Attempt):
             self._accounts.inflight.prefilled(self._flying, now)
         if self._pooled is not None:
             engine.evictions.start(self._pooled)
-        self._served()
+        if engine.shadow is not None:
+            self._served()
         if self._accounts.room is not None:
             self._accounts.room.changed()
 
@@ -441,7 +436,7 @@ class Placement(Attempt):
         if not self._answered:
             return
         if not engine.closed and isinstance(self.decision.read, Prompt):
-            if not self._prefilled:
+            if not self._prefilled and engine.shadow is not None:
                 self._served()
             if not self._unseen:
                 feed = engine.feed_state
@@ -578,7 +573,7 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int) -> tuple[int, ...]:
     layout = engine.layout
     if layout is None:
         return ()
-    families = _families(layout)
+    families, state_tokens, dropped_tokens = _kinds(layout)
     return kept_prefixes(
         prompt_tokens,
         hit.shared_prefix_tokens,
@@ -586,22 +581,20 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int) -> tuple[int, ...]:
         hash_block_size=layout.hash_block_size,
         retention_interval=engine.retention_tokens,
         every_block=families <= {Family.FULL, Family.CHUNKED},
-        state_tokens=_state_tokens(layout),
+        state_tokens=state_tokens,
         unproven_tokens=layout.lookahead,
-        dropped_tokens=layout.dropped_tokens,
+        dropped_tokens=dropped_tokens,
         # Full attention computes, loads or holds every block; a chunk's start is a hit without blocks before.
         held_tokens=hit.whole_tokens if families != {Family.FULL} else 0,
     )
 
 
 @lru_cache(maxsize=256)
-def _families(layout: CacheLayout) -> frozenset[Family]:
-    """Families of the layout. Retention is for windows and Mamba states only
-    (``prefix_cache_retention_interval``, vLLM 0.32)."""
-    return frozenset(c.family for c in layout.classes)
+def _kinds(layout: CacheLayout) -> tuple[frozenset[Family], int, int]:
+    """Return the layout's families, the block size of states kept only where chunks end (Mamba mode
+    ``align``; 0 without), and its ``dropped_tokens``.
 
-
-@lru_cache(maxsize=256)
-def _state_tokens(layout: CacheLayout) -> int:
-    """Block size of states kept only where chunks end (Mamba mode ``align``); 0 without."""
-    return max([c.block_size for c in layout.classes if c.spec.mamba_cache_mode == "align"], default=0)
+    Retention is for windows and Mamba states only (``prefix_cache_retention_interval``, vLLM 0.32).
+    """
+    states = [c.block_size for c in layout.classes if c.spec.mamba_cache_mode == "align"]
+    return frozenset(c.family for c in layout.classes), max(states, default=0), layout.dropped_tokens
