@@ -46,7 +46,6 @@ from router.placement.pull import with_pull
 from router.prompts.prompt import Prompt
 from router.simulate.fleet import FleetSim
 from router.simulate.requests import Request, block_hashes
-from router.simulate.router_view import PrefixHit
 from router.simulate.setup import FleetSetup, RequestRun, Variant, variants_of
 from router.simulate.study import (
     Job,
@@ -296,7 +295,6 @@ class ScaledFleet(FleetSim):
         candidates: list[Candidate],
         question: PlacementRequest,
         hashes: Sequence[BlockHash],
-        seen: Sequence[PrefixHit],
         left_s: float,
     ) -> tuple[int, Choice, int | None]:
         places = self._places

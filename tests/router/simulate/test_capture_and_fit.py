@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.simulator.request import CacheConfig, EngineStats, Gauges, render
+from publisher.simulator.request import TTFT_BUCKETS_S, CacheConfig, EngineStats, Gauges, render
 from router.observe.usage import UsageLine
 from router.simulate.fit import FitError, fit_capture, fit_metrics
 from router.simulate.requests import WorkloadError
@@ -222,7 +222,7 @@ def test_metrics_that_tell_nothing_are_refused() -> None:
 def test_rates_come_out_of_a_simulated_engines_page() -> None:
     stats = EngineStats(prompt_tokens=9000, prompt_tokens_cached=1000)
     for _ in range(40):
-        stats.observe_first_token(0.02)
+        stats.ttft.add(0.02, TTFT_BUCKETS_S)
     cache = CacheConfig(
         block_size=16,
         num_gpu_blocks=64,
