@@ -63,7 +63,7 @@ class Alone:
         self.real.scheduler.cache_config.block_size = mix.layout.engine_block_size
         self.rng = rng
         self._priorities = random.Random(f"priority/{mix.name}")
-        self._reports = mix.reports
+        self._mix = mix
         self.live: dict[int, tuple[PlacementRequest, Any]] = {}
         self.texts: list[PlacementRequest] = []
         self.payloads: list[bytes] = []
@@ -75,8 +75,14 @@ class Alone:
 
     def add(self, ask: PlacementRequest, max_tokens: int) -> int:
         self._arrived += 1
-        priority = self._priorities.randint(0, 3)
-        prompt = dataclasses.replace(prompt_of(ask), reports_hits=self._priorities.random() < self._reports)
+        mix, rng = self._mix, self._priorities
+        priority = rng.randint(0, 3)
+        prompt = dataclasses.replace(
+            prompt_of(ask),
+            reports_hits=rng.random() < mix.reports,
+            skips_cache=rng.random() < mix.skips,
+            embedded=rng.random() < mix.embedded and not ask.mm,
+        )
         self.live[self._arrived] = (ask, self.real.add(prompt, max_tokens, priority))
         return self._arrived
 
@@ -97,7 +103,7 @@ class Alone:
         return name
 
     def reset(self) -> bool:
-        return self.real.reset()
+        return self.real.reset(running=self._mix.resets_running)
 
 
 class Resolver:
@@ -286,7 +292,7 @@ def traffic(mix: Mix, side: Any, judge: Judge) -> None:
             probe(prompts, side, judge, 2)
         if side.live and rng.random() < mix.abort:
             side.abort()
-        if rng.random() < mix.reset and side.reset():
+        if rng.random() < (0.03 if mix.resets_running else mix.reset) and side.reset():
             judge.silent = True
     probe(prompts, side, judge, 6)
 
@@ -325,6 +331,9 @@ def run(mix: Mix, model: str, out: Path) -> dict[str, Any]:
         "drafts": mix.drafts,
         "dcp": mix.layout.dcp,
         "reports": mix.reports,
+        "resets_running": mix.resets_running,
+        "skips": mix.skips,
+        "embedded": mix.embedded,
     }
     return {"mix": mix.name, "groups": groups, **order, **counts, "cpu_s": cpu_s, "difference": difference}
 

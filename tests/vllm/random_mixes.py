@@ -57,12 +57,19 @@ class Mix:
     """Drafted tokens per step, of which some are rejected."""
     reports: float = 0.0
     """Chance that a request has ``kv_cache_report_mode=full``."""
+    resets_running: bool = False
+    """Cache resets preempt the running requests (``reset_running_requests``)."""
+    skips: float = 0.0
+    """Chance that a request reads no cache, so that blocks are stored again."""
+    embedded: float = 0.0
+    """Chance that a request is given as embeddings."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it is scheduled as our block pool's driver does: in order, output before the next step,
         a token per step."""
-        return not (self.by_priority or self.async_scheduling or self.drafts or self.reports)
+        ordered = not (self.by_priority or self.async_scheduling or self.resets_running)
+        return ordered and not (self.drafts or self.reports or self.skips or self.embedded)
 
 
 def random_mix(name: str, *, v033: bool = False) -> Mix:
@@ -78,12 +85,19 @@ def random_mix(name: str, *, v033: bool = False) -> Mix:
         if len({spec.block_size for spec in mix.layout.specs if spec.family is Family.MAMBA}) > 1:
             continue
         order = random.Random(f"order/{name}")
-        return replace(
+        mix = replace(
             mix,
             by_priority=order.random() < 0.2,
             async_scheduling=order.random() < 0.2,
             drafts=order.choice((1, 2, 3, 5)) if order.random() < 0.25 else 0,
             reports=order.choice((0.1, 0.5, 1.0)) if order.random() < 0.1 and may_report else 0.0,
+            resets_running=order.random() < 0.1,
+        )
+        return replace(
+            mix,
+            # What is stored again without having been read looks like a report.
+            skips=order.choice((0.1, 0.5)) if order.random() < 0.15 and not mix.reports else 0.0,
+            embedded=order.choice((0.1, 0.5)) if order.random() < 0.1 else 0.0,
         )
 
 

@@ -111,6 +111,10 @@ class Prompt:
     mm: tuple[tuple[str, int, int], ...] = ()
     reports_hits: bool = False
     """Sent with ``kv_cache_report_mode=full``: the engine publishes the blocks that it hits again."""
+    skips_cache: bool = False
+    """Computed without reading the cache, as for prompt log-probabilities."""
+    embedded: bool = False
+    """Given as embeddings: the engine hashes these, and publishes tokens that nobody sent."""
 
     def extras(self) -> dict[str, Any]:
         """The fields besides tokens that are set."""
@@ -325,12 +329,15 @@ class RealEngine:
 
     def _request(self, prompt: Prompt, max_tokens: int, priority: int = 0) -> Request:
         self._count += 1
+        given = torch.tensor(prompt.token_ids, dtype=torch.float32)[:, None] if prompt.embedded else None
         return Request(
             request_id=f"r{self._count}",
-            prompt_token_ids=list(prompt.token_ids),
+            prompt_token_ids=None if prompt.embedded else list(prompt.token_ids),
+            prompt_embeds=given,
             sampling_params=SamplingParams(
                 max_tokens=max_tokens,
                 ignore_eos=True,
+                skip_reading_prefix_cache=prompt.skips_cache,
                 extra_args={"kv_cache_report_mode": "full"} if prompt.reports_hits else None,
             ),
             pooling_params=None,
