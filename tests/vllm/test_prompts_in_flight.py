@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -42,7 +42,7 @@ class Asked(ProbePrompt):
     """A prompt of given tokens, as placement reads it."""
 
     skips_cache = False
-    variants: dict[str, Any] = {}  # noqa: RUF012
+    variants: ClassVar[dict[str, Any]] = {}
 
     def behind(self, frontend: str) -> Asked:
         return self
