@@ -47,7 +47,6 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
-        KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorTransferResults,
@@ -81,7 +80,6 @@ __all__ = [
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorFactory",
-    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from connectors.compat import (
@@ -82,7 +83,7 @@ def _read(entry: object, where: str, outer: Mapping[str, Any]) -> tuple[Any, Any
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(key, wanted, f"it cannot be used: {error}") from error
     # vLLM rebuilds statistics by the registered name, also of children that were loaded by module path.
-    if wanted not in KVConnectorFactory._registry:  # noqa: SLF001
+    with suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(wanted, connector_class.__module__, connector_class.__name__)
     return connector_class, config
 

@@ -23,7 +23,6 @@ from msgspec.structs import asdict
 from connectors.compat import (
     CacheHitSource,
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -69,16 +68,13 @@ class WorkerResults(KVConnectorWorkerMetadata):
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     """A connector over one tier. Subclasses make the halves; the constructor calls them once."""
 
-    takes_pipelines = False
-    """Whether pipeline parallelism is supported: ranks hold different layers, so rows of different sizes."""
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ``ConfigError`` for an invalid setting, ``RuntimeError`` for an untested vLLM."""
         require_tested_vllm(type(self).__name__)
         share_vllm_log()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_model(vllm_config.model_config)
-        check_engine(vllm_config, kv_cache_config, pipelines=self.takes_pipelines)
+        check_engine(vllm_config, kv_cache_config)
         self._reported: dict[str, int] = {}
         self._shown: dict[str, float] = {}
         self._scheduler: OffloadScheduler | None = None
@@ -293,11 +289,8 @@ def warn_about_failure_policy(policy: str) -> None:
         )
 
 
-def check_engine(vllm_config: Any, kv_cache_config: Any, *, pipelines: bool = False) -> None:
-    """Raise ``ConfigError`` for engines whose blocks these connectors cannot store.
-
-    ``pipelines``: the connector supports pipeline parallelism.
-    """
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ``ConfigError`` for engines whose blocks these connectors cannot store."""
     role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":
         raise ConfigError("kv_role", role, 'this connector stores and loads; use "kv_both"')
@@ -307,7 +300,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, *, pipelines: bool = Fa
         ("decode_context_parallel_size", "a block's tokens would lie on several ranks"),
         ("prefill_context_parallel_size", "a block's tokens would lie on several ranks"),
     ):
-        if getattr(parallel, name) != 1 and not (pipelines and name == "pipeline_parallel_size"):
+        if getattr(parallel, name) != 1:
             raise ConfigError(name, getattr(parallel, name), f"{what}; use tensor parallelism instead")
     for group in kv_cache_config.kv_cache_groups:
         for spec in _layer_specs(group.kv_cache_spec):
@@ -327,17 +320,9 @@ def _layer_specs(spec: Any) -> list[Any]:
 HOST_OWNERSHIP = "kvatlas-host"
 
 
-@dataclass
-class RowsOfRank(KVConnectorHandshakeMetadata):
-    """Number of rows of a rank, sent to the scheduler half before the first request."""
-
-    slots: int
-
-
 class HybridOffloadConnector(TieredConnector):
     """Host memory as the second tier of one engine."""
 
-    takes_pipelines = True
     _cache_hit_source = CacheHitSource.HOST
     _tier: HostTier | None = None
 
@@ -388,20 +373,6 @@ class HybridOffloadConnector(TieredConnector):
     def make_worker(self) -> OffloadWorker:
         self.check_host_memory(self.settings().host_bytes)
         return OffloadWorker(self._kv_cache_config, self.engine_factory(), join_stores=True)
-
-    def get_handshake_metadata(self) -> RowsOfRank | None:
-        """The rank's number of rows; it differs between pipeline stages, which hold different layers."""
-        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
-            return None
-        return RowsOfRank(self.slots(self.settings()))
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        rows = [sent.slots for sent in metadata.values() if isinstance(sent, RowsOfRank)]
-        if rows and self._tier is not None and min(rows) < self._tier.slots:
-            log.info(
-                "host memory holds %d rows, limited by the pipeline stage with the largest rows", min(rows)
-            )
-            self._tier.shrink(min(rows))
 
     def engine_factory(self) -> EngineFactory:
         settings = self.settings()

@@ -64,15 +64,6 @@ class HostTier:
         self._evictable = 0
         self._changes: list[tuple[bool, bytes]] = []
 
-    def shrink(self, slots: int) -> None:
-        """Use only the first ``slots``. RuntimeError if some are in use."""
-        if self._entries or not 1 <= slots <= self.slots:
-            raise RuntimeError(
-                f"{slots} of {self.slots} rows are to be used, {len(self._entries)} are in use"
-            )
-        self.slots = slots
-        self._free = list(range(slots - 1, -1, -1))
-
     @property
     def held_keys(self) -> int:
         """Number of keys that can be loaded now."""

@@ -361,7 +361,6 @@ class ThreadedEngine(abc.ABC):
     def poll(self) -> list[TransferResult]:
         """The jobs that ended since the last call; per direction in the order of submission."""
         with self._changed:
-            self._retire()
             results, self._results = self._results, []
         return results
 
@@ -386,9 +385,6 @@ class ThreadedEngine(abc.ABC):
     @abc.abstractmethod
     def _run(self) -> None:
         """Copy until the end, on the engine's thread."""
-
-    def _retire(self) -> None:  # noqa: B027  # most engines have nothing to do
-        """Answer the jobs that have ended. The lock is held."""
 
 
 # Messages between the scheduler half and the worker half of a connector.

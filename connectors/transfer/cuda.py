@@ -397,6 +397,11 @@ class CudaTransferEngine(ThreadedEngine):
                 self._fail(error)
             return None
 
+    def poll(self) -> list[TransferResult]:
+        with self._changed:
+            self._retire()
+            return super().poll()
+
     def _stores_waiting(self) -> int:
         return len(self._lanes[Direction.STORE].waiting)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import sys
@@ -110,28 +109,6 @@ class TestEngineConfig:
         with pytest.raises(ConfigError) as caught:
             check_engine(self.config(**{key: value}), self.cache())
         assert (caught.value.key, caught.value.value) == (key, value)
-
-    def test_pipelines_are_taken_where_the_connector_says_so(self) -> None:
-        check_engine(self.config(pipeline_parallel_size=2), self.cache(), pipelines=True)
-        with pytest.raises(ConfigError, match="prefill_context_parallel_size"):
-            check_engine(self.config(prefill_context_parallel_size=2), self.cache(), pipelines=True)
-
-    def test_the_stage_with_the_largest_rows_says_how_many_there_are(
-        self, core: SimEngineCore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(core.config.parallel_config, "pipeline_parallel_size", 2)
-        monkeypatch.setattr(core.config.parallel_config, "world_size", 2)
-        caches = [core.scheduler.kv_cache_config, copy.deepcopy(core.scheduler.kv_cache_config)]
-        for tensor in caches[1].kv_cache_tensors:
-            object.__setattr__(tensor, "size", tensor.size * 3)
-        scheduler = HybridOffloadConnector(core.config, compat.KVConnectorRole.SCHEDULER, caches[0])
-        stages = [HybridOffloadConnector(core.config, compat.KVConnectorRole.WORKER, c) for c in caches]
-        told = [stage.get_handshake_metadata() for stage in stages]
-        before = scheduler._tier.slots
-        assert [rows.slots for rows in told] == [before, before // 3]
-        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told[0], (1, 0): told[1]})
-        assert scheduler._tier.slots == scheduler._tier.free_slots == before // 3
-        scheduler._tier.check_integrity()
 
     def test_states_between_boundaries_are_refused_also_inside_a_mixed_group(self) -> None:
         spec = SimpleNamespace(kv_cache_specs={"a": SimpleNamespace(mamba_cache_mode="all")})
