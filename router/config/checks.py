@@ -37,6 +37,8 @@ from router.proxy.settings import Aliases
 
 # Returns the fault of a text with its remedy; "" if it is valid.
 Rule = Callable[[str], str]
+# Rules by section and key, for any model. Defaults are always valid: "" means none.
+RULES: dict[str, Rule] = {}
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 _LABEL_KEY = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -51,10 +53,22 @@ _HASH_SEED_MAX = (1 << 32) - 1
 _NAME_LENGTH_MAX = 200
 
 
+def _checks(*keys: str) -> Callable[[Rule], Rule]:
+    """Register the rule that checks these keys."""
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(keys, rule))
+        return rule
+
+    return register
+
+
+@_checks("server.host", "server.ops_host", "server.ops_names", "admin.host")
 def _host(text: str) -> str:
     return "" if is_host(text) else "expected an IP address or a host name, e.g. 0.0.0.0 for all addresses"
 
 
+@_checks("epp.listen", "epp.health_listen")
 def _address(text: str) -> str:
     try:
         split_address(text)
@@ -63,27 +77,40 @@ def _address(text: str) -> str:
     return ""
 
 
+@_checks(
+    *("server.ops_token_file", "server.tls_cert_file", "server.tls_key_file"),
+    *("server.client_ca_file", "fleet.api_key_file", "fleet.ca_file", "fleet.client_cert_file"),
+    *("fleet.client_key_file", "fleet.file.path", "fleet.kubernetes.kubeconfig"),
+    *("fleet.kubernetes.credentials_dir", "admin.token_file", "admin.tls_cert_file"),
+    *("admin.tls_key_file", "admin.client_ca_file", "epp.tls_cert_file", "epp.tls_key_file"),
+    *("epp.client_ca_file", "keys.file", "keys.isolate_secret_file", "sidecar.secret_file"),
+    *("usage.path", "usage.key_file"),
+)
 def _path(text: str) -> str:
     if not text.strip():
         return "expected the path of a file; leave the setting out for none"
     return "" if text.isprintable() else "a path with such characters cannot be used"
 
 
+@_checks("traces.service_name", "models.lora_paths", "models.shared_stores")
 def _name(text: str) -> str:
     fits = 0 < len(text) <= _NAME_LENGTH_MAX and text.isprintable() and text == text.strip()
     return "" if fits else f"expected 1 to {_NAME_LENGTH_MAX} printable characters, no space around them"
 
 
+@_checks("fleet.kubernetes.api", "prompts.hub_endpoint", "prompts.renderers", "sidecar.engine")
 def _web_url(text: str) -> str:
     return base_url_fault(text, "http", "https")
 
 
+@_checks("traces.endpoint")
 def _collector(text: str) -> str:
     if text.rstrip("/").endswith("/v1/traces"):
         return "leave out /v1/traces, the exporter adds it"
     return base_url_fault(text, "http", "https")
 
 
+@_checks("sidecar.prefills")
 def _prefill(text: str) -> str:
     host, _, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
@@ -97,20 +124,24 @@ def _prefill(text: str) -> str:
     return "" if fits else "expected HOST:PORT or NETWORK:PORT, e.g. 10.4.0.0/16:8000"
 
 
+@_checks("fleet.kubernetes.selector", "fleet.kubernetes.service_selector")
 def _selector(text: str) -> str:
     fits = _SELECTOR.fullmatch(text) is not None
     return "" if fits else "expected a label selector, e.g. app=vllm or app in (a,b)"
 
 
+@_checks("policy.policy")
 def _policy(text: str) -> str:
     return "" if text in POLICIES else f"expected one of {', '.join(POLICIES)}{meant(text, POLICIES)}"
 
 
+@_checks("proxy.refused_paths", "proxy.passed_paths")
 def _url_path(text: str) -> str:
     fits = text.startswith("/") and text.isprintable() and not set(text) & set(" ?#")
     return "" if fits else "expected a path as clients send it, e.g. /reset_prefix_cache"
 
 
+@_checks("cors.allowed_origins")
 def _origin(text: str) -> str:
     if text in {"*", "null"}:
         return ""
@@ -118,16 +149,19 @@ def _origin(text: str) -> str:
     return "" if fits else "expected SCHEME://HOST without a path, e.g. https://chat.example.com, or *"
 
 
+@_checks("cors.allowed_methods", "cors.allowed_headers")
 def _token(text: str) -> str:
     return "" if _TOKEN.fullmatch(text) else "expected a name as in HTTP, or *"
 
 
+@_checks("models.hash_seeds")
 def _hash_seed(text: str) -> str:
     """Check a value of PYTHONHASHSEED: Python exits on any other one; vLLM hashes the text itself."""
     fits = text == "random" or (text.isascii() and text.isdecimal() and int(text) <= _HASH_SEED_MAX)
     return "" if fits else f"PYTHONHASHSEED is a whole number from 0 to {_HASH_SEED_MAX}, or random"
 
 
+@_checks("models.time_zone")
 def _time_zone(text: str) -> str:
     try:
         zone_of(text)
@@ -136,44 +170,16 @@ def _time_zone(text: str) -> str:
     return ""
 
 
+@_checks(
+    *("fleet.dns.names", "fleet.dns.servers", "fleet.kubernetes.inference_pool"),
+    *("fleet.kubernetes.namespaces", "fleet.kubernetes.port_name"),
+    *("fleet.kubernetes.events_port_name", "fleet.kubernetes.replay_port_name", "index.url"),
+    *("index.replica", "index.namespace", "models.tokenizer", "models.chat_template"),
+    *("models.kinds",),
+)
 def _elsewhere(text: str) -> str:
     """Accept any text: the struct itself, or its user, has the rule, which needs more than the text."""
     return ""
-
-
-# Rules by section and key, for any model. Defaults are always valid: "" means none.
-_KEYS: dict[Rule, tuple[str, ...]] = {
-    _host: ("server.host", "server.ops_host", "server.ops_names", "admin.host"),
-    _path: (
-        *("server.ops_token_file", "server.tls_cert_file", "server.tls_key_file"),
-        *("server.client_ca_file", "fleet.api_key_file", "fleet.ca_file", "fleet.client_cert_file"),
-        *("fleet.client_key_file", "fleet.file.path", "fleet.kubernetes.kubeconfig"),
-        *("fleet.kubernetes.credentials_dir", "admin.token_file", "admin.tls_cert_file"),
-        *("admin.tls_key_file", "admin.client_ca_file", "epp.tls_cert_file", "epp.tls_key_file"),
-        *("epp.client_ca_file", "keys.file", "keys.isolate_secret_file", "sidecar.secret_file"),
-        *("usage.path", "usage.key_file"),
-    ),
-    _elsewhere: (
-        *("fleet.dns.names", "fleet.dns.servers", "fleet.kubernetes.inference_pool"),
-        *("fleet.kubernetes.namespaces", "fleet.kubernetes.port_name"),
-        *("fleet.kubernetes.events_port_name", "fleet.kubernetes.replay_port_name", "index.url"),
-        *("index.replica", "index.namespace", "models.tokenizer", "models.chat_template"),
-        *("models.kinds",),
-    ),
-    _selector: ("fleet.kubernetes.selector", "fleet.kubernetes.service_selector"),
-    _web_url: ("fleet.kubernetes.api", "prompts.hub_endpoint", "prompts.renderers", "sidecar.engine"),
-    _policy: ("policy.policy",),
-    _url_path: ("proxy.refused_paths", "proxy.passed_paths"),
-    _origin: ("cors.allowed_origins",),
-    _token: ("cors.allowed_methods", "cors.allowed_headers"),
-    _address: ("epp.listen", "epp.health_listen"),
-    _prefill: ("sidecar.prefills",),
-    _collector: ("traces.endpoint",),
-    _name: ("traces.service_name", "models.lora_paths", "models.shared_stores"),
-    _time_zone: ("models.time_zone",),
-    _hash_seed: ("models.hash_seeds",),
-}
-RULES = {key: rule for rule, keys in _KEYS.items() for key in keys}
 
 
 def check_texts(config: Config) -> None:
