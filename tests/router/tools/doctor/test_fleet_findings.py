@@ -282,6 +282,13 @@ def test_a_check_that_stumbles_is_a_finding_and_hides_no_other(monkeypatch: pyte
     assert found[1].severity is Severity.ERROR
 
 
+def test_a_problem_has_a_cause_and_a_remedy() -> None:
+    for report in (findings.warning, findings.error):
+        assert report("seen", "cause", "remedy").remedy == "remedy"
+        with pytest.raises(ValueError, match="seen: a problem needs"):
+            report("seen", "cause")
+
+
 def test_status_is_that_of_the_worst_finding() -> None:
     def of(severity: Severity) -> Finding:
         return Finding("a.b", severity, "x", "y")
