@@ -5,6 +5,7 @@ A store is described by settings such as ``{"kind": "file", "path": ...}``.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import random
 import threading
@@ -130,7 +131,13 @@ class GuardedStore:
         return answer
 
 
-KINDS = ("file", "mooncake", "redis")
+# Settings and store of each kind, and the argument by which only one half sweeps or lends memory.
+_CLASSES = {
+    "file": ("FileSettings", "FileStore", "sweeps"),
+    "mooncake": ("MooncakeSettings", "MooncakeStore", "lends"),
+    "redis": ("RedisSettings", "RedisStore", ""),
+}
+KINDS = tuple(_CLASSES)
 
 
 def open_store(config: object, *, where: str = "store", lookup_only: bool = False) -> GuardedStore:
@@ -145,35 +152,13 @@ def open_store(config: object, *, where: str = "store", lookup_only: bool = Fals
     options = Options(config, where)
     kind = options.text("kind", choices=KINDS)
     name = options.text("name", kind)
-    return GuardedStore(_OPEN[kind](options, name, lookup_only))
-
-
-def _open_file(options: Options, name: str, lookup_only: bool) -> BlockStore:
-    from connectors.store.file import FileSettings, FileStore  # noqa: PLC0415
-
-    settings = FileSettings.parse(options)
+    settings_class, store_class, active = _CLASSES[kind]
+    # Each kind has its own dependencies.
+    module = importlib.import_module(f"connectors.store.{kind}")
+    settings = getattr(module, settings_class).parse(options)
     options.finish()
-    return FileStore(settings, sweeps=not lookup_only, name=name)
-
-
-def _open_redis(options: Options, name: str, lookup_only: bool) -> BlockStore:
-    from connectors.store.redis import RedisSettings, RedisStore  # noqa: PLC0415
-
-    del lookup_only
-    settings = RedisSettings.parse(options)
-    options.finish()
-    return RedisStore(settings, name=name)
-
-
-def _open_mooncake(options: Options, name: str, lookup_only: bool) -> BlockStore:
-    from connectors.store.mooncake import MooncakeSettings, MooncakeStore  # noqa: PLC0415
-
-    settings = MooncakeSettings.parse(options)
-    options.finish()
-    return MooncakeStore(settings, lends=not lookup_only, name=name)
-
-
-_OPEN: dict[str, Any] = {"file": _open_file, "mooncake": _open_mooncake, "redis": _open_redis}
+    more = {active: not lookup_only} if active else {}
+    return GuardedStore(getattr(module, store_class)(settings, name=name, **more))
 
 
 _OWN = (

@@ -332,7 +332,7 @@ class ThreadedEngine(abc.ABC):
         self.failure = ""
         # Stores that failed because too many were waiting.
         self.stores_dropped = 0
-        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+        self._thread = threading.Thread(target=self.run, name=thread_name, daemon=True)
 
     def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
         """Submit a job; its result has any error of the job or the device."""
@@ -347,11 +347,11 @@ class ThreadedEngine(abc.ABC):
             elif self._closing:
                 refusal = "the transfer engine is closed"
             elif not refusal and job.direction is Direction.STORE:
-                waiting = self._stores_waiting()
+                waiting = self.stores_waiting()
                 if waiting >= self._queued_stores_max:
                     self.stores_dropped += 1
                     refusal = f"{waiting} stores are waiting, no more are taken"
-            refusal = refusal or self._accept(job, after)
+            refusal = refusal or self.accept(job, after)
             if refusal:
                 self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, refusal))
             else:
@@ -375,15 +375,15 @@ class ThreadedEngine(abc.ABC):
         return not self._thread.is_alive()
 
     @abc.abstractmethod
-    def _stores_waiting(self) -> int:
+    def stores_waiting(self) -> int:
         """Stores that are not copied yet. The lock is held."""
 
     @abc.abstractmethod
-    def _accept(self, job: TransferJob, after: StreamMark | None) -> str:
+    def accept(self, job: TransferJob, after: StreamMark | None) -> str:
         """Queue a job; returns the reason if it cannot be. The lock is held."""
 
     @abc.abstractmethod
-    def _run(self) -> None:
+    def run(self) -> None:
         """Copy until the end, on the engine's thread."""
 
 

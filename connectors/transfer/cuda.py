@@ -402,10 +402,10 @@ class CudaTransferEngine(ThreadedEngine):
             self._retire()
             return super().poll()
 
-    def _stores_waiting(self) -> int:
+    def stores_waiting(self) -> int:
         return len(self._lanes[Direction.STORE].waiting)
 
-    def _accept(self, job: TransferJob, after: StreamMark | None) -> str:
+    def accept(self, job: TransferJob, after: StreamMark | None) -> str:
         ready = after if isinstance(after, Mark) else self._mark()
         if not self.failure:
             queued = QueuedJob(job, ready, self._clock(), self._plan.bytes_by_group(job))
@@ -457,7 +457,7 @@ class CudaTransferEngine(ThreadedEngine):
         self._changed.notify_all()
         return self.failure
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             self._device.bind_thread()
             self._driver.bind_thread()

@@ -441,15 +441,15 @@ class HostTransferEngine(ThreadedEngine):
         with self._changed:
             return self._changed.wait_for(lambda: self._unfinished.keys().isdisjoint(job_ids), timeout_s)
 
-    def _stores_waiting(self) -> int:
+    def stores_waiting(self) -> int:
         return self._queued_stores
 
-    def _accept(self, job: TransferJob, after: StreamMark | None) -> str:
+    def accept(self, job: TransferJob, after: StreamMark | None) -> str:
         self._queued_stores += job.direction is Direction.STORE
         self._queue.append(job)
         return ""
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closing)
