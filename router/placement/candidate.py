@@ -211,6 +211,35 @@ class Candidates(Sequence[Candidate]):
                 return hit
         return None
 
+    @property
+    def waits_s(self) -> list[float]:
+        """Seconds until each begins with the prompt: for the prompts ahead there, or for pages."""
+        waits_s = self.queue_s
+        if self.rooms:
+            waits_s = waits_s[:]
+            for at, (room_s, _) in self.rooms.items():
+                waits_s[at] = max(waits_s[at], room_s)
+        return waits_s
+
+    def only(self, places: Sequence[int]) -> Candidates:
+        """Return those at these positions."""
+        number = {at: place for place, at in enumerate(places)}
+        groups = [(hit, [number[at] for at in members if at in number]) for hit, members in self.groups]
+        rates = [self.rates[at] for at in places]
+        return Candidates(
+            [self.engine_ids[at] for at in places],
+            [self.states[at] for at in places],
+            [self.queue_s[at] for at in places],
+            rates=rates,
+            fastest=min(rates, default=0.0),
+            decode_s=[self.decode_s[at] for at in places],
+            recent_s=[self.recent_s[at] for at in places],
+            groups=[group for group in groups if group[1]],
+            rooms={number[at]: room for at, room in self.rooms.items() if at in number},
+            nothing=lambda place: self._nothing(places[place]),
+            now=self._now,
+        )
+
     def idle(self, least_s: float) -> list[int]:
         """Return the positions of those with at least this ``idle_s``."""
         now = self._now

@@ -242,7 +242,12 @@ def within_level(scored: ScoredCandidates, own_s: Sequence[float], left_s: float
 
     ``own_s`` is added to each prediction: the engine's overhead for a request, and a margin for errors.
     """
-    return [scored.first_token_s(index) + extra_s <= left_s for index, extra_s in enumerate(own_s)]
+    found, tokens = scored.candidates, scored.prompt_tokens
+    columns_of = found.waits_s, found.rates, scored.parts, found.decode_s, own_s
+    return [
+        wait_s + rate * (tokens - part[0]) + part[3] + decode_s + extra_s <= left_s
+        for wait_s, rate, part, decode_s, extra_s in zip(*columns_of, strict=True)
+    ]
 
 
 def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:

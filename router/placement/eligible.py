@@ -37,7 +37,7 @@ from router.index.query_plan import EngineHit
 from router.observe.receipts import SloStats
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
-from router.placement.candidate import Candidate, Candidates, EngineState, Hit
+from router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
 from router.placement.cost import Choice, within_level
 from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
 from router.placement.load import HeadProgress
@@ -492,7 +492,7 @@ def candidates(engines: Sequence[Engine], asked: PromptView, now: float) -> Cand
 
 def within_service_level(
     engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float, stats: SloStats
-) -> tuple[list[Engine], list[Candidate], list[Candidate]] | None:
+) -> tuple[list[Engine], Candidates, Candidates] | None:
     """Leave out the engines predicted to give the first token later than in ``left_s``.
 
     Returns the engines that remain, their candidates, and the candidates left out. None: the engine chosen by
@@ -503,15 +503,14 @@ def within_service_level(
     if scored.first_token_s(index) + engines[index].own_s <= left_s:
         return None
     met = within_level(scored, [one.own_s for one in engines], left_s)
-    if not any(met):
+    in_time = [at for at, good in enumerate(met) if good]
+    late = [at for at, good in enumerate(met) if not good]
+    if not in_time:
         stats.hopeless += 1
         return None
-    stats.engines_skipped += len(met) - sum(met)
-    return (
-        [engine for engine, good in zip(engines, met, strict=True) if good],
-        [candidate for candidate, good in zip(found, met, strict=True) if good],
-        [candidate for candidate, good in zip(found, met, strict=True) if not good],
-    )
+    stats.engines_skipped += len(late)
+    whole = columns(found)
+    return [engines[at] for at in in_time], whole.only(in_time), whole.only(late)
 
 
 class SloForecast(msgspec.Struct, frozen=True):

@@ -135,7 +135,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
                 index, most = first, tokens
         only = most - second
         sole, sole_s = (self.engines[index], columns_of.rates[index] * only) if only else (None, 0.0)
-        if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
+        late = max([held.whole_tokens for held, _ in columns(self.skipped).groups], default=0)
+        if late > most:
             return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
         if most > hit.whole_tokens:

@@ -95,8 +95,12 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
     best_s = min(scored.totals) - TIE_S
     shortest = min(range(len(scored.totals)), key=lambda i: (scored.queues[i], scored.totals[i]))
     least, found = scored.cost(shortest), choice
+    held = [
+        (source, min(tokens, scored.prompt_tokens - 1)) for source, tokens in enumerate(sources.held_tokens)
+    ]
+    held = [(source, end) for source, end in held if end > 0]
     for target in range(len(scored.totals)):
-        pull = _longest(scored, sources, target)
+        pull = _longest(scored, sources, held, target)
         if pull is None:
             continue
         cost = _pulled(scored, target, pull)
@@ -112,15 +116,17 @@ def any_waits(candidates: Sequence[Candidate]) -> bool:
     return max(found.queue_s) > LATENCY_S or any(room_s > LATENCY_S for room_s, _ in found.rooms.values())
 
 
-def _longest(scored: ScoredCandidates, sources: PullSources, target: int) -> Pull | None:
-    """The best source of a target: most tokens, then the earliest free link."""
+def _longest(
+    scored: ScoredCandidates, sources: PullSources, held: Sequence[tuple[int, int]], target: int
+) -> Pull | None:
+    """The best source of a target: most tokens, then the earliest free link. ``held``: engines that hold a
+    part of the prompt, and where it ends."""
     most = scored.prompt_tokens - 1
     hit = scored.candidates[target].hit
     if hit.replay_tokens:  # with a window that is computed again the pulled prefix would be incomplete
         return None
     best: Pull | None = None
-    for source, held in enumerate(sources.held_tokens):
-        end = min(held, most)
+    for source, end in held:
         tokens = end - min(hit.whole_tokens, most)
         if source == target or tokens <= 0 or (best is not None and tokens < best.tokens):
             continue

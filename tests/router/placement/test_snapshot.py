@@ -14,8 +14,8 @@ from publisher.events import GroupSpec
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import EngineAddress
 from router.index.query_plan import EngineHit, Holders
-from router.placement.candidate import Candidate, PolicySettings
-from router.placement.cost import choose, predicted_wait_s, score
+from router.placement.candidate import Candidate, PolicySettings, columns
+from router.placement.cost import choose, predicted_wait_s, score, within_level
 from router.placement.eligible import FleetSnapshot, FleetSnapshots
 from router.placement.engine import Accounts, Engine, EngineOrder, PromptView
 from router.placement.load import Ticket
@@ -228,6 +228,15 @@ def same_decision(found: Any, full: list[Candidate], tokens: int, knobs: PolicyS
         assert joins == full_scan.joins(full, tokens, 0.3, saturation_s)
     most, second, first = full_scan.longest(full)
     engines: Any = [one.engine_id for one in full]
+    left_s = 0.5 + (key % 7)
+    in_time = within_level(chosen.scored, [0.1] * len(full), left_s)
+    assert in_time == [chosen.scored.first_token_s(at) + 0.1 <= left_s for at in range(len(full))]
+    places = [at for at, good in enumerate(in_time) if good]
+    assert list(columns(found).only(places)) == [full[at] for at in places]
+    if places:
+        again = choose(columns(found).only(places), tokens, knobs, prompt_key=key)
+        scan = full_scan.score([full[at] for at in places], tokens, knobs)
+        assert (again.index, again.reason, again.scored.totals) == (*full_scan.pick(scan, key), scan.totals)
     held = Decision(None, tokens, engines, found, chosen).most_held()
     assert held.tokens == most
     assert held.sole == (engines[first] if most > second else None)
