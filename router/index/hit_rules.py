@@ -22,8 +22,7 @@ end inside a full-attention block, vLLM finds a longer part of a block only up t
 before, so of several such classes only the first follows the rule. Therefore the loop is executed there, for
 64 engines at once: each class answers "the longest prefix of at most L" from a table over L. Its boundaries
 are numbered in alignment units; tables have a row per limit 0..boundaries and a column per engine. Source:
-``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32.
-"""
+``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ _ALL = (1 << WORD_BITS) - 1
 
 class RunClass(NamedTuple):
     """A spec class whose blocks have the hash block size: its planes, and the number of blocks required
-    before a boundary (0: all).
-    """
+    before a boundary (0: all)."""
 
     planes: tuple[Plane, ...]
     needed: int
@@ -72,25 +70,19 @@ class RunReads:
     __slots__ = ("_columns", "full", "known", "needed")
 
     def __init__(
-        self,
-        classes: Sequence[RunClass],
-        columns: Mapping[tuple[Plane, int], int],
-        words: Sequence[int],
+        self, classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], words: Sequence[int]
     ) -> None:
         """Find how the engines of ``words`` are read: the lowest 64 bits are those of the first word."""
         full = [plane for planes, needed in classes if not needed for plane in planes]
         windows = [(planes, needed) for planes, needed in classes if needed]
         self.full = bool(full)
         self.needed = [needed for _, needed in windows]
+        shifts = [(word, WORD_BITS * at) for at, word in enumerate(words)]
         # Nothing was ever stored where a column is missing.
         self._columns = [
             [
-                [
-                    (columns[plane, word], WORD_BITS * at)
-                    for at, word in enumerate(words)
-                    if (plane, word) in columns
-                ]
-                for plane in planes
+                [(columns[one, word], shift) for word, shift in shifts if (one, word) in columns]
+                for one in planes
             ]
             for planes in (full, *(planes for planes, _ in windows))
         ]
@@ -118,8 +110,7 @@ class RunReads:
 def run_ends(runs: Runs, its: RunReads, boundaries: int, unit: int) -> tuple[Ends, Ends]:
     """Return the ends of hits and of full-attention prefixes, longest first.
 
-    Boundaries 1..``boundaries`` are ``unit`` tokens apart.
-    """
+    Boundaries 1..``boundaries`` are ``unit`` tokens apart."""
     # Plain loops instead of numpy: this runs once per request over few elements.
     starts, known = runs.starts, its.known
     held = [(known.get(id(row)) or its.read(row))[1] for row in runs.rows]
@@ -255,8 +246,7 @@ def evaluate(
 
     ``loading``: if a hit ends inside a block, that block must be stored under the hash at its end; the engine
     can find a longer part in its pool, but a load has only the hash. ``by_class`` is empty without
-    ``detail``.
-    """
+    ``detail``."""
     plan, alignment = _plan(layout, loading=loading), layout.alignment
     # ``KVCacheManager.get_computed_blocks`` (v1/core/kv_cache_manager.py, vLLM 0.32) searches up to
     # num_tokens - 1.
@@ -326,8 +316,7 @@ def _valid(
     loading: bool,
 ) -> Words:
     """Return for boundaries 1..``boundaries`` (in alignment units) the engines for which this class is
-    valid there.
-    """
+    valid there."""
     # One branch per ``find_longest_cache_hit`` of v1/core/single_type_kv_cache_manager.py (vLLM 0.32).
     units = _class_presence(rows, plan, word)
     spec_class, family, block_size, _, eagle, inside = plan
@@ -395,8 +384,7 @@ def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
     """Evaluate full attention if a hit may end inside a block.
 
     Per hash block: the engines that hold all blocks before it, and it or (except for loads) a longer part of
-    its block.
-    """
+    its block."""
     # A longer block counts only up to the prompt's end.
     per_block = min(per_block, max(len(units), 1))
     blocks = -(-len(units) // per_block)
@@ -434,8 +422,7 @@ def _table(rows: Rows, layout: CacheLayout, plan: _ClassPlan, valid: Words, word
 
 def _blocks_needed(spec_class: SpecClass, eagle: int) -> int:
     """Number of contiguous blocks that hold all but the newest token of a window; with EAGLE one block
-    more.
-    """
+    more."""
     window = spec_class.spec.sliding_window
     if window is None:
         raise ValueError(f"{spec_class.label}: sliding window size unknown; configure windows for this model")
@@ -444,8 +431,7 @@ def _blocks_needed(spec_class: SpecClass, eagle: int) -> int:
 
 def _window(blocks: Words, needed: int) -> Words:
     """Return per block end whether the last ``needed`` blocks, or all blocks back to block 0, are present
-    (by doubling).
-    """
+    (by doubling)."""
     run, length = blocks, 1
     while length < needed:
         stride = min(length, needed - length)
@@ -458,8 +444,7 @@ def _window(blocks: Words, needed: int) -> Words:
 
 def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -> Words:
     """Return per boundary whether every block from the start of its chunk is present; a chunk's start
-    needs none.
-    """
+    needs none."""
     chunk = spec_class.spec.attention_chunk_size
     if chunk is None:
         raise ValueError(f"{spec_class.label}: attention_chunk_size unknown; configure it for this model")
@@ -555,8 +540,7 @@ def dropping_window(windows: Words, from_start: Words, *, blocks_per_boundary: i
 
       windows: Engines that hold the whole window up to and including the block after each boundary.
 
-      from_start: Engines that hold the run from block 0 up to and including that block.
-    """
+      from_start: Engines that hold the run from block 0 up to and including that block."""
     table = longest(windows)
     limits = np.arange(len(windows) + 1)[:, None]
     reached = np.minimum(limits, longest(from_start)[-1])
@@ -569,8 +553,7 @@ def inside_full(units: Words, boundaries: int, *, per_block: int, drops: bool) -
     """Return the table of full attention if a hit may end inside a block.
 
     The prefix consists of whole blocks up to the limit, then the longest part of the next block, stored under
-    any of its hashes (one per row of ``units``). A class that drops looks one hash further.
-    """
+    any of its hashes (one per row of ``units``). A class that drops looks one hash further."""
     held = longest(units)
     run = longest(np.bitwise_and.accumulate(units[per_block - 1 :: per_block]))[-1]
     limits = np.minimum(np.arange(boundaries + 1) + drops, len(units))[:, None]
@@ -582,8 +565,7 @@ def inside_full(units: Words, boundaries: int, *, per_block: int, drops: bool) -
 
 def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
     """Return the boundary at which each engine's search ends: classes in turn shorten the prefix until
-    none does.
-    """
+    none does."""
     limit = np.full(WORD_BITS, boundaries, np.intp)
     one_pass = _asked_once([c.family for c in classes])
     dropped = np.zeros((len(classes), WORD_BITS), bool)

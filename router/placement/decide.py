@@ -207,23 +207,11 @@ class Planner:
         headers = self._client_headers(request, decision)
         placement: Placement
         if decision.pull is not None:
-            placement = PullPlacement(
-                request,
-                decision,
-                decision.pull,
-                self.pulls,
-                self._accounts,
-                client_headers=headers,
-                waited_s=waited_s,
-            )
+            pulling = request, decision, decision.pull, self.pulls, self._accounts
+            placement = PullPlacement(*pulling, client_headers=headers, waited_s=waited_s)
         else:
-            placement = Placement(
-                request,
-                decision,
-                self._accounts,
-                client_headers=headers,
-                waited_s=waited_s,
-            )
+            accounts = self._accounts
+            placement = Placement(request, decision, accounts, client_headers=headers, waited_s=waited_s)
         if request.retention is not None:
             give_hint(request, placement, None, self._accounts, self._sidecar_secret)
         return placement

@@ -257,9 +257,9 @@ class FleetSnapshot:
         self._refresh(asked.others, now)
         # Copies: requests keep their decision until they end.
         rows, queue_s, engines, engine_ids = self._rows[:], self._queue_s[:], self.engines, self._engine_ids
-        for at, (whole_s, head_at_s, head_s, beyond_s) in self._moving.items():
-            done_s = now - head_at_s
-            own_s = whole_s - min(done_s, head_s)
+        for at, head in self._moving.items():
+            done_s, head_s, beyond_s = now - head.head_at_s, head.head_s, head.beyond_s
+            own_s = head.whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
             queue_s[at] = own_s + beyond_s if own_s > 0.0 else beyond_s
         groups = self._groups(asked)
         rooms: dict[int, tuple[float, float]] = {}

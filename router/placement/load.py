@@ -18,19 +18,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
-from router.placement.others import (
-    NEWS,
-    NO_OTHERS,
-    RECENT_MS_MAX,
-    REQUESTS_MAX,
-    TOKENS_MAX,
-    ForeignLoad,
-    OthersLoad,
-)
+from router.placement.others import NEWS, NO_OTHERS, ForeignLoad, OthersLoad
 from router.placement.pages import PageAccount
 from router.placement.rates import EngineRates, PrefillSample
 
@@ -138,7 +130,7 @@ _RECENT_AGE_S = 3.0
 _EARLY_S = 1e-6
 
 
-class HeadProgress(NamedTuple):
+class HeadProgress(msgspec.Struct, frozen=True, gc=False):
     """``queue_s`` at time t: ``whole_s - min(t - head_at_s, head_s)``, at least 0, plus ``beyond_s``."""
 
     whole_s: float
@@ -154,33 +146,10 @@ class LoadAccount:
     """
 
     __slots__ = (
-        "_answer_s",
-        "_assumed",
-        "_awaited",
-        "_awaited_load_s",
-        "_awaited_tokens",
-        "_carried_tokens",
-        "_foreign",
-        "_fresh_until_s",
-        "_gauges_s",
-        "_head_s",
-        "_last_admit_s",
-        "_late_s",
-        "_late_seen_s",
-        "_others_waiting",
-        "_recent_at_s",
-        "_recent_s",
-        "_running",
-        "_settings",
-        "_startable",
-        "_stuck",
-        "_sure",
-        "_unseen",
-        "beyond_s",
-        "pages",
-        "rates",
-        "stats",
-        "touched",
+        *("_answer_s", "_assumed", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
+        *("_foreign", "_fresh_until_s", "_gauges_s", "_head_s", "last_admit_s", "_late_s"),
+        *("_late_seen_s", "_others_waiting", "_recent_at_s", "_recent_s", "_running", "_settings"),
+        *("_startable", "_stuck", "_sure", "_unseen", "beyond_s", "pages", "rates", "stats", "touched"),
     )
 
     def __init__(
@@ -205,8 +174,7 @@ class LoadAccount:
         self._stuck = False
         # Latest known number of other routers' prompts that wait there.
         self._others_waiting = 0
-        self._awaited_tokens = 0
-        self._awaited_load_s = 0.0
+        self._awaited_tokens, self._awaited_load_s = 0, 0.0
         self._running = 0
         self._unseen: dict[Ticket, Callable[[], None]] = {}  # in the order of admission
         # mean, from a first token to the end.
@@ -216,11 +184,10 @@ class LoadAccount:
         # Whether _head_s is a fact (idle engine or first token seen) or a guess.
         self._sure = True
         self._carried_tokens = 0  # of prompts that overtook the head
-        self._last_admit_s = -math.inf
+        self.last_admit_s = -math.inf  # of our last request there
         self._late_s = 0.0
         self._late_seen_s = -math.inf
-        self._recent_s = 0.0
-        self._recent_at_s = 0.0
+        self._recent_s = self._recent_at_s = 0.0
         self._foreign = ForeignLoad(fresh_s=settings.gauge_fresh_s, tokens=settings.foreign_tokens)
 
     def admit(
@@ -251,13 +218,12 @@ class LoadAccount:
             self._startable, self._stuck = 1, False
         # At least 1: vLLM always computes the last token of a prompt, for its logits.
         tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
-        ticket = Ticket(tokens, streams, load_s, now, now + expected_s)
+        ticket = Ticket(tokens, streams, load_s, now, now + expected_s, rank_s=rank_s)
         # A first token that waited for other clients' prompts would count their prefill as its own: four
         # workers would believe equal engines to differ by half.
         ticket.alone = waiting <= len(self._awaited)
         if running > self._running:
             ticket.beside = running - self._running
-        ticket.rank_s = rank_s
         self._enqueue(ticket)
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
@@ -265,7 +231,7 @@ class LoadAccount:
         self.pages.admit(ticket.pages)
         ticket.work_s = tokens * self.rates.prefill_s_per_token(now) + load_s
         self._recent_s, self._recent_at_s = self.recent_s(now) + ticket.work_s, now
-        self._last_admit_s = now
+        self.last_admit_s = now
         self._foreign.sent(tokens)
         self.touched()
         self.stats.admitted += 1
@@ -280,12 +246,12 @@ class LoadAccount:
         """Reserve a place for a request of ``prompt_tokens`` whose prompt is computed elsewhere."""
         if self._awaited:
             self._advance(now)
-        ticket = Ticket(0, streams=False, awaited=False, begun_s=now)
-        ticket.pages = self.pages.need(prompt_tokens)
+        pages = self.pages.need(prompt_tokens)
+        ticket = Ticket(0, streams=False, awaited=False, begun_s=now, pages=pages)
         self.pages.admit(ticket.pages)
         self.pages.start(ticket.pages)
         self._running += 1
-        self._last_admit_s = now
+        self.last_admit_s = now
         self.stats.admitted += 1
         self.touched()
         return ticket
@@ -451,18 +417,12 @@ class LoadAccount:
         recent_s = self._recent_s
         if others is not None and others.recent_ms:
             recent_s += others.recent_ms / 1000
-        return queue_s, running, waiting, now - self._last_admit_s, late_s, recent_s
+        return queue_s, running, waiting, now - self.last_admit_s, late_s, recent_s
 
     def head(self, rate: float, now: float) -> HeadProgress | None:
         """Return how the ``queue_s`` of ``ahead`` falls with time; None: it does not."""
-        if not self._awaited or (self._stuck and now < self._fresh_until_s):
-            return None
-        head = next(iter(self._awaited))
-        head_s = head.uncached_tokens * rate + head.load_s
-        if now - self._head_s >= head_s:
-            return None
-        whole_s = self._awaited_tokens * rate + self._awaited_load_s
-        return HeadProgress(whole_s, self._head_s, head_s, self.beyond_s)
+        found = self._progress(rate, now) if self._awaited else None
+        return None if found is None or now - found.head_at_s >= found.head_s else found
 
     def constant_until(self, rate: float, now: float, *, others_known: bool) -> float:
         """Return the time until which the values of ``ahead`` change by ``head`` and the idle time alone,
@@ -470,7 +430,7 @@ class LoadAccount:
         until_s = math.inf
         if self._awaited:
             head = next(iter(self._awaited))
-            if now < self._fresh_until_s and (self._stuck or (head.streams and self._startable <= 0)):
+            if self._waits_by_gauges(head, now):
                 until_s = self._fresh_until_s
             else:
                 until_s = self._head_s + self._allowed_s(head, rate)
@@ -484,11 +444,6 @@ class LoadAccount:
             until_s = min(until_s, self._recent_at_s + _RECENT_AGE_S)
         return until_s - _EARLY_S
 
-    @property
-    def last_admit_s(self) -> float:
-        """Time of our last request there."""
-        return self._last_admit_s
-
     def recent_s(self, now: float) -> float:
         """Seconds of computing and loading that this router recently sent there: the sum decays with the time
         constant ``LoadSettings.recent_s``."""
@@ -499,17 +454,21 @@ class LoadAccount:
         are none."""
         rate = self._advance(now)
         # Rounded to steps: an unrounded value would change with every message and be sent each time.
-        recent_ms = min(_RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS), RECENT_MS_MAX)
+        recent_ms = _RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS)
         if not self._awaited and not self._running and not recent_ms:
             return None
         tokens = round(self._own_queue_s(rate, now) / rate) if rate > 0 and self._awaited else 0
-        return OthersLoad(
-            min(self._running, REQUESTS_MAX), len(self._awaited), min(max(0, tokens), TOKENS_MAX), recent_ms
-        )
+        return OthersLoad.bounded(self._running, len(self._awaited), tokens, recent_ms)
 
     def _own_queue_s(self, rate: float, now: float) -> float:
         """Seconds of prefill and loads of our awaited prompts there (at least one), minus the time that the
         head has had."""
+        found = self._progress(rate, now)
+        done_s, head_s = now - found.head_at_s, found.head_s
+        return found.whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
+
+    def _progress(self, rate: float, now: float) -> HeadProgress:
+        """How these seconds fall with time."""
         head = next(iter(self._awaited))
         # Loads count although others are computed meanwhile: the next prompt mostly loads too, over the same
         # link (docs/decisions/010-loads-in-the-queue.md).
@@ -517,11 +476,15 @@ class LoadAccount:
         # All our prompts wait by the gauges: the engine waits for something outside the account (pages of its
         # cache), so no time is deducted.
         if self._stuck and now < self._fresh_until_s:
-            return whole_s
+            return HeadProgress(whole_s, self._head_s, 0.0, self.beyond_s)
         # Only the head is reduced by time: vLLM computes waiting prompts in order, so the next one starts
         # when the head's first token arrives.
-        done_s, head_s = now - self._head_s, head.uncached_tokens * rate + head.load_s
-        return whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
+        head_s = head.uncached_tokens * rate + head.load_s
+        return HeadProgress(whole_s, self._head_s, head_s, self.beyond_s)
+
+    def _waits_by_gauges(self, head: Ticket, now: float) -> bool:
+        """Whether the engine's gauges show that it has not begun with the head."""
+        return now < self._fresh_until_s and (self._stuck or (head.streams and self._startable <= 0))
 
     def check_integrity(self) -> list[str]:
         """Recount; an empty list, or one sentence per contradiction."""
@@ -541,18 +504,17 @@ class LoadAccount:
         """Count heads as done that must be done by now, or are overdue. Returns the engine's rate."""
         if rate is None:
             rate = self.rates.prefill_s_per_token(now)
-        fresh = now < self._fresh_until_s
         while self._awaited:
             head = next(iter(self._awaited))
-            if fresh and (self._stuck or (head.streams and self._startable <= 0)):
-                break  # it waits, by the engine's gauges
+            if self._waits_by_gauges(head, now):
+                break
             allowed_s = self._allowed_s(head, rate)
             if now - self._head_s < allowed_s:
                 break
             self.stats.overdue += head.streams
             self._head_s += allowed_s
             self._assume(head, self._head_s)
-            if fresh and self._startable <= 0 and self._head_s < self._gauges_s:
+            if now < self._fresh_until_s and self._startable <= 0 and self._head_s < self._gauges_s:
                 self._head_s = self._gauges_s  # the next one still waited then
         return rate
 

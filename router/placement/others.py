@@ -39,6 +39,12 @@ class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
     tokens: Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)] = 0
     recent_ms: Annotated[int, msgspec.Meta(ge=0, le=RECENT_MS_MAX)] = 0
 
+    @classmethod
+    def bounded(cls, running: int, waiting: int, tokens: int, recent_ms: int) -> OthersLoad:
+        """Return the statement of one router."""
+        tokens = min(max(0, tokens), TOKENS_MAX)
+        return cls(min(running, REQUESTS_MAX), waiting, tokens, min(recent_ms, RECENT_MS_MAX))
+
     def plus(self, other: OthersLoad) -> OthersLoad:
         """Return the sum of both."""
         return OthersLoad(
