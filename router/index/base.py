@@ -257,6 +257,9 @@ class Index(Protocol):
         nowhere.
         """
 
+    def holds(self, engine_id: str, medium: str, block: BlockHash) -> bool:
+        """Return whether this engine holds the block in any group of a medium."""
+
     def copies(self, engine_id: str, plane: Plane) -> int:
         """Return the number of distinct hashes this engine holds in a plane."""
 

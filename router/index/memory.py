@@ -437,6 +437,19 @@ class MemoryIndex:
         packed = struct.pack(f"{len(hashes)}i", *map(self._row_of.get, hashes, repeat(0)))
         return np.frombuffer(packed, np.int32)
 
+    def holds(self, engine_id: str, medium: str, block: BlockHash) -> bool:
+        row, lanes = self._row_of.get(block, 0), self._lanes.get(engine_id)
+        if not row or not lanes:
+            return False
+        # One loop: each request asks.
+        words, columns = self._patterns.words[row], self._columns
+        word, bit = divmod(self._slots[engine_id], WORD_BITS)
+        held = 0
+        for plane in lanes:
+            if plane.medium == medium:
+                held |= words[columns[plane, word]]
+        return bool(held >> bit & 1)
+
     def copies(self, engine_id: str, plane: Plane) -> int:
         lane = self._lanes.get(engine_id, {}).get(plane)
         return 0 if lane is None else lane.count

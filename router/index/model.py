@@ -101,9 +101,7 @@ class Residency:
 
     def holds(self, block: BlockHash) -> bool:
         """Whether the engine's GPU holds this block, in any group."""
-        index = self._model.index
-        slot = index.slot(self.engine_id)
-        return slot is not None and index.lookup((block,)).holds(GPU, slot)
+        return self._model.index.holds(self.engine_id, GPU, block)
 
     def query(self) -> EngineQuery | EngineHit:
         """Return everything a prediction needs of the engine, or a hit with the reason why nothing can be

@@ -99,6 +99,9 @@ class MirroredIndex:
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
         return self.memory.lookup(hashes)
 
+    def holds(self, engine_id: str, medium: str, block: BlockHash) -> bool:
+        return self.memory.holds(engine_id, medium, block)
+
     def copies(self, engine_id: str, plane: Plane) -> int:
         return self.memory.copies(engine_id, plane)
 

@@ -48,6 +48,11 @@ def anybody(index: Index, hashes: Sequence[int]) -> bool:
     return any(words.any() for words in index.lookup(blocks(*hashes)).columns.values())
 
 
+def held_in(index: Index, engine_id: str, medium: str, hashes: Sequence[int]) -> list[int]:
+    """Those of ``hashes`` that an engine holds in any group of a medium."""
+    return [number for number in hashes if index.holds(engine_id, medium, BlockHash(number))]
+
+
 class IndexContract:
     """The examples; ``make`` is the factory of an empty index."""
 
@@ -80,6 +85,19 @@ class IndexContract:
         assert held(index, "a", FULL, [1, 2, 3, HUGE]) == [True, True, False, True]
         assert held(index, "a", CPU, [1, 2]) == [False, True]
         assert held(index, "a", WINDOW, [1, 2]) == [False, False]
+
+    def test_a_medium_holds_what_any_of_its_groups_holds(self, index: Index) -> None:
+        assert held_in(index, "a", "GPU", [1]) == []
+        index.store("a", FULL, blocks(1, 2))
+        index.store("a", WINDOW, blocks(2, 3))
+        index.store("a", CPU, blocks(4))
+        index.store("b", FULL, blocks(5))
+        assert held_in(index, "a", "GPU", [1, 2, 3, 4, 5, 6]) == [1, 2, 3]
+        assert held_in(index, "a", "CPU", [1, 2, 3, 4, 5, 6]) == [4]
+        index.remove("a", FULL, blocks(1, 2))
+        assert held_in(index, "a", "GPU", [1, 2, 3]) == [2, 3]
+        index.clear("a", "GPU")
+        assert held_in(index, "a", "GPU", [1, 2, 3]) == []
 
     def test_engines_are_apart(self, index: Index) -> None:
         index.store("a", FULL, blocks(1))
@@ -356,6 +374,9 @@ class IndexMachine(RuleBasedStateMachine):
                     bit = int(words[position]) >> slot.bit & 1
                     assert bit == ((engine, plane, block) in present)
                     shown += bit
+            for place in {plane.medium for plane in PLANES}:
+                there = {block for one, plane, block in present if (one, plane.medium) == (engine, place)}
+                assert held_in(self.index, engine, place, HASHES) == [one for one in HASHES if one in there]
         bits = sum(int(word).bit_count() for words in rows.columns.values() for word in words)
         assert bits == shown, "bits of engines that nobody knows"
 

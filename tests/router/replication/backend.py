@@ -98,6 +98,9 @@ class SharedIndex:
             return None
         return self.look([]).engines[engine_id].slot
 
+    def holds(self, engine_id: str, medium: str, block: BlockHash) -> bool:
+        return self.mirror.holds(engine_id, medium, block)
+
     def copies(self, engine_id: str, plane: Plane) -> int:
         return self.mirror.copies(engine_id, plane)
 
