@@ -1,6 +1,6 @@
-"""What one decision costs: Python calls and CPU, for a repeated chat before 1, 2, 8 and 64 engines.
+"""What one decision costs: Python calls and CPU, for a repeated chat before 1 to 1,024 engines.
 
-    python -m benchmarks.decision [--engines 1,2,8,64] [--turns 8] [--rounds 1000]
+    python -m benchmarks.decision [--engines 1,2,8,64,1024] [--turns 8] [--rounds 1000]
 
 In process and without a network: a whole router whose engines are made up, each with the events of a pool of
 its own that has seen the conversation to a different depth. Only the connection to the engine and the clock's
@@ -75,6 +75,17 @@ class Answered:
         return False
 
 
+def events_of(tokens: list[int]) -> DecodedBatch:
+    """Events of a pool that has computed these tokens."""
+    pool = HybridBlockPool(GROUPS, num_blocks=8192, scheme=SCHEME)
+    one = pool.request(tokens)
+    pool.start(one)
+    while (chunk := pool.next_chunk(one)) > 0:
+        pool.compute(one, chunk)
+    pool.finish(one)
+    return DecodedBatch(0.0, pool.take_events(), None, None, [])
+
+
 class Bench:
     """A router before ``engines`` engines that know this conversation."""
 
@@ -93,16 +104,10 @@ class Bench:
         prompt = await self.router.reader.read(self.request())
         assert isinstance(prompt, Prompt)
         self.prompt, tokens = prompt, list(prompt.token_ids)
+        batches = [events_of(tokens[: len(tokens) - 200 * missing]) for missing in range(7)]
         for number, status in enumerate(self.router.fleet):
             self._up(status)
-            known = len(tokens) - 200 * (number % 7)
-            pool = HybridBlockPool(GROUPS, num_blocks=8192, scheme=SCHEME)
-            one = pool.request(tokens[:known])
-            pool.start(one)
-            while (chunk := pool.next_chunk(one)) > 0:
-                pool.compute(one, chunk)
-            pool.finish(one)
-            self._told(status.engine_id, DecodedBatch(0.0, pool.take_events(), None, None, []))
+            self._told(status.engine_id, batches[number % 7])
         while self.router.scopes.advance_detection():
             pass
         for _ in range(50):
@@ -242,7 +247,7 @@ async def main(fleets: Sequence[int], turns: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", default="1,2,8,64", help="sizes of fleets")
+    parser.add_argument("--engines", default="1,2,8,64,1024", help="sizes of fleets")
     parser.add_argument("--turns", type=int, default=8, help="turns of the conversation, 26 blocks each")
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of three runs for the CPU")
     args = parser.parse_args()

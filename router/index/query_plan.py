@@ -187,16 +187,11 @@ def _split(bits: int, by_ends: Sequence[Ends]) -> list[int]:
     """Split a set of engines into those that end together in all of these."""
     found = [bits]
     for ends in by_ends:
-        split = []
-        for left in found:
-            for _, ended in ends:
-                together = left & ended
-                if together:
-                    left ^= together  # noqa: PLW2901
-                    split.append(together)
-            if left:
-                split.append(left)
-        found = split
+        ended = 0
+        for _, there in ends:
+            ended |= there
+        found = [part & there for part in found for there in (*(there for _, there in ends), ~ended)]
+        found = [part for part in found if part]
     return found
 
 

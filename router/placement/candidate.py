@@ -253,10 +253,6 @@ class Candidates(Sequence[Candidate]):
 _ROOM = 0.0, 0.0
 
 
-def _waits_for_room(one: Candidate) -> bool:
-    return bool(one.room_s or one.pool_share)
-
-
 def columns(candidates: Sequence[Candidate]) -> Candidates:
     """Return the candidates as parallel lists."""
     if isinstance(candidates, Candidates):
@@ -274,7 +270,11 @@ def columns(candidates: Sequence[Candidate]) -> Candidates:
         decode_s=[one.interference_s for one in candidates],
         recent_s=[one.recent_s for one in candidates],
         groups=list(groups.values()),
-        rooms={at: (one.room_s, one.pool_share) for at, one in enumerate(candidates) if _waits_for_room(one)},
+        rooms={
+            at: (one.room_s, one.pool_share)
+            for at, one in enumerate(candidates)
+            if one.room_s or one.pool_share
+        },
     )
 
 

@@ -221,10 +221,8 @@ def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
     # vLLM always computes at least the last token.
     most = prompt_tokens - 1
     cached, shared_prefix, soon, load_s = hit.whole_tokens, hit.shared_prefix_tokens, hit.soon_tokens, 0.0
-    # Plain comparisons, as in ``Hit``.
-    cached = most if most < cached else cached  # noqa: FURB136
-    shared_prefix = most if most < shared_prefix else shared_prefix  # noqa: FURB136
-    soon = most if most < soon else soon  # noqa: FURB136
+    if cached > most or shared_prefix > most:
+        cached, shared_prefix, soon = min(cached, most), min(shared_prefix, most), min(soon, most)
     if cached > soon:
         load_s = _load_s(hit, cached, settings)
     # The engine computes the last window of a hit again (bounded replay), so that part saves nothing.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from heapq import heappop, heappush
 from typing import Final
 
@@ -259,7 +258,7 @@ class FleetSnapshot:
         rows, queue_s, engines, engine_ids = self._rows[:], self._queue_s[:], self.engines, self._engine_ids
         for at, head in self._moving.items():
             done_s, head_s, beyond_s = now - head.head_at_s, head.head_s, head.beyond_s
-            own_s = head.whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
+            own_s = head.whole_s - min(done_s, head_s)
             queue_s[at] = own_s + beyond_s if own_s > 0.0 else beyond_s
         groups = self._groups(asked)
         rooms: dict[int, tuple[float, float]] = {}
@@ -279,7 +278,7 @@ class FleetSnapshot:
             recent_s=self._recent_s,
             groups=groups,
             rooms=rooms,
-            nothing=partial(_nothing_at, engines, asked),
+            nothing=lambda at: engines[at].hit(asked),
             now=now,
         )
 
@@ -457,10 +456,6 @@ class FleetSnapshot:
         if until_s < self._scheduled_s[at]:
             self._scheduled_s[at] = until_s
             heappush(self._due, (until_s, at))
-
-
-def _nothing_at(engines: Sequence[Engine], asked: PromptView, at: int) -> Hit:
-    return engines[at].hit(asked)
 
 
 class FleetSnapshots:

@@ -117,10 +117,6 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
 _DEFAULTS = LoadSettings()
 
 
-def _nobody() -> None:
-    """Default of ``LoadAccount.touched``."""
-
-
 _rank_s = attrgetter("rank_s")
 # Changes of less than half of this are not sent to other routers.
 _RECENT_STEP_MS = 100
@@ -156,7 +152,7 @@ class LoadAccount:
         self, rates: EngineRates, settings: LoadSettings = _DEFAULTS, stats: LoadStats | None = None
     ) -> None:
         self.rates = rates
-        self.touched: Callable[[], None] = _nobody
+        self.touched: Callable[[], None] = lambda: None
         """Called when the values of ``ahead`` may have changed by anything but time."""
         self.beyond_s = 0.0
         """Seconds of others' prompts, by the latest ``ahead``."""
