@@ -75,6 +75,11 @@ class Rig:
         messages = [{"role": "user", "content": text}]
         return await self.api.chat.completions.with_raw_response.create(**{"messages": messages, **body})
 
+    async def streamed(self, text: str, **fields: Any) -> tuple[Any, list[Any]]:
+        """A streamed chat read to its end: its headers, and its chunks with the usage in the last."""
+        raw = await self.chat(text, stream=True, stream_options={"include_usage": True}, **fields)
+        return raw.headers, [chunk async for chunk in raw.parse()]
+
     async def ready(self) -> None:
         """Every engine up, every feed caught up."""
         router = self.router

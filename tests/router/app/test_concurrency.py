@@ -34,10 +34,8 @@ STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-
 
 
 async def stream(rig: Rig, text: str, **fields: Any) -> int:
-    """One streamed chat, read to its end; its completion tokens."""
-    fields = {"stream_options": {"include_usage": True}, "max_tokens": 8, **fields}
-    raw = await rig.chat(text, stream=True, **fields)
-    chunks = [chunk async for chunk in raw.parse()]
+    """The completion tokens of a streamed chat."""
+    _, chunks = await rig.streamed(text, **{"max_tokens": 8, **fields})
     return int(chunks[-1].usage.completion_tokens)
 
 

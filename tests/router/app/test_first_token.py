@@ -20,10 +20,8 @@ SLOW: dict[str, Any] = {"prefill_s_per_token": 2e-4, "decode_s_per_token": 1e-4}
 
 async def streamed(rig: Rig, text: str) -> str | None:
     """A streamed chat, read to its end; the predicted milliseconds that its head carries."""
-    raw = await rig.chat(text, stream=True, stream_options={"include_usage": True})
-    async for _ in raw.parse():
-        pass
-    return raw.headers.get("x-kvatlas-predicted-ttft-ms")  # type: ignore[no-any-return]
+    headers, _ = await rig.streamed(text)
+    return headers.get("x-kvatlas-predicted-ttft-ms")  # type: ignore[no-any-return]
 
 
 async def receipts(rig: Rig, count: int) -> list[Receipt]:

@@ -114,15 +114,7 @@ def plain(value: Any) -> Any:
 async def test_a_streamed_chat_by_the_openai_client() -> None:
     async with apart(P, D) as (rig, _):
         with busy(rig):
-            stream = await rig.api.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": TEXT}],
-                max_tokens=6,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"ignore_eos": True},
-            )
-            chunks = [chunk async for chunk in stream]
+            _, chunks = await rig.streamed(TEXT, max_tokens=6)
         assert chunks[-1].usage.completion_tokens == 6
         assert rig.router.proxy.pd_stats.handoffs == 1
 

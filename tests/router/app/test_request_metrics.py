@@ -29,22 +29,9 @@ async def samples(rig: Rig) -> dict[tuple[str, ...], float]:
     }
 
 
-async def stream(rig: Rig, text: str) -> None:
-    answer = await rig.api.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": text}],
-        max_tokens=5,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    async for _ in answer:
-        pass
-
-
 async def test_counts_and_times_by_model() -> None:
     async with running({}) as (engine,), routing(configure(engine)) as rig:
-        await stream(rig, TEXT)
+        await rig.streamed(TEXT, max_tokens=5)
         await rig.chat(TEXT)
         assert (await rig.ask("GET", "/v1/models/nonsense"))[0] == 404
         assert (await rig.ask("GET", "/models"))[0] == 404
@@ -77,7 +64,7 @@ async def test_one_line_per_request() -> None:
     server = ServerConfig(port=0, log_requests=True)
     async with running({}) as (engine,), routing(configure(engine, server=server)) as rig:
         with structlog.testing.capture_logs() as logs:
-            await stream(rig, TEXT)
+            await rig.streamed(TEXT, max_tokens=5)
             await until(lambda: rig.idle, "answered")
         (line,) = [line for line in logs if line["event"] == "request"]
         assert (line["method"], line["path"], line["model"]) == ("POST", "/v1/chat/completions", MODEL)

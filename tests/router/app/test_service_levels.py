@@ -34,13 +34,11 @@ async def placed(rig: Rig, holder: Any, target_ms: int | None = None) -> str:
     ticket = holder.load.admit(uncached_tokens=QUEUED_TOKENS, now=rig.router.clock())
     headers = {} if target_ms is None else {"x-slo-ttft-ms": str(target_ms)}
     try:
-        stream = await rig.chat(LONG, stream=True, extra_headers=headers)
-        async for _ in stream.parse():
-            pass
+        answered, _ = await rig.streamed(LONG, extra_headers=headers)
         await until(lambda: rig.idle, "its end")
     finally:
         holder.load.fail(ticket, rig.router.clock())
-    return str(stream.headers["x-kvatlas-engine"])
+    return str(answered["x-kvatlas-engine"])
 
 
 async def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_one_is_not() -> None:

@@ -43,15 +43,7 @@ async def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_pa
     async with routed({}, usage=UsageSettings(path=str(path))) as (rig, engines):
         await rig.chat(story)
         await rig.caught_up(*engines)
-        stream = await rig.api.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": story}],
-            max_tokens=3,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        async for _ in stream:
-            pass
+        await rig.streamed(story, extra_body={})
         await until(lambda: rig.idle, "all requests over")
         assert 'kvatlas_usage_dropped_total{reason="queue_full"} 0.0' in await rig.page()
         await written(rig, 2)
