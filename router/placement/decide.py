@@ -204,7 +204,7 @@ class Planner:
             if split.body is not None:
                 return self._placed_apart(request, decision, split, waited_s)
             self.pd_stats.count(self.pd_stats.aggregated, split.why)
-        headers = self._client_headers(request, decision)
+        headers = self._client_headers(request, decision) if self._expose else ()
         placement: Placement
         if decision.pull is not None:
             pulling = request, decision, decision.pull, self.pulls, self._accounts
