@@ -99,7 +99,7 @@ def _wire_keys(keys: tuple[object, ...]) -> list[object] | None:
 
 
 def random_chain(seed: int, size: int) -> Callable[[Sequence[int], PromptExtras], list[bytes]]:
-    """Hashes nobody can reproduce: every distinct (prefix, extras) gets random bytes."""
+    """Hashes that cannot be reproduced: every distinct (prefix, extras) gets random bytes."""
     rng, known = random.Random(seed), {}  # type: ignore[var-annotated]
 
     def chain(token_ids: Sequence[int], extras: PromptExtras) -> list[bytes]:

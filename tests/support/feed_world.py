@@ -232,7 +232,7 @@ class World:
             self.hear(self.late.pop(self.rng.randrange(len(self.late))))
 
     def restart(self) -> None:
-        """A new process; the feed is told of the cut connection later, by ``disconnect``."""
+        """A new process; the feed learns of the cut connection later, by ``disconnect``."""
         self.engine = self._process(self.engine.number + 1)
         self.late.clear()
         self.noticed = not self.connected
@@ -366,7 +366,7 @@ class World:
             self.deliver_late()
         published = len(self.engine.frames)
         while len(self.engine.frames) < published + 3:  # news shows what was lost before it
-            self.engine.era += 1  # prompts that nobody sent before
+            self.engine.era += 1  # prompts not sent before
             self.engine.work(self.rng)
             self.publish("ok")
         for _ in range(80):

@@ -54,7 +54,7 @@ async def connected(
     decode: dict[str, Any] | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine, PdSettings]]:
-    """The engines, and how a router or sidecar is told of them."""
+    """The engines, and their settings for a router or sidecar."""
     pd, own = CONNECTORS[connector]
     port = free_port()
     at = {"side_channel_port": port} if connector == "offloading" else {}

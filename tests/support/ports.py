@@ -1,4 +1,4 @@
-"""Loopback ports that nobody listens on, below those that systems give to connections and to port 0.
+"""Loopback ports without a listener, below those that systems give to connections and to port 0.
 
 So no connection of another process takes one before it is used, or between two uses. A server may bind its
 port long after it was chosen (vLLM: tens of seconds), so none is given twice before all were given: each test

@@ -174,7 +174,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 class FakePlacement(Attempt):
-    """Remembers what it was told, in order."""
+    """Records its calls, in order."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class EventTap:
         """The prompts that were sent for barriers so far."""
         self.stored: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
-        """Blocks told of so far, by medium."""
+        """Blocks reported so far, by medium."""
 
     def connect(self) -> None:
         """Send barriers until one is heard: a subscription takes effect some time after it is asked for."""
@@ -70,7 +70,7 @@ class EventTap:
         self._client.close()
 
     def _send_barrier(self) -> list[int]:
-        """A prompt nobody has sent before, one block and a token long; returns its block."""
+        """A prompt not sent before, one block and a token long; returns its block."""
         tokens = [self._rng.randrange(10, 1000) for _ in range(BLOCK_TOKENS + 1)]
         self.barriers.append(tokens)
         self._client.completions.create(model="tiny", prompt=tokens, max_tokens=1)

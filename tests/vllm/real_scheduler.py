@@ -114,7 +114,7 @@ class Prompt:
     skips_cache: bool = False
     """Computed without reading the cache, as for prompt log-probabilities."""
     embedded: bool = False
-    """Given as embeddings: the engine hashes these, and publishes tokens that nobody sent."""
+    """Given as embeddings: the engine hashes these, and publishes tokens that were not sent."""
 
     def extras(self) -> dict[str, Any]:
         """The fields besides tokens that are set."""

@@ -76,7 +76,7 @@ class Apart(NamedTuple):
             self.fleet.settle(engine.base_url)
 
     def warmed(self, number: int, tail: int) -> list[int]:
-        """A prompt whose beginning the prefill engine holds, and nobody holds the rest of."""
+        """A prompt whose beginning the prefill engine holds; no engine holds the rest."""
         rng = random.Random(number)
         prefix = [rng.randrange(10, 1000) for _ in range(PREFIX_TOKENS)]
         with self.client(self.prefill.base_url) as client:
@@ -313,7 +313,7 @@ def _introduce(apart: Apart, decode: VllmEngine) -> None:
 
 
 def _reuse(apart: Apart, rng: random.Random) -> None:
-    """Give blocks of the prefill engine that nobody keeps to another prompt."""
+    """Give free blocks of the prefill engine to another prompt."""
     with apart.client(apart.prefill.base_url) as client:
         others = [rng.randrange(10, 1000) for _ in range(2000)]
         client.completions.create(model="tiny", prompt=others, max_tokens=1)
@@ -456,7 +456,7 @@ def watched(apart: Apart, vllm_python: str, tiny_model: Path, tmp_path_factory: 
 
 
 def test_blocks_whose_lease_is_over_are_never_fetched(watched: Watched) -> None:
-    """The router stands still from the prefill engine's answer until that engine has let go of the blocks and
+    """The router stands still from the prefill engine's answer until that engine has freed the blocks and
     given each of them to other prompts: whoever fetches them now answers 200 with something else."""
     watched.all_up()
     prompt, alone = watched.warmed(20, 300)
@@ -490,7 +490,7 @@ def test_blocks_whose_lease_is_over_are_never_fetched(watched: Watched) -> None:
 @pytest.mark.parametrize("told", [False, True], ids=["before", "during"])
 def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool) -> None:
     """Before its request, which another one gets with the same blocks; or with the request in it, after which
-    nobody knows whether they were fetched, so that they are computed again."""
+    whether they were fetched is unknown, so that they are computed again."""
     watched.all_up()
     prompt, alone = watched.warmed(30 + told, 100)
     chosen = watched.router.explain({"model": "tiny", "prompt": prompt, **ASKED})
@@ -514,8 +514,8 @@ def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool)
 
 
 def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched: Watched) -> None:
-    """The client has had a part of it, so nobody else can answer: it is told. Nothing stays held, and the
-    next request goes to the other decode engine."""
+    """The client has had a part of it, so no other engine can answer: it gets an error. Nothing stays held,
+    and the next request goes to the other decode engine."""
     watched.all_up()
     later, alone = watched.warmed(41, 100)
     prompt, _ = watched.warmed(40, 100)

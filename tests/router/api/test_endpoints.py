@@ -227,7 +227,7 @@ async def test_explain_tells_the_decision_that_the_next_request_gets(policy: str
             status, told = await rig.ask("POST", "/kvatlas/explain", body)
             assert status == 200
             again = (await rig.ask("POST", "/kvatlas/explain", body))[1]
-            assert again["choice"] == told["choice"]  # asking uses nothing up
+            assert again["choice"] == told["choice"]  # explaining changes no state
             assert [engine_counts(engine) for engine in engines] == before  # nothing was forwarded
             assert rig.router.proxy.stats.requests == turn
             raw = await rig.chat(text)

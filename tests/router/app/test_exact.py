@@ -116,7 +116,7 @@ async def compare(preset: str, changes: dict[str, Any], requests: int = REQUESTS
         assert rig.outcomes("exact") == reported_count
         assert rig.outcomes("unreported") == requests - reported_count
         assert rig.router.reader.stats.local == requests
-        assert rig.router.reader.stats.engine_calls == 0  # a local tokenizer: nobody is asked anything more
+        assert rig.router.reader.stats.engine_calls == 0  # a local tokenizer: no engine is asked
         assert total > 1000  # else the load proves nothing
         assert sum(map(evicted_blocks, engines)) > 50
         rig.check_books()

@@ -22,7 +22,7 @@ from router.fleet.engines import EngineAddress
 from router.prompts.settings import ANY_MODEL
 from tests.support.event_writer import Writer
 from tests.support.front import fronting
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 DRAFTED = {"groups": (GroupSpec(0, "full_attention", 16, is_eagle=True),)}
@@ -119,12 +119,12 @@ async def show(rig: Rig, publisher: ZmqPublisher, writers: tuple[Writer, ...]) -
     ],
     ids=["named by no event", "another number of groups", "named by the events"],
 )
-def test_kinds_and_windows_of_groups(
+async def test_kinds_and_windows_of_groups(
     tmp_path: Path, writers: tuple[Writer, ...], kinds: list[str], windows: list[int | None]
 ) -> None:
     publisher = ZmqPublisher("tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
 
-    async def main() -> None:
+    try:
         publisher.start()
         async with running({"publish_events": False}) as (engine,):
             given = EngineAddress(engine.base_url, None, publisher.endpoint, publisher.replay_endpoint)
@@ -144,9 +144,6 @@ def test_kinds_and_windows_of_groups(
                     await until(lambda: seen() == (kinds, windows), lambda: f"{seen()}")
             other = [entry for entry in logs if "config_json_tokens" in entry]
             assert len(other) == (writers is NEW)
-
-    try:
-        run(main())
     finally:
         publisher.close()
 

@@ -15,7 +15,7 @@ from router.fleet.engines import EngineAddress
 from router.placement.candidate import PolicySettings, PullSettings
 from router.placement.engine import Engine
 from tests.router.app.test_prefill_decode import BODIES, plain, receipts, told_alone, words
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 PULLS: dict[str, Any] = {"kv_connector": "offloading", "host_blocks": 8000, "handshake_timeout_s": 0.05}
@@ -140,17 +140,9 @@ async def test_explain_says_where_from_and_changes_nothing() -> None:
         (PULL, {}, {"prompt_logprobs": 1}),
     ],
 )
-def test_what_cannot_or_should_not_pull_does_not(
+async def test_what_cannot_or_should_not_pull_does_not(
     settings: PullSettings, other: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    async def main() -> None:
-        if settings.enabled:
-            async with fleet({}, other, pull=settings) as world:
-                await answered(world)
-        else:
-            async with running(PULLS, PULLS) as started, routing(configure(*started, policy=ALIKE)) as rig:
-                await answered(Fleet(rig, started))
-
     async def answered(world: Fleet) -> None:
         holder, _ = await holder_of(world, completion())
         with world.busy(holder):
@@ -158,7 +150,12 @@ def test_what_cannot_or_should_not_pull_does_not(
         assert (await world.last())["reason"] != "pull"
         assert world.pulls == {}
 
-    run(main())
+    if settings.enabled:
+        async with fleet({}, other, pull=settings) as world:
+            await answered(world)
+    else:
+        async with running(PULLS, PULLS) as started, routing(configure(*started, policy=ALIKE)) as rig:
+            await answered(Fleet(rig, started))
 
 
 async def test_a_free_holder_is_asked_itself() -> None:

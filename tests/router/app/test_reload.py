@@ -86,7 +86,7 @@ async def test_a_model_gets_its_tokenizer_and_its_facts() -> None:
         assert rig.router.accounts.receipts.latest[-1].read != "local"
         facts = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR), hash_seeds=("11",))
         await apply(rig.router, other(rig, models={MODEL: facts}))
-        await rig.ready()  # it is followed anew, and knows what it was told before
+        await rig.ready()  # its feed is followed again, and its blocks are kept
         for _ in range(2):
             await rig.chat(TEXT)
         await rig.caught_up(*engines)

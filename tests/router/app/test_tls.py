@@ -21,7 +21,7 @@ from router.fleet.settings import FleetSettings
 from router.http.sockets import Certificates, TlsFiles, client_context, server_context
 from router.server_lifecycle import check
 from tests.support.pki import make_authority, make_certificate
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running
 
 
@@ -78,7 +78,7 @@ async def test_clients_speak_https_and_a_renewed_certificate_is_taken(pki: Path,
 
 @pytest.mark.parametrize("first", ["crt", "key"])
 @pytest.mark.parametrize("role", ["server", "client"])
-def test_a_pair_is_renewed_when_both_of_it_are_there(
+async def test_a_pair_is_renewed_when_both_of_it_are_there(
     pki: Path, tmp_path: Path, role: str, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Until then handshakes have the old one: whichever file comes first, for listeners and for clients."""
@@ -90,22 +90,19 @@ def test_a_pair_is_renewed_when_both_of_it_are_there(
     certificates = Certificates()
     certificates.add(context, files, "a")
 
-    async def main() -> None:
-        peer = "server" if role == "client" else "client"
-        trust = TlsFiles(str(pki / "ann.crt"), str(pki / "ann.key"), str(pki / "ca.crt"))
-        trust_next = msgspec.structs.replace(trust, ca=str(pki / "other.crt"))
-        make = server_context if peer == "server" else client_context
-        assert await shakes_hands(context, make(trust, "b"), role)
-        shutil.copy(pki / f"next.{first}", tmp_path / f"used.{first}")
-        for _ in range(3):
-            certificates.reload_changed()
-            assert await shakes_hands(context, make(trust, "b"), role)
-        shutil.copy(pki / f"next.{other}", tmp_path / f"used.{other}")
+    peer = "server" if role == "client" else "client"
+    trust = TlsFiles(str(pki / "ann.crt"), str(pki / "ann.key"), str(pki / "ca.crt"))
+    trust_next = msgspec.structs.replace(trust, ca=str(pki / "other.crt"))
+    make = server_context if peer == "server" else client_context
+    assert await shakes_hands(context, make(trust, "b"), role)
+    shutil.copy(pki / f"next.{first}", tmp_path / f"used.{first}")
+    for _ in range(3):
         certificates.reload_changed()
-        assert await shakes_hands(context, make(trust_next, "b"), role)
-        assert not await shakes_hands(context, make(trust, "b"), role)
-
-    run(main())
+        assert await shakes_hands(context, make(trust, "b"), role)
+    shutil.copy(pki / f"next.{other}", tmp_path / f"used.{other}")
+    certificates.reload_changed()
+    assert await shakes_hands(context, make(trust_next, "b"), role)
+    assert not await shakes_hands(context, make(trust, "b"), role)
     assert capsys.readouterr().out.count("certificate not renewed") == 1
 
 

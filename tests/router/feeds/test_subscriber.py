@@ -95,7 +95,7 @@ async def test_restart_in_place_with_its_first_batches_unheard(
 
 
 async def rebind(context: zmq.Context, endpoint: str, replay: str | None) -> ZmqPublisher:
-    """The same ports again, as soon as the closed sockets have let go of them."""
+    """The same ports again, as soon as the closed sockets have released them."""
     for _ in range(1000):
         try:
             return ZmqPublisher(endpoint, replay_endpoint=replay, context=context)
@@ -240,7 +240,7 @@ async def test_bad_events_cost_themselves_only(context: zmq.Context, sink: Recor
 
 
 async def test_an_unknown_type_is_logged_once(context: zmq.Context, sink: RecordingSink) -> None:
-    """And not more types than are told apart, whatever a publisher sends."""
+    """The number of types kept apart is bounded, whatever a publisher sends."""
     publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
     inactive = [{"type": "BlockInactive", "block_hashes": [number]} for number in range(3)]
     for _ in range(2):
@@ -352,7 +352,7 @@ async def test_a_large_batch_is_handed_on_in_pieces_in_order(
 async def test_no_piece_of_a_large_batch_divides_the_stores_of_one_request(
     context: zmq.Context, sink: RecordingSink
 ) -> None:
-    """Reports of hits and stores are told apart by all groups of a request."""
+    """Reports of hits and stores are distinguished by all groups of a request."""
     groups = 5
     stored = [
         BlockStored(

@@ -1,4 +1,4 @@
-"""The router's own requests: connections are reused only when clean, every failure is told in words."""
+"""The router's own requests: connections are reused only when clean, every failure is described in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures are told in words: no name of a Python class reaches a log line or a person."""
+"""Failures are described in words: no log line or message shows the name of a Python class."""
 
 from __future__ import annotations
 

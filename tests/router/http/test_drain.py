@@ -175,7 +175,7 @@ async def test_during_the_delay_requests_are_answered_and_connections_closed_wit
 
 @pytest.mark.process
 async def test_an_answer_that_began_before_the_delay_and_said_nothing_leaves_its_connection_open() -> None:
-    """Its client may be sending the next request, which nobody would answer."""
+    """Its client may be sending the next request, which would stay unanswered."""
     async with Engine(_slow) as engine, router(engine, 30, delay_s=60) as process:
         reader, writer = await process.connect()
         writer.write(request(STREAM))

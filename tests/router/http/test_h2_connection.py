@@ -333,7 +333,7 @@ async def test_a_drain_lets_streams_end_that_were_opened_before_the_peer_knew() 
         member.drain()
         member.drain()
         told = await read_until(h2.GOAWAY)
-        assert int.from_bytes(told.payload[:4]) == h2.WINDOW_MAX  # whatever is under way is answered
+        assert int.from_bytes(told.payload[:4]) == h2.WINDOW_MAX  # requests in flight are answered
         ping = await read_until(h2.PING)
         late = frame(h2.HEADERS, h2.END_HEADERS, 3, HEAD)  # opened before the GOAWAY had come
         writer.write(late + frame(h2.PING, h2.ACK, 0, ping.payload))

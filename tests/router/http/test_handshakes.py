@@ -1,4 +1,4 @@
-"""Half-open TLS handshakes: they count as connections, end in time, and lock nobody out of probes."""
+"""Half-open TLS handshakes: they count as connections, end in time, and do not block probes."""
 
 from __future__ import annotations
 

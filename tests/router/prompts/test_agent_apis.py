@@ -54,7 +54,7 @@ def test_prompts_are_those_recorded_from_vllm(template: str, tmp_path: Path) -> 
         except ApiError:
             assert expected is None, body
             continue
-        if expected is None:  # nobody computes it
+        if expected is None:  # not computed
             continue
         if isinstance(found, Prompt):
             assert list(found.token_ids) == expected[0], (path, body)

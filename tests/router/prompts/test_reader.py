@@ -420,7 +420,7 @@ def test_a_client_cannot_send_an_endpoint_to_rest_with_nothing() -> None:
 
 
 def test_token_ids_need_no_tokenizer() -> None:
-    """Nobody is asked for the tokens of a prompt that has them."""
+    """No tokens are requested for a prompt that has them."""
     bare = reader({"*": ModelPrompts()})
     ids = list(range(100))
     for fields, wanted, prompts in (

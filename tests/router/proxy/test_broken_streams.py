@@ -1,4 +1,4 @@
-"""An engine that dies after its answer has begun: the client is told, and never takes half for whole."""
+"""An engine that dies after its answer has begun: the client gets an error, not an end."""
 
 from __future__ import annotations
 

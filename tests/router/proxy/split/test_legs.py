@@ -79,7 +79,7 @@ class PairPlanner(FakePlanner):
 
 
 class Numbered:
-    """Hands over parameters that nobody else has."""
+    """Hands over parameters of its own."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -234,7 +234,7 @@ async def test_a_decode_engine_that_cannot_be_reached_leaves_the_blocks_to_anoth
 
 @pytest.mark.parametrize("script", [says(503, b"paused"), says(429, b"busy"), writes(then="reset")])
 async def test_a_decode_engine_that_was_told_and_failed_spoils_the_parameters(script: Script) -> None:
-    """It may have read the blocks, so that their engine has let go of them."""
+    """It may have read the blocks, so that their engine has freed them."""
 
     async with AsyncExitStack() as stack:
         rig, (p,), (bad, good) = await apart(stack, [Numbered().script()], [script, GOOD])

@@ -259,7 +259,7 @@ async def test_a_moment_counts_only_once_those_have_been_woken_whose_answers_wer
     assert quiet.begin() == 100.0
     waiting = asyncio.create_task(waits())
     await asyncio.sleep(0)
-    came.set_result(None)  # the sockets are looked at: it came at 90, of which nobody knows
+    came.set_result(None)  # the sockets are polled: it came at 90, which is not recorded
     quiet._looked(100.0)  # and then the timer
     await waiting
     assert seen == [-math.inf]
