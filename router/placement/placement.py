@@ -135,8 +135,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
                 index, most = first, tokens
         only = most - second
         sole, sole_s = (self.engines[index], columns_of.rates[index] * only) if only else (None, 0.0)
-        late = max([held.whole_tokens for held, _ in columns(self.skipped).groups], default=0)
-        if late > most:
+        if (late := max([one.whole_tokens for one, _ in columns(self.skipped).groups], default=0)) > most:
             return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
         if most > hit.whole_tokens:

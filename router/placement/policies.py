@@ -54,11 +54,10 @@ def full_attention(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
     """Count the full-attention prefix as the hit, like an index that ignores groups."""
+    held = [c.hit.shared_prefix_tokens - c.hit.cpu_tokens - c.hit.storage_tokens for c in candidates]
     trusting = [
-        msgspec.structs.replace(
-            c, hit=_only(c.hit, gpu_tokens=max(c.hit.gpu_tokens, _all_shared_prefix(c.hit)))
-        )
-        for c in candidates
+        msgspec.structs.replace(c, hit=_only(c.hit, gpu_tokens=max(c.hit.gpu_tokens, tokens)))
+        for c, tokens in zip(candidates, held, strict=True)
     ]
     return choose(trusting, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
 
@@ -132,10 +131,6 @@ def policy(name: str) -> Policy:
 def _only(hit: Hit, **changes: int) -> Hit:
     """Return the hit as another index would report it."""
     return msgspec.structs.replace(hit, **changes)
-
-
-def _all_shared_prefix(hit: Hit) -> int:
-    return hit.shared_prefix_tokens - hit.cpu_tokens - hit.storage_tokens
 
 
 def _for_itself(settings: PolicySettings) -> PolicySettings:
