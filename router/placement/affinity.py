@@ -222,6 +222,11 @@ class Shadow:
 
 
 # The latest prompts with their tokens, for the warm-up of engines (``placement.warm_up``).
+#
+# Apart from ``HotPrefixes`` (observe/history.py), which has the same lengths of prefixes: that one runs in
+# every router, counts one prompt in four and forgets single prefixes; this one is off by default, counts each
+# prompt by model, also its whole end, and forgets a prompt with all its prefixes, as its tokens cost the
+# memory. One tree would make every router pay for the keys and the marks of this one.
 
 
 PROMPTS_MAX: Final = 4096
