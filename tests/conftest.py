@@ -7,7 +7,7 @@ import gc
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from types import ModuleType
 
 import pytest
@@ -80,10 +80,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.fixture(autouse=True)
-def log_as_configured_before() -> Iterator[None]:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
     """A command that a test runs in this process configures the log; the next test finds it as it was."""
-    yield
     structlog = sys.modules.get("structlog")
     if structlog is not None:
         structlog.reset_defaults()
