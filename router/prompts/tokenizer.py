@@ -355,12 +355,16 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
         return ModelDir(folder, None, {}, {}, renderer="mistral")
     if not file.is_file():
         raise ModelDirError(f"{file}: no such file; point tokenizer_dir at a Hugging Face model directory")
+    try:
+        sha256 = hashlib.sha256(file.read_bytes()).digest()
+    except OSError as error:
+        raise ModelDirError(f"{file}: {error.strerror}") from None
     config = _read_json(folder / "tokenizer_config.json")
     named = _named_tokens(folder, config)
     model_type, architecture = _model_kind(_read_json(folder / "config.json"))
     return ModelDir(
         folder,
-        _load_tokenizer(_TokenizerFile(_digest(file), json.dumps(_listed_tokens(config, named)), file)),
+        _load_tokenizer(_TokenizerFile(sha256, json.dumps(_listed_tokens(config, named)), file)),
         _templates(folder, config),
         {key: _content(value) for key, value in named.items()},
         _processor_template(folder),
@@ -439,14 +443,6 @@ class _TokenizerFile:
     sha256: bytes
     tokens: str
     file: Path = field(compare=False)
-
-
-def _digest(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").digest()
-    except OSError as error:
-        raise ModelDirError(f"{file}: {error.strerror}") from None
 
 
 @lru_cache(maxsize=4)
