@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ssl
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Any
 
 import openai
-
-if TYPE_CHECKING:
-    import anthropic
 
 _NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Reading the system's authorities, which plain HTTP does not use, takes longer than most tests."""
@@ -20,9 +18,7 @@ def openai_client(url: str, *, key: str = "none", max_retries: int = 0) -> opena
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=max_retries, http_client=http)
 
 
-def anthropic_client(url: str, *, key: str = "none") -> anthropic.AsyncAnthropic:
-    """Client of ``url`` without retries; imports the library, which takes more than a second."""
-    import anthropic  # noqa: PLC0415
-
-    http = anthropic.DefaultAsyncHttpxClient(verify=_NO_AUTHORITIES)
-    return anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0, http_client=http)
+def anthropic_client(library: ModuleType, url: str, *, key: str = "none") -> Any:
+    """Client of ``url`` without retries; ``library``: the fixture ``anthropic``, which imports it."""
+    http = library.DefaultAsyncHttpxClient(verify=_NO_AUTHORITIES)
+    return library.AsyncAnthropic(base_url=url, api_key=key, max_retries=0, http_client=http)

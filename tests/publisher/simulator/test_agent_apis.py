@@ -24,7 +24,7 @@ async def test_counted_rendered_and_answered_prompts_have_the_same_tokens(anthro
     async with engine(enable_scale_out=True) as running:
         url = running.base_url
         asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
-        async with anthropic_client(url) as api:
+        async with anthropic_client(anthropic, url) as api:
             counted = await api.messages.count_tokens(system="Be brief.", **asked)
             answer = await api.messages.create(system="Be brief.", max_tokens=3, **asked)
         body = {**asked, "system": "Be brief.", "max_tokens": 3}

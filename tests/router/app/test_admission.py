@@ -59,7 +59,7 @@ async def test_a_wait_beyond_the_target_is_429_for_both_clients_and_leaves_nothi
                 await rig.chat(TEXT)
             assert refused.value.code == "predicted_wait"
             assert 90 <= int(refused.value.response.headers["retry-after"]) <= WAIT_S - 2
-            async with anthropic_client(rig.url) as client:
+            async with anthropic_client(anthropic, rig.url) as client:
                 with pytest.raises(anthropic.RateLimitError) as other:
                     await client.messages.create(**ASKED, max_tokens=3)
             assert other.value.body["error"]["type"] == "rate_limit_error"

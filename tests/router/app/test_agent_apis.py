@@ -25,7 +25,7 @@ TURNS = [
 
 async def test_prompts_of_messages_are_known_and_their_next_turns_hit(anthropic: ModuleType) -> None:
     async with running(QUICK, QUICK) as engines, routing(configure(*engines)) as rig:
-        async with anthropic_client(rig.url) as client:
+        async with anthropic_client(anthropic, rig.url) as client:
             for turns, stream in ((TURNS[:1], False), (TURNS, True), (TURNS, False)):
                 answer = await client.messages.create(
                     model=MODEL,
@@ -71,7 +71,7 @@ async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
 async def test_an_unknown_model_is_told_in_anthropics_shape(anthropic: ModuleType) -> None:
     async with (
         routed(QUICK) as (rig, _),
-        anthropic_client(rig.url) as client,
+        anthropic_client(anthropic, rig.url) as client,
     ):
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(

@@ -111,7 +111,7 @@ async def test_the_anthropic_client_and_its_error_shape(tmp_path: Path, anthropi
         messages: Any = [{"role": "user", "content": "hi"}]
 
         async def asked(tenant: str) -> Any:
-            async with anthropic_client(rig.url, key=f"key-of-{tenant}") as api:
+            async with anthropic_client(anthropic, rig.url, key=f"key-of-{tenant}") as api:
                 return await api.messages.create(model=MODEL, max_tokens=3, messages=messages)
 
         assert (await asked("free")).content

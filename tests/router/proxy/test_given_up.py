@@ -103,7 +103,7 @@ async def test_a_stream_with_text_ends_with_the_apis_error(anthropic: Any) -> No
         ignore_eos = {"ignore_eos": chat.pop("ignore_eos")}
         async with (
             openai_client(url) as api,
-            anthropic_client(url) as other,
+            anthropic_client(anthropic, url) as other,
         ):
             pieces = await api.chat.completions.create(**chat, stream=True, extra_body=ignore_eos)
             message = {**BODIES["/v1/messages"], "max_tokens": 5000}
