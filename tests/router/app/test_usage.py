@@ -210,13 +210,13 @@ async def test_no_record_unless_asked_for() -> None:
 async def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, begin = tmp_path / "usage.jsonl", SimRequest.__init__
+    path, begin = tmp_path / "usage.jsonl", SimRequest.__post_init__
 
-    def lies(self: SimRequest, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
+    def lies(self: SimRequest) -> None:
+        begin(self)
         self.reported_hit = 16
 
-    monkeypatch.setattr(SimRequest, "__init__", lies)
+    monkeypatch.setattr(SimRequest, "__post_init__", lies)
     async with routed({}, usage=UsageSettings(path=str(path))) as (rig, engines):
         for _ in range(20):
             await rig.chat(TEXT * 5)
