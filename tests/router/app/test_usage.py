@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from publisher.simulator.request import SimRequest
+from publisher.simulator.scheduler import Scheduler
 from router.admission.key_file import KeySettings, digest_of
 from router.fleet.engines import EngineAddress, endpoint_of
 from router.observe.traces import TraceSettings
@@ -210,13 +211,13 @@ async def test_no_record_unless_asked_for() -> None:
 async def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, begin = tmp_path / "usage.jsonl", SimRequest.__post_init__
+    path, add = tmp_path / "usage.jsonl", Scheduler.add
 
-    def lies(self: SimRequest) -> None:
-        begin(self)
-        self.reported_hit = 16
+    def add_lying(self: Scheduler, request: SimRequest) -> None:
+        request.reported_hit = 16
+        add(self, request)
 
-    monkeypatch.setattr(SimRequest, "__post_init__", lies)
+    monkeypatch.setattr(Scheduler, "add", add_lying)
     async with routed({}, usage=UsageSettings(path=str(path))) as (rig, engines):
         for _ in range(20):
             await rig.chat(TEXT * 5)
