@@ -88,7 +88,7 @@ class AdmissionQueue:
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(
             settings.requests_max, ageing=settings.ageing
         )
-        self._let_go: Ticket | None = None
+        self._released: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def configure(self, settings: QueueSettings) -> None:
@@ -99,7 +99,7 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         """Number of requests that a new one has before it."""
-        return len(self._queue) + (self._let_go is not None)
+        return len(self._queue) + (self._released is not None)
 
     def alone(self, tenant: str, pool: str) -> bool:
         return self._queue.alone(tenant, pool)
@@ -155,8 +155,8 @@ class AdmissionQueue:
 
     def leave(self, ticket: Ticket) -> None:
         """It has been placed, or will not be."""
-        if self._let_go is ticket:
-            self._let_go = None
+        if self._released is ticket:
+            self._released = None
         self._queue.remove(ticket)
         self.stats.waiting = len(self._queue)
         self.changed()
@@ -166,12 +166,12 @@ class AdmissionQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._let_go is not None or not self._queue:
+        if self._released is not None or not self._queue:
             return
         one = self._queue.take(lambda lane: self._gap_s(lane) <= 0)
         if one is not None:
             self.stats.waiting = len(self._queue)
-            self._let_go = one
+            self._released = one
             # Else its client has just gone, and it leaves in its turn.
             if not one.item.done():
                 one.item.set_result(None)

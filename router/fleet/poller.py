@@ -164,7 +164,7 @@ class FleetPoller(Generic[E]):
         for engine_id in changes.moved:
             status = self._fleet.get(engine_id)
             if status is not None and status.up:
-                self._tell(self._listener.engine_up, status)
+                self._notify(self._listener.engine_up, status)
         for base_url in (*changes.new, *changes.touched):
             self._start(base_url)
         return changes
@@ -187,7 +187,7 @@ class FleetPoller(Generic[E]):
         self._settled.discard(base_url)
         self._informed.pop(base_url, None)
 
-    def _tell(self, listener: Callable[[_T], None], about: _T) -> None:
+    def _notify(self, listener: Callable[[_T], None], about: _T) -> None:
         try:
             listener(about)
         except Exception:  # noqa: BLE001  # one engine must not keep the others from being added

@@ -229,7 +229,7 @@ class Accounts:
         self.deferred.apply()
         return self._hot
 
-    def breaker_told(self, free_until: float) -> None:
+    def breaker_changed(self, free_until: float) -> None:
         """Note when a breaker must be asked again."""
         self.free_until = min(self.free_until, free_until)
 
@@ -300,7 +300,7 @@ class Engine(EngineStatus):
         """Stats of the feed that runs here; None without one."""
         self.rests_until = 0.0
         """It gets no prefill requests before this time, since it handed nothing over."""
-        self.breaker.told = accounts.breaker_told
+        self.breaker.on_change = accounts.breaker_changed
         self.load.touched = self.rates.touched = partial(accounts.changes.note, self.engine_id)
         self._accounts = accounts
         self._elsewhere = elsewhere

@@ -288,7 +288,7 @@ class PromptReader:
             except NotLocalError as miss:
                 self.stats.not_local[miss.reason] += 1
                 if frontend == "sglang" and miss.reason not in _HOPELESS:
-                    other = await self._told(request, path, parsed, None, frontend)
+                    other = await self._ask_engines(request, path, parsed, None, frontend)
             if other is not None:
                 other.variants = prompt.variants
                 prompt.variants[frontend] = other
@@ -429,7 +429,7 @@ class PromptReader:
     ) -> Prompt | TextAffinity:
         prompt = None
         if reason not in _HOPELESS:
-            prompt = await self._told(request, path, parsed, marked, frontends[0])
+            prompt = await self._ask_engines(request, path, parsed, marked, frontends[0])
         if prompt is not None:
             await self._add_variants(prompt, request, path, parsed, frontends[1:])
             self.stats.renderer += prompt.source == "renderer"
@@ -444,7 +444,7 @@ class PromptReader:
         self.stats.affinity[reason] += 1
         self.stats.count_read(path, "affinity")
 
-    async def _told(
+    async def _ask_engines(
         self,
         request: InboundRequest,
         path: str,

@@ -195,17 +195,17 @@ class Breaker:
         self.free_until = math.inf
         """Before this time ``allows`` is true unless an event is reported: every decision asks for
         every engine. Infinite: nothing at all speaks against the engine."""
-        self.told: Callable[[float], None] = lambda free_until: None
+        self.on_change: Callable[[float], None] = lambda free_until: None
         """Called with each new ``free_until``."""
 
-    def _told(self) -> None:
+    def _update(self) -> None:
         paused, silence = self._pause.until > 0.0, self._silence
         # Computed on events, so that the check per engine and decision is one comparison.
         if self._open_s or paused or silence.give_ups:
             self.free_until = -math.inf
         else:
             self.free_until = silence.due_at
-        self.told(self.free_until)
+        self.on_change(self.free_until)
 
     @property
     def closed(self) -> bool:
@@ -251,12 +251,12 @@ class Breaker:
         self._pause.begin(now, client)
         self._silence.begin(now, streams=streams, expected_s=expected_s)
         if streams:
-            self._told()
+            self._update()
 
     def unseen(self, asked_at: float) -> None:
         """The answer to the request that went there then will not be seen: no evidence of anything."""
         self._silence.unseen(asked_at)
-        self._told()
+        self._update()
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""
@@ -287,13 +287,13 @@ class Breaker:
             self._in_a_row = 0
         self._pause.succeeded(now)
         if self.free_until != math.inf:
-            self._told()
+            self._update()
 
     def refused(self, request: int, wait_s: float, now: float, client: int = 0) -> None:
         """The engine refused this client's request (any numbers that tell them apart) and asked to be left
         alone for ``wait_s``."""
         self._pause.refused(request, now + wait_s, now, client)
-        self._told()
+        self._update()
 
     def answered_at(self, now: float) -> None:
         """The first byte of an answer came."""
@@ -301,13 +301,13 @@ class Breaker:
             self._silence.heard_at = now
             return
         self._silence.answered_at(now)
-        self._told()
+        self._update()
 
     def left_unanswered(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """The client of a request begun at ``asked_at`` left without a byte, where the first one should have
         taken ``expected_s``. Returns whether that counts against the engine."""
         counts = self._silence.left_unanswered(asked_at, now, expected_s=expected_s, streams=streams)
-        self._told()
+        self._update()
         return counts
 
     def _open(self, now: float, seconds: float) -> None:
@@ -316,7 +316,7 @@ class Breaker:
         self._probing = False
         self._open_s = seconds
         self._open_until = now + seconds
-        self._told()
+        self._update()
 
     def _close(self) -> None:
         self._probing = False
@@ -324,7 +324,7 @@ class Breaker:
         self._opened_at = math.inf
         self._recent = [0, 0]
         self._before = [0, 0]
-        self._told()
+        self._update()
 
     def _roll(self, now: float) -> None:
         if now < self._window_end:

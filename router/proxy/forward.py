@@ -159,7 +159,7 @@ class Forwarder:
                 break
             if attempt:
                 self._stats.retries += 1
-                self._tell_retry(out.record, outcome, placement.engine_id)
+                self._log_retry(out.record, outcome, placement.engine_id)
             if disagg is None and placement.body is not None:
                 disagg = self._legs.disagg()
             try:
@@ -217,14 +217,14 @@ class Forwarder:
         try:
             prefill, body = placement.prefill, placement.body
             if prefill is not None and body is not None:
-                self._tell(prefill, out)
+                self._note_placed(prefill, out)
                 await self._legs.prefill(prefill, body, out, disagg, new_transfer_id())
             return await self._attempt(placement, out, carrier, disagg, send)
         finally:
             placement.finished(None)
 
     @staticmethod
-    def _tell(placement: Attempt, out: Outbound) -> None:
+    def _note_placed(placement: Attempt, out: Outbound) -> None:
         """An engine is asked now."""
         record = out.record
         record.placed(
@@ -234,7 +234,7 @@ class Forwarder:
         if record.trace is not None:
             placement.engine_headers += record.trace.asks(placement.engine_id, placement.facts())
 
-    def _tell_retry(
+    def _log_retry(
         self, record: RequestRecord, outcome: Refusal | UpstreamError | None, engine_id: str
     ) -> None:
         """Before ``record`` gets the next engine."""
@@ -255,10 +255,10 @@ class Forwarder:
         if not _broke(outcome):
             return breaks
         out.record.explained = True
-        self._tell_break(out.request, engine_id, outcome, last=breaks + 1 >= _BREAKS_MAX)
+        self._log_break(out.request, engine_id, outcome, last=breaks + 1 >= _BREAKS_MAX)
         return breaks + 1
 
-    def _tell_break(
+    def _log_break(
         self, request: InboundRequest, engine_id: str, outcome: Refusal | UpstreamError, *, last: bool
     ) -> None:
         """Count and log a request that broke an engine; ``last``: it is not given to another one."""
@@ -310,7 +310,7 @@ class Forwarder:
         try:
             if placement.body is not None:
                 placement.asked()
-            self._tell(placement, out)
+            self._note_placed(placement, out)
             connection = await self._ask(placement, out, carrier, disagg)
             status = 0 if connection is None else connection.status
             if status == _BAD_REQUEST and carrier is self._own and placement.drop_order():

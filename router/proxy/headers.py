@@ -67,24 +67,24 @@ class RequestHead(msgspec.Struct, gc=False):
 
 
 def read_request_headers(
-    headers: list[Header], client_host: str | None, told: dict[bytes, bytes] | None = None
+    headers: list[Header], client_host: str | None, by_name: dict[bytes, bytes] | None = None
 ) -> RequestHead:
-    """Sort a request's header fields; ``told``: the same as a dictionary, where there is one. Raises
+    """Sort a request's header fields; ``by_name``: the same as a dictionary, where there is one. Raises
     ``ValueError`` on a content-length that is no number."""
-    if told is None:
+    if by_name is None:
         # Of what is asked for, the last one counts.
-        told = dict(headers)
+        by_name = dict(headers)
     kept = [field for field in headers if field[0] not in _NOT_FORWARDED]
-    request_id = told.get(b"x-request-id", b"")
-    length = told.get(b"content-length")
+    request_id = by_name.get(b"x-request-id", b"")
+    length = by_name.get(b"content-length")
     encoding = forwarded_for = b""
-    if b"content-encoding" in told:
+    if b"content-encoding" in by_name:
         values = _values(headers, b"content-encoding")
         # A second field could hide a compressed body from the reader.
         encoding = next((one for one in values if one.strip().lower() not in (b"", b"identity")), b"")
-    if b"x-forwarded-for" in told:
+    if b"x-forwarded-for" in by_name:
         forwarded_for = b", ".join(_values(headers, b"x-forwarded-for"))
-    named = _named(headers) if b"connection" in told else _NOTHING
+    named = _named(headers) if b"connection" in by_name else _NOTHING
     if named:
         # A hop removes what ``Connection`` names (RFC 9110, section 7.6.1).
         kept = [field for field in kept if field[0] not in named]
@@ -104,7 +104,7 @@ def read_request_headers(
         None if length is None else int(length),
         encoding,
         forwarded_for,
-        None if told.keys().isdisjoint(SESSION_FIELDS) else session_in_headers(told),
+        None if by_name.keys().isdisjoint(SESSION_FIELDS) else session_in_headers(by_name),
     )
 
 
@@ -166,26 +166,26 @@ def as_json(fields: list[Header]) -> list[Header]:
 
 def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Header, ...]) -> AnswerHead:
     """Sort an answer's header fields; ``own`` (the placement's) are added."""
-    told = dict(headers)
+    by_name = dict(headers)
     # The usual answer has none of them: no list comprehension per answer.
-    if told.keys().isdisjoint(_NOT_RETURNED):
+    if by_name.keys().isdisjoint(_NOT_RETURNED):
         fields = list(headers)
     else:
         fields = [field for field in headers if field[0] not in _NOT_RETURNED]
-        if b"connection" in told and (named := _named(headers)):
+        if b"connection" in by_name and (named := _named(headers)):
             fields = [field for field in fields if field[0] not in named]
-    kind = told.get(b"content-type", b"").lower()
+    kind = by_name.get(b"content-type", b"").lower()
     sse, json = kind.startswith(b"text/event-stream"), kind.startswith(b"application/json")
-    encoding = told.get(b"content-encoding")
+    encoding = by_name.get(b"content-encoding")
     encoded = encoding is not None and encoding.lower() != b"identity"
-    if b"x-request-id" not in told:
+    if b"x-request-id" not in by_name:
         fields.append((b"x-request-id", request_id))
-    # nginx buffers a stream unless told not to.
-    if sse and b"x-accel-buffering" not in told:
+    # nginx buffers a stream unless this says otherwise.
+    if sse and b"x-accel-buffering" not in by_name:
         fields.append((b"x-accel-buffering", b"no"))
     fields.extend(own)
-    length = told.get(b"content-length", b"")
-    return AnswerHead(fields, sse, json, encoded, told.get(b"retry-after"), length)
+    length = by_name.get(b"content-length", b"")
+    return AnswerHead(fields, sse, json, encoded, by_name.get(b"retry-after"), length)
 
 
 # Which paths are forwarded to engines, which are refused, and which are unknown.

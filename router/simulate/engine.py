@@ -48,7 +48,7 @@ class SimEngine:
         self.preemptions = 0
         self.computed_tokens = 0
         self._tiers = tiers
-        self._told = first_token, ended, refused
+        self._callbacks = first_token, ended, refused
         self._fetched = fetched
         self._num_kept = 0
         self._stalled_s = 0.0
@@ -141,7 +141,7 @@ class SimEngine:
         self._preempt(last)
         if not self._others_hold_blocks:
             self._waiting.popleft()
-            self._told[2](last, now)
+            self._callbacks[2](last, now)
         return True
 
     def _admit(self, run: RequestRun, now: float) -> bool:
@@ -174,7 +174,7 @@ class SimEngine:
         self._waiting.popleft()
         # An empty engine has no room for it either.
         if hit is None:
-            self._told[2](run, now)
+            self._callbacks[2](run, now)
             return True
         # Counted once: a preempted request is admitted again.
         if run.started_s < 0:
@@ -252,7 +252,7 @@ class SimEngine:
             self._preempt(run)
             if not self._others_hold_blocks:  # no request will release blocks
                 self._waiting.popleft()
-                self._told[2](run, now)
+                self._callbacks[2](run, now)
             return
         self._spend(tokens, now)
 
@@ -286,7 +286,7 @@ class SimEngine:
             self._prefilling = None
             if run.first_token_s < 0:
                 run.first_token_s = now
-                self._told[0](run, now)
+                self._callbacks[0](run, now)
             run.generated = request.num_tokens - run.input_tokens + 1
             if run.generated >= run.output_tokens:
                 self._end(run, now)
@@ -349,7 +349,7 @@ class SimEngine:
             self._num_kept += 1
         self.pool.finish(run.pool_request)
         run.ended_s = now
-        self._told[1](run, now)
+        self._callbacks[1](run, now)
 
 
 # Times of the next event of each simulated engine, and of arrivals, in virtual time.
