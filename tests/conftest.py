@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -18,6 +19,9 @@ from tests.support.examples import PROFILE, load_profile
 from tests.support.hangs import Watchdog, fail_instead_of_waiting
 from tests.support.waiting import patience, run
 
+# The size of some terminal, which readline leaves to the workers of pytest-xdist.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 load_profile()
 fail_instead_of_waiting()
 _WATCHDOG = pytest.StashKey[Watchdog]()
