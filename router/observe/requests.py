@@ -141,12 +141,13 @@ class DeferredUpdates:
         if self._applying:
             return
         self._applying, waiting = True, self._waiting
-        try:
-            while waiting:
-                update, args = waiting.popleft()
+        while waiting:
+            update, args = waiting.popleft()
+            try:
                 update(*args)
-        finally:
-            self._applying = False
+            except Exception:  # noqa: BLE001  # no reader and no request may fail with it
+                _log.exception("deferred update failed")
+        self._applying = False
 
     def _schedule(self) -> None:
         try:

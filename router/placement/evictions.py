@@ -254,7 +254,7 @@ class EvictionForecast:
 
         ``held``: its leading blocks there now; ``coming``: those left by prompts ahead of it.
         """
-        depth = coming if coming > held else held  # noqa: FURB136
+        depth = max(coming, held)
         # Most hits need no simulation: the last block of a hit is its first to be evicted, so a hit is safe
         # if that block stands behind all that the prompts in flight can take.
         if not self.crowded or not depth or depth > len(hashes) or self._is_safe(hashes[depth - 1]):
