@@ -2,7 +2,8 @@
 
     python -m benchmarks.growth_plot
 
-The lines are what benchmarks/scale.py, replicas.py, streams.py and workers.py print. Needs matplotlib.
+The lines are what benchmarks/scale.py, replicas.py, streams.py and workers.py print. Needs
+matplotlib, which no extra installs.
 """
 
 from __future__ import annotations
