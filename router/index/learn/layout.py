@@ -193,7 +193,8 @@ def make_layout(
     computed = 1 + lookahead if sglang else 1
     unit = hash_block_size or hash_unit(groups)
     inside_seen = inside_seen or facts.decode_ranks > 1
-    partial = _partial_hits(groups, unit, lookahead, inside_seen=inside_seen)
+    hidden = _has_hidden(groups, facts)
+    partial = (hidden or len(groups) > 1) and _partial_hits(groups, unit, lookahead, inside_seen=inside_seen)
     if facts.partial_hash_hits is not None:
         partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
     alignment = unit if partial else scheduler_block_size(groups)
@@ -205,7 +206,7 @@ def make_layout(
         lookahead,
         facts.first_connector_loads,
         inside_seen=inside_seen,
-        hidden_groups=_has_hidden(groups, facts),
+        hidden_groups=hidden,
         replay_tokens=facts.replay_tokens,
         computed_tokens=computed,
         # ``load_back_threshold`` (srt/mem_cache/unified_radix_cache.py of 0.5.23).
@@ -214,7 +215,7 @@ def make_layout(
 
 
 def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, lookahead: int, *, inside_seen: bool) -> bool:
-    """Whether hits may end inside a block.
+    """Whether hits may end inside a block, in an engine with several groups.
 
     True with a Mamba align group whose blocks are larger than a hash block, if every other group can follow.
     With decode context parallelism a Mamba block equal to a hash block is sufficient
@@ -227,7 +228,7 @@ def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, lookahead: int, *, i
         g.family is Family.MAMBA and g.mamba_cache_mode == "align" and g.block_size >= least for g in groups
     )
     proven = align or (not lookahead and any(group.partial_only for group in groups))
-    return proven and len(groups) > 1 and _can_end_inside(groups, unit)
+    return proven and _can_end_inside(groups, unit)
 
 
 def _has_hidden(groups: tuple[GroupSpec, ...], facts: ModelFacts) -> bool:

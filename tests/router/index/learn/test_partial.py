@@ -8,7 +8,7 @@ from publisher.block_hash import HashScheme
 from publisher.events import GroupSpec
 from router.fleet.statement import EngineStatement
 from router.index.learn.facts import SetupEvidence
-from router.index.learn.layout import CacheLayout, ModelFacts
+from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from router.index.model import FleetResidency
 from tests.router.index.rules.layouts import full, hit, layout_of, mamba
 from tests.support.event_writer import Prompt, Writer, batch, tokens
@@ -234,3 +234,10 @@ def test_blocks_of_an_unseen_size_are_shown_as_longer() -> None:
     layout = layout_of(mamba(0, "align"), part, unit=16)
     assert [spec_class.label for spec_class in layout.classes] == ["full_attention/>16", "mamba/16"]
     assert layout.alignment == 16
+
+
+def test_states_beside_groups_that_publish_nothing_end_hits_inside_a_block() -> None:
+    """vLLM looks several groups up jointly, those without events too; a group alone by whole blocks."""
+    states = (GroupSpec(0, "mamba", 32, mamba_cache_mode="align"),)
+    assert make_layout(states, ModelFacts(), 16).alignment == 32
+    assert make_layout(states, ModelFacts(hidden_groups=True), 16).alignment == 16
