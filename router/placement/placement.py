@@ -360,10 +360,7 @@ class Placement(Attempt):
 
     def answered(self, status: int) -> None:
         """Implement ``Attempt``."""
-        if status < 400:
-            self._breaker.succeeded(self.now())
-        else:
-            super().answered(status)
+        super().answered(status)
         self.engine.answers += 1
 
     def unseen(self, ended: Callable[[], None]) -> float:

@@ -24,7 +24,7 @@ from publisher.events import BlockHash
 from router.fleet.status import Frontend
 from router.openai.body import peek
 from router.openai.errors import ApiError
-from router.openai.request import PROMPT_APIS, InboundRequest
+from router.openai.request import InboundRequest
 from router.prompts.bodies import (
     Converted,
     ModelNames,
@@ -261,8 +261,7 @@ class PromptReader:
             self.stats.refused += 1
             raise
         self.stats.local += 1
-        if (api := PROMPT_APIS.get(path)) is not None:
-            self.stats.reads[api, "local"] += 1
+        self.stats.count_read(path, "local")
         if self._watched:
             self._show(request, path, prompt)
         return prompt

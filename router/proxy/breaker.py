@@ -116,7 +116,7 @@ class RetryAfterPause:
 class Silence:
     """Whether an engine gives no answers although it gets requests."""
 
-    __slots__ = ("_asked_at", "_given_up_at", "_probe_at", "_settings", "due_at", "give_ups", "heard_at")
+    __slots__ = ("_asked_at", "_given_up_at", "_heard_at", "_probe_at", "_settings", "due_at", "give_ups")
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
@@ -124,8 +124,7 @@ class Silence:
         self._asked_at = math.inf
         self.due_at = math.inf
         """When one of the streamed requests since an answer has waited too long."""
-        self.heard_at = -math.inf
-        """When an answer began last."""
+        self._heard_at = -math.inf
         self.give_ups = 0
         self._given_up_at = math.inf  # there were enough of them
         self._probe_at = 0.0
@@ -160,7 +159,7 @@ class Silence:
         """A client left without a byte. Returns whether that is evidence."""
         waited_s = now - asked_at
         # The engine answered somebody meanwhile, or the client left too early to prove anything.
-        if self.heard_at >= asked_at or waited_s < self._settings.give_up_s + 2 * expected_s:
+        if self._heard_at >= asked_at or waited_s < self._settings.give_up_s + 2 * expected_s:
             return False
         # A stream shows its first token at once; another answer shows nothing before its end, so one give-up
         # proves less.
@@ -171,7 +170,7 @@ class Silence:
         return True
 
     def answered_at(self, now: float) -> None:
-        self.heard_at = now
+        self._heard_at = now
         self._asked_at = self.due_at = self._given_up_at = math.inf
         self.give_ups = 0
 
@@ -280,11 +279,7 @@ class Breaker:
 
     def succeeded(self, now: float) -> None:
         """A request was taken: its answer has begun with a status of success."""
-        if now >= self._window_end or self._open_s:
-            self.record(True, now)
-        else:  # the same in short: this runs for each request
-            self._recent[0] += 1
-            self._in_a_row = 0
+        self.record(True, now)
         self._pause.succeeded(now)
         if self.free_until != math.inf:
             self._update()
@@ -297,11 +292,9 @@ class Breaker:
 
     def answered_at(self, now: float) -> None:
         """The first byte of an answer came."""
-        if self.free_until == math.inf:  # nothing waits too long, and no client gave up
-            self._silence.heard_at = now
-            return
         self._silence.answered_at(now)
-        self._update()
+        if self.free_until != math.inf:
+            self._update()
 
     def left_unanswered(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """The client of a request begun at ``asked_at`` left without a byte, where the first one should have
