@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from publisher.events import Family, GroupSpec, scheduler_block_size, spec_classes
 from router.fleet.engines import EngineKind
 from router.fleet.statement import EngineStatement
-from router.index.learn.layout import CacheLayout, ModelFacts, open_inside
+from router.index.learn.layout import CacheLayout, ModelFacts, has_gaps, open_inside
 
 Source = Literal["configuration", "server_info", "metrics", "config.json", "events", "receipts", "none"]
 Certainty = Literal["certain", "confirmed", "likely", "assumed", "disputed"]
@@ -343,7 +343,7 @@ def _hidden(configured: ModelFacts, receipts: DropReceipts, groups: tuple[GroupS
     """
     if configured.hidden_groups:
         return Fact("hidden_groups", True, "configuration", "certain")
-    if groups and len(groups) < 1 + max(group.group_idx for group in groups):
+    if has_gaps(groups):
         return Fact("hidden_groups", True, "events", "certain")
     return Fact("hidden_groups", True, "receipts", "likely") if receipts.looks_behind else None
 

@@ -231,14 +231,18 @@ def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, lookahead: int, *, i
     return proven and _can_end_inside(groups, unit)
 
 
+def has_gaps(groups: tuple[GroupSpec, ...]) -> bool:
+    """Whether group numbers are missing: those of groups without events."""
+    return bool(groups) and len(groups) < 1 + max(group.group_idx for group in groups)
+
+
 def _has_hidden(groups: tuple[GroupSpec, ...], facts: ModelFacts) -> bool:
     """Whether there are groups without events.
 
     Ring buffers and windows that are rebuilt by replay publish nothing, but vLLM counts them when it selects
     the coordinator (``get_kv_cache_coordinator``, vLLM 0.32). They may leave gaps in the group numbers.
     """
-    missing = len(groups) < 1 + max(group.group_idx for group in groups)
-    return missing or facts.hidden_groups or bool(facts.replay_tokens)
+    return has_gaps(groups) or facts.hidden_groups or bool(facts.replay_tokens)
 
 
 def _can_end_inside(groups: tuple[GroupSpec, ...], unit: int) -> bool:
