@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from router.feeds.base import FeedSettings, FeedState
-from router.feeds.subscriber import Feed
+from tests.router.feeds import feed_harness
+from tests.router.feeds.feed_harness import RecordingSink
 from tests.support.ports import free_port
 from tests.support.waiting import until
 from tests.vllm.publisher_process import VllmPublisher, publisher_process
@@ -113,46 +114,11 @@ def vllm_process(vllm_python: str) -> Iterator[Publisher]:
         yield publisher
 
 
-class Sink:
-    """Keeps what was applied since the last ``forget``."""
-
-    def __init__(self) -> None:
-        self.batches: list[DecodedBatch] = []
-
-    @property
-    def stamps(self) -> list[float]:
-        return [batch.ts for batch in self.batches]
-
-    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
-        self.batches.append(batch)
-
-    def forget(self, engine_id: str) -> None:
-        self.batches.clear()
-
-    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
-        raise AssertionError("no snapshots here")
-
-    def adopt(self, engine_id: str) -> None:
-        raise AssertionError("no snapshots here")
-
-    def unstage(self, engine_id: str) -> None:
-        pass
-
-
 def stamps(start: int, stop: int) -> list[float]:
     return [float(number) for number in range(start, stop)]
 
 
-@asynccontextmanager
-async def following(events: str, replay: str | None, sink: Sink) -> AsyncIterator[Feed]:
-    with zmq.Context() as context:
-        feed = Feed("e", events, replay, "kv", sink, settings=SETTINGS, context=context)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(feed.run())
-            try:
-                yield feed
-            finally:
-                feed.close()
+following = partial(feed_harness.following, topic="kv", settings=SETTINGS)
 
 
 async def live_frames(
@@ -222,7 +188,7 @@ async def test_frames_are_byte_identical(vllm_process: Publisher, rank: int) -> 
 
 
 async def test_live_from_the_start(vllm_process: Publisher) -> None:
-    sink = Sink()
+    sink = RecordingSink()
     vllm_process.open(topic="kv")
     async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
         await until(lambda: feed.state is FeedState.READY)
@@ -239,7 +205,7 @@ async def test_live_from_the_start(vllm_process: Publisher) -> None:
 
 async def test_late_start_with_a_full_replay_buffer(vllm_process: Publisher) -> None:
     """10,000 batches: more than vLLM's replay socket takes at once, so its answer may have holes."""
-    sink = Sink()
+    sink = RecordingSink()
     vllm_process.open(topic="kv")
     vllm_process.publish(10_000)
     async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
@@ -250,7 +216,7 @@ async def test_late_start_with_a_full_replay_buffer(vllm_process: Publisher) -> 
 
 
 async def test_late_start_after_the_buffer_rolled(vllm_process: Publisher) -> None:
-    sink = Sink()
+    sink = RecordingSink()
     vllm_process.open(topic="kv", buffer_steps=4)
     vllm_process.publish(12)  # the last four hold no cache clear
     async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
@@ -270,7 +236,7 @@ async def test_a_gap_is_repaired_from_vllms_replay(vllm_process: Publisher) -> N
             if int.from_bytes(message[1], "big") % 10 not in {4, 5, 6}:
                 await target.send_multipart(message)
 
-    sink = Sink()
+    sink = RecordingSink()
     vllm_process.open(topic="kv")
     with zmq.asyncio.Context() as context:
         source, target = context.socket(zmq.SUB), context.socket(zmq.PUB)
@@ -293,7 +259,7 @@ async def test_a_gap_is_repaired_from_vllms_replay(vllm_process: Publisher) -> N
 
 
 async def test_a_restart_in_place(vllm_process: Publisher) -> None:
-    sink = Sink()
+    sink = RecordingSink()
     vllm_process.open(topic="kv")
     vllm_process.publish(10)
     async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
