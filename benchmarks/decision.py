@@ -1,4 +1,4 @@
-"""What one decision costs: Python calls and CPU, for a repeated chat before 1 to 1,024 engines.
+"""Measure one decision: Python calls and CPU, for a repeated chat before 1 to 1,024 engines.
 
     python -m benchmarks.decision [--engines 1,2,8,64,1024] [--turns 8] [--rounds 1000]
 

@@ -85,7 +85,7 @@ def test_events_of_the_wheel_tell_the_full_attention_part_beside_windows() -> No
 
 
 def run_beside_the_wheel(*arguments: str) -> Any:
-    """What ``tests.support.real_radix`` prints."""
+    """Run ``tests.support.real_radix`` and return its output."""
     wheel, python = wheel_path(), os.environ.get("KVATLAS_VLLM_PYTHON")
     if not python:
         pytest.skip("KVATLAS_VLLM_PYTHON names no interpreter with torch; make test-sglang sets it")

@@ -60,7 +60,7 @@ class Rig:
             return answer.status, msgspec.json.decode(raw) if is_json and raw else raw.decode()
 
     async def ok(self, method: str, path: str, body: Any = None, fields: dict[str, str] | None = None) -> Any:
-        """What is answered with 200."""
+        """Return the body of an answer with status 200."""
         status, answer = await self.ask(method, path, body, fields)
         assert status == 200, answer
         return answer

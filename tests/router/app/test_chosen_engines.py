@@ -10,7 +10,7 @@ from tests.support.whole_router import MODEL, configure, routed, routing, runnin
 
 
 async def test_an_alias_is_answered_by_the_model_behind_it_and_listed() -> None:
-    async with routed({}, aliases={"gpt-4o": MODEL, "gone": {"nobody-has-it": 1.0}}) as (rig, engines):
+    async with routed({}, aliases={"gpt-4o": MODEL, "gone": {"no-such-model": 1.0}}) as (rig, engines):
         answer = await rig.chat("hi", model="gpt-4o")
         assert answer.http_response.status_code == 200
         assert answer.headers["x-kvatlas-engine"] == engines[0].base_url

@@ -45,7 +45,7 @@ def test_the_lease_runs_from_when_the_answer_may_have_come() -> None:
 
 
 def asked(prefills: int) -> DisaggState:
-    """After so many prefills were asked for."""
+    """Return the state after this number of prefill requests."""
     disagg = DisaggState(SETTINGS)
     for _ in range(prefills):
         disagg.prefill_sent()

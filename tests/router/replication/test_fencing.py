@@ -242,7 +242,7 @@ async def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server)
 
 
 async def test_an_engine_removed_while_its_lease_is_acquired_is_not_followed(plain_server: Server) -> None:
-    """What started after the removal is ended again, and another replica may have the lease at once."""
+    """Its feed, which starts after the removal, is stopped, and its lease is free for another replica."""
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         client, engine = replicas.clients[1], EngineAddress("http://e")
         followed, acquisitions = set[str](), list[int]()

@@ -238,7 +238,7 @@ def test_whatever_fails_a_transfer_is_told_once_and_never_after_its_prefill_fail
             names = told(*fleet.decode)
             assert len(names) == len(set(names))
             assert set(names) <= set(told(*fleet.prefill))
-            assert all(kept[name] for name in names), "nobody is told of a prefill that failed"
+            assert all(kept[name] for name in names), "no decode engine gets the handoff of a failed prefill"
 
     run(main())
 
