@@ -16,10 +16,10 @@ import msgspec
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 from publisher.events import BlockHash
 from router.placement.affinity import PromptMemory
-from router.placement.candidate import Candidate, PlacementRequest, Pull, WarmUpSettings
+from router.placement.candidate import Candidate, PlacementRequest, WarmUpSettings
 from router.placement.cost import Choice
 from router.placement.load import LoadSettings, Ticket
-from router.placement.pull import with_pull
+from router.placement.pull import occupy_links, with_pull
 from router.prompts.prompt import Prompt
 from router.simulate.fleet import FleetSim
 from router.simulate.requests import Request, block_hashes
@@ -173,10 +173,10 @@ class ScaledFleet(FleetSim):
 
     def _charge(self, place: int, source: int, tokens: int) -> float:
         """Occupy the links of a pull; returns its predicted seconds."""
-        known, names = self._sources(), self._names
+        known = self._sources()
         wait_s = max(known.busy_s[place], known.busy_s[source])
         link_s = wait_s + known.latency_s + tokens * known.s_per_token
-        self._links.charge(names[place], Pull(source, names[source], tokens, tokens, link_s), self._now)
+        occupy_links(self._loads[place], self._loads[source], link_s, self._now)
         return link_s
 
     def _first_token(self, run: RequestRun, now: float) -> None:

@@ -268,6 +268,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Part of ``predicted_tokens`` that the engine was to pull from another one's host memory."""
     pulled_from: str = ""
     """That engine."""
+    came_tokens: int | None = None
+    """Tokens of it that came by the engine's report; None without a report."""
+    pull_s: float = 0.0
+    """Predicted seconds of the transfer, with its wait for the link; a part of ``load_s``."""
     index_problem: str = ""
     """Why the index shared with other replicas could not be used; "" if it answered, or if there is none."""
 
@@ -281,15 +285,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if self.predicted_tokens == self.actual_tokens:
             return "exact"
         return "over" if self.predicted_tokens > self.actual_tokens else "under"
-
-    @property
-    def came_tokens(self) -> int | None:
-        """Reported tokens beyond those that the engine held itself, at most ``pulled_tokens``; None without a
-        report."""
-        if self.predicted_tokens is None or self.actual_tokens is None:
-            return None
-        own = self.predicted_tokens - self.pulled_tokens
-        return min(self.pulled_tokens, max(0, self.actual_tokens - own))
 
     @property
     def by_medium(self) -> dict[str, int]:

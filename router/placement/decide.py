@@ -375,6 +375,7 @@ class Planner:
             if self._shared is None
             else await self._look(self._shared, read, asked_of, rehearsal)
         )
+        self.pulls.others = look.load
         if self.gate is not None:
             self.gate.others(look.load)
         # Some may have left while the prompt was being read.
@@ -541,6 +542,7 @@ class Planner:
                 await self._reader.hashes(variant, scheme)
         shared = self._shared
         look = self._peer_state() if shared is None else await self._look(shared, prompt, engines, False)
+        self.pulls.others = look.load
         now = self._accounts.now()
         asked = self._asked(prompt, found, look, now, detail=False)
         held = self._held_alone(prompt, found) if self.pulls.enabled else {}

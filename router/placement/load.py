@@ -143,7 +143,7 @@ class LoadAccount:
 
     __slots__ = (
         *("_answer_s", "_assumed", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
-        *("_foreign", "_fresh_until_s", "_gauges_s", "_head_s", "last_admit_s", "_late_s"),
+        *("_foreign", "_fresh_until_s", "_gauges_s", "_head_s", "last_admit_s", "_late_s", "link_free_s"),
         *("_late_seen_s", "_others_waiting", "_recent_at_s", "_recent_s", "_running", "_settings"),
         *("_startable", "_stuck", "_sure", "_unseen", "beyond_s", "pages", "rates", "stats", "touched"),
     )
@@ -154,6 +154,8 @@ class LoadAccount:
         self.rates = rates
         self.touched: Callable[[], None] = lambda: None
         """Called when the values of ``ahead`` may have changed by anything but time."""
+        self.link_free_s = 0.0
+        """Time at which this router's pulls leave the engine's link to the others free."""
         self.beyond_s = 0.0
         """Seconds of others' prompts, by the latest ``ahead``."""
         self.stats = stats if stats is not None else LoadStats()
@@ -446,15 +448,16 @@ class LoadAccount:
         return self._recent_s * math.exp((self._recent_at_s - now) / self._settings.recent_s)
 
     def own(self, now: float) -> OthersLoad | None:
-        """This router's own requests in flight there and its recent work, for other replicas; None if there
-        are none."""
+        """This router's own requests in flight there, recent work and use of the link, for other replicas;
+        None if there are none."""
         rate = self._advance(now)
         # Rounded to steps: an unrounded value would change with every message and be sent each time.
         recent_ms = _RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS)
-        if not self._awaited and not self._running and not recent_ms:
+        link_ms = round(1000 * (self.link_free_s - now))
+        if not self._awaited and not self._running and not recent_ms and link_ms <= 0:
             return None
         tokens = round(self._own_queue_s(rate, now) / rate) if rate > 0 and self._awaited else 0
-        return OthersLoad.bounded(self._running, len(self._awaited), tokens, recent_ms)
+        return OthersLoad.bounded(self._running, len(self._awaited), tokens, recent_ms, link_ms)
 
     def _own_queue_s(self, rate: float, now: float) -> float:
         """Seconds of prefill and loads of our awaited prompts there (at least one), minus the time that the

@@ -23,7 +23,7 @@ NEWS = 0.1
 # routers off an engine.
 REQUESTS_MAX = 1_000_000
 TOKENS_MAX = 10_000_000_000
-RECENT_MS_MAX = 100_000_000
+MS_MAX = 100_000_000
 
 
 class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -31,32 +31,44 @@ class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
 
     ``running`` and ``waiting`` requests in flight, of which ``tokens`` are yet to be computed (or loaded,
     converted to tokens by time); ``recent_ms``: milliseconds of work recently sent there, decayed
-    (``LoadSettings.recent_s``).
+    (``LoadSettings.recent_s``); ``link_ms``: milliseconds until its link is free of pulls, by the
+    router that predicts the latest end.
     """
 
     running: Annotated[int, msgspec.Meta(ge=0, le=REQUESTS_MAX)] = 0
     waiting: Annotated[int, msgspec.Meta(ge=0, le=REQUESTS_MAX)] = 0
     tokens: Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)] = 0
-    recent_ms: Annotated[int, msgspec.Meta(ge=0, le=RECENT_MS_MAX)] = 0
+    recent_ms: Annotated[int, msgspec.Meta(ge=0, le=MS_MAX)] = 0
+    link_ms: Annotated[int, msgspec.Meta(ge=0, le=MS_MAX)] = 0
 
     @classmethod
-    def bounded(cls, running: int, waiting: int, tokens: int, recent_ms: int) -> OthersLoad:
+    def bounded(cls, running: int, waiting: int, tokens: int, recent_ms: int, link_ms: int = 0) -> OthersLoad:
         """Return the statement of one router."""
         tokens = min(max(0, tokens), TOKENS_MAX)
-        return cls(min(running, REQUESTS_MAX), waiting, tokens, min(recent_ms, RECENT_MS_MAX))
+        return cls(
+            min(running, REQUESTS_MAX), waiting, tokens, min(recent_ms, MS_MAX), min(max(0, link_ms), MS_MAX)
+        )
 
     def plus(self, other: OthersLoad) -> OthersLoad:
         """Return the sum of both."""
+        # A router that knows of others' pulls begins its own behind them: the latest end includes all.
         return OthersLoad(
             self.running + other.running,
             self.waiting + other.waiting,
             self.tokens + other.tokens,
             self.recent_ms + other.recent_ms,
+            max(self.link_ms, other.link_ms),
         )
+
+    def aged(self, age_s: float) -> OthersLoad:
+        """Return the statement ``age_s`` seconds after it was made: transfers went on meanwhile."""
+        if not self.link_ms:
+            return self
+        return msgspec.structs.replace(self, link_ms=max(0, self.link_ms - int(1000 * age_s)))
 
     @property
     def in_flight(self) -> tuple[int, int, int]:
-        """All but the recent work, which decays by itself."""
+        """All but recent work and transfers, which end by themselves."""
         return self.running, self.waiting, self.tokens
 
 

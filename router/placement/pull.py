@@ -30,7 +30,6 @@ import msgspec
 from router.feeds.base import FeedState
 from router.fleet.engines import EngineAddress, EngineId
 from router.http.sockets import split_address
-from router.observe.receipts import Receipt
 from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import InboundRequest
 from router.pd.bodies import SplitBody, split_body
@@ -38,6 +37,8 @@ from router.pd.transfer import KvSource
 from router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings, columns
 from router.placement.cost import TIE_S, Choice, ScoredCandidates, within_bound
 from router.placement.engine import Engine
+from router.placement.load import LoadAccount
+from router.placement.others import OthersLoad, others_at
 from router.prompts.prompt import Prompt
 
 LATENCY_S: Final = 0.002
@@ -67,20 +68,15 @@ class PullSources(msgspec.Struct, frozen=True, gc=False):
     """Whether a target (first) may pull from a source; None: every pair may."""
 
 
-class PullLinks:
-    """Predicted time at which each engine's link is free. ``now`` is of one clock and does not go back."""
+def occupy_links(target: LoadAccount, source: LoadAccount, link_s: float, now: float) -> None:
+    """Occupy both ends until a pull that begins now is predicted to end, its wait for the links included."""
+    target.link_free_s = source.link_free_s = now + link_s
 
-    def __init__(self) -> None:
-        self._free_s: dict[str, float] = {}
 
-    def busy_s(self, engine_id: str, now: float) -> float:
-        """Seconds until the link is free."""
-        return max(0.0, self._free_s.get(engine_id, now) - now)
-
-    def charge(self, target_id: str, pull: Pull, now: float) -> None:
-        """Occupy both ends until a chosen pull is predicted to end."""
-        self._free_s = {name: free_s for name, free_s in self._free_s.items() if free_s > now}
-        self._free_s[target_id] = self._free_s[pull.source_id] = now + pull.link_s
+def link_busy_s(load: LoadAccount, others: OthersLoad | None, now: float) -> float:
+    """Seconds until an engine's link is free of this router's pulls and of ``others``'; None: unknown."""
+    others_s = 0.0 if others is None else others.link_ms / 1000
+    return max(0.0, load.link_free_s - now, others_s)
 
 
 def with_pull(choice: Choice, sources: PullSources) -> Choice:
@@ -229,12 +225,21 @@ class PullOrder(msgspec.Struct, frozen=True, gc=False):
     hit: Hit
     saved_s: float
 
+    def came_tokens(self, cached: int | None) -> int | None:
+        """Tokens that the engine reports as ``cached`` beyond those that it held itself, at most those of the
+        pull; None without a report."""
+        if cached is None:
+            return None
+        own = self.hit.whole_tokens - self.pull.tokens
+        return min(self.pull.tokens, max(0, cached - own))
+
 
 class Pulls:
     """Pulls of one router. ``enabled``: they are considered."""
 
     def __init__(self) -> None:
-        self.links = PullLinks()
+        self.others: Mapping[str, OthersLoad] | None = {}
+        """Latest load of other routers, with their use of links."""
         self.pairs = PullPairs()
         self.stats = PullStats()
         self.configure(PullSettings(), 0)
@@ -285,9 +290,7 @@ class Pulls:
             to, of = engines[target], engines[source]
             return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
 
-        # Links are known as far as this router's own pulls occupy them; other routers' are not exchanged.
-        # Where they collide, pulls come late, and the pair rests.
-        busy = [self.links.busy_s(engine.engine_id, now) for engine in engines]
+        busy = [self._busy_s(engine, now) for engine in engines]
         found = with_pull(choice, PullSources(tokens, busy, self._s_per_token, LATENCY_S, allowed))
         pull = found.pull
         if pull is None:
@@ -335,10 +338,14 @@ class Pulls:
     def warm(self, target: Engine, source: Engine, tokens: int, now: float) -> float:
         """Note that the target is asked for a prefix that no client waits for. Returns the seconds of the
         transfer, waits for the link included."""
-        names = target.engine_id, source.engine_id
-        link_s = max(self.links.busy_s(name, now) for name in names) + LATENCY_S + tokens * self._s_per_token
-        self.links.charge(target.engine_id, Pull(0, source.engine_id, tokens, tokens, link_s), now)
+        wait_s = max(self._busy_s(target, now), self._busy_s(source, now))
+        link_s = wait_s + LATENCY_S + tokens * self._s_per_token
+        occupy_links(target.load, source.load, link_s, now)
         return link_s
+
+    def _busy_s(self, engine: Engine, now: float) -> float:
+        """Seconds until the engine's link is free."""
+        return link_busy_s(engine.load, others_at(engine.engine_id, self.others), now)
 
     def judge_pair(self, target_id: EngineId, source_id: EngineId, *, came: bool, now: float) -> None:
         """Note whether the target got what it was to fetch from the source."""
@@ -348,9 +355,9 @@ class Pulls:
             self.stats.rests += 1
             self.pairs.bad(target_id, source_id, now)
 
-    def begin(self, target_id: EngineId, order: PullOrder, now: float) -> None:
+    def begin(self, target: Engine, order: PullOrder, now: float) -> None:
         """Note that the target is asked now."""
-        self.links.charge(target_id, order.pull, now)
+        occupy_links(target.load, order.source.load, order.pull.link_s, now)
         self.stats.link_s += order.pull.link_s
 
     def end(self, target_id: EngineId, order: PullOrder, outcome: PullOutcome, now: float) -> None:
@@ -360,9 +367,12 @@ class Pulls:
         if outcome != "unreported":
             self.judge_pair(target_id, source_id, came=outcome not in _BAD, now=now)
 
-    def judge(self, order: PullOrder, receipt: Receipt) -> PullOutcome:
-        """Return the outcome by the engine's report, and count its tokens."""
-        came, promised = receipt.came_tokens, order.pull.tokens
+    def judge(
+        self, order: PullOrder, came: int | None, predicted_s: float | None, measured_s: float | None
+    ) -> PullOutcome:
+        """Return the outcome, and count the tokens. ``came``: tokens, None without a report; then the seconds
+        to the first token, None if unknown."""
+        promised = order.pull.tokens
         if came is None:
             return "unreported"
         self.stats.promised_tokens += promised
@@ -370,7 +380,6 @@ class Pulls:
         # A prompt that waits loses some blocks to eviction, which says nothing against the pair.
         if 2 * came < promised:
             return "missed"
-        predicted_s, measured_s = receipt.predicted_ttft_s, receipt.ttft_s
         if predicted_s is not None and measured_s is not None and measured_s > predicted_s + order.saved_s:
             return "late"
         return "complete" if came == promised else "partial"

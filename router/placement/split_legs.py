@@ -27,7 +27,7 @@ from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled, hint_field
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
 from router.placement.load import Ticket
-from router.placement.placement import NOTHING_HELD, Decision, MostHeld, Placement, Split
+from router.placement.placement import Decision, MostHeld, Placement, Split
 from router.placement.pull import PullOrder, Pulls
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Fields
@@ -231,7 +231,7 @@ class PullPlacement(Placement):
             client_headers=client_headers,
             waited_s=waited_s,
         )
-        pulls.begin(self.engine.engine_id, order, self.asked_s)
+        pulls.begin(self.engine, order, self.asked_s)
         if request.carried:
             source = endpoint_of(order.source.engine.base_url)
             self.engine_headers += ((KV_SOURCE, source.encode()),)
@@ -262,11 +262,19 @@ class PullPlacement(Placement):
             super()._receipt(usage, held, feed),
             pulled_tokens=order.pull.tokens,
             pulled_from=order.source.engine_id,
+            came_tokens=self._came_tokens(usage),
+            pull_s=order.pull.link_s,
         )
+
+    def _came_tokens(self, usage: Usage | None) -> int | None:
+        known = usage is not None and self._predicted
+        return self._order.came_tokens(usage.cached_tokens) if known and usage is not None else None
 
     def _learn(self, usage: Usage | None, feed: str) -> None:
         super()._learn(usage, feed)
-        outcome = self._pulls.judge(self._order, self._receipt(usage, NOTHING_HELD, feed))
+        # At once, unlike the receipt: the next decision must not choose a bad pair again.
+        predicted_s = None if self._first_token is None else self._first_token.total_s
+        outcome = self._pulls.judge(self._order, self._came_tokens(usage), predicted_s, self._ttft_s)
         self._pulls.end(self.engine.engine_id, self._order, outcome, self.now())
 
 

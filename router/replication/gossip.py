@@ -247,9 +247,10 @@ class GossipedInflight(InflightPrefixes):
 
 # Exchange of in-flight load, so that two replicas do not both select the one idle engine. One hash in the
 # index with one field per replica, read with every lookup. A replica writes when its load has changed, at
-# most every 50 ms, and repeats a load that is not empty as a heartbeat; recent work, which decays by itself,
-# is included in both. A replica's load counts no longer than ``silence_s`` after its last heartbeat; its own
-# field is never counted; a field that cannot be decoded, or has values out of bounds, counts as empty.
+# most every 50 ms, and repeats a load that is not empty as a heartbeat; recent work and use of links, which
+# end by themselves, are included in both. A replica's load counts no longer than ``silence_s`` after its last
+# heartbeat; its own field is never counted; a field that cannot be decoded, or has values out of bounds,
+# counts as empty.
 
 
 SILENCE_S = 2.0
@@ -292,7 +293,8 @@ class LoadGossip:
         self._heartbeats = HeartbeatMonitor(silence_s)
         self._sent: dict[str, OthersLoad] = {}
         self._sent_s = float("-inf")
-        self._decoded: dict[str, tuple[bytes, ReplicaLoad | None]] = {}
+        # With the time at which these bytes came.
+        self._decoded: dict[str, tuple[bytes, ReplicaLoad | None, float]] = {}
 
     def field(self, now: float) -> bytes | None:
         """Return the field to write now; None if nothing has changed and no heartbeat is due."""
@@ -309,34 +311,36 @@ class LoadGossip:
     def others(self, fields: Mapping[str, bytes], now: float) -> dict[str, OthersLoad]:
         """Return the load of all other live replicas together, by engine."""
         total: dict[str, OthersLoad] = {}
-        for remote in self._alive(fields, now):
-            for engine_id, load in remote.engines.items():
-                known = total.get(engine_id)
+        for remote, age_s in self._alive(fields, now):
+            for engine_id, told in remote.engines.items():
+                known, load = total.get(engine_id), told.aged(age_s)
                 total[engine_id] = load if known is None else known.plus(load)
         if len(self._decoded) > len(fields):
             self._decoded = {name: kept for name, kept in self._decoded.items() if name in fields}
             self._heartbeats.keep_only(fields.keys())
         return total
 
-    def _alive(self, fields: Mapping[str, bytes], now: float) -> Iterator[ReplicaLoad]:
-        """Yield the valid and recently written fields of other replicas."""
+    def _alive(self, fields: Mapping[str, bytes], now: float) -> Iterator[tuple[ReplicaLoad, float]]:
+        """Yield the valid and recently written fields of other replicas, and the seconds since they came."""
         for name, value in fields.items():
-            remote = None if name == self._me else self._decode(name, value)
+            if name == self._me:
+                continue
+            remote, came_s = self._decode(name, value, now)
             if remote is not None and self._heartbeats.beat(name, remote.beat, now):
-                yield remote
+                yield remote, now - came_s
 
-    def _decode(self, name: str, value: bytes) -> ReplicaLoad | None:
-        """Decode a field; equal bytes are decoded once."""
+    def _decode(self, name: str, value: bytes, now: float) -> tuple[ReplicaLoad | None, float]:
+        """Decode a field, and return the time at which it came; equal bytes are decoded once."""
         known = self._decoded.get(name)
         if known is not None and known[0] == value:
-            return known[1]
+            return known[1:]
         try:
             remote = _LOADS.decode(value)
         except msgspec.DecodeError:
             remote = None
             self._refused()
-        self._decoded[name] = value, remote
-        return remote
+        self._decoded[name] = value, remote, now
+        return remote, now
 
 
 def _in_flight_alike(load: Mapping[str, OthersLoad], sent: Mapping[str, OthersLoad]) -> bool:

@@ -34,7 +34,7 @@ from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_pre
 from router.placement.load import LoadAccount, Ticket
 from router.placement.others import NO_OTHERS
 from router.placement.policies import ArmState, policy
-from router.placement.pull import PullLinks, PullSources, with_pull
+from router.placement.pull import PullSources, link_busy_s, occupy_links, with_pull
 from router.placement.rates import FleetRates, RateSettings
 from router.placement.saturation import gap_s, joins_sibling
 from router.simulate.engine import Arrivals, Calendar, SimEngine
@@ -161,7 +161,6 @@ class FleetSim:
         self._pull_s_per_token = 0.0
         if setup.tiers is not None and setup.tiers.pull_bytes_per_s and variant.pulls:
             self._pull_s_per_token = setup.tiers.load_s_per_token("PEER", setup.groups)
-        self._links = PullLinks()
         self._hints = RetentionHints()
         self._alone: list[int] = []  # hits of the last prompt looked up, in host memory alone
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
@@ -294,8 +293,9 @@ class FleetSim:
         else:
             source = None
             if choice.pull is not None:
-                self._links.charge(choice.engine_id, choice.pull, now)
-                source = self._tiers[choice.pull.source]
+                sender = choice.pull.source
+                occupy_links(self._loads[place], self._loads[sender], choice.pull.link_s, now)
+                source = self._tiers[sender]
             run = self._run(place, index, tokens, whole, request.output_tokens)
             run.rank_s, run.source, run.hint = rank_s, source, self._hint(request)
             self._send(place, run)
@@ -382,7 +382,7 @@ class FleetSim:
         tiers = self._setup.tiers
         return PullSources(
             self._alone,
-            [self._links.busy_s(name, self._now) for name in self._names],
+            [link_busy_s(account, None, self._now) for account in self._loads],
             self._pull_s_per_token,
             0.0 if tiers is None else tiers.pull_latency_s,
         )

@@ -99,7 +99,8 @@ async def test_a_busy_engine_s_prefix_is_pulled_and_the_answer_is_right(groups: 
         assert last["engine_id"] != holder.base_url
         assert (last["reason"], last["pulled_from"]) == ("pull", holder.base_url)
         assert last["predicted_tokens"] == last["actual_tokens"] == TOKENS - 16
-        assert last["pulled_tokens"] == TOKENS - 16
+        assert last["pulled_tokens"] == last["came_tokens"] == TOKENS - 16
+        assert 0 < last["pull_s"] <= last["load_s"]
         assert world.pulls == {"complete": 1}
         _, page = await world.rig.ask("GET", "/metrics")
         assert 'kvatlas_pulls_total{outcome="complete"} 1.0' in page
@@ -127,7 +128,7 @@ async def test_explain_says_where_from_and_changes_nothing() -> None:
         assert told["pull"]["source"] == holder.base_url
         assert told["pull"]["tokens"] == TOKENS - 16
         assert world.pulls == {}
-        assert world.rig.router.planner.pulls.links.busy_s(holder.base_url, time.monotonic()) == 0.0
+        assert world.named(holder).load.link_free_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ async def test_blocks_that_were_evicted_meanwhile_are_computed_and_the_pair_rest
             again = await world.ask(completion())
             assert plain(words(again)) == plain(words(answer))
             last = await world.last()
-            assert (last["pulled_tokens"], last["actual_tokens"]) == (TOKENS - 16, 0)
+            assert (last["pulled_tokens"], last["came_tokens"], last["actual_tokens"]) == (TOKENS - 16, 0, 0)
             assert world.pulls == {"missed": 1}
             await world.ask(completion(1))
             assert world.pulls == {"missed": 1}

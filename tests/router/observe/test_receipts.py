@@ -283,16 +283,6 @@ def test_the_worth_of_a_steady_rate_is_that_rate(seconds: float, interval_s: flo
     assert worth.per_minute(now + WORTH_HALF_LIFE_S) == pytest.approx(worth.per_minute(now) / 2)
 
 
-@pytest.mark.parametrize(
-    ("actual", "came"), [(900, 700), (1000, 700), (500, 300), (200, 0), (100, 0), (None, None)]
-)
-def test_what_came_of_a_pull_is_what_the_engine_had_beyond_its_own(
-    actual: int | None, came: int | None
-) -> None:
-    one = msgspec.structs.replace(receipt(900, actual), pulled_tokens=700, pulled_from="http://s:1")
-    assert one.came_tokens == came
-
-
 def test_a_pull_says_nothing_of_the_engine_s_own_cache() -> None:
     sums = EngineReceipts()
     for _ in range(2 * DRIFT_MIN):

@@ -5,18 +5,30 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import EngineAddress
-from router.observe.receipts import Receipt
 from router.openai.members import at_once
 from router.pd.bodies import split_body
 from router.placement.candidate import Candidate, PolicySettings, PullSettings
 from router.placement.cost import Choice, choose
-from router.placement.pull import PullLinks, PullOrder, PullPairs, Pulls, PullSources, any_waits, with_pull
+from router.placement.load import LoadAccount
+from router.placement.others import OthersLoad
+from router.placement.pull import (
+    PullOrder,
+    PullPairs,
+    Pulls,
+    PullSources,
+    any_waits,
+    link_busy_s,
+    occupy_links,
+    with_pull,
+)
+from router.placement.rates import FleetRates
 from tests.router.placement.candidates import make_candidate
 
 RATE = 1 / 8000
@@ -81,12 +93,12 @@ def test_an_engine_that_replays_a_window_does_not_pull() -> None:
 
 
 def test_a_busy_link_waits_and_is_free_again() -> None:
-    links = PullLinks()
-    choice = pulled(holder(9.0), [36_000, 0])
-    assert choice.pull is not None
-    links.charge("free", choice.pull, 5.0)
-    assert links.busy_s("free", 5.0) == links.busy_s("holder", 5.0) == pytest.approx(choice.pull.link_s)
-    assert links.busy_s("free", 6.0) == links.busy_s("other", 5.0) == 0.0
+    target, source, other = (LoadAccount(FleetRates().engine()) for _ in range(3))
+    occupy_links(target, source, 0.5, 5.0)
+    assert link_busy_s(target, None, 5.0) == link_busy_s(source, None, 5.0) == pytest.approx(0.5)
+    assert link_busy_s(target, None, 6.0) == link_busy_s(other, None, 5.0) == 0.0
+    assert link_busy_s(target, OthersLoad(link_ms=400), 5.2) == pytest.approx(0.4), "the later end"
+    assert link_busy_s(target, OthersLoad(link_ms=200), 5.2) == pytest.approx(0.3)
 
 
 _CANDIDATE = st.builds(
@@ -146,6 +158,7 @@ def engine(name: str, **changes: Any) -> Any:
         "frontend": "python",
         "closed": False,
         "feed": FeedStats(state=FeedState.READY),
+        "load": LoadAccount(FleetRates().engine()),
     }
     return SimpleNamespace(engine_id=name, engine=EngineAddress(name), **{**alike, **changes})
 
@@ -210,20 +223,7 @@ def test_two_unknown_versions_are_not_equal() -> None:
 
 
 def outcome_of(order: PullOrder, actual: int | None, ttft_s: float | None) -> str:
-    receipt = Receipt(
-        request_id="r",
-        engine_id=NAMES[1],
-        model="m",
-        mode="native",
-        feed="ready",
-        prompt_tokens=PROMPT,
-        predicted_tokens=order.pull.end,
-        pulled_tokens=order.pull.tokens,
-        actual_tokens=actual,
-        predicted_ttft_s=0.6,
-        ttft_s=ttft_s,
-    )
-    return Pulls().judge(order, receipt)
+    return Pulls().judge(order, order.came_tokens(actual), 0.6, ttft_s)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,19 @@ def test_a_pull_is_late_if_computing_would_have_been_sooner(
     _, order = applied()
     assert order is not None
     assert outcome_of(order, actual, ttft_s) == outcome
+
+
+@pytest.mark.parametrize(
+    ("actual", "came"), [(900, 700), (1000, 700), (500, 300), (200, 0), (100, 0), (None, None)]
+)
+def test_what_came_of_a_pull_is_what_the_engine_had_beyond_its_own(
+    actual: int | None, came: int | None
+) -> None:
+    _, order = applied()
+    assert order is not None
+    hit = msgspec.structs.replace(order.hit, gpu_tokens=200, cpu_tokens=700)
+    part = msgspec.structs.replace(order, pull=msgspec.structs.replace(order.pull, tokens=700), hit=hit)
+    assert part.came_tokens(actual) == came
 
 
 def test_a_bad_pair_rests_and_every_other_pair_goes_on() -> None:
@@ -282,14 +295,34 @@ def test_rests_end_and_pairs_are_bounded() -> None:
 def test_a_chosen_pull_occupies_both_links() -> None:
     pulls = Pulls()
     pulls.configure(PullSettings(enabled=True, gbit_s=1.0), 5710)
-    target: Any = NAMES[1]
     _, order = applied(pulls)
     assert order is None, "36,000 tokens of 100 KiB take half a minute at 1 Gbit/s"
     pulls.configure(PullSettings(enabled=True, gbit_s=25.0), 5710)
     _, order = applied(pulls)
     assert order is not None
+    target = engine(NAMES[1])
     pulls.begin(target, order, 0.0)
-    assert pulls.links.busy_s(NAMES[0], 0.0) == pytest.approx(order.pull.link_s)
-    _, second = applied(pulls)
+    assert order.source.load.link_free_s == target.load.link_free_s == pytest.approx(order.pull.link_s)
+    _, second = applied(pulls, source={"load": order.source.load})
     assert second is not None
     assert second.pull.link_s == pytest.approx(2 * order.pull.link_s)
+
+
+@pytest.mark.parametrize("busy", NAMES)
+def test_a_link_that_another_router_uses_is_waited_for(busy: str) -> None:
+    pulls = Pulls()
+    pulls.configure(PullSettings(enabled=True), 5710)
+    _, alone = applied(pulls)
+    assert alone is not None
+    pulls.others = {busy: OthersLoad(link_ms=1500)}
+    _, beside = applied(pulls)
+    assert beside is not None
+    assert beside.pull.link_s == pytest.approx(alone.pull.link_s + 1.5)
+    ends = engine(NAMES[1]), engine(NAMES[0])
+    assert pulls.warm(*ends, 1000, 0.0) > 1.5
+    pulls.others = {busy: OthersLoad(link_ms=9000)}
+    assert applied(pulls)[1] is None, "then its holder serves the prompt sooner"
+    pulls.others = None
+    _, unknown = applied(pulls)
+    assert unknown is not None
+    assert unknown.pull.link_s == alone.pull.link_s

@@ -1,28 +1,39 @@
-"""Recent work that one replica sent to an engine counts where another one places a prompt."""
+"""Work and pulls that one replica gave to engines count where another one places a prompt."""
 
 from __future__ import annotations
 
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
+from router.placement.candidate import PullSettings
 from router.placement.others import OthersLoad
 from router.replication.settings import IndexSettings
 from tests.support.redis_servers import Server
 from tests.support.waiting import until
-from tests.support.whole_router import configure, routing, running
+from tests.support.whole_router import Rig, configure, routing, running
 
 
-async def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
+@asynccontextmanager
+async def replicas(server: Server, engines: int, **changes: Any) -> AsyncIterator[tuple[Rig, Rig]]:
+    """Two routers before the same engines."""
     async with AsyncExitStack() as stack:
-        engines = await stack.enter_async_context(running({}))
+        started = await stack.enter_async_context(running(*({} for _ in range(engines))))
         rigs = []
         for name in ("r0", "r1"):
             index = IndexSettings(url=server.url, replica=name, lookup_timeout_s=5.0)
-            config = configure(*engines, index=index)
+            config = configure(*started, index=index, **changes)
             rigs.append(await stack.enter_async_context(routing(config)))
-        one, other = rigs
+        yield rigs[0], rigs[1]
+        for rig in rigs:
+            rig.check_books()
+
+
+async def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
+    async with replicas(server, 1) as (one, other):
         (engine,), (there,) = one.router.fleet, other.router.fleet
         now = time.monotonic()
         work = round(30.0 / engine.rates.prefill_s_per_token(now))
@@ -42,5 +53,17 @@ async def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
         own = there.load.own(time.monotonic()) or OthersLoad()
         assert recent_s == pytest.approx((found[-1].recent_ms + own.recent_ms) / 1000, abs=0.2)
         assert own.recent_ms < 1000, "that of the first one is not reported back"
-        for rig in rigs:
-            rig.check_books()
+
+
+async def test_a_link_that_another_replica_s_pull_uses_is_waited_for(server: Server) -> None:
+    async with replicas(server, 2, pull=PullSettings(enabled=True)) as (one, other):
+        target, source = one.router.fleet
+        one.router.planner.pulls.warm(target, source, 10_000_000, time.monotonic())
+        pulls, (there, beside) = other.router.planner.pulls, other.router.fleet
+        assert pulls.warm(there, beside, 0, time.monotonic()) < 1.0
+
+        async def told() -> bool:
+            await other.chat("a prompt, so that the index is asked")
+            return pulls.warm(there, beside, 0, time.monotonic()) > 60.0
+
+        await until(told, "a pull of the other replica would wait")

@@ -23,11 +23,13 @@ from router.app import Router
 from router.config.schema import Config
 from router.fleet.engines import EngineAddress
 from router.openai.errors import ApiError
+from router.placement.candidate import PullSettings
 from router.placement.eligible import candidates
 from router.placement.engine import PromptView
 from router.placement.others import NO_OTHERS, OthersLoad
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
+from tests.router.placement.test_prompt_memory import prompt
 from tests.support.waiting import until
 
 E = "http://e"
@@ -159,6 +161,25 @@ async def test_recent_work_of_a_sibling_counts_where_a_prompt_is_placed() -> Non
             assert 1.0 < candidate.recent_s <= 8.05
             assert candidate.queue_s == 0.0
             assert two.peers.own_load(two.clock()) == {}
+
+
+async def test_a_link_that_a_sibling_s_pull_uses_is_waited_for() -> None:
+    with seats(2) as places:
+        config = Config(
+            engines=(EngineAddress(E), EngineAddress("http://f")), pull=PullSettings(enabled=True)
+        )
+        one, two = (Router(config, worker=place) for place in places)
+        gossips = [router.peers.gossip for router in (one, two)]
+        assert gossips[0] is not None and gossips[1] is not None  # noqa: PT018
+        hearing = gossips[1]
+        async with running(gossips[0]), running(hearing):
+            target, source = one.fleet
+            one.planner.pulls.warm(target, source, 10_000_000, one.clock())
+            await until(lambda: len(hearing.others()) == 2, "both ends are reported")
+            target, source = two.fleet
+            assert two.planner.pulls.warm(target, source, 0, two.clock()) < 1.0
+            await two.planner.look_up(prompt((1, 3)), [])
+            assert two.planner.pulls.warm(target, source, 0, two.clock()) > 60.0
 
 
 async def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> None:

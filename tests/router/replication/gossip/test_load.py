@@ -136,11 +136,11 @@ def test_recent_work_that_fades_is_written_with_the_heartbeat_only() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 40, 1.5, "1", None])
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("place", range(5))
 def test_a_field_with_values_out_of_bounds_counts_as_nothing(place: int, value: object) -> None:
     refused = []
     reader = LoadGossip("me", lambda _: {}, started=1, refused=lambda: refused.append(1))
-    numbers: list[object] = [1, 1, 1, 1]
+    numbers: list[object] = [1, 1, 1, 1, 1]
     numbers[place] = value
     field = msgspec.msgpack.encode([7, {E: numbers}])
     assert reader.others({"a": field}, 0.0) == {}
@@ -152,6 +152,30 @@ def test_a_router_of_an_earlier_version_is_understood() -> None:
     assert gossip("me", {}).others({"a": msgspec.msgpack.encode([7, {E: [1, 2, 3]}])}, 0.0) == {
         E: OthersLoad(1, 2, 3)
     }
+
+
+def test_a_link_is_busy_until_the_latest_end_and_time_passes_between_messages() -> None:
+    said = {"a": OthersLoad(1, 0, 5, 0, 900), "b": OthersLoad(1, 0, 5, 0, 400)}
+    fields = {name: gossip(name, {E: load}).field(0.0) or b"" for name, load in said.items()}
+    reader = gossip("me", {})
+    assert reader.others(fields, 0.0)[E].link_ms == 900, "not the sum: each knows of the other"
+    assert reader.others(fields, 0.3)[E].link_ms == 600
+    assert reader.others(fields, 1.0)[E].link_ms == 0
+    again = gossip("a", {E: OthersLoad(1, 0, 5, 0, 300)})
+    again.sent(fields["a"], 0.0)
+    assert reader.others({"a": again.field(1.1) or b""}, 1.2)[E].link_ms == 300, "from the newest message on"
+
+
+def test_ones_own_use_of_a_link_is_told_while_it_lasts() -> None:
+    account = LoadAccount(FleetRates().engine())
+    account.link_free_s = 10.75
+    assert account.own(10.0) == OthersLoad(link_ms=750)
+    assert account.own(10.75) is None
+    account.link_free_s = 1e9
+    assert msgspec.msgpack.decode(gossip("a", {E: account.own(0.0) or OthersLoad()}).field(0.0) or b"")
+    assert gossip("me", {}).others(
+        {"a": gossip("a", {E: account.own(0.0) or OthersLoad()}).field(0.0) or b""}, 0.0
+    )
 
 
 class Reader:
