@@ -193,6 +193,8 @@ class AgentEndpoints:
 
     async def messages(self, call: Call) -> None:
         chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
+        if self._model.owner == "sglang":
+            chat.cache_salt = None  # AnthropicMessagesRequest (0.5.23) has no such field and drops it
         call.apply_headers(chat)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         answer = MessagesAnswer(f"msg_{uuid.uuid4().hex}", chat.model or "", len(prepared.token_ids))

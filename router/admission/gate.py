@@ -27,8 +27,8 @@ import structlog
 from router.admission.key_file import KeyFile, KeyFileError, KeySettings, KeyStats, TenantRules
 from router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
 from router.http.sockets import WatchedFile, describe_error
-from router.openai.errors import ApiError, invalid_key, salt_not_accepted
-from router.openai.request import COHERE
+from router.openai.errors import ApiError, invalid_key, media_name_not_accepted, salt_not_accepted
+from router.openai.request import SALTED
 from router.pd.settings import PdStats
 
 _log = structlog.get_logger()
@@ -39,9 +39,6 @@ _SECRET_BYTES_MAX: Final = 4096
 _LOOK_EVERY_S: Final = 1.0
 # Of a client's own salt; vLLM 0.32 takes at most 128.
 _SALT_CHARS_MAX: Final = 1024
-# ``CohereChatV2Request`` of vLLM 0.32 has no such field; all other prompts do.
-# APIs that take no salt.
-UNSALTED: Final = frozenset({COHERE})
 
 
 class SharedSecret:
@@ -96,11 +93,18 @@ class Isolation:
         group = rules.cache_group if self._by_group else ""
         return ("group", group) if group else ("tenant", tenant)
 
-    def check_path(self, path: str) -> None:
-        """Raises ``ApiError`` (400) for an API whose prompts cannot be isolated."""
-        if path in UNSALTED:
+    def check(self, path: str, *, is_form: bool, names_media: bool) -> None:
+        """Raises ``ApiError`` (400) for a prompt that cannot be isolated. ``names_media``: by names of the
+        client's, in caches of engines that no salt separates."""
+        if names_media:
             self.stats.salts_refused += 1
-            raise salt_not_accepted(f"{path} takes no cache_salt, and this router isolates caches")
+            raise media_name_not_accepted()
+        if path not in SALTED or is_form:
+            what = f"A form for {path}" if is_form else path
+            raise self._refused(
+                f"{what} takes no cache_salt, and this router isolates caches; operators can pass it on "
+                "without one by proxy.passed_paths"
+            )
 
     def _given(self, own: bytes) -> str | None:
         if own in (b"", b"null"):

@@ -148,7 +148,8 @@ class KeyStats(msgspec.Struct):
     salted: Annotated[int, "kvatlas_keys_salted_total"] = 0
     """Requests that were given a `cache_salt` of their tenant or group (`keys.isolate`)."""
     salts_refused: Annotated[int, "kvatlas_keys_salts_refused_total"] = 0
-    """Requests refused for a `cache_salt` of their own, or since their API takes none (`keys.isolate`)."""
+    """Requests refused for a `cache_salt` or names of media of their own, or since their API takes no salt
+    (`keys.isolate`)."""
     isolate_secret_failures: Annotated[int, "kvatlas_keys_isolate_secret_failures_total"] = 0
     """Failed attempts to read the changed `keys.isolate_secret_file`; the last secret stays in use."""
 

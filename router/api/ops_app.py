@@ -177,8 +177,10 @@ def _add_insight(
         _check_json(request)
         body = await read_body(request, body_bytes_max)
         tenant, gate = request.query_params.get("tenant"), sources.gate
-        if tenant is not None and gate is not None and gate.isolation is not None:
-            salt = partial(gate.isolation.salt, tenant, gate.keys.rules(tenant))
+        isolation = None if gate is None else gate.isolation
+        isolated = tenant is not None and isolation is not None
+        if tenant is not None and gate is not None and isolation is not None:
+            salt = partial(isolation.salt, tenant, gate.keys.rules(tenant))
             body = await run_cooperatively(with_value(body, b"cache_salt", salt, adds=True))
         peeked = await peek_any_size(body)
         path = request.query_params.get("path") or await run_cooperatively(_likely_path(body))
@@ -190,6 +192,7 @@ def _add_insight(
             )
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
+        inbound.isolated = isolated
         targets = planner.slo_targets
         if planner.reads_claims or targets is not None:
             now = time.monotonic()

@@ -170,6 +170,15 @@ def salt_not_accepted(why: str) -> ApiError:
     return bad_request("cache_salt_not_accepted", f"{why}.", param="cache_salt")
 
 
+def media_name_not_accepted() -> ApiError:
+    """400: caches of tenants are kept apart, and engines know media by their names, whoever gives these."""
+    message = (
+        "Send images, audio and video without a uuid or mm_hashes: this router isolates caches, and engines "
+        "keep the media of all clients under these names."
+    )
+    return bad_request("media_name_not_accepted", message, param="uuid")
+
+
 def path_not_proxied() -> ApiError:
     """403: an engine would answer, and every client of it would feel that."""
     message = "This path affects every client of an engine and is not forwarded."

@@ -110,6 +110,39 @@ class Scan:
                 raise MalformedError
             at = self._space(at + 1)
 
+    def objects(self) -> Generator[list[BodyMember] | None, None, None]:
+        """The members of every object in the text, outer ones before those within them."""
+        start = self.start()
+        todo = [] if start is None else [start]
+        while todo:
+            at, found = todo.pop(), []
+            in_list = self.text[at : at + 1] == b"["
+            for member in self._items(at) if in_list else self.members(at):
+                if member is None:
+                    yield None
+                    continue
+                found.append(member)
+                if self.text[member.value : member.value + 1] in (b"[", b"{"):
+                    todo.append(member.value)
+            if not in_list:
+                yield found
+
+    def _items(self, at: int) -> Generator[BodyMember | None, None, None]:
+        """The items of the list at ``at``, without names."""
+        text = self.text
+        at = self._space(at + 1)
+        while text[at : at + 1] != b"]":
+            value = at
+            at = yield from self._value_end(value)
+            if self._step():
+                yield None
+            yield BodyMember(b"", value, value, at)
+            at = self._space(at)
+            sign = text[at : at + 1]
+            if sign not in (b",", b"]"):
+                raise MalformedError
+            at = self._space(at + (sign == b","))
+
     def decoded(self, member: BodyMember) -> bytes:
         """The text that is this member's value. Raises ``MalformedError``, and ``TooManyStepsError`` where it
         is longer than any that is looked into."""

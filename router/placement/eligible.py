@@ -34,8 +34,8 @@ from router.index.hit_rules import order_matters
 from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit
 from router.observe.receipts import SloStats
-from router.openai.errors import echoed, model_not_found, no_ready_engine
-from router.openai.request import InboundRequest
+from router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
+from router.openai.request import SALTED, SALTED_BY_SGLANG, InboundRequest
 from router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
 from router.placement.cost import Choice, within_level
 from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
@@ -43,6 +43,7 @@ from router.placement.load import HeadProgress
 from router.placement.others import NO_OTHERS, OthersLoad, others_at
 
 _RECOUNT_S: Final = 1.0
+_SALTED_BY_VLLM: Final = SALTED - SALTED_BY_SGLANG
 
 
 class EligibleEngines:
@@ -65,6 +66,8 @@ class EligibleEngines:
         if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
             raise model_not_found(model)
         untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
+        if request.isolated and request.path in _SALTED_BY_VLLM:
+            untried = self._salting(request.path, untried)
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         accounts = self._accounts
@@ -91,6 +94,14 @@ class EligibleEngines:
                 "All engines are rate-limiting (Retry-After).", retry_after_s=math.ceil(min(waits_s))
             )
         return willing
+
+    def _salting(self, path: str, engines: list[Engine]) -> list[Engine]:
+        """Return those that read the salt in requests for this path."""
+        if engines and all(engine.kind == "sglang" for engine in self._fleet):
+            raise salt_not_accepted(
+                f"{path} takes no cache_salt at SGLang engines, and this router isolates caches"
+            )
+        return [engine for engine in engines if engine.kind != "sglang"]
 
     def _holders(
         self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]

@@ -46,7 +46,7 @@ from router.openai.errors import (
 )
 from router.openai.forms import Form, form_type, read_form
 from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively, with_value
-from router.openai.request import PROMPT_APIS, RESPONSES, SESSION, InboundRequest, error_body
+from router.openai.request import PROMPT_APIS, RESPONSES, SESSION, UNCACHED, InboundRequest, error_body
 from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
 from router.proxy.attempt import Outbound
@@ -61,7 +61,7 @@ from router.proxy.headers import (
     response_named,
     without_trailing_slashes,
 )
-from router.proxy.screen import Rules, may_be_object, screen, screen_form
+from router.proxy.screen import Rules, may_be_object, names_media, screen, screen_form
 from router.proxy.settings import Aliases, ProxySettings, ProxyStats
 
 T = TypeVar("T")
@@ -246,8 +246,8 @@ class ProxyApp:
         if look.guarded:
             body = await self._screen(body)
         isolation, cache_group = None if self._gate is None else self._gate.isolation, ""
-        if isolation is not None and entry is not None and form is None and method == "POST" and body:
-            body, cache_group = await self._isolated(isolation, path, body, entry)
+        if isolation is not None and entry is not None and method == "POST" and body:
+            body, cache_group = await self._isolated(isolation, path, body, entry, is_form=form is not None)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
         request = InboundRequest(
@@ -319,15 +319,23 @@ class ProxyApp:
         return await self._changed(with_value(body, b"priority", own, adds=True))
 
     async def _isolated(
-        self, isolation: Isolation, path: str, body: bytes, entry: TenantRequest
+        self, isolation: Isolation, path: str, body: bytes, entry: TenantRequest, *, is_form: bool
     ) -> tuple[bytes, str]:
         """The body with the salt of its tenant or group, and the group; "" if the client's own salt separates
         it further. Raises ``ApiError`` (400)."""
-        isolation.check_path(path)
+        if path in UNCACHED or response_named("POST", path) is not None:
+            return body, ""
+        passed = path in self.settings.passed_paths
+        if not passed:
+            named = not is_form and await self._changed(names_media(body))
+            isolation.check(path, is_form=is_form, names_media=named)
+        elif is_form:
+            return body, ""
         tenant = entry.tenant
         salt = partial(isolation.salt, tenant.name, tenant.rules)
         salted = await self._changed(with_value(body, b"cache_salt", salt, adds=True))
-        if salted is body:  # not read here, but perhaps by an engine: it would go there without a salt
+        if salted is body and not passed:
+            # Not read here, but perhaps by an engine: it would go there without a salt.
             raise invalid_json(ValueError("its members cannot be read"))
         own = b"cache_salt" in body
         return salted, "" if own else ":".join(isolation.group(tenant.name, tenant.rules))

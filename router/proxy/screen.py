@@ -13,6 +13,7 @@ every other byte stays. A body that cannot be cut with certainty but may hold on
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from router.openai.errors import ApiError, bad_request, echoed
 from router.openai.forms import Form
 from router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
+from router.prompts.chat.messages import MEDIA_KEYS
 from router.proxy.settings import ReportMode
 
 _TRANSFERS, _XARGS = frozenset({b"kv_transfer_params", b"ec_transfer_params"}), b"vllm_xargs"
@@ -30,6 +32,17 @@ _HINTS = (b"_transfer_params", b"report_mode", b"\\u")
 # A member, and what it lies within.
 _LOOKED_INTO = frozenset({(b"", _XARGS), (b"", _SAMPLING), (_SAMPLING, _EXTRA)})
 _TRANSCODED_BYTES_MAX = 1 << 20
+
+
+def _key(name: str) -> bytes:
+    """A pattern of a JSON key in any spelling of its letters."""
+    return b"".join(b"(?:%b|\\\\u00(?i:%02x))" % (re.escape(c.encode()), ord(c)) for c in name)
+
+
+_UUID, _MM_HASHES = b"uuid", b"mm_hashes"
+_MEDIA_NAME = re.compile(rb'"(?:%b|%b)"' % (_key("uuid"), _key("mm_hashes")))
+_MEDIA = frozenset(key.encode() for key in MEDIA_KEYS)
+_WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 64
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -90,6 +103,43 @@ def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
         found = yield from _screened(b'{"%b":%b}' % (outer, value.encode()), rules)
         if found.transfer or found.report_mode:
             raise _field_refused(field.name)
+
+
+def names_media(body: bytes) -> Generator[None, None, bool]:
+    """Steps to whether an image, audio or video in a body has a name of the client's: ``uuid`` in a part of
+    a message, ``mm_hashes`` in ``features`` of ``/inference/v1/generate``. vLLM takes it for the content
+    (multimodal/processing/inputs.py, ``get_mm_hashes``, 0.33): a part with no content, but the name of
+    another client's image, shows the model that image. A body that cannot be read has none.
+    """
+    for at in range(0, len(body), _WINDOW_BYTES):
+        if _MEDIA_NAME.search(body, at, at + _WINDOW_BYTES + _OVERLAP_BYTES):
+            break
+        yield
+    else:
+        return False
+    scan = Scan(body)
+    try:
+        for members in scan.objects():
+            if members is None:
+                yield
+            elif _names_media(scan, members):
+                return True
+    except MalformedError:
+        pass
+    return False
+
+
+def _names_media(scan: Scan, members: list[BodyMember]) -> bool:
+    text = scan.text
+    told = {one.name: one for one in members if text[one.value : one.end] != b"null"}
+    if _UUID not in told or _MM_HASHES in told:
+        return _MM_HASHES in told
+    kind = told.get(b"type")
+    is_text = kind is not None and text[kind.value : kind.value + 1] == b'"'
+    # An image may be null: its name stands for it.
+    return not _MEDIA.isdisjoint(one.name for one in members) or (
+        kind is not None and is_text and scan.decoded(kind) in _MEDIA
+    )
 
 
 def _field_refused(name: str) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,11 +107,24 @@ def test_what_engines_read_is_the_routers_salt(body: bytes, tmp_path: Path) -> N
     assert repr(rest) == repr({name: value for name, value in before.items() if name != "cache_salt"})
 
 
-def test_an_api_without_salt_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", [COHERE, "/v2/embed", "/v1/audio/transcriptions", "/v1/new_api", "/v1//chat/completions"]
+)
+def test_an_api_that_is_not_known_to_take_a_salt_is_refused(path: str, tmp_path: Path) -> None:
     made = isolation(tmp_path)
-    made.check_path(CHAT)
-    with pytest.raises(ApiError, match="takes no cache_salt"):
-        made.check_path(COHERE)
+    for known in (CHAT, "/v1/embeddings", "/v2/rerank"):
+        made.check(known, is_form=False, names_media=False)
+    with pytest.raises(ApiError, match=re.escape(path) + ".*no cache_salt.*proxy.passed_paths"):
+        made.check(path, is_form=False, names_media=False)
+    assert made.stats.salts_refused == 1
+
+
+def test_a_form_and_media_by_a_clients_name_are_refused(tmp_path: Path) -> None:
+    made = isolation(tmp_path)
+    with pytest.raises(ApiError, match="A form for /v1/embeddings takes no cache_salt"):
+        made.check("/v1/embeddings", is_form=True, names_media=False)
+    with pytest.raises(ApiError, match="without a uuid or mm_hashes"):
+        made.check(CHAT, is_form=False, names_media=True)
 
 
 def test_a_new_secret_makes_new_salts_and_a_bad_one_none(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
+from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.proxy.settings import ProxySettings
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, routed, tenants
 
@@ -23,12 +26,18 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+SECRET = "a secret of 32 bytes or more than that"
+SGLANG: dict[str, Any] = {"kind": "sglang", "groups": "full"}
+
+
 @asynccontextmanager
-async def isolating(tmp_path: Path, **keys: Any) -> AsyncIterator[Rig]:
+async def isolating(
+    tmp_path: Path, *fleet: dict[str, Any], proxy: ProxySettings | None = None, **keys: Any
+) -> AsyncIterator[Rig]:
     secret = tmp_path / "secret"
-    secret.write_text("a secret of 32 bytes or more than that")
+    secret.write_text(SECRET)
     settings = tenants(tmp_path, RULES, isolate_secret_file=str(secret), **keys)
-    async with routed({}, keys=settings) as (rig, engines):
+    async with routed(*fleet or ({},), keys=settings, proxy=proxy or ProxySettings()) as (rig, engines):
         rig.engines = engines  # type: ignore[attr-defined]
         yield rig
 
@@ -121,6 +130,74 @@ async def test_a_tenant_cannot_reach_another_ones_cache_by_a_salt(tmp_path: Path
         assert "kvatlas_keys_salted_total 4.0" in metrics, "one of them by this test"
         for shown in ("/metrics", "/kvatlas/receipts", "/kvatlas/engines", "/kvatlas/requests"):
             assert stolen not in str(await rig.ask("GET", shown))
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{**IMAGE, "uuid": "logo"}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"image_url": None, "uuid": 7}]}]}),
+        (BATCH, {"messages": [[{"role": "user", "content": [{"type": "video_url", "uuid": "logo"}]}]]}),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": [{**IMAGE, "uuid": "logo"}]}]}),
+        ("/score", {"text_1": "a", "text_2": {"content": [{**IMAGE, "uuid": "logo"}]}}),
+        (GENERATE, {"token_ids": [1], "features": {"mm_hashes": {"image": ["logo"]}}}),
+    ],
+)
+async def test_an_image_by_the_name_of_another_tenants_is_refused(
+    path: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    async with isolating(tmp_path, isolate="tenant") as rig:
+        for body in (json.dumps(fields), json.dumps(fields).replace("uuid", "uu\\u0069d")):
+            headers = {"authorization": "Bearer key-of-eve", "content-type": "application/json"}
+            data = f'{{"model": "{MODEL}", {body[1:]}'
+            async with rig.session.post(rig.url + path, data=data, headers=headers) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["code"]) == (400, "media_name_not_accepted")
+
+
+async def test_a_rendered_prompt_gets_its_salt_when_it_is_generated(tmp_path: Path) -> None:
+    """Engines show the salt of a rendered request; the client sends it to be generated."""
+    async with isolating(tmp_path, isolate="tenant", client_salts="refuse") as rig:
+        assert (await ask(rig, "ada", CHAT))[0] == 200
+        status, text = await ask(rig, "ada", CHAT + "/render", **BODIES[CHAT])
+        rendered = json.loads(text)
+        assert (status, rendered["cache_salt"]) == (200, None)
+        for tenant in ("ada", "eve"):
+            status, text = await ask(rig, tenant, GENERATE, **rendered)
+            assert status == 200, text
+        receipts = list(rig.router.accounts.receipts.latest)
+        assert [bool(receipt.actual_tokens) for receipt in receipts] == [False, True, False]
+
+
+async def test_an_audio_form_is_refused_unless_its_path_is_passed(tmp_path: Path) -> None:
+    path = "/v1/audio/transcriptions"
+    for passed in (frozenset[str](), frozenset({path})):
+        async with isolating(tmp_path, isolate="tenant", proxy=ProxySettings(passed_paths=passed)) as rig:
+            form = aiohttp.FormData({"model": MODEL})
+            form.add_field("file", b"x" * 100, filename="a.wav")
+            headers = {"authorization": "Bearer key-of-ada"}
+            async with rig.session.post(rig.url + path, data=form, headers=headers) as answer:
+                assert answer.status == (404 if passed else 400)
+                assert ("cache_salt_not_accepted" in await answer.text()) == (not passed)
+
+
+async def test_sglang_gets_no_prompt_whose_salt_it_would_drop(tmp_path: Path) -> None:
+    """Its Messages API has no ``cache_salt``; its chats have."""
+    async with isolating(tmp_path, SGLANG, isolate="tenant") as rig:
+        status, text = await ask(rig, "ada", MESSAGES)
+        assert (status, "/v1/messages takes no cache_salt at SGLang engines" in text) == (400, True)
+        assert [(await ask(rig, tenant, CHAT))[0] for tenant in ("ada", "eve")] == [200, 200]
+        assert [one.actual_tokens for one in rig.router.accounts.receipts.latest] == [0, 0]
+    async with isolating(tmp_path, SGLANG, {}, isolate="tenant") as rig:
+        for tenant in ("ada", "eve", "ada", "eve"):
+            status, text = await ask(rig, tenant, MESSAGES)
+            assert status == 200, text
+        receipts = list(rig.router.accounts.receipts.latest)
+        assert {one.engine_id for one in receipts} == {rig.engines[1].base_url}  # type: ignore[attr-defined]
+        assert [bool(one.actual_tokens) for one in receipts] == [False, False, True, True]
 
 
 async def test_what_cannot_be_isolated_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.openai.body import peek
 from router.openai.members import at_once, run_cooperatively
-from router.proxy.screen import Rules, screen
+from router.proxy.screen import Rules, names_media, screen
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, ask, request, routing, says
 
@@ -257,3 +257,51 @@ async def test_compressed_body_is_refused_by_name() -> None:
         assert "gzip" in got.json()["error"]["message"]
         assert (await ask(rig, request(b'{"model":"m"}', "content-encoding: identity"))).status == 200
         assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b'{"messages":[{"content":[{"type":"image_url","uuid":"a"}]}]}', True),
+        (b'{"messages":[{"content":[{"\\u0075u\\u0069d":"a","image_url":null}]}]}', True),
+        (b'{"messages":[{"content":[{"type":"image\\u005furl","uuid":1}]}]}', True),
+        (b'{"a":[[[{"b":{"audio_url":{"url":"x"},"uuid":"a"}}]]]}', True),
+        (b'{"a":"' + b"x" * ((1 << 20) - 12) + b'","c":[{"uuid":"a","video_url":1}]}', True),
+        (b'{"features":{"mm\\u005Fhashes":{"image":["a"]}}}', True),
+        (b'{"features":null,"messages":[{"content":[{"type":"image_url","uuid":null}]}]}', False),
+        (b'{"messages":[{"content":"say {\\"type\\":\\"image_url\\",\\"uuid\\":\\"a\\"}"}]}', False),
+        (b'{"tools":[{"function":{"parameters":{"properties":{"uuid":{"type":"string"}}}}}]}', False),
+        (b'{"format":"uuid","messages":[{"content":[{"type":"image_url","image_url":{}}]}]}', False),
+        (b'{"content":[{"type":"tool_use","input":{"uuid":"a"}},{"type":"image"}]}', False),
+        (b'["uuid",{"image_url":1}]', False),
+        (b'{"uuid":"a","image_url":', False),
+    ],
+)
+def test_names_that_a_client_gives_to_media_are_found(body: bytes, named: bool) -> None:
+    assert at_once(names_media(body)) is named
+
+
+_VALUES = st.recursive(
+    st.none() | st.integers(0, 9) | st.sampled_from(["uuid", "image_url", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["uuid", "image_url", "type", "mm_hashes", "a"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def _has_named_media(value: Any) -> bool:
+    """The rule, over decoded values."""
+    if isinstance(value, list):
+        return any(map(_has_named_media, value))
+    if not isinstance(value, dict):
+        return False
+    media = "image_url" in value or value.get("type") == "image_url"
+    own = value.get("mm_hashes") is not None or (value.get("uuid") is not None and media)
+    return own or any(map(_has_named_media, value.values()))
+
+
+@given(st.dictionaries(st.sampled_from(["messages", "uuid", "image_url"]), _VALUES))
+def test_names_of_media_are_found_at_any_depth(body: dict[str, Any]) -> None:
+    assert at_once(names_media(json.dumps(body).encode())) is _has_named_media(body)
