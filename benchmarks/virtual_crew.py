@@ -208,7 +208,7 @@ class VirtualFleet:
             hit, shared_prefix = engine.pool.find_prefix(engine.pool.request(tokens, hashes=hashes))
             rate, interference_s = account.rates.current(now)
             load = account.ahead(now, others.get(name, NO_OTHERS), rate)
-            queue_s, running, waiting, idle_s, late_s, recent_s = load
+            queue_s, running, waiting, idle_s, late_s, recent_s, *_ = load
             shared = min(common.blocks.get(name, 0) * unit, last)
             coming = common.coming.get(name, 0) * unit
             held = Hit(hit, 0, 0, max(hit, shared_prefix, shared), coming, "exact", shared)

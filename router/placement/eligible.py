@@ -40,7 +40,7 @@ from router.placement.candidate import Candidate, Candidates, EngineState, Hit, 
 from router.placement.cost import Choice, within_level
 from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
 from router.placement.load import HeadProgress
-from router.placement.others import NO_OTHERS, OthersLoad, others_at
+from router.placement.others import NO_OTHERS, OthersLoad
 
 _RECOUNT_S: Final = 1.0
 _SALTED_BY_VLLM: Final = SALTED - SALTED_BY_SGLANG
@@ -437,30 +437,26 @@ class FleetSnapshot:
         engine = self.engines[at]
         rates, load = engine.rates, engine.load
         rate, interference_s = rates.current(now)
-        others = others_at(engine.engine_id, self._others) if self._others else self._no_others
-        queue_s, running, waiting, _, late_s, recent_s = load.ahead(now, others, rate)
+        known = self._others
+        others = known.get(engine.engine_id, NO_OTHERS) if known else None if known is None else NO_OTHERS
+        queue_s, running, waiting, _, late_s, recent_s, head, until_s = load.ahead(now, others, rate)
         self._rows[at] = EngineState(
             running, waiting, load.last_admit_s, rate, interference_s, late_s, recent_s
         )
         self._queue_s[at], self._rates[at], self._recent_s[at] = queue_s, rate, recent_s
         self._decode_s[at] = interference_s * running
         self._fits_tokens[at] = load.pages.surely_fits_tokens
-        head = load.head(rate, now)
         if head is not None:
             self._moving[at] = head
-        elif at in self._moving:
-            del self._moving[at]
-        if rates.borrows(now):
+        else:
+            self._moving.pop(at, None)
+        if now > rates.fresh_until_s:
             self._borrowing.add(at)
-        elif at in self._borrowing:
+        else:
             self._borrowing.discard(at)
-        until_s = load.constant_until(rate, now, others_known=others is not None)
-        self._until_s[at] = min(until_s, rates.constant_until(now))
+        rates_until_s = rates.constant_until(now)
+        self._until_s[at] = until_s if until_s < rates_until_s else rates_until_s  # noqa: FURB136
         self._schedule(at)
-
-    @property
-    def _no_others(self) -> OthersLoad | None:
-        return None if self._others is None else NO_OTHERS
 
     def _schedule(self, at: int) -> None:
         until_s = self._until_s[at]

@@ -199,7 +199,8 @@ class Accounts:
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
         self.deferred = DeferredUpdates()
-        self._hot = HotPrefixes()
+        self.hot_so_far = HotPrefixes()
+        """Those of ``hot`` that are counted already: for deferred updates themselves."""
         self.memory: PromptMemory | None = None
         """Latest prompts, if engines are warmed with them."""
         self.retention = RetentionHints()
@@ -207,7 +208,8 @@ class Accounts:
         self.group_prefixes = GroupPrefixes()
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
-        self._receipts = ReceiptLog()
+        self.receipts_so_far = ReceiptLog()
+        """Those of ``receipts`` that are counted already."""
         self.slo_stats = SloStats()
         self.room: AdmissionQueue | None = None
         """Queue of requests that wait for engines; None without queueing."""
@@ -221,13 +223,13 @@ class Accounts:
     def receipts(self) -> ReceiptLog:
         """Receipts of all engines."""
         self.deferred.apply()
-        return self._receipts
+        return self.receipts_so_far
 
     @property
     def hot(self) -> HotPrefixes:
         """Hot prefixes of placed prompts."""
         self.deferred.apply()
-        return self._hot
+        return self.hot_so_far
 
     def breaker_changed(self, free_until: float) -> None:
         """Note when a breaker must be asked again."""
@@ -270,8 +272,8 @@ class Engine(EngineStatus):
     """One engine. ``leaving`` callbacks run once when it closes, while it is still complete."""
 
     __slots__ = (
-        *("_accounts", "_elsewhere", "_events_due", "_leaving", "_receipts"),
-        *("breaker", "closed", "evictions", "feed", "load", "rates", "residency"),
+        *("_accounts", "_elsewhere", "_events_due", "_leaving"),
+        *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts_so_far", "residency"),
         *("rests_until", "shadow", "takes_order", "waiting"),
     )
 
@@ -291,7 +293,8 @@ class Engine(EngineStatus):
         self.load = LoadAccount(self.rates, stats=accounts.load_stats)
         self.evictions = EvictionForecast()
         """Forecast of evictions from its pool for prompts in flight."""
-        self._receipts = EngineReceipts()
+        self.receipts_so_far = EngineReceipts()
+        """Sums over those of ``receipts`` that are counted already."""
         self.residency: Residency | None = None
         """Its cache by its events; None until its model is known."""
         self.shadow: Shadow | None = None
@@ -317,7 +320,7 @@ class Engine(EngineStatus):
     def receipts(self) -> EngineReceipts:
         """Sums over its receipts."""
         self._accounts.deferred.apply()
-        return self._receipts
+        return self.receipts_so_far
 
     @property
     def unusable_events(self) -> int:

@@ -56,11 +56,6 @@ class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     computed: bool = False
     """Its first token arrived: ``keeps`` is the part that no applied batch has stored yet."""
 
-    @property
-    def last_kept(self) -> BlockHash:
-        """The block at the end of the longest kept prefix, which is not empty."""
-        return self.hashes[self.keeps[-1] - 1]
-
 
 class Common(msgspec.Struct, gc=False):
     """Leading hash blocks shared with prompts in flight, per engine; engines without any are absent."""
@@ -212,22 +207,30 @@ class InflightPrefixes:
 
     def prefilled(self, prompt: InflightPrompt, now: float) -> None:
         """Note its first token: events will show the kept blocks soon."""
-        if not prompt.kept or not prompt.keeps or prompt.computed:
-            return
+        if self._await_events(prompt):
+            self._grace.append((now + self.settings.grace_s, prompt, False))
+
+    def _await_events(self, prompt: InflightPrompt) -> bool:
+        """Note that the prompt is computed. Returns whether events of its kept blocks are awaited from now
+        on."""
+        if prompt.computed or not prompt.keeps or not prompt.kept:
+            return False
         prompt.computed = True
         # Events are exact once the block is stored, evictions included; until then the prompt in flight is
         # the better source. The batch may come later than a whole short answer.
-        if self.is_stored(prompt.engine_id, prompt.last_kept):
+        if self.is_stored(prompt.engine_id, prompt.hashes[prompt.keeps[-1] - 1]):
             self._settle(prompt)
-        else:
-            self._unstored.setdefault(prompt.engine_id, {})[prompt] = None
-            self._grace.append((now + self.settings.grace_s, prompt, False))
+            return False
+        self._unstored.setdefault(prompt.engine_id, {})[prompt] = None
+        return True
 
     def applied(self, engine_id: str) -> None:
         """Note that a batch of events of this engine was applied to the index."""
         unstored = self._unstored.get(engine_id)
         if unstored:
-            for prompt in [one for one in unstored if self.is_stored(engine_id, one.last_kept)]:
+            for prompt in [
+                one for one in unstored if self.is_stored(engine_id, one.hashes[one.keeps[-1] - 1])
+            ]:
                 self._settle(prompt)
 
     def _settle(self, prompt: InflightPrompt) -> None:
@@ -241,7 +244,8 @@ class InflightPrefixes:
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
         """Note the answer's end; the prompt still counts as common for the grace period."""
-        self.prefilled(prompt, now)
+        # Awaited events have the same time, and the prompt is removed then.
+        self._await_events(prompt)
         self._grace.append((now + self.settings.grace_s, prompt, True))
         if self._grace[0][0] <= now:
             self.expire(now)
@@ -351,11 +355,10 @@ class InflightPrefixes:
             if cut in keeps:
                 node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
 
-    def _unkeep(self, prompt: InflightPrompt, path: list[PrefixNode]) -> None:
+    def _unkeep(self, prompt: InflightPrompt, path: Sequence[PrefixNode]) -> None:
         keeps, engine_id = prompt.keeps, prompt.engine_id
-        unstored = self._unstored.get(engine_id)
-        if unstored is not None and prompt in unstored:
-            del unstored[prompt]
+        if prompt.computed and (unstored := self._unstored.get(engine_id)) is not None:
+            unstored.pop(prompt, None)
             if not unstored:
                 del self._unstored[engine_id]
         for node in path:
@@ -374,21 +377,19 @@ class InflightPrefixes:
         return path
 
     def _remove(self, prompt: InflightPrompt) -> None:
+        path, engine_id = self._path(prompt), prompt.engine_id
         if prompt.keeps:
-            self._unkeep(prompt, self._path(prompt))
-        hashes, engine_id, end = prompt.hashes, prompt.engine_id, prompt.num_blocks
-        passed: list[PrefixNode] = []
-        node, depth = self._root, 0
-        while depth < end:
-            child = node.children[hashes[depth]]
-            _less(child.engines, engine_id)
+            self._unkeep(prompt, path)
+        above = self._root
+        for depth, node in enumerate(path):
+            _less(node.engines, engine_id)
             # No other prompt passes here, so none below either.
-            if not child.engines:
-                del node.children[hashes[depth]]
+            if not node.engines:
+                del above.children[node.hashes[node.start]]
+                path = path[:depth]
                 break
-            passed.append(child)
-            node, depth = child, child.end
-        for node in reversed(passed):
+            above = node
+        for node in reversed(path):
             if len(node.children) == 1:
                 node.join()
 

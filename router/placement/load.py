@@ -145,7 +145,7 @@ class LoadAccount:
         *("_answer_s", "_assumed", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
         *("_foreign", "_fresh_until_s", "_gauges_s", "_head_s", "last_admit_s", "_late_s", "link_free_s"),
         *("_late_seen_s", "_others_waiting", "_recent_at_s", "_recent_s", "_running", "_settings"),
-        *("_startable", "_stuck", "_sure", "_unseen", "beyond_s", "pages", "rates", "stats", "touched"),
+        *("_startable", "_stuck", "_sure", "_unseen", "pages", "rates", "stats", "touched"),
     )
 
     def __init__(
@@ -156,8 +156,6 @@ class LoadAccount:
         """Called when the values of ``ahead`` may have changed by anything but time."""
         self.link_free_s = 0.0
         """Time at which this router's pulls leave the engine's link to the others free."""
-        self.beyond_s = 0.0
-        """Seconds of others' prompts, by the latest ``ahead``."""
         self.stats = stats if stats is not None else LoadStats()
         self._settings = settings
         self.pages = PageAccount()
@@ -372,7 +370,7 @@ class LoadAccount:
         """Current load. ``others``: as in ``ahead``, but it may be older: only decisions settle foreign
         load."""
         rate, unsettled = self.rates.prefill_s_per_token(now), self._foreign.unsettled
-        queue_s, running, waiting, idle_s, _, recent_s = self.ahead(now, others, rate)
+        queue_s, running, waiting, idle_s, _, recent_s, _, _ = self.ahead(now, others, rate)
         # Only decisions settle foreign load: a page or a scrape may see an older state of the others.
         self._foreign.unsettled = unsettled
         own = self._running + len(self._awaited)
@@ -383,64 +381,60 @@ class LoadAccount:
 
     def ahead(
         self, now: float, others: OthersLoad | None, rate: float
-    ) -> tuple[float, int, int, float, float, float]:
+    ) -> tuple[float, int, int, float, float, float, HeadProgress | None, float]:
         """Values for a decision: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load, ``late_s``
-        and ``recent_s``. ``rate``: the engine's prefill rate at ``now``; ``others``: load of other replicas,
-        None: unknown, and all requests that only gauges show are foreign."""
-        # Plain comparisons: this runs once per engine and request.
-        queue_s, own_waiting = 0.0, 0
-        if self._awaited:
-            self._advance(now, rate)
-            if self._awaited:
-                queue_s, own_waiting = self._own_queue_s(rate, now), len(self._awaited)
-                queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
-        running, waiting = self._running, own_waiting
-        foreign = self._foreign
+        and ``recent_s``. Then how ``queue_s`` falls with time, None: it does not; and the time until which
+        the values change by that and the idle time alone, unless ``touched`` is called: it may be too early
+        by ``_EARLY_S``, and is never too late.
+
+        ``rate``: the engine's prefill rate at ``now``; ``others``: load of other replicas, None: unknown, and
+        all requests that only gauges show are foreign."""
+        # Plain comparisons: this runs for each engine that changed since the decision before.
+        until_s = self._advance(now, rate) if self._awaited else math.inf
+        running, waiting, foreign, beyond_s = self._running, len(self._awaited), self._foreign, 0.0
+        head: HeadProgress | None = None
         # The first decision after a poll settles what is foreign (``ForeignLoad.settle``).
         if foreign.unsettled and others is not None:
             foreign.settle(others)
-        self.beyond_s = 0.0
-        if others is not NO_OTHERS or foreign.running or foreign.waiting:
+        if foreign.running or foreign.waiting or others is not NO_OTHERS:
             more_running, more_waiting, tokens = foreign.totals(others, now)
-            self.beyond_s = tokens * rate
-            queue_s += self.beyond_s
+            beyond_s = tokens * rate
             running += more_running
             waiting += more_waiting
             if others is not None:
                 self._others_waiting = others.waiting
-        late_s = self.late_s(now) if self._late_s else 0.0
-        # Decayed in steps: the exponential costs more than the rest, and a snapshot needs constant values.
-        if self._recent_s and now - self._recent_at_s > _RECENT_AGE_S:
-            self._recent_s, self._recent_at_s = self.recent_s(now), now
+            if (others is None or foreign.running or foreign.waiting) and now <= foreign.fresh_until_s:
+                until_s = min(until_s, foreign.fresh_until_s)
+        queue_s = beyond_s
+        if self._awaited:
+            head = self._progress(rate, beyond_s)
+            if self._stuck and now < self._fresh_until_s:
+                # By the gauges all our prompts wait: the engine waits for something outside the account
+                # (pages of its cache), so no time is deducted.
+                queue_s, head = head.whole_s + beyond_s, None
+            else:
+                done_s, head_s = now - head.head_at_s, head.head_s
+                own_s = head.whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
+                queue_s = own_s + beyond_s if own_s > 0.0 else beyond_s
+                head = head if done_s < head_s else None
+        late_s = 0.0
+        if self._late_s:
+            late_until_s = self._late_seen_s + self._settings.late_fresh_s
+            if now <= late_until_s:
+                late_s, until_s = self._late_s, min(until_s, late_until_s)
         recent_s = self._recent_s
+        if recent_s:
+            # Decayed in steps: the exponential costs more than the rest, and a snapshot needs constant
+            # values.
+            if now - self._recent_at_s > _RECENT_AGE_S:
+                self._recent_s = recent_s = self.recent_s(now)
+                self._recent_at_s = now
+            recent_until_s = self._recent_at_s + _RECENT_AGE_S
+            until_s = until_s if until_s < recent_until_s else recent_until_s  # noqa: FURB136
         if others is not None and others.recent_ms:
             recent_s += others.recent_ms / 1000
-        return queue_s, running, waiting, now - self.last_admit_s, late_s, recent_s
-
-    def head(self, rate: float, now: float) -> HeadProgress | None:
-        """Return how the ``queue_s`` of ``ahead`` falls with time; None: it does not."""
-        found = self._progress(rate, now) if self._awaited else None
-        return None if found is None or now - found.head_at_s >= found.head_s else found
-
-    def constant_until(self, rate: float, now: float, *, others_known: bool) -> float:
-        """Return the time until which the values of ``ahead`` change by ``head`` and the idle time alone,
-        unless ``touched`` is called. It may be too early by ``_EARLY_S``, and is never too late."""
-        until_s = math.inf
-        if self._awaited:
-            head = next(iter(self._awaited))
-            if self._waits_by_gauges(head, now):
-                until_s = self._fresh_until_s
-            else:
-                until_s = self._head_s + self._allowed_s(head, rate)
-        foreign = self._foreign
-        if (foreign.running or foreign.waiting or not others_known) and now <= foreign.fresh_until_s:
-            until_s = min(until_s, foreign.fresh_until_s)
-        late_until_s = self._late_seen_s + self._settings.late_fresh_s
-        if self._late_s and now <= late_until_s:
-            until_s = min(until_s, late_until_s)
-        if self._recent_s:
-            until_s = min(until_s, self._recent_at_s + _RECENT_AGE_S)
-        return until_s - _EARLY_S
+        idle_s = now - self.last_admit_s
+        return queue_s, running, waiting, idle_s, late_s, recent_s, head, until_s - _EARLY_S
 
     def recent_s(self, now: float) -> float:
         """Seconds of computing and loading that this router recently sent there: the sum decays with the time
@@ -450,40 +444,29 @@ class LoadAccount:
     def own(self, now: float) -> OthersLoad | None:
         """This router's own requests in flight there, recent work and use of the link, for other replicas;
         None if there are none."""
-        rate = self._advance(now)
+        self._advance(now)
         # Rounded to steps: an unrounded value would change with every message and be sent each time.
         recent_ms = _RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS)
         link_ms = round(1000 * (self.link_free_s - now))
         if not self._awaited and not self._running and not recent_ms and link_ms <= 0:
             return None
-        tokens = round(self._own_queue_s(rate, now) / rate) if rate > 0 and self._awaited else 0
+        rate, tokens = self.rates.prefill_s_per_token(now), 0
+        if rate > 0 and self._awaited:
+            found = self._progress(rate)
+            moves = not (self._stuck and now < self._fresh_until_s)
+            done_s = min(now - found.head_at_s, found.head_s) if moves else 0.0
+            tokens = round((found.whole_s - done_s) / rate)
         return OthersLoad.bounded(self._running, len(self._awaited), tokens, recent_ms, link_ms)
 
-    def _own_queue_s(self, rate: float, now: float) -> float:
-        """Seconds of prefill and loads of our awaited prompts there (at least one), minus the time that the
-        head has had."""
-        found = self._progress(rate, now)
-        done_s, head_s = now - found.head_at_s, found.head_s
-        return found.whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
-
-    def _progress(self, rate: float, now: float) -> HeadProgress:
-        """How these seconds fall with time."""
-        head = next(iter(self._awaited))
+    def _progress(self, rate: float, beyond_s: float = 0.0) -> HeadProgress:
+        """How the seconds of prefill and loads of our awaited prompts there (at least one) fall with time."""
         # Loads count although others are computed meanwhile: the next prompt mostly loads too, over the same
         # link (docs/decisions/010-loads-in-the-queue.md).
         whole_s = self._awaited_tokens * rate + self._awaited_load_s
-        # All our prompts wait by the gauges: the engine waits for something outside the account (pages of its
-        # cache), so no time is deducted.
-        if self._stuck and now < self._fresh_until_s:
-            return HeadProgress(whole_s, self._head_s, 0.0, self.beyond_s)
         # Only the head is reduced by time: vLLM computes waiting prompts in order, so the next one starts
         # when the head's first token arrives.
-        head_s = head.uncached_tokens * rate + head.load_s
-        return HeadProgress(whole_s, self._head_s, head_s, self.beyond_s)
-
-    def _waits_by_gauges(self, head: Ticket, now: float) -> bool:
-        """Whether the engine's gauges show that it has not begun with the head."""
-        return now < self._fresh_until_s and (self._stuck or (head.streams and self._startable <= 0))
+        head = next(iter(self._awaited))
+        return HeadProgress(whole_s, self._head_s, head.uncached_tokens * rate + head.load_s, beyond_s)
 
     def check_integrity(self) -> list[str]:
         """Recount; an empty list, or one sentence per contradiction."""
@@ -500,34 +483,33 @@ class LoadAccount:
         return problems
 
     def _advance(self, now: float, rate: float | None = None) -> float:
-        """Count heads as done that must be done by now, or are overdue. Returns the engine's rate."""
-        if rate is None:
+        """Count heads as done that must be done by now, or are overdue. Returns the time until which the next
+        one is not, infinite without one."""
+        settings, fresh = self._settings, now < self._fresh_until_s
+        if rate is None and self._awaited:
             rate = self.rates.prefill_s_per_token(now)
-        while self._awaited:
+        while self._awaited and rate is not None:
             head = next(iter(self._awaited))
-            if self._waits_by_gauges(head, now):
-                break
-            allowed_s = self._allowed_s(head, rate)
+            # The engine's gauges show that it has not begun with the head.
+            if fresh and (self._stuck or (head.streams and self._startable <= 0)):
+                return self._fresh_until_s
+            allowed_s = head.uncached_tokens * rate + head.load_s
+            if head.streams:
+                # A stream shows its first token, so it gets more time before it is assumed done. Other
+                # answers show nothing before their end: their prompt is done after its expected time.
+                allowed_s = settings.overdue_factor * allowed_s + settings.overdue_s
             if now - self._head_s < allowed_s:
-                break
+                return self._head_s + allowed_s
             self.stats.overdue += head.streams
             self._head_s += allowed_s
             self._assume(head, self._head_s)
-            if now < self._fresh_until_s and self._startable <= 0 and self._head_s < self._gauges_s:
+            if fresh and self._startable <= 0 and self._head_s < self._gauges_s:
                 self._head_s = self._gauges_s  # the next one still waited then
-        return rate
-
-    def _allowed_s(self, head: Ticket, rate: float) -> float:
-        """Seconds after which the head counts as done."""
-        allowed_s = head.uncached_tokens * rate + head.load_s
-        if head.streams:
-            # A stream shows its first token, so it gets more time before it is assumed done. Other
-            # answers show nothing before their end: their prompt is done after its expected time.
-            return self._settings.overdue_factor * allowed_s + self._settings.overdue_s
-        return allowed_s
+        return math.inf
 
     def _assume(self, head: Ticket, now: float) -> None:
         """Count an overdue head as done, and the next one as begun."""
+        self.touched()
         self._start(head, now)
         self._assumed[head] = None
         self._sure, self._carried_tokens = False, 0
@@ -570,8 +552,7 @@ class LoadAccount:
         return work_s, pages
 
     def _start(self, ticket: Ticket, now: float) -> None:
-        """Move from awaited to running."""
-        self.touched()
+        """Move from awaited to running, after ``touched``."""
         ticket.begun_s = now
         del self._awaited[ticket]
         self._awaited_tokens -= ticket.uncached_tokens

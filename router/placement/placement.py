@@ -125,18 +125,20 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         index = most = second = 0
         columns_of = columns(candidates)
         for held, members in columns_of.groups:
-            tokens, first = held.whole_tokens, min(members)
-            if len(members) > 1 or tokens <= most:
-                # The two longest of those before and these.
-                second = sorted((second, most, tokens, tokens if len(members) > 1 else 0))[-2]
-            else:
-                second = most
-            if tokens > most or (tokens == most and first < index):
-                index, most = first, tokens
+            tokens = held.whole_tokens
+            if tokens > most:
+                second = tokens if len(members) > 1 else most
+                index, most = min(members), tokens
+            elif tokens == most:
+                second, index = most, min(index, *members)
+            elif tokens > second:
+                second = tokens
         only = most - second
         sole, sole_s = (self.engines[index], columns_of.rates[index] * only) if only else (None, 0.0)
-        if (late := max([one.whole_tokens for one, _ in columns(self.skipped).groups], default=0)) > most:
-            return MostHeld(late, "slo", sole, sole_s)
+        if self.skipped:
+            late = max([one.whole_tokens for one, _ in columns(self.skipped).groups], default=0)
+            if late > most:
+                return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
         if most > hit.whole_tokens:
             holder = candidates[index]
@@ -284,7 +286,7 @@ class Placement(Attempt):
 
     def _note_prefix(self, hashes: Sequence[BlockHash], block_tokens: int) -> None:
         """Look the prompt up among hot prefixes, and count it there."""
-        hot = self._accounts.hot
+        hot = self._accounts.hot_so_far
         self._seen_tokens = hot.longest(hashes, block_tokens, self._hit.whole_tokens)
         if self._is_answer:
             hot.add(self.request.model or "", hashes, block_tokens, self.asked_s)
@@ -444,10 +446,10 @@ class Placement(Attempt):
         """Make the receipt. ``feed``: state of the feed at the end of the request, the time ``now``."""
         held = self.decision.most_held() if self._predicted else NOTHING_HELD
         if held.sole is not None:
-            held.sole.receipts.worth.add(held.sole_s, now)
+            held.sole.receipts_so_far.worth.add(held.sole_s, now)
         receipt = self._receipt(usage, held, feed)
-        self.engine.receipts.add(receipt)
-        self._accounts.receipts.add(receipt)
+        self.engine.receipts_so_far.add(receipt)
+        self._accounts.receipts_so_far.add(receipt)
 
     def _learn(self, usage: Usage | None, feed: str) -> None:
         """Learn from the engine's report."""
@@ -510,17 +512,19 @@ class Placement(Attempt):
         return self._hit
 
     def _receipt(self, usage: Usage | None, held: MostHeld, feed: str) -> Receipt:
-        decision, request = self.decision, self.request
-        read, hit = decision.read, self._hit
-        one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
-        known = hit.confidence != "none"
-        predicted, missed = self._predicted, held.missed
-        fallback = decision.index_problem and not known
+        decision, request, waited_s = self.decision, self.request, self.waited_s
+        read = decision.read if isinstance(decision.read, Prompt) else None
+        hit, predicted, missed = self._hit, self._predicted, held.missed
         first_token = self._first_token
         parts = first_token or _NO_FIRST_TOKEN
-        read_s, asked_s, due_s = request.read_s, self.asked_s, request.claim.due_s
+        read_s, due_s = request.read_s, request.claim.due_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         own, other = self._group_tokens
+        router_s = 0.0 if read_s is None else self.asked_s - read_s - waited_s
+        # Usage is the sum over all prompts.
+        reported = usage if read is not None and read.num_prompts == 1 else None
+        # Without the index's answer: its problem, not a prediction of nothing.
+        fallback = decision.index_problem and hit.confidence == "none"
         return Receipt(
             request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
             engine_id=self.engine_id,
@@ -533,13 +537,13 @@ class Placement(Attempt):
             storage_tokens=whole - near if predicted else 0,
             shared_prefix_tokens=hit.shared_prefix_tokens,
             evicted_tokens=hit.evicted_tokens,
-            actual_tokens=usage.cached_tokens if usage is not None else None,
-            reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
+            actual_tokens=None if usage is None else usage.cached_tokens,
+            reported_prompt_tokens=None if reported is None else reported.prompt_tokens,
             api=PROMPT_APIS.get(request.path, ""),
-            read=read.source if isinstance(read, Prompt) else "",
+            read="" if read is None else read.source,
             reason=decision.choice.reason,
             index_problem=decision.index_problem,
-            waited_s=self.waited_s,
+            waited_s=waited_s,
             ttft_s=self._ttft_s,
             predicted_ttft_s=None if first_token is None else first_token.total_s,
             queue_s=parts.queue_s,
@@ -548,7 +552,7 @@ class Placement(Attempt):
             prefill_s=parts.prefill_s,
             engine_s=parts.engine_s,
             slo_ttft_s=None if due_s is None or read_s is None else due_s - read_s,
-            router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
+            router_s=router_s if router_s > 0.0 else 0.0,  # noqa: FURB136  # a call less
             leg=self._leg,
             gap_s=self._gap_s,
             tenant=request.tenant,
@@ -556,12 +560,9 @@ class Placement(Attempt):
             missed=missed,
             elsewhere_s=self._candidate.prefill_s_per_token * (held.tokens - whole) if missed else 0.0,
             seen_tokens=self._seen_tokens,
-            isolated_tokens=max(0, other - max(own, held.tokens)) if predicted else 0,
-            salted=(
-                isinstance(read, Prompt)
-                and read.extras.cache_salt is not None
-                and not self.request.isolated  # as all prompts of its tenant are
-            ),
+            isolated_tokens=max(0, other - max(own, held.tokens)) if other and predicted else 0,
+            # Isolated: as all prompts of its tenant are.
+            salted=read is not None and read.extras.cache_salt is not None and not request.isolated,
         )
 
 

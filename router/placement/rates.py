@@ -71,8 +71,8 @@ class EngineRates:
     """
 
     __slots__ = (
-        *("_at_s", "_cached", "_fresh_until_s", "_interference_s", "_long", "_overhead_s", "_own"),
-        *("_rate", "_step", "fleet", "touched"),
+        *("_at_s", "_cached", "_interference_s", "_long", "_overhead_s", "_own", "_rate", "_step"),
+        *("fleet", "fresh_until_s", "touched"),
     )
 
     def __init__(self, fleet: FleetRates) -> None:
@@ -85,7 +85,8 @@ class EngineRates:
         self._interference_s: float | None = None
         self._at_s = 0.0
         self._own: tuple[float, float] = (0.0, 0.0)  # time until which ``at`` is cached
-        self._fresh_until_s = -math.inf
+        self.fresh_until_s = -math.inf
+        """Until then ``current`` does not depend on the fleet's ``borrowed``."""
         self.touched: Callable[[], None] = lambda: None
         """Called when its own estimates have changed."""
 
@@ -98,7 +99,7 @@ class EngineRates:
         self._fit_rate()
         if self._rate is not None and self._interference_s is not None:
             self._own = self._rate, self._interference_s
-            self._fresh_until_s = now + self.fleet.settings.stale_s
+            self.fresh_until_s = now + self.fleet.settings.stale_s
         self.fleet.learned(self)
         self.touched()
 
@@ -117,7 +118,7 @@ class EngineRates:
 
     def current(self, now: float) -> tuple[float, float]:
         """``prefill_s_per_token`` and ``decode_interference_s``, for decisions."""
-        if now <= self._fresh_until_s:
+        if now <= self.fresh_until_s:
             return self._own
         rate, slope = self._rate, self._interference_s
         fleet_rate, _, fleet_slope = self.fleet.medians or self.fleet.fit()
@@ -126,14 +127,10 @@ class EngineRates:
             fleet_slope if slope is None else slope,
         )
 
-    def borrows(self, now: float) -> bool:
-        """Whether ``current`` depends on the fleet's ``borrowed``."""
-        return now > self._fresh_until_s
-
     def constant_until(self, now: float) -> float:
         """Time until which ``current`` stays as it is, unless estimates change."""
-        if now <= self._fresh_until_s:
-            return self._fresh_until_s
+        if now <= self.fresh_until_s:
+            return self.fresh_until_s
         if self._rate is None:
             return math.inf
         stale_s = self._at_s + self.fleet.settings.stale_s

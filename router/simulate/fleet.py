@@ -442,7 +442,7 @@ class FleetSim:
         found = []
         for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
             rate = account.rates.prefill_s_per_token(now)
-            queue_s, running, waiting, idle_s, late_s, recent_s = account.ahead(now, NO_OTHERS, rate)
+            queue_s, running, waiting, idle_s, late_s, recent_s, *_ = account.ahead(now, NO_OTHERS, rate)
             shared = coming = 0
             if common is not None:
                 shared = min(common.blocks.get(engine_id, 0) * unit, last)
