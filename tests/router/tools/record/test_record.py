@@ -81,9 +81,18 @@ class Stage:
         self.publisher.close()
         self.context.term()
 
+    async def live(self) -> None:
+        """The subscription has arrived at the publisher, which ``connected`` and a batch, that may come with
+        the history, do not show: a message that is no batch comes through."""
+        no_batch = (b"", b"no batch")
+        await until(
+            lambda: self.stats.malformed,
+            meanwhile=lambda: self.publisher._pub.send_multipart(no_batch, zmq.NOBLOCK),
+        )
+
     async def subscribed(self) -> None:
-        """The subscription has arrived: a live batch comes through."""
-        await until(lambda: self.stats.connected)
+        """A live batch comes through."""
+        await self.live()
         self.publisher.publish_payload(b"first")
         await until(lambda: b"first" in self.kept.payloads)
 
@@ -92,7 +101,7 @@ async def test_history_then_live_without_a_seam() -> None:
     stage = Stage(replay=True)
     stage.publish(*range(500))
     async with stage:
-        await until(lambda: stage.stats.connected)
+        await stage.live()
         stage.publish(*range(500, 700))
         await until(lambda: stage.stats.last_seq == 699)
     assert stage.kept.seqs == list(range(700))
@@ -152,7 +161,8 @@ async def test_a_restarted_engine_is_recorded_from_its_first_batch() -> None:
     stage = Stage(replay=True)
     stage.publish(0, 1, 2)
     async with stage:
-        await until(lambda: stage.stats.connected and stage.stats.last_seq == 2)
+        await stage.live()
+        await until(lambda: stage.stats.last_seq == 2)
         stage.publish(3)
         await until(lambda: stage.stats.last_seq == 3)
         stage.publisher.renumber(0)
