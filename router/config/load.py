@@ -159,9 +159,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _read_url(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        url = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--index-file {path}: {describe_error(error)}") from None
+    if not url:
+        raise ConfigError(f"--index-file {path}: is empty; write the URL into it, e.g. redis://HOST:6379/0")
+    return url
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:

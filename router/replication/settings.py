@@ -44,9 +44,13 @@ class Target(msgspec.Struct, frozen=True):
     cert: str | None = None
     key: str | None = None
 
+    @property
+    def where(self) -> str:
+        """Hosts and ports, for messages."""
+        return ",".join(f"{host}:{port}" for host, port in self.addresses)
+
     def __repr__(self) -> str:
-        where = ",".join(f"{host}:{port}" for host, port in self.addresses)
-        return f"Target({self.kind} {where} db={self.db} tls={self.tls} user={self.username!r})"
+        return f"Target({self.kind} {self.where} db={self.db} tls={self.tls} user={self.username!r})"
 
     __str__ = __repr__
 

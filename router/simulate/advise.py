@@ -56,7 +56,7 @@ from router.simulate.study import (
 from router.simulate.tiers import TierSetup, block_bytes
 from router.simulate.traces import is_capture, read_capture
 from router.simulate.workload import WorkloadSource
-from router.tools.ops_client import output_console
+from router.tools.ops_client import output_console, router_url
 
 LOAD = 0.85
 _BOUNDS = {"engines": (1, 256), "requests": (50, 1_000_000), "seeds": (1, 20), "processes": (1, 1024)}
@@ -84,6 +84,7 @@ class _Engine(msgspec.Struct, frozen=True):
 def run_advise(workload: str | None, options: AdviseOptions, *, as_json: bool) -> int:
     """Run the trials; returns the exit status. Raises ``ConfigError`` for unusable options."""
     check_numbers(options, _BOUNDS, ("load", "speed", "ttft_target"))
+    router_url(options.router)
     if workload is not None:
         return _advise(options, workload, workload, as_json=as_json)
     if options.router is None:

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.http.client import HttpClient, ResponseError, TooLongError
+from router.http.client import HttpClient, ResponseError
 from router.http.sockets import NotConnectedError
 from router.simulate.setup import Timing
 from router.simulate.traces import Captured
-from router.tools.ops_client import ops_headers, reason
+from router.tools.ops_client import ask, ops_headers, reason
 
 SAMPLES_MIN = 20
 PAIRS = 20_000
@@ -262,26 +262,19 @@ def _refused(url: str, status: int, body: bytes) -> str:
 def fetch(url: str) -> str:
     """Return the metrics page of an engine; a URL without a path is its base. Raises ``OSError``."""
     whole = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/metrics"
-    return asyncio.run(_fetch(whole, {}))
+    return _fetch(whole, {})
 
 
 def fetch_from_router(url: str) -> str:
     """Return a page of a router's ops port. Raises ``OSError``."""
-    return asyncio.run(_fetch(url, ops_headers()))
+    return _fetch(url, ops_headers())
 
 
-async def _fetch(url: str, headers: dict[str, str]) -> str:
-    try:
-        async with HttpClient(headers) as client, client.exchange("GET", url, TIMEOUT_S) as answer:
-            if answer.status != 200:
-                raise OSError(_refused(url, answer.status, await answer.beginning(_ERROR_BYTES_MAX)))
-            return (await answer.body(PAGE_BYTES_MAX)).decode("utf-8", errors="replace")
-    except TimeoutError:
-        raise OSError(f"{url} did not answer within {TIMEOUT_S:g} s") from None
-    except TooLongError:
-        raise OSError(f"{url}: more than {PAGE_BYTES_MAX} bytes") from None
-    except (NotConnectedError, ResponseError, ValueError) as error:
-        raise OSError(f"{url}: {error}") from None
+def _fetch(url: str, headers: dict[str, str]) -> str:
+    status, body = ask(url, headers=headers, timeout_s=TIMEOUT_S, bytes_max=PAGE_BYTES_MAX)
+    if status != 200:
+        raise OSError(_refused(url, status, body[:_ERROR_BYTES_MAX]))
+    return body.decode("utf-8", errors="replace")
 
 
 def fetch_usage(router_url: str, path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from router.tools.explain_state import (
     read_prompt,
     router_body,
 )
-from router.tools.ops_client import make_table, ops_headers, output_console, reason
+from router.tools.ops_client import ask, make_table, ops_headers, output_console, reason, router_url
 from router.tools.replay_player import Player, up_to
 from router.tools.trace_verification import RecordingError, trace_facts
 
@@ -82,6 +80,8 @@ def select_engine(
 
 
 _TIMEOUT_S = 30.0
+# Of a hash block and of the look-ahead: more than any block of vLLM.
+_TOKENS_MAX = 1 << 20
 _ANSWER_BYTES_MAX = 64 << 20
 _SCHEME_KEYS = {"seed", "size", "lookahead", "tagged"}
 
@@ -105,9 +105,10 @@ def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
     try:
         _check(options)
         body = read_body(options.request)
-        if options.router is not None:
+        router = router_url(options.router)
+        if router is not None:
             asked = router_body(options.request, body, options.api)
-            return _query_router(options, options.router, asked, as_json=as_json)
+            return _query_router(options, router, asked, as_json=as_json)
         return _explain(options, body, as_json=as_json)
     except (RecordingError, ConfigError, PromptError) as error:
         print(f"kvatlas explain: {error}", file=sys.stderr)
@@ -128,24 +129,31 @@ def parse_scheme(text: str) -> HashScheme:
         scheme = msgspec.convert(values, HashScheme, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--hash-scheme {text!r}: {error}") from None
-    if algo not in ALGORITHMS or scheme.hash_block_size < 1 or scheme.lookahead < 0:
-        raise ConfigError(f"--hash-scheme {text!r}: expected one of {', '.join(ALGORITHMS)}, size above 0")
+    if algo not in ALGORITHMS:
+        raise ConfigError(f"--hash-scheme {text!r}: algorithm {algo!r}: expected {', '.join(ALGORITHMS)}")
+    for field, given, least in (("size", scheme.hash_block_size, 1), ("lookahead", scheme.lookahead, 0)):
+        if not least <= given <= _TOKENS_MAX:
+            raise ConfigError(
+                f"--hash-scheme {text!r}: {field}={given}: expected {least} to {_TOKENS_MAX} tokens"
+            )
     return scheme
 
 
 def _check(options: ExplainOptions) -> None:
     if bool(options.paths) == (options.router is not None):
         raise ConfigError("give either a capture FILE or --router URL")
+    router_url(options.router)
     if options.api is not None and options.api not in PATHS:
         raise ConfigError(f"--api {options.api!r}: expected one of {', '.join(PATHS)}")
-    if options.router is not None and not options.router.startswith(("http://", "https://")):
-        raise ConfigError(f"--router {options.router!r}: expected http://HOST:PORT")
     if options.router is not None and (options.at is not None or options.hash_scheme is not None):
         raise ConfigError("--at and --hash-scheme are for captures; a router explains its present state")
     if options.at is not None and options.at < 0:
         raise ConfigError(f"--at: {options.at} is not a seq")
-    if options.slo_ttft_ms is not None and options.router is None:
+    target_ms = options.slo_ttft_ms
+    if target_ms is not None and options.router is None:
         raise ConfigError("--slo-ttft-ms needs --router URL: a capture has no load to predict seconds from")
+    if target_ms is not None and not 0 < target_ms < float("inf"):
+        raise ConfigError(f"--slo-ttft-ms: {target_ms} is not a number above 0")
 
 
 def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
@@ -245,24 +253,20 @@ def _why(block: MissingBlock) -> str:
 
 
 def _query_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
-    url = f"{router.rstrip('/')}/kvatlas/explain"
+    url = f"{router}/kvatlas/explain"
     if options.api is not None:
         url += f"?path={PATHS[options.api]}"
     headers = {"content-type": "application/json", **ops_headers()}
     if options.slo_ttft_ms is not None:
         headers[TARGET.decode()] = f"{options.slo_ttft_ms}"
-    request = urllib.request.Request(url, body, headers)  # noqa: S310  # checked
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked
-            text = answer.read(_ANSWER_BYTES_MAX)
-    except urllib.error.HTTPError as error:
-        with error:
-            refused = error.read(4096)
-            message = reason(refused) or refused[:200].decode(errors="replace")
-            print(f"kvatlas explain: {url}: {error.code}: {message}", file=sys.stderr)
+        status, text = ask(url, headers=headers, body=body, timeout_s=_TIMEOUT_S, bytes_max=_ANSWER_BYTES_MAX)
+    except OSError as error:
+        raise PromptError(str(error)) from None
+    if status != 200:
+        message = reason(text) or text[:200].decode(errors="replace")
+        print(f"kvatlas explain: {url}: {status}: {message}", file=sys.stderr)
         return 1
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise PromptError(f"{url}: {error}") from None
     try:
         response = msgspec.json.decode(text, type=RouterAnswer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -37,7 +37,7 @@ from router.replication.reader import SharedEngine, SharedReader
 from router.replication.redis_client import Client
 from router.replication.redis_connection import IndexUnavailable, unavailable
 from router.replication.registry import IndexRefused, Registry, Scope, ScopeView
-from router.replication.settings import IndexSettings, SettingsError
+from router.replication.settings import IndexSettings, SettingsError, parse_url
 from router.serve import configure_logging
 from router.tools.ops_client import make_table, output_console
 
@@ -311,6 +311,8 @@ def run_stats(settings: IndexSettings, *, model: str | None, as_json: bool) -> i
 
 def run_dump(settings: IndexSettings, *, model: str | None, limit: int) -> int:
     """Print one JSON line per block: its hash, and the planes each engine holds it in."""
+    if limit < -1:
+        raise ConfigError(f"--limit: {limit} is not 0 or more; -1: all")
 
     async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
         for snapshot in scopes:
@@ -337,6 +339,8 @@ def run_index_verify(
 
     ``engines`` add to the addresses stored in the index or override them; fields they leave out are kept.
     """
+    if not 0 <= settle_s <= 3600:
+        raise ConfigError(f"--settle: {settle_s} is not in 0..3600")
     given: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
 
     async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
@@ -450,12 +454,18 @@ async def _blocks(client: Client, snapshot: ScopeSnapshot) -> AsyncIterator[dict
             yield {"model": snapshot.model, "block": f"{value:016x}", "engines": held}
 
 
+async def connect(client: Client) -> None:
+    """Raises ``IndexUnavailable``, which names the servers."""
+    if not await client.start(_CONNECT_S):
+        where = f"no Redis or Valkey answers at {parse_url(client.settings.url).where} (index.url)"
+        raise IndexUnavailable(where, client.last_error or "no connection in time")
+
+
 @asynccontextmanager
 async def _connected(settings: IndexSettings) -> AsyncIterator[Client]:
     client = Client(settings)
     try:
-        if not await client.start(_CONNECT_S):
-            raise IndexUnavailable("connection", client.last_error or "no connection in time")
+        await connect(client)
         await Registry(client, "").check()
         yield client
     finally:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -18,6 +19,8 @@ from publisher.simulator.server import run
 from publisher.simulator.settings import EngineSettings
 from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import OPS_PORT
+from router.http.client import HttpClient
+from router.http.sockets import describe_error
 
 OPS_URL = f"http://127.0.0.1:{OPS_PORT}"
 # Environment variable with the token of a router that requires one (``server.ops_token_file``).
@@ -31,6 +34,20 @@ def ops_headers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
+def router_url(text: str | None) -> str | None:
+    """Return the router's base URL. Raises ``ConfigError`` if it is invalid."""
+    if text is None:
+        return None
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"--router {text!r}: expected http://HOST:PORT")
+    return text.rstrip("/").removesuffix("/v1")
+
+
 def reason(body: bytes, code: str = "") -> str:
     """Return the message of an OpenAI-style error (with this code, if given); "" if it is not one."""
     try:
@@ -38,6 +55,30 @@ def reason(body: bytes, code: str = "") -> str:
         return str(error["message"])[:_TEXT_MAX] if code in {"", error.get("code")} else ""
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError):
         return ""
+
+
+def ask(
+    url: str,
+    *,
+    timeout_s: float,
+    bytes_max: int,
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+) -> tuple[int, bytes]:
+    """Send one GET, or a POST with ``body``; return the status and the whole response. ``timeout_s``
+    includes reading it. Raises ``OSError``, which names the URL."""
+
+    async def exchange() -> tuple[int, bytes]:
+        method = "GET" if body is None else "POST"
+        async with HttpClient(headers) as client, client.exchange(method, url, timeout_s, body) as answer:
+            return answer.status, await answer.body(bytes_max)
+
+    try:
+        return asyncio.run(exchange())
+    except TimeoutError:
+        raise OSError(f"{url}: no complete answer within {timeout_s:g} s") from None
+    except (OSError, ValueError) as error:
+        raise OSError(f"{url}: {describe_error(error)}") from None
 
 
 # ``kvatlas engine``: settings from the command line, then one simulated engine until SIGTERM.

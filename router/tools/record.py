@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +25,7 @@ from router.fleet.engines import EngineAddress
 from router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
 from router.tools.capture import CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
-from router.tools.ops_client import make_table, output_console, stop_signals
+from router.tools.ops_client import ask, make_table, output_console, stop_signals
 from router.tools.trace_verification import RecordingError
 
 # Records raw frames of live feeds, in order, into a ``CaptureWriter``. One ``SourceRecorder`` per engine
@@ -356,14 +354,17 @@ def _with_events(engine: EngineAddress) -> list[EngineAddress]:
     url, info = f"{engine.base_url}/kv_event_sources", f"{engine.base_url}{SERVER_INFO}"
     hint = "give events=tcp://.. too"
     try:
-        try:
-            found = event_sources(engine.base_url, _get(url))
-        except urllib.error.HTTPError:
-            stated = server_info_statement(_get(info))
+        status, body = _get(url)
+        if status == 200:
+            found = event_sources(engine.base_url, body)
+        else:
+            stated = server_info_statement(_get(info)[1])
             if stated is None or stated.kind != "sglang":
-                raise
+                raise OSError(f"{url}: status {status}")
             found = sglang_engines(engine.base_url, stated.event_ports)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{error}; {hint}") from None
+    except ValueError as error:
         raise ConfigError(f"{url}: {error}; {hint}") from None
     wanted = [e for e in found if engine.dp_rank is None or (e.dp_rank or 0) == engine.dp_rank]
     if not wanted:
@@ -371,10 +372,8 @@ def _with_events(engine: EngineAddress) -> list[EngineAddress]:
     return wanted
 
 
-def _get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=_ASK_TIMEOUT_S) as answer:  # noqa: S310  # http, checked
-        body: bytes = answer.read(_ANSWER_BYTES_MAX)
-        return body
+def _get(url: str) -> tuple[int, bytes]:
+    return ask(url, timeout_s=_ASK_TIMEOUT_S, bytes_max=_ANSWER_BYTES_MAX)
 
 
 def _check(options: RecordOptions) -> None:

@@ -96,6 +96,8 @@ def run_invoice(options: InvoiceOptions, *, as_json: bool) -> int:
         if name not in GROUPS:
             raise ConfigError(f"--by {options.by}: {name!r}: expected some of {', '.join(GROUPS)}")
     rows: dict[tuple[str, ...], InvoiceRow] = {}
+    if not options.paths:
+        raise ConfigError("give at least one usage record: a file that a router writes (usage.path)")
     for line in _lines(options.paths):
         if (since_s is None or line.arrived_s >= since_s) and (until_s is None or line.arrived_s < until_s):
             key = tuple(getattr(line, name) for name in by)

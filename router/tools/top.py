@@ -19,9 +19,8 @@ from rich.text import Text
 
 from router.config.errors import ConfigError
 from router.http.client import HttpClient
-from router.tools.doctor.command import router_url
 from router.tools.doctor.http import Http, HttpAnswer, series
-from router.tools.ops_client import LIVE_STYLE, make_table, ops_headers, output_console
+from router.tools.ops_client import LIVE_STYLE, make_table, ops_headers, output_console, router_url
 
 # Snapshot of a running router: the responses of its endpoints converted to rows and totals. Pure functions of
 # the responses of ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics``. Fields that are missing or of

@@ -39,7 +39,7 @@ from router.replication.redis_client import Client
 from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import Registry
 from router.replication.settings import IndexSettings
-from router.tools.index import block_hashes
+from router.tools.index import block_hashes, connect
 from router.tools.ops_client import make_table, output_console
 from router.tools.trace_verification import (
     RECORDED,
@@ -75,8 +75,7 @@ async def _connections(url: str) -> AsyncIterator[tuple[Client, Client]]:
         writing, reading = Client(settings), Client(settings)
         for client in (writing, reading):
             stack.push_async_callback(client.close)
-            if not await client.start(_CONNECT_S):
-                raise IndexUnavailable("connection", client.last_error or "no connection in time")
+            await connect(client)
         yield writing, reading
 
 

@@ -6,7 +6,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
@@ -31,7 +30,7 @@ from router.tools.doctor.findings import (
     engine_verdict,
     exit_status,
 )
-from router.tools.ops_client import make_table, output_console
+from router.tools.ops_client import make_table, output_console, router_url
 
 STYLES = {Severity.OK: "green", Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 _SECONDS_MAX = 3600.0
@@ -78,20 +77,6 @@ def collect_evidence(
 ) -> Evidence:
     """Examine engines and show progress on a terminal. Raises ``ConfigError`` for a bad tokenizer."""
     return uvloop.run(_examine(config, router, settings, quiet=quiet))
-
-
-def router_url(text: str | None) -> str | None:
-    """Return the router's base URL. Raises ``ConfigError`` if it is invalid."""
-    if text is None:
-        return None
-    try:
-        parts = urlsplit(text)
-        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"--router {text!r}: expected http://HOST:PORT")
-    return text.rstrip("/").removesuffix("/v1")
 
 
 async def _examine(config: Config, url: str | None, settings: ExamineSettings, *, quiet: bool) -> Evidence:

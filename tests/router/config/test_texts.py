@@ -311,6 +311,13 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
         assert "Errno" not in str(error.value)
 
 
+def test_an_empty_file_for_the_index_is_not_taken_for_no_index(tmp_path: Path) -> None:
+    path = tmp_path / "url"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match=rf"--index-file {path}: is empty; .*redis://"):
+        load(environ={}, index_file=path)
+
+
 @pytest.mark.parametrize("key", sorted(FIXED))
 def test_constants_cannot_be_set(key: str, tmp_path: Path) -> None:
     section, _, name = key.rpartition(".")

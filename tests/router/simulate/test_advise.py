@@ -287,6 +287,7 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
             "a capture of KV events .*, which holds no requests; name the router's usage record",
         ),
         (["chat", "--router", "http://127.0.0.1:9"], "--router http://127.0.0.1:9"),
+        (["--router", "nonsense"], "--router 'nonsense': expected http://HOST:PORT"),
     ],
 )
 def test_what_cannot_be_advised_on_is_refused(words: list[str], complaint: str) -> None:

@@ -10,7 +10,10 @@ import base64
 import contextlib
 import gzip
 import json
+import math
 import re
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,8 +24,11 @@ from publisher.event_decoder import decode_batch
 from publisher.events import EventDecodeError, encode_batch
 from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
+from router.replication.settings import IndexSettings
 from router.tools.capture import CapturedFrame, read_capture, redact
 from router.tools.explain import ExplainOptions, parse_scheme, run_explain
+from router.tools.index import run_dump, run_index_verify
+from router.tools.record import resolve
 from router.tools.replay import ReplayOptions, run_replay
 from router.tools.replay_player import Player
 from router.tools.trace_verification import RecordingError, read_trace
@@ -191,6 +197,50 @@ def test_any_request(tmp_path: Path, capsys: pytest.CaptureFixture[str], body: b
 def test_any_hash_scheme(text: str) -> None:
     with contextlib.suppress(ConfigError):
         assert parse_scheme(text).hash_block_size > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("md5", "algorithm 'md5'"), ("sha256,size=0", "size=0"), ("sha256,lookahead=-5", "lookahead=-5")]
+    + [(f"sha256,{field}={1 << 62}", f"{field}={1 << 62}") for field in ("size", "lookahead")],
+)
+def test_a_hash_scheme_that_no_engine_has_is_named(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_scheme(text)
+
+
+def test_a_server_that_does_not_speak_http_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            for _ in range(2):
+                with listener.accept()[0] as client:
+                    client.recv(100)
+                    client.sendall(b"\xa9\x00\x01 no HTTP\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        (tmp_path / "body.json").write_text('{"model": "m", "prompt": [1, 2]}')
+        assert run_explain(ExplainOptions(tmp_path / "body.json", router=url), as_json=False) == 2
+        assert f"{url}/kvatlas/explain: not an HTTP answer" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match=f"{url}/kv_event_sources: not an HTTP answer"):
+            resolve([url])
+        thread.join()
+
+
+def test_numbers_out_of_range_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "body.json").write_text('{"model": "m", "prompt": [1, 2]}')
+    options = ExplainOptions(tmp_path / "body.json", router="http://127.0.0.1:9", slo_ttft_ms=-1.0)
+    assert run_explain(options, as_json=False) == 2
+    assert "--slo-ttft-ms: -1.0" in capsys.readouterr().err
+    index = IndexSettings(url="redis://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="--limit: -3"):
+        run_dump(index, model=None, limit=-3)
+    with pytest.raises(ConfigError, match="--settle: nan"):
+        run_index_verify(index, model=None, engines=(), settle_s=math.nan, as_json=True)
 
 
 def test_base64_of_a_corpus_line_is_what_it_claims() -> None:

@@ -161,6 +161,8 @@ def test_arguments_that_cannot_be_used_are_named(
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["invoice"]) == 2
+    assert "at least one usage record" in capsys.readouterr().err
     assert call(["invoice", str(tmp_path / "none.jsonl")]) == 2
     assert "there is no such usage record" in capsys.readouterr().err
     path = write(tmp_path / "a.jsonl", line(), {"timestamp": 1})
