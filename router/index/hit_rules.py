@@ -518,6 +518,12 @@ def order_matters(layout: CacheLayout, *, loading: bool = False) -> bool:
     return unread or len(dropping) > 1 or windows[0].block_size != layout.alignment
 
 
+def hits_behind(layout: CacheLayout) -> bool:
+    """Whether the block that a lookup drops for EAGLE may lie behind the last token but one: several groups
+    are looked up, and blocks are proven by the ones after them (``HybridKVCacheCoordinator``, vLLM 0.32)."""
+    return bool(layout.dropped_tokens) and not layout.single_group and not order_matters(layout)
+
+
 def _asked_once(families: list[Family]) -> bool:
     """Whether vLLM's search ends after one pass: full attention first, and one other class."""
     return len(families) == 2 and families[0] is Family.FULL

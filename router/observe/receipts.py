@@ -4,7 +4,8 @@ Per engine ``EngineReceipts`` counts exact, over and under predictions, sums the
 the error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
 ``DRIFT_SHARE`` is flagged as drifting. An engine reports one number for tokens from its GPU and loaded ones
 together, so that sum is compared; outcomes are also kept by the farthest medium that a prediction used. Those
-that used storage do not enter the window, because evictions of a store are not reported. The latest receipts
+that used storage do not enter the window, because evictions of a store are not reported; nor do those that
+relied on the order of prompts in the engine (mode ``pending``). The latest receipts
 are kept for inspection. First tokens are compared too. ``CacheFunnel`` sums up by model and tenant how much
 of the prompts was held anywhere, held by the chosen engine, and delivered, and why the rest was missed. Pure
 and bounded.
@@ -387,7 +388,7 @@ class EngineReceipts(msgspec.Struct):
             for medium, tokens in receipt.by_medium.items():
                 if tokens:
                     self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
-        if not storage:
+        if not storage and receipt.mode != "pending":
             self.window.append(error == 0)
         self._check(receipt, predicted, actual)
 

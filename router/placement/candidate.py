@@ -17,8 +17,9 @@ from publisher.events import MEDIA
 if TYPE_CHECKING:
     from router.index.query_plan import EngineHit
 
-Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
-"""Source of a hit; a discount for the feed's state is already applied by the caller."""
+Confidence = Literal["exact", "pending", "degraded", "learned", "assumed", "shadow", "none"]
+"""Source of a hit; a discount for the feed's state is already applied by the caller. ``pending``: exact if
+the engine computes a prompt ahead first, which it may not."""
 
 Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "pull", "policy"]
 """Why an engine was chosen: alone; lowest cost; equal cost, settled by shared prefix and rendezvous; the

@@ -30,7 +30,7 @@ from publisher.block_hash import HashScheme
 from router.feeds.base import FeedState
 from router.fleet.engines import EngineId, endpoint_of
 from router.fleet.status import Fleet, Frontend
-from router.index.hit_rules import order_matters
+from router.index.hit_rules import hits_behind
 from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit
 from router.observe.receipts import SloStats
@@ -190,7 +190,7 @@ def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
         if hashed not in found.schemes:
             found.schemes.append(hashed)
         layout = engine.layout
-        if layout is not None and layout.drops_behind and not order_matters(layout):
+        if layout is not None and hits_behind(layout):
             found.dropping.add(engine.scheme)
         if engine.shadow is not None:
             found.guessed = True

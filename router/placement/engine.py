@@ -37,7 +37,7 @@ from router.placement.affinity import AffinityMap, PromptMemory, Shadow, ShadowP
 from router.placement.candidate import Confidence, Hit
 from router.placement.cost import AdmissionStats
 from router.placement.evictions import EvictionForecast
-from router.placement.inflight import InflightPrefixes
+from router.placement.inflight import InflightPrefixes, coming_hit, kept_prefixes, kept_rule
 from router.placement.load import LoadAccount, LoadStats
 from router.placement.others import OthersLoad
 from router.placement.rates import FleetRates
@@ -441,21 +441,32 @@ class Engine(EngineStatus):
         interval = None if facts is None else facts.retention_interval
         return interval if type(interval) is int else retained_tokens(interval)
 
+    def kept(self, prompt_tokens: int, hit: Hit) -> tuple[int, ...]:
+        """Prefixes of a prompt with this hit here that it will be able to hit, in hash blocks."""
+        layout = self.layout
+        if layout is None:
+            return ()
+        return kept_prefixes(kept_rule(layout), prompt_tokens, hit, self.retention_tokens)
+
     def hit(self, asked: PromptView, held: EngineHit | None = None) -> Hit:
         """Hit of a prompt on this engine, discounted by missed events; ``held``: the index's answer, if it is
         in ``alike``."""
         name = self.engine_id
         held = held or asked.held.get(name) or asked.nothing.get(name)
         common, coming = asked.common.get(name, 0), asked.coming.get(name, 0)
-        if coming and (layout := self.layout) is not None:
-            # The lookup of this prompt will drop a block of what the prompt ahead stores.
-            coming = min(max(0, coming - layout.dropped_tokens), asked.tokens - 1)
+        layout = self.layout if coming else None
+        if layout is not None:
+            coming = coming_hit(layout, coming, asked.tokens)
         if held is None:
             if self.shadow is None or asked.shadows is None:
                 return Hit(shared_prefix_tokens=common, common_tokens=common)
             tokens, shared_prefix = self.shadow.lookup(asked.shadows)
             held = EngineHit("shadow", tokens, shared_prefix_tokens=shared_prefix)
-        return self.discounted(held, common, coming)
+        hit = self.discounted(held, common, coming)
+        relies = layout is not None and hit.confidence == "exact" and coming > hit.gpu_tokens
+        if relies and kept_rule(layout).splits:
+            hit.confidence = "pending"
+        return hit
 
     def discounted(self, held: EngineHit, common: int = 0, coming: int = 0) -> Hit:
         """Hit by the index's answer and the tokens of prompts in flight, discounted by missed events."""
@@ -478,9 +489,6 @@ class Engine(EngineStatus):
         shared_prefix = common if shared_prefix < common else shared_prefix  # noqa: FURB136
         shared_prefix = whole if shared_prefix < whole else shared_prefix  # noqa: FURB136
         replay = held.replay_tokens
-        if coming <= replay:
-            # The engine would compute all of it again.
-            coming = 0
         return Hit(gpu, cpu, storage, shared_prefix, coming, confidence, common, held, replay_tokens=replay)
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:

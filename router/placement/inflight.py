@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from functools import lru_cache
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from publisher.events import BlockHash
+from publisher.events import BlockHash, Family
+from router.index.learn.layout import CacheLayout
+from router.placement.candidate import Hit
 
 
 class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,37 +68,76 @@ class Common(msgspec.Struct, gc=False):
     """Of those, blocks that the engine will hold in every group once it has computed the prompt in flight."""
 
 
+class KeptRule(NamedTuple):
+    """Facts of a layout that decide which prefixes of a prompt an engine keeps; sizes in tokens."""
+
+    alignment: int
+    hash_block_size: int
+    every_block: bool = False
+    """All groups keep all blocks, except that the last ``unproven_tokens`` of a prompt prove no boundary."""
+    all_full: bool = False
+    unproven_tokens: int = 0
+    state_tokens: int = 0
+    """Blocks of states that exist only where a chunk ends (Mamba mode ``align``); 0 without."""
+    window_tokens: int = 0
+    """Blocks that a window needs before a boundary, of the shortest one; 0 without, or beside states."""
+    dropped_tokens: int = 0
+    """Tokens that a lookup drops for EAGLE: the prefixes include them."""
+    splits: bool = False
+    """A prompt that enters the engine in the same step as the one ahead may miss what that one keeps: the
+    first chunk of that one ends before the attention blocks that prove its state are stored."""
+
+
+@lru_cache(maxsize=256)
+def kept_rule(layout: CacheLayout) -> KeptRule:
+    """Return what ``kept_prefixes`` reads of a layout."""
+    families = {c.family for c in layout.classes}
+    states = [c.block_size for c in layout.classes if c.spec.mamba_cache_mode == "align"]
+    windows = [
+        -(-((c.spec.sliding_window or 1) - 1) // c.block_size) * c.block_size
+        for c in layout.classes
+        if c.family is Family.WINDOW
+    ]
+    alone = families <= {Family.FULL, Family.WINDOW} and not layout.dropped_tokens
+    return KeptRule(
+        layout.alignment,
+        layout.hash_block_size,
+        every_block=families <= {Family.FULL, Family.CHUNKED},
+        all_full=families == {Family.FULL},
+        unproven_tokens=layout.lookahead,
+        state_tokens=max(states, default=0),
+        window_tokens=min(windows, default=0) if alone else 0,
+        dropped_tokens=layout.dropped_tokens,
+        splits=bool(states)
+        and (bool(layout.dropped_tokens) or max(c.block_size for c in layout.classes) > layout.alignment),
+    )
+
+
 def kept_prefixes(
-    prompt_tokens: int,
-    shared_prefix_tokens: int,
-    *,
-    alignment: int,
-    hash_block_size: int,
-    retention_interval: int | None = 0,
-    every_block: bool = False,
-    state_tokens: int = 0,
-    unproven_tokens: int = 0,
-    dropped_tokens: int = 0,
-    held_tokens: int = 0,
+    rule: KeptRule, prompt_tokens: int, hit: Hit, retention_interval: int | None = 0
 ) -> tuple[int, ...]:
     """Return the prefixes of a prompt, in hash blocks, that an engine can hit once it has computed it.
 
-    vLLM keeps the windows and states at the last aligned boundary of the prompt, at the junction that the
-    visit finds (the end of ``shared_prefix_tokens``) and at multiples of the retention interval; all
-    boundaries if that is None, or if every group keeps all its blocks (``every_block``): there the last
-    ``unproven_tokens`` of the prompt prove no boundary. States (Mamba mode ``align``, in blocks of
-    ``state_tokens``) exist only where vLLM ends a chunk: at the last boundary, and at the last of their
-    blocks before the junction. ``dropped_tokens`` are those that a lookup drops
-    for EAGLE: the prefixes returned include them. What ends within ``held_tokens``, the prompt's own hit, is
-    not computed, so the prompt leaves none there. Sizes in tokens.
+    ``hit``: the prompt's own. vLLM keeps the windows and states at the last aligned boundary of the prompt,
+    at the junction that its lookup finds (the end of the shared prefix) and at multiples of the retention
+    interval (states only where it ends a chunk); all boundaries if that is None. What ends within the
+    prompt's own hit is not computed, so the prompt leaves nothing there.
     """
-    unit, drop = hash_block_size, dropped_tokens
-    if every_block:
+    alignment, unit, drop, states = (
+        rule.alignment,
+        rule.hash_block_size,
+        rule.dropped_tokens,
+        rule.state_tokens,
+    )
+    # Full attention computes, loads or holds every block; a chunk's start is a hit without blocks before.
+    held = 0 if rule.all_full else hit.whole_tokens
+    if rule.every_block:
         # Its own look-up spares the last token, but all full blocks are stored
         # (``KVCacheManager.allocate_slots``, vLLM 0.32): a longer prompt hits the whole of it.
-        first = (held_tokens // alignment + 1) * alignment
-        return tuple(range(first // unit, (prompt_tokens - unproven_tokens) // unit + 1, alignment // unit))
-    last = prompt_tokens - 1
+        first = (held // alignment + 1) * alignment
+        proven = prompt_tokens - rule.unproven_tokens
+        return tuple(range(first // unit, proven // unit + 1, alignment // unit))
+    last, shared_prefix = prompt_tokens - 1, hit.shared_prefix_tokens
     # The same prompt again, and with EAGLE also a longer one, which can drop a block behind the last token
     # (``replay_boundaries``, v1/core/kv_cache_coordinator.py, vLLM 0.32).
     again = last // alignment * alignment
@@ -103,15 +145,34 @@ def kept_prefixes(
     # vLLM stores the state at the end of a prefix that prompts share (``shared_prefix_boundary``), so that
     # the third prompt can hit it.
     junction = whole
-    if shared_prefix_tokens < last:
-        step = max(state_tokens, alignment)
-        junction = shared_prefix_tokens // step * step + drop
+    if shared_prefix < last:
+        step = max(states, alignment)
+        junction = shared_prefix // step * step + drop
     ends = {min(junction, whole), whole}
-    if not state_tokens:
+    if states:
+        if states > alignment and not drop:
+            # A chunk ends at the last whole block too, before the one that ends with the last hash block
+            # (``_mamba_block_aligned_split``, v1/core/sched/scheduler.py, vLLM 0.32).
+            ends.add(last // states * states)
+    else:
         ends.add(again)
         step = alignment if retention_interval is None else retention_interval
         ends.update(range(step + drop, prompt_tokens + 1, step) if step else ())
-    return tuple([end // unit for end in sorted(ends) if end - drop > held_tokens])
+    base = held
+    for end in sorted(ends) if rule.window_tokens else ():
+        # The windows of two boundaries meet, so all between them are hits.
+        if end - rule.window_tokens <= base < end:
+            ends.update(range((base // alignment + 1) * alignment, end, alignment))
+        base = max(base, end)
+    return tuple([end // unit for end in sorted(ends) if end - drop > held])
+
+
+def coming_hit(layout: CacheLayout, kept_tokens: int, prompt_tokens: int) -> int:
+    """Return the tokens that a prompt will hit of a prefix kept by one ahead of it."""
+    # The lookup drops a block of what is stored for EAGLE, and the last token is computed.
+    found = min(kept_tokens - layout.dropped_tokens, prompt_tokens - 1)
+    # The engine would compute all of it again.
+    return 0 if found <= layout.replay_tokens else found
 
 
 class PrefixNode(msgspec.Struct, eq=False, gc=False):

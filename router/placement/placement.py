@@ -7,16 +7,14 @@ Invariants: a placement is removed from every account exactly once (``Attempt``)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import msgspec
 
-from publisher.events import BlockHash, Family
+from publisher.events import BlockHash
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
 from router.admission.tenants import estimated_tokens
-from router.index.learn.layout import CacheLayout
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
@@ -27,7 +25,7 @@ from router.placement.cost import Choice, LongWait, predicted_wait_s
 from router.placement.eligible import SloForecast
 from router.placement.engine import Accounts, Engine, EngineOrder
 from router.placement.evictions import PooledPrompt
-from router.placement.inflight import InflightPrompt, kept_prefixes
+from router.placement.inflight import InflightPrompt
 from router.placement.load import Ticket
 from router.placement.pull import PullOrder
 from router.prompts.prompt import Prompt, TextAffinity
@@ -317,7 +315,7 @@ class Placement(Attempt):
 
     def _keeps(self, read: Prompt) -> tuple[int, ...]:
         """Prefixes of the prompt that the engine will be able to hit, in hash blocks."""
-        return _kept(self.engine, self._candidate.hit, read.num_tokens)
+        return self.engine.kept(read.num_tokens, self._candidate.hit)
 
     def price(self) -> tuple[int, bool]:
         """Implement ``Attempt``."""
@@ -564,35 +562,3 @@ class Placement(Attempt):
             # Isolated: as all prompts of its tenant are.
             salted=read is not None and read.extras.cache_salt is not None and not request.isolated,
         )
-
-
-def _kept(engine: Engine, hit: Hit, prompt_tokens: int) -> tuple[int, ...]:
-    """Prefixes of a placed prompt that its engine will be able to hit, in hash blocks."""
-    layout = engine.layout
-    if layout is None:
-        return ()
-    families, state_tokens, dropped_tokens = _kinds(layout)
-    return kept_prefixes(
-        prompt_tokens,
-        hit.shared_prefix_tokens,
-        alignment=layout.alignment,
-        hash_block_size=layout.hash_block_size,
-        retention_interval=engine.retention_tokens,
-        every_block=families <= {Family.FULL, Family.CHUNKED},
-        state_tokens=state_tokens,
-        unproven_tokens=layout.lookahead,
-        dropped_tokens=dropped_tokens,
-        # Full attention computes, loads or holds every block; a chunk's start is a hit without blocks before.
-        held_tokens=hit.whole_tokens if families != {Family.FULL} else 0,
-    )
-
-
-@lru_cache(maxsize=256)
-def _kinds(layout: CacheLayout) -> tuple[frozenset[Family], int, int]:
-    """Return the layout's families, the block size of states kept only where chunks end (Mamba mode
-    ``align``; 0 without), and its ``dropped_tokens``.
-
-    Retention is for windows and Mamba states only (``prefix_cache_retention_interval``, vLLM 0.32).
-    """
-    states = [c.block_size for c in layout.classes if c.spec.mamba_cache_mode == "align"]
-    return frozenset(c.family for c in layout.classes), max(states, default=0), layout.dropped_tokens

@@ -18,6 +18,7 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, Family
 from publisher.pool.host_tier import RetentionHint
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
+from router.index.hit_rules import hits_behind
 from router.observe.history import RetentionHints
 from router.placement.candidate import Candidate, Hit, PlacementRequest, placement_request
 from router.placement.cost import (
@@ -30,7 +31,7 @@ from router.placement.cost import (
     within_level,
 )
 from router.placement.engine import EngineOrder, order_of
-from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
+from router.placement.inflight import InflightPrefixes, InflightPrompt, coming_hit, kept_prefixes, kept_rule
 from router.placement.load import LoadAccount, Ticket
 from router.placement.others import NO_OTHERS
 from router.placement.policies import ArmState, policy
@@ -41,7 +42,16 @@ from router.simulate.engine import Arrivals, Calendar, SimEngine
 from router.simulate.peers import PeerRouter
 from router.simulate.requests import Request, block_hashes
 from router.simulate.router_view import Leg, PrefixHit, Roles, router_view
-from router.simulate.setup import FleetRun, FleetSetup, HoldSetup, RequestRun, Row, Variant, simulated_scheme
+from router.simulate.setup import (
+    FleetRun,
+    FleetSetup,
+    HoldSetup,
+    RequestRun,
+    Row,
+    Variant,
+    simulated_layout,
+    simulated_scheme,
+)
 from router.simulate.tiers import tiers_of
 
 # Requests held by a simulated router while every engine is saturated, in the router's own queue.
@@ -182,7 +192,8 @@ class FleetSim:
                 load_s_per_token=setup.tiers.load_s_per_token("CPU", setup.groups),
                 storage_load_s_per_token=setup.tiers.load_s_per_token("STORAGE", setup.groups),
             )
-        self._alignment = pools[0].layout.alignment
+        self._layout = simulated_layout(setup.groups)
+        self._hits_behind = hits_behind(self._layout)
         self._engines = [
             SimEngine(
                 pool,
@@ -411,15 +422,7 @@ class FleetSim:
     ) -> InflightPrompt | None:
         if not self._variant.in_flight:
             return None
-        kept = kept_prefixes(
-            tokens,
-            candidate.hit.shared_prefix_tokens,
-            alignment=self._alignment,
-            hash_block_size=self._scheme.hash_block_size,
-            retention_interval=self._setup.retention,
-            every_block=self._all_full,
-            held_tokens=candidate.hit.whole_tokens,
-        )
+        kept = kept_prefixes(kept_rule(self._layout), tokens, candidate.hit, self._setup.retention)
         return self._inflight.add(candidate.engine_id, hashes, self._now, kept)
 
     def _send(self, place: int, run: RequestRun) -> None:
@@ -438,7 +441,9 @@ class FleetSim:
         seen = self._view.look(tokens, hashes, now)
         self._alone = [held.alone for held in seen]
         unit, last = self._scheme.hash_block_size, tokens - 1
-        common = self._inflight.common(hashes, now, last // unit) if self._variant.in_flight else None
+        common = None
+        if self._variant.in_flight:
+            common = self._inflight.common(hashes, now, (tokens if self._hits_behind else last) // unit)
         found = []
         for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
             rate = account.rates.prefill_s_per_token(now)
@@ -446,7 +451,7 @@ class FleetSim:
             shared = coming = 0
             if common is not None:
                 shared = min(common.blocks.get(engine_id, 0) * unit, last)
-                coming = common.coming.get(engine_id, 0) * unit
+                coming = coming_hit(self._layout, common.coming.get(engine_id, 0) * unit, tokens)
             hit = Hit(
                 held.hit,
                 held.cpu,

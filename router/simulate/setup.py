@@ -19,6 +19,7 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import PoolRequest
 from publisher.events import GroupSpec, hash_unit
 from publisher.pool.host_tier import HeldKey, RetentionHint
+from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from router.pd.settings import PdSettings
 from router.placement.candidate import EVICTION_PREMIUM_MAX, PolicySettings
 from router.simulate.tiers import EngineTiers, Medium, TierSetup
@@ -74,6 +75,15 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 def simulated_scheme(groups: tuple[GroupSpec, ...]) -> HashScheme:
     """Return the hash scheme of simulated engines, the fastest one: hits do not depend on the algorithm."""
     return HashScheme(algo="xxhash_cbor", hash_block_size=hash_unit(groups))
+
+
+def simulated_layout(groups: tuple[GroupSpec, ...]) -> CacheLayout:
+    """Return the layout of simulated engines as a router learns it from their events: without the groups that
+    publish nothing."""
+    seen = tuple(group for group in groups if not group.is_hidden)
+    replayed = max((group.sliding_window or 0 for group in groups if not group.cacheable), default=0)
+    facts = ModelFacts(hidden_groups=len(seen) < len(groups), replay_tokens=replayed)
+    return make_layout(seen, facts, hash_unit(groups))
 
 
 class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):

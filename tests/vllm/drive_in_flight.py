@@ -1,9 +1,9 @@
-"""Pairs of prompts through vLLM's real scheduler, the second sent while the first is computed.
+"""Pairs of prompts through vLLM's real scheduler, the second sent with the first or while it is computed.
 
 Usage, under vLLM's interpreter: ``-m tests.vllm.drive_in_flight --model DIR --seed N --pairs N``. One line
 per family of ``record_traces.FAMILIES`` whose prompts have no adapter, salt or image: its trace header, the
-events before each pair, both prompts, and the tokens of the second that the engine took from its cache. The
-pool is so large that nothing is evicted.
+events before each pair, both prompts, whether they were sent in one step, and the tokens of the second that
+the engine took from its cache. The pool is so large that nothing is evicted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import random
 from typing import Any
 
+import vllm
 from vllm.v1.request import Request
 
 from tests.vllm.real_scheduler import Prompt, RealEngine
@@ -64,8 +65,8 @@ def drive(name: str, family: Family, model: str, seed: int, pairs: int) -> dict[
     engine.scheduler.cache_config.block_size = engine.scheduler_block_size
     cached, look_up = dict[str, int](), engine.manager.get_computed_blocks
 
-    def noted(request: Request) -> Any:
-        found = look_up(request)
+    def noted(request: Request, *limit: int) -> Any:
+        found = look_up(request, *limit)
         cached[request.request_id] = engine.used(int(found[1]))
         return found
 
@@ -75,18 +76,19 @@ def drive(name: str, family: Family, model: str, seed: int, pairs: int) -> dict[
         earlier.append(tokens(rng, rng.randint(150, 400)))
         engine.add(Prompt(earlier[-1]), 2)
     events, found = serve(engine), list[dict[str, Any]]()
-    for _ in range(pairs):
+    for number in range(pairs):
         ahead, behind = pair(rng, earlier, engine.hash_block_size)
-        first = engine.add(Prompt(ahead), 3)
-        during = step(engine)
+        first, together = engine.add(Prompt(ahead), 3), number % 3 == 2
+        during = [] if together else step(engine)
         # With states the second prompt may enter the engine between two chunks of the first one, which end
         # where vLLM keeps a state; otherwise it waits until the first one is computed.
-        while states and not first.num_output_tokens:
+        while states and not together and not first.num_output_tokens:
             during += step(engine)
         request = engine.add(Prompt(behind), 1)
         during += serve(engine)
         hit = cached[request.request_id]
-        found.append({"events": events, "ahead": ahead, "behind": behind, "cached_tokens": hit})
+        prompts = {"ahead": ahead, "behind": behind, "together": together}
+        found.append({"events": events, "cached_tokens": hit, **prompts})
         events = during
         earlier.append(ahead)
     return {"family": name, "header": engine.header(), "pairs": found}
@@ -99,7 +101,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=12)
     options = parser.parse_args()
     for name, family in FAMILIES.items():
-        if not (family.extras or family.setup.max_model_len > 4096):
+        modes = {group.get("mamba_cache_mode") for group in family.setup.groups}
+        unable = "all" in modes and not vllm.__version__.startswith("0.32")
+        if not (family.extras or family.setup.max_model_len > 4096 or unable):
             print(json.dumps(drive(name, family, options.model, options.seed, options.pairs)), flush=True)
 
 

@@ -26,7 +26,6 @@ from router.index.model import ModelIndexes
 from router.placement.candidate import Hit, PolicySettings
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
-from router.placement.placement import _kept
 from router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
 from tests.support.paths import ROOT
 from tests.vllm.forked import run
@@ -84,18 +83,18 @@ class Router:
         found, _ = asyncio.run(self._planner.look_up(prompt, [self.engine]))  # type: ignore[arg-type]
         return found[0].hit
 
-    def predicted(self, pair: dict[str, Any]) -> int:
-        """Tokens that the second prompt is predicted to find, the first one having been placed before it."""
+    def predicted(self, pair: dict[str, Any]) -> Hit:
+        """What the second prompt is predicted to find, the first one having been placed before it."""
         for payload in pair["events"]:
             self.residency.apply(decode_batch(base64.b64decode(payload)))
         self.residency.writer.finish_detection()
         ahead, behind = (Asked(pair[name], NO_EXTRAS) for name in ("ahead", "behind"))
-        kept = _kept(self.engine, self.hit(ahead), ahead.num_tokens)
+        kept = self.engine.kept(ahead.num_tokens, self.hit(ahead))
         inflight = self.accounts.inflight
         sent = inflight.add(self.engine.engine_id, ahead.hashes(self.engine.scheme), 0.0, kept)
         found = self.hit(behind)
         inflight.drop(sent)
-        return found.soon_tokens
+        return found
 
 
 def recorded(python: str, model: Path) -> list[dict[str, Any]]:
@@ -106,12 +105,17 @@ def recorded(python: str, model: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
 def test_no_prompt_is_predicted_more_than_the_one_ahead_of_it_leaves(
-    vllm_python: str, tiny_model: Path
+    vllm_python: str, tiny_model: Path, version: str
 ) -> None:
     """Most of these prompts are exactly some hash blocks of the longer one in flight: the last token is
-    computed, so the hit ends a block before."""
-    families = recorded(vllm_python, tiny_model)
+    computed, so the hit ends a block before. Where the engine may look the second one up before it has stored
+    what proves the hit, the prediction says so (``pending``)."""
+    python = vllm_python if version == "0.32" else os.environ.get("KVATLAS_VLLM_033_PYTHON", "")
+    if not python:
+        pytest.skip("KVATLAS_VLLM_033_PYTHON names no interpreter with vLLM 0.33; make test-vllm sets it")
+    families = recorded(python, tiny_model)
     seen, wrong = Counter[str](), list[str]()
     for family in families:
         interval = family["header"]["retention_interval"]
@@ -119,17 +123,20 @@ def test_no_prompt_is_predicted_more_than_the_one_ahead_of_it_leaves(
             msgspec.convert(family["header"], TraceHeader), "dense" if interval is None else interval
         )
         for pair in family["pairs"]:
-            predicted, cached = router.predicted(pair), pair["cached_tokens"]
-            lengths = len(pair["ahead"]), len(pair["behind"])
+            hit, cached = router.predicted(pair), pair["cached_tokens"]
+            predicted, lengths = hit.soon_tokens, (len(pair["ahead"]), len(pair["behind"]))
             layout = router.engine.layout
             assert layout is not None
-            seen["exact"] += predicted == cached
+            outcome = "exact" if predicted == cached else "over" if predicted > cached else "under"
             seen["pairs"] += 1
+            seen[outcome] += 1
+            seen[f"{hit.mode} {outcome}"] += 1
             # Windows of a drafter of their own, which no public model has, lose more than the dropped block.
-            if (predicted > cached and not order_matters(layout)) or (
-                predicted != cached and len(layout.groups) == 1
-            ):
+            over = outcome == "over" and hit.mode != "pending" and not order_matters(layout)
+            if over or (outcome != "exact" and len(layout.groups) == 1):
                 wrong.append(f"{family['family']}: {predicted} of {cached}, prompts {lengths}")
+    print(seen)
     assert not wrong
     assert len(families) >= FAMILIES_MIN
-    assert seen["exact"] > 0.9 * seen["pairs"]
+    assert seen["pending exact"] > seen["pending over"] > 0
+    assert seen["exact"] > 0.95 * seen["pairs"]

@@ -148,12 +148,6 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
         return self.alignment if not self.lookahead and any(c.spec.is_eagle for c in self.classes) else 0
 
     @property
-    def drops_behind(self) -> bool:
-        """Whether the dropped block may lie behind the last token but one: several groups are looked up, and
-        blocks are proven by the ones after them (``HybridKVCacheCoordinator``, vLLM 0.32)."""
-        return bool(self.dropped_tokens) and not self.single_group
-
-    @property
     def first_group(self) -> tuple[int, int] | None:
         """A group of the first class, full attention if there is any, and its block size; None without
         one."""

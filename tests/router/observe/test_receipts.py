@@ -205,6 +205,15 @@ def test_predictions_are_told_by_medium() -> None:
     assert book.log.latest[-1].by_medium == {}
 
 
+def test_what_an_engine_may_take_in_another_order_does_not_count_as_drift() -> None:
+    book = Book()
+    for _ in range(2 * DRIFT_MIN):
+        book.add(msgspec.structs.replace(loaded(160, 32), mode="pending"))
+    sums = book.engines[ENGINE]
+    assert not sums.drifting
+    assert (sums.outcomes, sums.contradictions) == ({"over": 2 * DRIFT_MIN}, {})
+
+
 def test_what_a_store_evicts_does_not_count_as_drift() -> None:
     book = Book()
     for _ in range(2 * DRIFT_MIN):

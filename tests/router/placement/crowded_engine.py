@@ -18,11 +18,13 @@ from publisher.events import BlockRemoved, BlockStored, to_block_hash
 from publisher.simulator.request import SimRequest
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from router.placement.candidate import Hit
 from router.placement.evictions import EvictionForecast, PooledPrompt
-from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
+from router.placement.inflight import InflightPrefixes, InflightPrompt, KeptRule, kept_prefixes
 from tests.support.chats import Chats
 
 BLOCK = 16
+KEPT = KeptRule(BLOCK, BLOCK, every_block=True, all_full=True)
 _EOS = 1
 
 
@@ -127,7 +129,7 @@ class CrowdedEngine:
         held = next((i for i, block in enumerate(hashes[:most]) if not self.copies[block]), most)
         coming = self.inflight.common(hashes, self.now, (len(tokens) - 1) // BLOCK).coming.get("e", 0)
         predicted = self.forecast.at_lookup(hashes, len(tokens), held, coming)
-        kept = kept_prefixes(len(tokens), 0, alignment=BLOCK, hash_block_size=BLOCK, every_block=True)
+        kept = kept_prefixes(KEPT, len(tokens), Hit())
         flying = self.inflight.add("e", hashes, self.now, kept)
         pooled = self.forecast.admit(hashes, len(tokens), request.max_tokens)
         assert pooled is not None

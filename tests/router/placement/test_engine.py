@@ -23,7 +23,6 @@ from router.placement.eligible import candidates
 from router.placement.engine import Accounts, Engine, PromptView
 from router.placement.inflight import InflightPrefixes
 from router.placement.others import OthersLoad
-from router.placement.placement import _kept
 from router.placement.rates import PrefillSample
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 
@@ -119,7 +118,7 @@ def test_what_a_prompt_ahead_leaves_is_what_its_events_will_show(
     fleet.apply(one.engine_id, batch(write.stored(tokens(40, seed=1))))
     layout = one.layout
     assert layout is not None
-    kept = _kept(one, Hit(), length)
+    kept = one.kept(length, Hit())
     inflight = InflightPrefixes()
     inflight.add(one.engine_id, block_hashes(prompt, scheme), NOW, kept)
     found = inflight.common(block_hashes(following, scheme), NOW, (len(following) - 1) // 16)
@@ -138,9 +137,35 @@ def test_a_prompt_in_flight_leaves_what_its_engine_says_it_retains(
     one.learn_from(fleet.residency(one.engine_id), shadow=None)
     stated = EngineStatement(source="metrics", retention_interval=interval)
     fleet.engine(one.engine_id).learn_setup(SetupEvidence(statements=(stated,)))
-    windows = Writer(HashScheme(hash_block_size=16), group=1, kind="sliding_window", window=64)
+    windows = Writer(HashScheme(hash_block_size=16), group=1, kind="sliding_window", window=17)
     fleet.apply(one.engine_id, batch(Writer(HashScheme()).stored(tokens(40)), windows.stored(tokens(40))))
-    assert _kept(one, Hit(), 100) == kept
+    assert one.kept(100, Hit()) == kept
+
+
+@pytest.mark.parametrize(
+    ("facts", "state_block", "confidence"),
+    [
+        (ModelFacts(mamba_cache_mode="align"), 16, "exact"),
+        (ModelFacts(mamba_cache_mode="align"), 64, "pending"),
+        (ModelFacts(mamba_cache_mode="align", eagle_groups=(0,)), 16, "pending"),
+        (ModelFacts(mamba_cache_mode="all", eagle_groups=(0,)), 16, "exact"),
+    ],
+)
+def test_a_hit_that_an_engine_may_miss_in_the_step_of_the_prompt_ahead_is_pending(
+    facts: ModelFacts, state_block: int, confidence: str
+) -> None:
+    """In vLLM's scheduler (0.32), full attention of 32 and states of 16 under decode context parallelism, a
+    prompt of 257 tokens hit 64 in the step of one of 246 with the same beginning, and 240 a step later. With
+    blocks of one size it waits for that step (``MambaManager``, v1/core/single_type_kv_cache_manager.py).
+    """
+    one = engine()
+    fleet = FleetResidency(facts)
+    one.learn_from(fleet.residency(one.engine_id), shadow=None)
+    states = Writer(HashScheme(), size=state_block, group=1, kind="mamba")
+    fleet.apply(one.engine_id, batch(Writer(HashScheme()).stored(tokens(64)), states.stored(tokens(64))))
+    asked = PromptView(100, held(hit_tokens=16), coming={one.engine_id: 64})
+    assert one.hit(asked).confidence == confidence
+    assert one.hit(PromptView(100, held(hit_tokens=64), coming={one.engine_id: 64})).confidence == "exact"
 
 
 def test_chunked_attention_keeps_every_block_of_a_prompt_in_flight() -> None:
@@ -151,8 +176,8 @@ def test_chunked_attention_keeps_every_block_of_a_prompt_in_flight() -> None:
     one.learn_from(fleet.residency(one.engine_id), shadow=None)
     chunked = Writer(HashScheme(), group=1, kind="chunked_local_attention")
     fleet.apply(one.engine_id, batch(Writer(HashScheme()).stored(tokens(40)), chunked.stored(tokens(40))))
-    assert _kept(one, Hit(), 100) == (1, 2, 3, 4, 5, 6)
-    assert _kept(one, Hit(64), 100) == (5, 6)
+    assert one.kept(100, Hit()) == (1, 2, 3, 4, 5, 6)
+    assert one.kept(100, Hit(64)) == (5, 6)
 
 
 @pytest.mark.parametrize("missing", [0, 1, 9])

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme, block_hashes
-from publisher.events import BlockHash
+from publisher.events import BlockHash, GroupSpec
+from router.index.learn.layout import ModelFacts, make_layout
+from router.placement.candidate import Hit
 from router.placement.inflight import (
     Common,
     InflightPrefixes,
     InflightPrompt,
     InflightSettings,
+    KeptRule,
     kept_prefixes,
+    kept_rule,
 )
 from tests.support.examples import examples
 
@@ -152,46 +157,79 @@ def test_a_list_that_grows_after_it_was_added_does_no_harm() -> None:
     assert inflight.common(hashes("abcdef"), 0.0).blocks == {}
 
 
+def kept(
+    rule: KeptRule, tokens: int, shared: int = 0, held: int = 0, interval: int | None = 0
+) -> tuple[int, ...]:
+    return kept_prefixes(rule, tokens, Hit(held, shared_prefix_tokens=shared), interval)
+
+
 def test_keeps_follows_the_retention_rule() -> None:
-    sizes = {"alignment": 32, "hash_block_size": 16}
-    assert kept_prefixes(163, 0, **sizes) == (10,)  # the last boundary of the prompt
-    assert kept_prefixes(160, 100, **sizes) == (
-        6,
-        8,
-    )  # never the whole prompt; the junction of a shared prefix of 100
-    assert kept_prefixes(163, 0, retention_interval=64, **sizes) == (4, 8, 10)
-    assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (2, 4, 6, 8, 10)
-    assert kept_prefixes(163, 0, every_block=True, **sizes) == (2, 4, 6, 8, 10)
-    assert kept_prefixes(160, 0, every_block=True, **sizes) == (2, 4, 6, 8, 10)  # stored whole
-    assert kept_prefixes(160, 0, every_block=True, unproven_tokens=1, **sizes) == (2, 4, 6, 8)
-    assert kept_prefixes(16, 500, **sizes) == ()
+    rule, every = KeptRule(32, 16), KeptRule(32, 16, every_block=True)
+    assert kept(rule, 163) == (10,)  # the last boundary of the prompt
+    # never the whole prompt; the junction of a shared prefix of 100
+    assert kept(rule, 160, 100) == (6, 8)
+    assert kept(rule, 163, interval=64) == (4, 8, 10)
+    assert kept(rule, 163, interval=None) == (2, 4, 6, 8, 10)
+    assert kept(every, 163) == (2, 4, 6, 8, 10)
+    assert kept(every, 160) == (2, 4, 6, 8, 10)  # stored whole
+    assert kept(KeptRule(32, 16, every_block=True, unproven_tokens=1), 160) == (2, 4, 6, 8)
+    assert kept(rule, 16, 500) == ()
 
 
 def test_a_prompt_leaves_no_windows_or_states_within_its_own_hit() -> None:
-    """It computes nothing there, so vLLM stores nothing there."""
-    sizes = {"alignment": 32, "hash_block_size": 16, "held_tokens": 96}
-    assert kept_prefixes(163, 0, **sizes) == (10,)
-    assert kept_prefixes(163, 100, **sizes) == (10,)
-    assert kept_prefixes(163, 130, **sizes) == (8, 10)
-    assert kept_prefixes(100, 0, **sizes) == ()
-    assert kept_prefixes(163, 0, retention_interval=32, **sizes) == (8, 10)
-    assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (8, 10)
-    assert kept_prefixes(163, 0, every_block=True, **sizes) == (8, 10)
+    """It computes nothing there, so vLLM stores nothing there; but it holds full attention to its end."""
+    rule = KeptRule(32, 16)
+    assert kept(rule, 163, held=96) == (10,)
+    assert kept(rule, 163, 100, held=96) == (10,)
+    assert kept(rule, 163, 130, held=96) == (8, 10)
+    assert kept(rule, 100, held=96) == ()
+    assert kept(rule, 163, held=96, interval=32) == (8, 10)
+    assert kept(rule, 163, held=96, interval=None) == (8, 10)
+    assert kept(KeptRule(32, 16, every_block=True), 163, held=96) == (8, 10)
+    assert kept(KeptRule(32, 16, every_block=True, all_full=True), 163, held=96) == (2, 4, 6, 8, 10)
+
+
+def test_windows_that_meet_are_hits_at_every_boundary_between() -> None:
+    """Windows of 112 tokens: of a prompt as short all blocks stay, of a longer one those at its end."""
+    rule = KeptRule(16, 16, window_tokens=112)
+    assert kept(rule, 112) == (1, 2, 3, 4, 5, 6)
+    assert kept(rule, 129) == (8,)
+    assert kept(rule, 163, held=48) == (4, 5, 6, 7, 8, 9, 10)  # its own window begins at its hit
+    assert kept(rule, 163, held=32) == (10,)
+    assert kept(rule, 163, 70) == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)  # from the junction at 64 on
 
 
 def test_states_are_left_only_where_chunks_end() -> None:
-    """The junction is stored at the last whole block of a state."""
-    sizes = {"alignment": 16, "hash_block_size": 16, "state_tokens": 64}
-    assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (10,)
-    assert kept_prefixes(163, 100, retention_interval=64, **sizes) == (4, 10)
-    assert kept_prefixes(163, 100, held_tokens=64, **sizes) == (10,)
+    """The junction is stored at the last whole block of a state, and the last whole block too."""
+    rule = KeptRule(16, 16, state_tokens=64)
+    assert kept(rule, 163, interval=None) == (8, 10)
+    assert kept(rule, 163, 100, interval=64) == (4, 8, 10)
+    assert kept(rule, 163, 100, held=64) == (8, 10)
+    assert kept(rule, 50) == (3,)
 
 
 def test_what_a_lookup_drops_lies_behind_the_junction_and_the_last_boundary() -> None:
-    sizes = {"alignment": 32, "hash_block_size": 16, "dropped_tokens": 32}
-    assert kept_prefixes(163, 70, **sizes) == (6, 10)
-    assert kept_prefixes(160, 0, **sizes) == (8, 10)  # for the same prompt again, and for a longer one
-    assert kept_prefixes(163, 70, held_tokens=64, **sizes) == (10,)
+    rule = KeptRule(32, 16, dropped_tokens=32)
+    assert kept(rule, 163, 70) == (6, 10)
+    assert kept(rule, 160) == (8, 10)  # for the same prompt again, and for a longer one
+    assert kept(rule, 163, 70, held=64) == (10,)
+
+
+def test_the_rule_of_a_layout() -> None:
+    full, wide = GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=128)
+    narrow = GroupSpec(2, "sliding_window", 16, sliding_window=33)
+    states = GroupSpec(1, "mamba", 64, mamba_cache_mode="align")
+
+    def rule(*groups: GroupSpec) -> KeptRule:
+        return kept_rule(make_layout(groups, ModelFacts(), 16))
+
+    assert rule(full) == KeptRule(16, 16, every_block=True, all_full=True)
+    assert rule(full, wide, narrow) == KeptRule(16, 16, window_tokens=32)
+    marked = msgspec.structs.replace(narrow, is_eagle=True)
+    assert rule(full, wide, marked) == KeptRule(16, 16, dropped_tokens=16)
+    assert rule(full, states) == KeptRule(16, 16, state_tokens=64, splits=True)
+    alike = msgspec.structs.replace(states, block_size=16)
+    assert rule(full, alike) == KeptRule(16, 16, state_tokens=16)
 
 
 operations = st.lists(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
+from publisher.events import GroupSpec
 from router.simulate.fleet import FleetSim
 from router.simulate.requests import continued
 from router.simulate.setup import VARIANTS, FleetSetup
@@ -55,6 +57,29 @@ def test_an_exact_variant_predicts_the_hits_of_an_idle_fleet() -> None:
     run = fleet_run(requests, "exact")
     assert all(row.predicted == row.hit for row in run.rows)
     assert sum(row.hit > 0 for row in run.rows) == 9, "every repeat hits"
+
+
+FULL, STATES = GroupSpec(0, "full_attention", 64), GroupSpec(1, "mamba", 128, mamba_cache_mode="align")
+
+
+@pytest.mark.parametrize("behind", [1000, 1536, 1537, 1600])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (FULL,),
+        HYBRID,
+        (FULL, GroupSpec(1, "sliding_window", 64, sliding_window=2000)),
+        tuple(msgspec.structs.replace(group, is_eagle=True) for group in HYBRID),
+        (FULL, STATES),
+        (msgspec.structs.replace(FULL, is_eagle=True), msgspec.structs.replace(STATES, block_size=64)),
+    ],
+)
+def test_a_prompt_behind_one_in_flight_hits_what_the_router_predicts(
+    groups: tuple[GroupSpec, ...], behind: int
+) -> None:
+    requests = [request(0.0, 1536, 1, 0), request(0.01, behind, 1, 0)]
+    run = fleet_run(requests, engines=1, groups=groups)
+    assert [row.predicted for row in run.rows] == [row.hit for row in run.rows]
 
 
 def test_arrivals_come_faster_at_a_higher_speed() -> None:
