@@ -204,6 +204,8 @@ class EngineLifecycle:
     def _learn_setup(self, engine: Engine) -> None:
         """Pass on the engine's statements and the hints of its model's file."""
         self.loads.follow(engine.engine_id, load_source(engine.engine, engine.server_info), self._tasks)
+        stated = [one for one in (engine.server_info, engine.stated) if one is not None]
+        engine.has_unseen_caches = any(one.has_unseen_caches for one in stated)
         if engine.residency is None or engine.base_model is None:
             return
         model = engine.base_model

@@ -317,6 +317,14 @@ class LocalView:
         return hot_prefixes(self._sources)
 
 
+def _mode(status: Engine) -> str | None:
+    """Return how its hits are predicted."""
+    if status.shadow is not None or status.residency is None:
+        return None if status.shadow is None else "shadow"
+    mode = status.residency.writer.mode
+    return "partial" if mode == "native" and status.has_unseen_caches else mode
+
+
 def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None) -> EngineView:
     now = s.accounts.now()
     engine = None if status.residency is None else status.residency.writer
@@ -336,7 +344,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         feed=status.feed,
         feed_state=status.feed_state,
         followed_by=None if s.shared is None else s.shared.follower(status.engine_id),
-        mode="shadow" if status.shadow is not None else None if engine is None else engine.mode,
+        mode=_mode(status),
         scheme=None if engine is None else engine.scheme,
         assumed_scheme=None if engine is None else engine.assumed,
         layout=None if engine is None else engine.layout,
@@ -450,7 +458,7 @@ def _engine(engine: Engine, candidate: Candidate, cost: dict[str, Any], prompt_t
     return {
         "engine": candidate.engine_id,
         "feed": engine.feed_state,
-        "mode": "none" if held is None else held.mode,
+        "mode": "none" if held is None else hit.mode if hit.confidence == "partial" else held.mode,
         "why_unknown": "" if held is None else held.why_unknown,
         "stale": held is not None and held.stale,
         "hit_tokens": _hit_tokens(hit),

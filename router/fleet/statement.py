@@ -79,10 +79,17 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     """SGLang's hashes cover more than its events tell: adapters' ids, or salts in Dynamo's format."""
     other_attention: bool = False
     """SGLang has pools for sliding windows or Mamba states, of which its events say nothing."""
+    silent_store: str = ""
+    """SGLang's storage, or store of another software, of which its events say nothing; "": none."""
     reports_cached_tokens: bool = True
     """False: SGLang without ``--enable-cache-report``, whose answers do not tell its hits."""
     event_ports: EventPorts | None = None
     """Event sockets of an SGLang server; None: it publishes nothing."""
+
+    @property
+    def has_unseen_caches(self) -> bool:
+        """Whether it has caches of which no event tells: a prediction is not exact."""
+        return self.other_attention or bool(self.silent_store)
 
 
 def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> EngineStatement | None:
@@ -159,16 +166,27 @@ def _sglang_statement(info: dict[str, Any]) -> EngineStatement:
         attention_block_size=_tokens(ports.block_size if ports else info.get("page_size")),
         version=version if isinstance(version, str) else "",
         namespaced=bool(info.get("enable_lora")) or '"dynamo"' in str(info.get("kv_events_config")),
-        other_attention=any(_tokens(state.get("token_capacity_swa")) for state in states),
+        # The second one is declared for models with a Mamba cache only (srt/arg_groups/overrides.py).
+        other_attention=any(_tokens(state.get("token_capacity_swa")) for state in states)
+        or info.get("uses_mamba_radix_cache") is True,
+        silent_store=_silent_store(info),
         reports_cached_tokens=info.get("enable_cache_report") is not False,
         event_ports=ports,
     )
 
 
+def _silent_store(info: dict[str, Any]) -> str:
+    backend = info.get("hicache_storage_backend")
+    if info.get("enable_hierarchical_cache") and isinstance(backend, str):
+        return backend if _METHOD.fullmatch(backend) else "storage"
+    named = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+    return next((name.removeprefix("enable_") for name in named if info.get(name) is True), "")
+
+
 def sglang_metrics_statement(gauges: Mapping[str, float]) -> EngineStatement | None:
     """Read SGLang's gauges (srt/observability/metrics_collector.py, 0.5.23): a pool for windows has a size of
-    its own, and Mamba states take up room as soon as a request was computed. None: nothing of the kind."""
-    if not (gauges.get("max_total_num_tokens_swa") or gauges.get("mamba_usage")):
+    its own, and so has one for Mamba states: what is free, kept and used in it. None: nothing of the kind."""
+    if not any(gauges.get(name) for name in _OTHER_POOLS):
         return None
     return EngineStatement(source="metrics", kind="sglang", keeps_last_block=True, other_attention=True)
 
@@ -299,8 +317,12 @@ _GAUGE = re.compile(
 )
 # Gauges of SGLang 0.5.23 (srt/observability/metrics_collector.py).
 _SGLANG = re.compile(
-    rb"sglang:(num_running_reqs|num_queue_reqs|token_usage|num_pages|mamba_usage|max_total_num_tokens_swa)"
-    rb"(?:\{([^}\n]*)\})?[ \t]+(\S+)"
+    rb"sglang:(num_running_reqs|num_queue_reqs|token_usage|num_pages|max_total_num_tokens_swa|"
+    rb"mamba_(?:available|evictable|used)_tokens)(?:\{([^}\n]*)\})?[ \t]+(\S+)"
+)
+_OTHER_POOLS = (
+    "max_total_num_tokens_swa",
+    *(f"mamba_{state}_tokens" for state in ("available", "evictable", "used")),
 )
 # Their names at vLLM; they mean the same: pages that are only cached do not count as used.
 _ALIKE = {

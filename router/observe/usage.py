@@ -222,7 +222,7 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     """Mode of the prediction."""
     verified: bool | None
-    """Whether both are equal."""
+    """Whether both are equal; None also for mode ``partial``, which says nothing of the report."""
     waited_s: float
     """Time in the router's queue."""
     asked_s: float | None
@@ -454,7 +454,7 @@ def usage_line(
         generated_tokens=None if usage is None else usage.completion_tokens,
         predicted_tokens=predicted,
         mode=facts.mode,
-        verified=None if predicted is None or cached is None else predicted == cached,
+        verified=None if None in (predicted, cached) or facts.mode == "partial" else predicted == cached,
         waited_s=round(record.waited_s, 6),
         asked_s=_since(record.asked_s, record.arrived_s),
         first_token_s=_since(record.first_s, record.arrived_s),

@@ -171,7 +171,7 @@ def salt_not_accepted(why: str) -> ApiError:
 
 
 def media_name_not_accepted() -> ApiError:
-    """400: caches of tenants are kept apart, and engines know media by their names, whoever gives these."""
+    """400: caches of tenants are kept apart, and engines know media by names that any client may give."""
     message = (
         "Send images, audio and video without a uuid or mm_hashes: this router isolates caches, and engines "
         "keep the media of all clients under these names."

@@ -17,9 +17,10 @@ from publisher.events import MEDIA
 if TYPE_CHECKING:
     from router.index.query_plan import EngineHit
 
-Confidence = Literal["exact", "pending", "degraded", "learned", "assumed", "shadow", "none"]
+Confidence = Literal["exact", "pending", "degraded", "learned", "assumed", "partial", "shadow", "none"]
 """Source of a hit; a discount for the feed's state is already applied by the caller. ``pending``: exact if
-the engine computes a prompt ahead first, which it may not."""
+the engine computes a prompt ahead first, which it may not. ``partial``: exact for the caches of which the
+engine's events tell, and it has others."""
 
 Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "pull", "policy"]
 """Why an engine was chosen: alone; lowest cost; equal cost, settled by shared prefix and rendezvous; the
@@ -77,7 +78,7 @@ class Hit(msgspec.Struct, gc=False):
 
     @property
     def mode(self) -> str:
-        """Source of the hit: ``native``, ``learned`` or ``shadow``; ``none`` without a hit."""
+        """Source of the hit: ``native``, ``learned``, ``partial`` or ``shadow``; ``none`` without a hit."""
         if self.confidence == "degraded" and self.held is not None:
             return self.held.mode
         return "native" if self.confidence == "exact" else self.confidence

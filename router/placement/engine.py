@@ -272,7 +272,7 @@ class Engine(EngineStatus):
     """One engine. ``leaving`` callbacks run once when it closes, while it is still complete."""
 
     __slots__ = (
-        *("_accounts", "_elsewhere", "_events_due", "_leaving"),
+        *("_accounts", "_elsewhere", "_events_due", "_leaving", "has_unseen_caches"),
         *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts_so_far", "residency"),
         *("rests_until", "shadow", "takes_order", "waiting"),
     )
@@ -297,6 +297,8 @@ class Engine(EngineStatus):
         """Sums over those of ``receipts`` that are counted already."""
         self.residency: Residency | None = None
         """Its cache by its events; None until its model is known."""
+        self.has_unseen_caches = False
+        """It has caches of which its events say nothing (SGLang: windows, Mamba states, storage)."""
         self.shadow: Shadow | None = None
         """Its assumed cache; only of an engine without events."""
         self.feed: FeedStats | None = None
@@ -477,9 +479,12 @@ class Engine(EngineStatus):
             empty = held.mode == "unknown" and not common and self._known_empty
             # A stale shared prefix is uncertain, but more likely here than elsewhere.
             shared_prefix = max(held.shared_prefix_tokens if held.mode != "unknown" else 0, common)
-            return Hit(0, 0, 0, shared_prefix, coming, "exact" if empty else "none", common, held)
+            known: Confidence = "partial" if self.has_unseen_caches else "exact"
+            return Hit(0, 0, 0, shared_prefix, coming, known if empty else "none", common, held)
         gpu, cpu, storage = held.hit_tokens, held.cpu_tokens, held.storage_tokens
         confidence: Confidence = _CONFIDENCE[held.mode]
+        if confidence == "exact" and self.has_unseen_caches:
+            confidence = "partial"
         if held.mode != "shadow" and (feed is None or feed.state is not FeedState.READY):
             gpu, cpu, storage = _expected(held, feed)
             if self.feed_state != FeedState.READY:

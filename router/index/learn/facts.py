@@ -10,7 +10,7 @@ called certain.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Final, Literal
 
 import msgspec
@@ -170,7 +170,7 @@ def find_facts(
     sparse = families & {Family.MAMBA, Family.WINDOW}
     shown = [eagle, sizes[0], ranks, retention if sparse else None, replay if replay.value else None]
     shown += [mode, sizes[1]] if Family.MAMBA in families else []
-    shown += [hidden, _other_attention(evidence)]
+    shown += [hidden, *_unseen(evidence)]
     shown += _of_the_model(configured, evidence)
     return facts, tuple(fact for fact in shown if fact is not None)
 
@@ -312,12 +312,17 @@ def _retention(configured: ModelFacts, evidence: SetupEvidence) -> Fact:
     return Fact("retention_interval", 0, "none", "assumed")
 
 
-def _other_attention(evidence: SetupEvidence) -> Fact | None:
-    """Return that hits are predicted as for full attention, and may be too high: the engine has pools for
-    windows or Mamba states too, of which SGLang's events say nothing.
-    """
-    stated = next((one for one in evidence.statements if one.other_attention), None)
-    return None if stated is None else Fact("other_attention", True, stated.source, "assumed")
+def _unseen(evidence: SetupEvidence) -> Iterator[Fact]:
+    """Yield what SGLang's events say nothing of. With pools for windows or Mamba states, hits are predicted
+    as for full attention, and may be too high; with a store beyond host memory, they may be too low."""
+    for stated in evidence.statements:
+        if stated.other_attention:
+            yield Fact("other_attention", True, stated.source, "assumed")
+            break
+    for stated in evidence.statements:
+        if stated.silent_store:
+            yield Fact("silent_store", stated.silent_store, stated.source, "certain")
+            break
 
 
 def _replay(configured: ModelFacts, evidence: SetupEvidence, groups: Iterable[GroupSpec]) -> Fact:

@@ -11,14 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from publisher.pool.radix import RadixPool
 from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.fleet.statement import EngineStatement
 from router.openai.request import CHAT, COMPLETION
 from router.pd.settings import PdSettings
 from router.placement.engine import Engine
@@ -308,21 +306,56 @@ async def test_a_recording_finds_the_event_endpoints() -> None:
         assert (source.events, source.replay) == (engine.events_endpoint, engine.replay_endpoint)
 
 
-async def test_hits_of_an_engine_with_windows_are_shown_as_assumed() -> None:
-    stated = EngineStatement(source="server_info", kind="sglang", other_attention=True)
+@pytest.fixture
+def with_unseen_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang engines of a model with Mamba states, with storage beyond host memory."""
+    own = SimulatedEngine._server_info
+    unseen = {"uses_mamba_radix_cache": True, "enable_hierarchical_cache": True}
+    unseen["hicache_storage_backend"] = "mooncake"  # type: ignore[assignment]
+    monkeypatch.setattr(SimulatedEngine, "_server_info", lambda engine: {**own(engine), **unseen})
+
+
+@pytest.mark.usefixtures("with_unseen_caches")
+async def test_predictions_are_partial_where_events_do_not_tell_of_all_caches() -> None:
     async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
         body = {"model": MODEL, "max_tokens": 2, "prompt": TEXT * 20}
-        await ask(rig, engine, COMPLETION, body)
-        (status,) = rig.router.fleet
-        status.server_info = msgspec.structs.replace(stated, event_ports=None)
-        rig.router.lifecycle.engine_up(status)
-        label = {
-            "name": "other_attention",
-            "value": True,
-            "source": "server_info",
-            "certainty": "assumed",
-        }
+        assert await ask(rig, engine, COMPLETION, body) == 0
+        assert await ask(rig, engine, COMPLETION, body) > 0
+        # As if the states were gone: no event tells.
+        engine.pool.reset()
+        engine.pool.take_events()
+        assert await ask(rig, engine, COMPLETION, body) == 0
+        receipts = (await rig.ask("GET", "/kvatlas/receipts"))[1]
+        told = [(one["mode"], one["outcome"]) for one in receipts]
+        assert told == [("partial", "exact"), ("partial", "exact"), ("partial", "over")]
         (shown,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
-        assert label in shown["facts"]
         (explained,) = (await rig.ask("POST", "/kvatlas/explain", body))[1]["engines"]
-        assert label in explained["facts"]
+        for view in (shown, explained):
+            facts = {one["name"]: (one["value"], one["certainty"]) for one in view["facts"]}
+            assert view["mode"] == "partial"
+            assert facts["other_attention"] == (True, "assumed")
+            assert facts["silent_store"] == ("mooncake", "certain")
+        (known,) = rig.router.fleet
+        assert known.receipts.contradictions == {}, "the engine did not lie"
+        assert list(known.receipts.window) == []
+
+
+@pytest.mark.usefixtures("with_unseen_caches")
+async def test_the_doctor_names_caches_of_which_no_event_tells() -> None:
+    async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
+        await ask(rig, engine, COMPLETION, {"model": MODEL, "max_tokens": 2, "prompt": TEXT})
+        found = await examined(engine.base_url, router=rig.ops_url, probe=True)
+        found.expect("cache.sglang", Severity.WARNING, "windows or Mamba states", "mode partial")
+        found.expect("cache.sglang", Severity.WARNING, "a store beyond host memory (mooncake)")
+        found.expect("router.predictions", Severity.OK, "exact (mode partial)")
+
+
+@pytest.mark.usefixtures("with_unseen_caches")
+async def test_a_prediction_that_no_event_can_make_exact_is_no_error_of_the_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    match = RadixPool._match
+    monkeypatch.setattr(RadixPool, "_match", lambda pool, request, _count: match(pool, request, 0))
+    async with running(SGLANG) as (engine,):
+        found = await examined(engine.base_url, probe=True)
+        found.expect("probe.exact", Severity.WARNING, "engine reported 0", "cache.sglang")

@@ -181,6 +181,7 @@ sglang:num_queue_reqs{dp_rank="0",engine_type="unified",model_name="m",tp_rank="
 sglang:token_usage{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 0.5
 sglang:num_pages{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 256.0
 sglang:mamba_usage{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 0.0
+sglang:mamba_evictable_tokens{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 0.0
 """
 
 
@@ -232,10 +233,32 @@ def test_gauges_of_an_sglang_server() -> None:
     assert read_gauges(SGLANG_PAGE, None)["num_requests_running"] == 5
     assert read_pool_blocks(SGLANG_PAGE, 0) == 256
     assert read_statement(SGLANG_PAGE, 0) is None
-    windows = SGLANG_PAGE + b"sglang:max_total_num_tokens_swa 1024.0\n"
-    stated = read_statement(windows, 0)
+    idle = b"sglang:mamba_usage 0.0\nsglang:mamba_available_tokens 0.0\nsglang:mamba_evictable_tokens 8.0\n"
+    for others in (b"sglang:max_total_num_tokens_swa 1024.0\n", idle):
+        stated = read_statement(SGLANG_PAGE + others, 0)
+        assert stated is not None
+        assert stated.other_attention
+
+
+@pytest.mark.parametrize(
+    ("arguments", "other_attention", "store"),
+    [
+        ({"uses_mamba_radix_cache": False, "hicache_storage_backend": "file"}, False, ""),
+        ({"uses_mamba_radix_cache": True}, True, ""),
+        ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, False, "file"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_backend": "<script>"}, False, "storage"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_backend": None}, False, ""),
+        ({"enable_lmcache": True}, False, "lmcache"),
+        ({"enable_unified_cache_external_linker": True}, False, "unified_cache_external_linker"),
+    ],
+)
+def test_caches_of_which_an_sglang_servers_events_say_nothing(
+    arguments: dict[str, object], other_attention: bool, store: str
+) -> None:
+    stated = server_info_statement(msgspec.json.encode(SGLANG_INFO | arguments))
     assert stated is not None
-    assert stated.other_attention
+    assert (stated.other_attention, stated.silent_store) == (other_attention, store)
+    assert stated.has_unseen_caches == (other_attention or bool(store))
 
 
 async def test_an_sglang_server_is_found_by_what_it_serves() -> None:

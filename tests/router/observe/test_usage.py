@@ -155,6 +155,8 @@ def test_verified_says_whether_the_engine_reports_what_the_index_says(
     made = record(usage=Usage(700, 1, cached))
     assert usage_line(made, facts(predicted_tokens=predicted), 0.0, 1.0, KEY).verified is verified
     untold = record(usage=Usage(700, 1, None))
+    partial = facts(predicted_tokens=predicted, mode="partial")
+    assert usage_line(made, partial, 0.0, 1.0, KEY).verified is None
     assert usage_line(untold, facts(predicted_tokens=predicted), 0.0, 1.0, KEY).verified is None
 
 

@@ -138,7 +138,13 @@ def _sglang_options(engine: EngineEvidence, stated: EngineStatement) -> Iterator
         yield warning(
             "it has pools for windows or Mamba states",
             "SGLang's events say nothing of them",
-            "nothing: hits are predicted as for full attention, and may be too high",
+            "nothing: hits are predicted as for full attention, and may be too high (mode partial)",
+        )
+    if stated.silent_store:
+        yield warning(
+            f"it has a store beyond host memory ({stated.silent_store})",
+            "SGLang's events say nothing of it",
+            "nothing: hits there are not predicted, so predictions may be too low (mode partial)",
         )
 
 

@@ -221,7 +221,14 @@ def _hit(engine: EngineEvidence, last: ProbeRequest) -> Iterator[CheckResult]:
     seen = (
         f"predicted {last.predicted}, engine reported {last.cached} of {last.reported_prompt_tokens} tokens"
     )
-    if last.predicted != last.cached:
+    stated = engine.server.server_info
+    if last.predicted != last.cached and stated is not None and stated.has_unseen_caches:
+        yield warning(
+            f"{seen} (partial)",
+            "the engine has caches of which its events say nothing (cache.sglang)",
+            "nothing: such predictions are not exact",
+        )
+    elif last.predicted != last.cached:
         yield error(
             f"{seen} ({last.mode})",
             "a setting of the model is missing or wrong, other requests evicted the probe's blocks, or this "

@@ -150,7 +150,7 @@ def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[Check
         )
     elif (
         residency.detection is Detection.NATIVE
-        and theirs.get("mode") == "native"
+        and theirs.get("mode") in {"native", "partial"}
         and theirs["scheme"] != scheme
     ):
         yield error(
@@ -183,7 +183,8 @@ def predictions(seen: Evidence) -> Iterator[CheckResult]:
         yield from _problems(theirs, "predictions", engine_id)
         if compared and not theirs.get("drifting"):
             share = outcomes.get("exact", 0) / compared
-            yield ok(f"{share:.0%} of {compared} predictions were exact", subject=engine_id)
+            partial = " (mode partial)" if theirs.get("mode") == "partial" else ""
+            yield ok(f"{share:.0%} of {compared} predictions were exact{partial}", subject=engine_id)
         if outcomes.get("unreported", 0) and not compared:
             yield warning(
                 f"{outcomes['unreported']} responses without cached_tokens",
