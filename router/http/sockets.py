@@ -234,7 +234,9 @@ def _os_error_text(error: OSError) -> str:
 #
 # Starting and cancelling a timer per request and per chunk costs more than the chunk. Connections only set
 # their ``deadline``; the sweeper checks all of them once per tick and calls ``expire`` after it. A time-out
-# is at most one tick late. The timer runs only while there are connections.
+# is at most one tick late. The timer runs only while there are connections. If a tick is late by more than a
+# tick, the loop was busy, and all deadlines are put off by as much: a connection that is made takes several
+# turns of the loop, so a busy router would blame engines and clients for its own delay.
 
 
 NEVER = float("inf")
@@ -257,12 +259,18 @@ class Sweeper:
         self.tick_s = tick_s
         self._watched: set[HasDeadline] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
 
     def add(self, item: HasDeadline) -> None:
         """Check its deadline until ``discard``."""
         self._watched.add(item)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self.tick_s, self._sweep)
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._due_s = loop.time() + self.tick_s
+        self._timer = loop.call_later(self.tick_s, self._sweep)
 
     def discard(self, item: HasDeadline) -> None:
         """Stop checking it; unknown items are ignored."""
@@ -272,7 +280,11 @@ class Sweeper:
             self._timer = None
 
     def _sweep(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self.tick_s, self._sweep)
+        late_s = asyncio.get_running_loop().time() - self._due_s
+        self._start_timer()
+        if late_s > self.tick_s:
+            for item in self._watched:
+                item.deadline += late_s
         now = self._clock()
         for item in [item for item in self._watched if item.deadline <= now]:
             item.expire()

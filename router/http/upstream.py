@@ -110,7 +110,7 @@ class UpstreamConnection(asyncio.Protocol):
             "_transport",
             "_unparsed_bytes",
         ),
-        *("_waiter", "deadline", "headers", "on_body", "status"),
+        *("_waiter", "connecting", "deadline", "headers", "on_body", "status"),
     )
 
     def __init__(
@@ -133,6 +133,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.on_body = self._chunks.append
         self._parser = httptools.HttpResponseParser(self)
         self.deadline = NEVER
+        self.connecting: asyncio.Timeout | None = None  # ended by ``expire``
         self._state = _NEW
         self._reset("GET")
 
@@ -271,6 +272,8 @@ class UpstreamConnection(asyncio.Protocol):
     def expire(self) -> None:
         """Close after the deadline; a request under way fails with ``timeout``."""
         self.deadline = NEVER
+        if self.connecting is not None:
+            self.connecting.reschedule(0.0)
         if self._state is _ACTIVE and self._response is not _COMPLETE:
             self._error = self._error or UpstreamError("timeout")
         if self._transport is not None:
@@ -586,7 +589,10 @@ class UpstreamClient:
         self._stats.engine_connects += 1
         try:
             loop = asyncio.get_running_loop()
-            async with asyncio.timeout(self._settings.connect_timeout_s):
+            # Ended by the sweeper: a timer would fail connections that were made while the loop was busy.
+            connection.deadline = self._clock() + self._settings.connect_timeout_s
+            self._sweeper.add(connection)
+            async with asyncio.timeout(None) as connection.connecting:
                 if origin.socket_path:
                     await loop.create_unix_connection(lambda: connection, origin.socket_path)
                 else:
@@ -605,8 +611,8 @@ class UpstreamClient:
             connection.abort()
             self._connection_lost(connection)
             raise
-        if not connection.closed:
-            self._sweeper.add(connection)
+        connection.connecting = None
+        connection.deadline = NEVER
         return connection
 
     def _connection_lost(self, connection: UpstreamConnection) -> None:
@@ -635,6 +641,7 @@ class UpstreamClient:
 
 def _tick(settings: ClientSettings) -> float:
     return sweep_interval_s(
+        settings.connect_timeout_s,
         settings.keepalive_s,
         settings.stream_head_timeout_s,
         settings.first_byte_timeout_s,

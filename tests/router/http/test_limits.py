@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import time
 
 import openai
 import pytest
 
+from router.http.sockets import NEVER, Sweeper
 from router.proxy.settings import ProxySettings
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import (
@@ -201,3 +203,29 @@ async def test_slow_but_steady_stream_is_not_timed_out() -> None:
     async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
         got = await ask(rig, request(STREAM))
         assert got.body == b"data: " + b"x" * 30 + b"\n\n"
+
+
+class _Waiting:
+    """Has a deadline."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.expired = False
+
+    def expire(self) -> None:
+        self.deadline = NEVER
+        self.expired = True
+
+
+async def test_time_in_which_the_loop_was_busy_does_not_count() -> None:
+    """But what is never done expires all the same, however busy the loop is."""
+    sweeper = Sweeper(time.monotonic, 0.02)
+    item = _Waiting(time.monotonic() + 0.2)
+    sweeper.add(item)
+    turns = 0
+    while not item.expired and turns < 100:
+        time.sleep(0.1)  # the fault under test
+        await asyncio.sleep(0)
+        turns += 1
+    sweeper.discard(item)
+    assert 5 < turns < 100
