@@ -1,6 +1,6 @@
-"""Publishes the events that fake engines would, for the sessions of the HTTP load generator.
+"""Publishes the events that fake engines would, for the sessions of the load generator.
 
-The load generator (see benchmarks/proxy.py) sends S sessions whose prompts differ only in their last 64
+The load generator (``legs.requests``) sends S sessions whose prompts differ only in their last 64
 bytes. This process computes each session's prompt as the router does, and publishes for one engine per
 session the blocks of the common part: full attention densely, the sliding window at its last boundary. It
 runs until its standard input closes. Arguments: tokenizer directory, then one events port per engine; the

@@ -1,7 +1,7 @@
 """What a request costs the router in instructions, which other work on the machine does not change.
 
     python -m benchmarks.instructions [--bytes 1024 32768] [--requests 960] [--stream] [--legs]
-        [--tree CHECKOUT ...] [--port-base 24000] [--functions 0]
+        [--tree CHECKOUT ...] [--port-base 24000] [--functions 0] [--misses]
 
 One ``kvatlas serve`` runs under valgrind's callgrind before four cheap engines that hold every session's
 prompt but for its end (``fake_engine_events``); with ``--legs`` before one that prefills and one that
@@ -9,9 +9,10 @@ decodes, so that every request has two legs, and then before the decode engine a
 always have a request open: chats of 64 sessions, each ending as none before did. Counting begins when each
 session has been read three times. One line per tree and size: thousands of instructions in user space per
 request, all threads together; 4,000 are about a microsecond. ``--functions N`` adds the N functions of the
-interpreter and its libraries with most of them. Several trees, this one if none is named, are counted one
-after the other. What the kernel does is not counted, and SHA-256 is overstated: valgrind shows a processor
-without the instruction for it.
+interpreter and its libraries with most of them; ``--misses`` what misses the first and the last cache by
+callgrind's model of this processor (five times as slow). Several trees, this one if none is named, are
+counted one after the other. What the kernel does is not counted, and SHA-256 is overstated: valgrind shows a
+processor without the instruction for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,27 +33,31 @@ from benchmarks.legs import Load, Router, engines, hold, router_words, running
 
 HERE = Path(__file__).resolve().parent.parent
 WARM_ROUNDS = 3
-TOTAL = re.compile(rb"^(?:summary|totals): (\d+)", re.MULTILINE)
+TOTAL = re.compile(rb"^(?:summary|totals): (.+)", re.MULTILINE)
+EVENTS = re.compile(rb"^events: (.+)", re.MULTILINE)
 
 
 @contextmanager
-def counted_router(tree: Path, told: Sequence[str], port: int, counts: Path) -> Iterator[Router]:
+def counted_router(
+    tree: Path, told: Sequence[str], port: int, counts: Path, *, misses: bool
+) -> Iterator[Router]:
     """The tree's router under callgrind, its feeds followed, counting nothing yet."""
     words = ["valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=no"]
+    words += [f"--cache-sim={'yes' if misses else 'no'}"]
     words += [f"--callgrind-out-file={counts}/callgrind.out.%p", *router_words(told, port, port + 1)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     with running(words, port, port + 1, cwd=tree, env=environment) as router:
         yield router
 
 
-async def count(router: Router, load: Load, requests: int, counts: Path) -> float:
-    """Thousands of instructions per request; the profile is the newest file of the folder."""
+async def count(router: Router, load: Load, requests: int, counts: Path) -> dict[str, float]:
+    """Events per request by callgrind's name (``Ir``: instructions); the profile is the newest file."""
     await load.send(lambda sent: sent >= WARM_ROUNDS * SESSIONS)
     _control(router, "--instr=on")
     sent = await load.send(lambda sent: sent >= requests)
     _control(router, "--instr=off")
     _control(router, "--dump")
-    return instructions(newest(counts)) / sent / 1000
+    return {name: number / sent for name, number in totals(newest(counts)).items()}
 
 
 def _control(router: Router, option: str) -> None:
@@ -66,11 +71,13 @@ def newest(counts: Path) -> Path:
     return max(counts.glob("callgrind.out.*"), key=lambda file: file.stat().st_mtime_ns)
 
 
-def instructions(profile: Path) -> int:
-    """All of a profile's. Raises ``ValueError`` where it names no sum."""
-    if not (found := TOTAL.findall(profile.read_bytes())):
+def totals(profile: Path) -> dict[str, int]:
+    """All of a profile's events by name. Raises ``ValueError`` where it names no sum."""
+    text = profile.read_bytes()
+    names, found = EVENTS.search(text), TOTAL.findall(text)
+    if names is None or not found:
         raise ValueError(f"{profile} has no sum")
-    return int(found[-1])
+    return dict(zip(names[1].decode().split(), map(int, found[-1].split()), strict=False))
 
 
 def functions(profile: Path, number: int) -> str:
@@ -86,28 +93,37 @@ async def measure(args: argparse.Namespace, tree: Path, told: Sequence[str]) -> 
         line = f"{tree.name}: {size // 1024} KB"
         two = await measured(args, tree, told, size)
         if not args.legs:
-            print(f"{line}: {two:.0f} thousand instructions", flush=True)
+            print(f"{line}: {text(two)}", flush=True)
             continue
         one = await measured(args, tree, [told[1].removesuffix(",role=decode")], size)
-        print(
-            f"{line}: two legs {two:.0f}, one {one:.0f}, more {two - one:.0f} thousand instructions",
-            flush=True,
-        )
+        more = {name: number - one[name] for name, number in two.items()}
+        print(f"{line}: two legs {text(two)}; one {text(one)}; more {text(more)}", flush=True)
 
 
-async def measured(args: argparse.Namespace, tree: Path, told: Sequence[str], size: int) -> float:
-    """One router's count, and its functions where they are asked for."""
+def text(events: Mapping[str, float]) -> str:
+    """Thousands of events per request."""
+    thousands = {name: number / 1000 for name, number in events.items()}
+    line = f"{thousands['Ir']:.0f} thousand instructions"
+    if "I1mr" in thousands:
+        data = {level: thousands[f"{level}mr"] + thousands[f"{level}mw"] for level in ("D1", "DL")}
+        line += f", misses {thousands['I1mr']:.1f} and {data['D1']:.1f} thousand (first cache, instructions"
+        line += f" and data), {thousands['ILmr']:.2f} and {data['DL']:.2f} (last cache)"
+    return line
+
+
+async def measured(args: argparse.Namespace, tree: Path, told: Sequence[str], size: int) -> dict[str, float]:
+    """One router's counts, and its functions where they are asked for."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        counted_router(tree, told, args.port_base + 20, Path(folder)) as router,
+        counted_router(tree, told, args.port_base + 20, Path(folder), misses=args.misses) as router,
     ):
         held = await hold(router.port) if args.legs else None
-        thousands = await count(router, Load(router, size, stream=args.stream), args.requests, Path(folder))
+        counted = await count(router, Load(router, size, stream=args.stream), args.requests, Path(folder))
         if args.functions:
             print(functions(newest(Path(folder)), args.functions))
         if held:
             held.close()
-        return thousands
+        return counted
 
 
 async def main() -> None:
@@ -119,6 +135,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=960)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--legs", action="store_true")
+    parser.add_argument("--misses", action="store_true")
     parser.add_argument("--tree", type=Path, nargs="+", default=[HERE])
     parser.add_argument("--port-base", type=int, default=24000)
     parser.add_argument("--functions", type=int, default=0)

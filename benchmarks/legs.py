@@ -47,6 +47,8 @@ READ_S = 6.0
 KEPT = b'"do_remote_decode":true'
 HELD = b'"max_tokens":7777'
 """Of the one request that is never answered whole: a sequence that prefills at its engine would hold up."""
+PACED, PACED_CHUNKS, PACE_S = b'tokens":100', 100, 0.01
+"""Of a stream whose chunks come one by one."""
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -74,7 +76,11 @@ def _whole(body: bytes) -> bytes:
 
 PREFILLED, ANSWERED = _answer(kv_transfer_params=PARAMS), _answer(kv_transfer_params=None)
 STREAMED = HEAD + TOKEN * CHUNKS + LAST
-PAGES = {b"/v1/models": _whole(CARDS), b"/version": _whole(b'{"version":"0.32.0"}')}
+PAGES = {
+    b"/v1/models": _whole(CARDS),
+    b"/version": _whole(b'{"version":"0.32.0"}'),
+    b"/health": _whole(b""),
+}
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -90,9 +96,15 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 writer.write(HEAD + TOKEN)
             elif KEPT in body[:200]:
                 writer.write(PREFILLED)
+            elif PACED in body:
+                writer.write(HEAD)
+                for _ in range(PACED_CHUNKS):
+                    writer.write(TOKEN)
+                    await asyncio.sleep(PACE_S)
+                writer.write(LAST)
             else:
                 writer.write(STREAMED if b'"stream":true' in body else ANSWERED)
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop: a closed transport
         writer.close()
 
 
@@ -246,11 +258,11 @@ async def hold(port: int) -> asyncio.StreamWriter:
     return writer
 
 
-def requests(size: int, *, stream: bool) -> Iterator[bytes]:
+def requests(size: int, *, stream: bool, max_tokens: int = 200) -> Iterator[bytes]:
     """The load generator's chats, without end."""
     made = []
     for session in range(SESSIONS):
-        whole = _post(session_body(session, size, stream=stream, max_tokens=200, tail="0"))
+        whole = _post(session_body(session, size, stream=stream, max_tokens=max_tokens, tail="0"))
         before, _, after = whole.rpartition(b"0" * TAIL_BYTES)
         made.append((before, after))
     rng = random.Random(size)
