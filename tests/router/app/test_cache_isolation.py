@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from router.observe.usage import UsageSettings
 from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.proxy.settings import ProxySettings
 from tests.support.waiting import until
@@ -32,12 +33,13 @@ SGLANG: dict[str, Any] = {"kind": "sglang", "groups": "full"}
 
 @asynccontextmanager
 async def isolating(
-    tmp_path: Path, *fleet: dict[str, Any], proxy: ProxySettings | None = None, **keys: Any
+    tmp_path: Path, *fleet: dict[str, Any], router: Mapping[str, Any] | None = None, **keys: Any
 ) -> AsyncIterator[Rig]:
+    """``router``: other parts of its configuration."""
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     settings = tenants(tmp_path, RULES, isolate_secret_file=str(secret), **keys)
-    async with routed(*fleet or ({},), keys=settings, proxy=proxy or ProxySettings()) as (rig, engines):
+    async with routed(*fleet or ({},), keys=settings, **(router or {})) as (rig, engines):
         rig.engines = engines  # type: ignore[attr-defined]
         yield rig
 
@@ -128,8 +130,72 @@ async def test_a_tenant_cannot_reach_another_ones_cache_by_a_salt(tmp_path: Path
         assert [receipt.actual_tokens for receipt in receipts] == [0, 0, 0]
         _, metrics = await rig.ask("GET", "/metrics")
         assert "kvatlas_keys_salted_total 4.0" in metrics, "one of them by this test"
-        for shown in ("/metrics", "/kvatlas/receipts", "/kvatlas/engines", "/kvatlas/requests"):
-            assert stolen not in str(await rig.ask("GET", shown))
+
+
+def with_salt(stolen: str) -> list[tuple[str, bytes, dict[str, str]]]:
+    """Path, text of the body behind its model, and header fields of requests with another tenant's salt."""
+    prompt = json.dumps({"prompt": TEXT, "max_tokens": 1})[1:-1].encode()
+    salt = json.dumps(stolen).encode()
+    nested = b'{"cache_salt":%b}' % salt
+    escaped = b'"cache\\u005fsalt":%b' % salt
+    return [
+        (COMPLETION, b'"cache_salt":%b,%b' % (salt, prompt), {}),
+        (COMPLETION, b'%b,"cache_salt":"x",%b' % (prompt, escaped), {}),
+        (COMPLETION, b'%b,%b,"cache_salt":%b' % (escaped, prompt, salt), {}),
+        (COMPLETION, b'%b,"vllm_xargs":%b,"extra_body":%b' % (prompt, nested, nested), {}),
+        (COMPLETION, b'%b,"metadata":{"cache_salt":%b}' % (prompt, salt), {}),
+        (COMPLETION, prompt, {"cache_salt": stolen, "cache-salt": stolen, "x-cache-salt": stolen}),
+        (
+            COMPLETION,
+            b'"cache_salt":%b,%b' % (salt, prompt),
+            {"content-type": "application/json; charset=latin-1"},
+        ),
+        (COMPLETION + "/", b'"cache_salt":%b,%b' % (salt, prompt), {}),
+        (COMPLETION + "?cache_salt=" + stolen, prompt, {"x-kvatlas-tenant": "ada", "tenant": "ada"}),
+        (COMPLETION, b'"cache_salt":%b,"user":"ada",%b' % (salt, prompt), {"content-encoding": "identity"}),
+    ]
+
+
+@pytest.mark.parametrize("case", range(10))
+async def test_no_spelling_of_a_salt_reaches_another_tenants_cache(case: int, tmp_path: Path) -> None:
+    async with isolating(tmp_path, isolate="tenant") as rig:
+        gate = rig.router.gate
+        path, text, fields = with_salt(gate.isolation.salt("ada", gate.keys.rules("ada"), b""))[case]
+        assert (await ask(rig, "ada", COMPLETION))[0] == 200
+        headers = {"authorization": "Bearer key-of-eve", "content-type": "application/json", **fields}
+
+        async def in_chunks() -> AsyncIterator[bytes]:
+            yield b'{"model":"%b",' % MODEL.encode()
+            yield text
+            yield b"}"
+
+        async with rig.session.post(rig.url + path, data=in_chunks(), headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            usage = (await answer.json())["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        await until(lambda: rig.idle, "answered")
+        assert rig.router.accounts.receipts.latest[-1].outcome == "exact"
+
+
+async def test_secret_and_salts_are_shown_nowhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "usage.jsonl"
+    router = {"usage": UsageSettings(path=str(record))}
+    async with isolating(tmp_path, router=router, isolate="tenant") as rig:
+        gate = rig.router.gate
+        salts = [gate.isolation.salt(name, gate.keys.rules(name), b"") for name in ("ada", "eve")]
+        for tenant in ("ada", "eve", "ada"):
+            assert (await ask(rig, tenant, CHAT))[0] == 200
+        assert (await ask(rig, "ada", CHAT, max_tokens=-1))[0] == 400
+        assert (await ask(rig, "ada", CHAT, cache_salt=7))[0] == 400
+        paths = (await rig.ok("GET", "/kvatlas/openapi.json"))["paths"]
+        pages = [path for path, ways in paths.items() if "get" in ways and "{" not in path]
+        shown = [str(await rig.ask("GET", path)) for path in ("/metrics", *pages)]
+        body = {"model": MODEL, **BODIES[CHAT]}
+        shown.append(str(await rig.ok("POST", "/kvatlas/explain?tenant=ada", body)))
+        assert len(shown) >= 8
+    shown += [record.read_text(), *capfd.readouterr()]
+    for secret in (SECRET, *salts, "key-of-ada"):
+        assert not [text[:200] for text in shown if secret in text]
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -175,7 +241,8 @@ async def test_a_rendered_prompt_gets_its_salt_when_it_is_generated(tmp_path: Pa
 async def test_an_audio_form_is_refused_unless_its_path_is_passed(tmp_path: Path) -> None:
     path = "/v1/audio/transcriptions"
     for passed in (frozenset[str](), frozenset({path})):
-        async with isolating(tmp_path, isolate="tenant", proxy=ProxySettings(passed_paths=passed)) as rig:
+        proxy = ProxySettings(passed_paths=passed)
+        async with isolating(tmp_path, isolate="tenant", router={"proxy": proxy}) as rig:
             form = aiohttp.FormData({"model": MODEL})
             form.add_field("file", b"x" * 100, filename="a.wav")
             headers = {"authorization": "Bearer key-of-ada"}
