@@ -202,10 +202,11 @@ class Fleet(Generic[E]):
         self._ready: dict[str | None, list[E]] = {}
         self._frontends: dict[str | None, tuple[Frontend, ...]] = {}
         self._adapters: frozenset[str] | None = None
-        self._roles: bool | None = None
         # Changes whenever an answer of this class may have changed.
         self.changes = 0
         self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
+        self.has_roles = self._any_role()
+        """Whether any engine computes prompts for others, or fetches what they computed."""
 
     def __iter__(self) -> Iterator[E]:
         return iter(self._status.values())
@@ -238,6 +239,7 @@ class Fleet(Generic[E]):
             elif status.engine != engine:
                 status.engine = engine
                 changed.append(engine_id)
+        self.has_roles = self._any_role()
         self._changed()
         return changed, gone
 
@@ -310,16 +312,11 @@ class Fleet(Generic[E]):
     def _changed(self) -> None:
         self._ready.clear()
         self._adapters = None
-        self._roles = None
         self._frontends.clear()
         self.changes += 1
 
-    @property
-    def has_roles(self) -> bool:
-        """Whether any engine computes prompts for others, or fetches what they computed."""
-        if self._roles is None:
-            self._roles = any(status.engine.role is not None for status in self._status.values())
-        return self._roles
+    def _any_role(self) -> bool:
+        return any(status.engine.role is not None for status in self._status.values())
 
     def knows(self, model: str) -> bool:
         """Whether any engine, up or down, was ever seen to serve ``model``."""

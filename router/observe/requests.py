@@ -126,7 +126,7 @@ class DeferredUpdates:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, update: Callable[..., None], *args: Any) -> None:
+    def add(self, update: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
         """Defer ``update(*args)``."""
         self._waiting.append((update, args))
         if self._timer is None:
@@ -360,7 +360,7 @@ class RequestTracker:
         if self.on_end is not None:
             record.retire()
             self.on_end(record, now)
-        self.deferred.add(self._count, record, now)
+        self.deferred.add(self._count, (record, now))
 
     def _count(self, record: RequestRecord, now: float) -> None:
         engine = record.engine

@@ -293,9 +293,9 @@ def choose(
 
     ``prompt_key`` breaks ties: different keys spread over equal engines, equal keys choose the same one.
     """
-    if not candidates:
-        raise ValueError("no engine to choose from")
     scored = score(candidates, prompt_tokens, settings)
+    if not scored.totals:
+        raise ValueError("no engine to choose from")
     return make_choice(scored, *_pick(scored, prompt_key))
 
 

@@ -146,6 +146,7 @@ class Planner:
         self._policy = policy(settings.policy)
         self._settings = settings
         self._queue, self._has_wait_targets = queue, queue.has_wait_targets
+        self._bounds_waits = queue.has_wait_targets or settings.slo_refuse != "off"
         self._pd = pd
         self.pulls.configure(pull, pd.offloading_port)
         self._expose = expose_decision
@@ -173,7 +174,8 @@ class Planner:
             return self._placed(request, decision, 0.0)
         waits = gate is not None and gate.must_queue(request, decision)
         # Before the queue: a request that is refused anyway must not wait first.
-        if (long := self._long_wait(request, decision, waits=waits)) is not None:
+        bounded = self._bounds_waits or request.claim.wait_target_s is not None
+        if bounded and (long := self._long_wait(request, decision, waits=waits)) is not None:
             raise self._refusal(request, long)
         if self._settings.retention_hints and request.method == "POST" and request.path in PROMPT_APIS:
             accounts, read, scheme = self._accounts, decision.read, decision.engine.scheme
@@ -210,8 +212,7 @@ class Planner:
             pulling = request, decision, decision.pull, self.pulls, self._accounts
             placement = PullPlacement(*pulling, client_headers=headers, waited_s=waited_s)
         else:
-            accounts = self._accounts
-            placement = Placement(request, decision, accounts, client_headers=headers, waited_s=waited_s)
+            placement = Placement(request, decision, self._accounts, headers, waited_s)
         if request.retention is not None:
             give_hint(request, placement, None, self._accounts, self._sidecar_secret)
         return placement

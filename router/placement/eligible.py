@@ -56,7 +56,10 @@ class EligibleEngines:
 
     def engines(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
         """Return the engines. Raises ``ApiError`` if there are none."""
-        return self._holders(request, self._ready(request, exclude), exclude)
+        engines = self._ready(request, exclude)
+        if request.among is None and request.pinned is None and request.earlier_response is None:
+            return engines
+        return self._holders(request, engines, exclude)
 
     def _ready(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
         model, client = request.model, request.client

@@ -118,8 +118,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     def most_held(self) -> MostHeld:
         """Return the longest hit of all engines, and the part that only one of them holds."""
-        candidates, chosen = self.candidates, self.candidate
-        hit = chosen.hit if self.pull is None else self.pull.hit
+        candidates = self.candidates
         index = most = second = 0
         columns_of = columns(candidates)
         for held, members in columns_of.groups:
@@ -138,8 +137,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             if late > most:
                 return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
-        if most > hit.whole_tokens:
-            holder = candidates[index]
+        if most > self.hit.whole_tokens:
+            holder, chosen = candidates[index], self.candidate
             if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
                 missed = "pages"
             else:
@@ -209,9 +208,9 @@ class Placement(Attempt):
         request: InboundRequest,
         decision: Decision,
         accounts: Accounts,
-        *,
         client_headers: Fields,
         waited_s: float = 0.0,
+        *,
         later: bool = False,
     ) -> None:
         choice, read = decision.choice, decision.read
@@ -270,7 +269,7 @@ class Placement(Attempt):
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
-            accounts.deferred.add(self._note_prefix, hashes, scheme.hash_block_size)
+            accounts.deferred.add(self._note_prefix, (hashes, scheme.hash_block_size))
             if request.cache_group and self._leg != "decode" and not read.extras.multimodal:
                 adapter = read.extras.lora_name or ""
                 groups = accounts.group_prefixes
@@ -438,7 +437,7 @@ class Placement(Attempt):
             if not self._unseen:
                 feed = engine.feed_state
                 self._learn(usage, feed)
-                accounts.deferred.add(self._count, usage, feed, now)
+                accounts.deferred.add(self._count, (usage, feed, now))
 
     def _count(self, usage: Usage | None, feed: str, now: float) -> None:
         """Make the receipt. ``feed``: state of the feed at the end of the request, the time ``now``."""
@@ -516,7 +515,9 @@ class Placement(Attempt):
         first_token = self._first_token
         parts = first_token or _NO_FIRST_TOKEN
         read_s, due_s = request.read_s, request.claim.due_s
-        soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
+        whole = hit.whole_tokens
+        # Nothing is loaded that is not predicted.
+        soon, near = (hit.soon_tokens, hit.near_tokens) if predicted else (whole, whole)
         own, other = self._group_tokens
         router_s = 0.0 if read_s is None else self.asked_s - read_s - waited_s
         # Usage is the sum over all prompts.
@@ -531,8 +532,8 @@ class Placement(Attempt):
             feed=feed,
             prompt_tokens=decision.prompt_tokens,
             predicted_tokens=whole if predicted else None,
-            cpu_tokens=near - soon if predicted else 0,
-            storage_tokens=whole - near if predicted else 0,
+            cpu_tokens=near - soon,
+            storage_tokens=whole - near,
             shared_prefix_tokens=hit.shared_prefix_tokens,
             evicted_tokens=hit.evicted_tokens,
             actual_tokens=None if usage is None else usage.cached_tokens,

@@ -5,7 +5,7 @@ A chat is decoded once, for the proxy and for its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from router.prompts.request import (
     VALUES_MAX,
     BatchBody,
     ChatBody,
+    ChatFields,
     CompletionBody,
     GenerateBody,
     NotLocalError,
@@ -103,9 +104,12 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
 
 def answer_tokens_max(parsed: Parsed) -> int:
     """Return the limit that a request sets to its answer, in tokens; 0 if it sets none."""
-    given: Any = parsed.sampling_params if isinstance(parsed, GenerateBody) else None
-    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        limit = given.get(name) if isinstance(given, dict) else getattr(parsed, name, None)
+    limits: Iterable[Any]
+    if isinstance(parsed, ChatFields):
+        limits = parsed.max_completion_tokens, parsed.max_tokens
+    else:
+        limits = map(_given(parsed), ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    for limit in limits:
         if type(limit) is int and limit > 0:
             return limit
     return 0
@@ -113,9 +117,14 @@ def answer_tokens_max(parsed: Parsed) -> int:
 
 def num_answers(parsed: Parsed) -> int:
     """Return how many answers a request wants to its prompt (``n``)."""
-    given: Any = parsed.sampling_params if isinstance(parsed, GenerateBody) else None
-    count = given.get("n") if isinstance(given, dict) else getattr(parsed, "n", None)
+    count = parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n")
     return count if type(count) is int and count > 1 else 1
+
+
+def _given(parsed: Parsed) -> Callable[[str], Any]:
+    """Return the reader of the fields that limit the answer; None for those not given."""
+    params = parsed.sampling_params if isinstance(parsed, GenerateBody) else None
+    return params.get if isinstance(params, dict) else lambda name: getattr(parsed, name, None)
 
 
 def pieces_of(parsed: Parsed) -> Iterator[bytes]:

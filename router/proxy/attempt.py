@@ -8,6 +8,7 @@ the end changes nothing but the breaker."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
@@ -111,10 +112,12 @@ class Attempt:
     def asked(self) -> None:
         """Note that the engine is asked now; for an attempt made to be asked ``later``."""
         self.asked_s = self.now()
-        request = self.request
-        self._breaker.begin(
-            self.asked_s, streams=request.stream, expected_s=self.expected_s, client=request.client
-        )
+        request, breaker = self.request, self._breaker
+        # Otherwise there is nothing to be probed.
+        if request.stream or breaker.free_until != math.inf:
+            breaker.begin(
+                self.asked_s, streams=request.stream, expected_s=self.expected_s, client=request.client
+            )
 
     @property
     def answer_headers(self) -> Fields:

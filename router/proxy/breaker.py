@@ -242,8 +242,6 @@ class Breaker:
     def begin(self, now: float, *, streams: bool = False, expected_s: float = 0.0, client: int = 0) -> None:
         """A request goes there, whose first byte should take ``expected_s``: in the half-open state it is the
         only probe for ``probe_s``."""
-        if self.free_until == math.inf and not streams:
-            return  # there is nothing to be probed
         if self._open_s:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
@@ -259,7 +257,8 @@ class Breaker:
 
     def record(self, ok: bool, now: float, *, connection: bool = True) -> None:
         """An outcome. ``connection``: a failure of the connection, not an error status."""
-        self._roll(now)
+        if now >= self._window_end:
+            self._roll(now)
         self._recent[0 if ok else 1] += 1
         if ok:
             self._in_a_row = 0
@@ -320,8 +319,6 @@ class Breaker:
         self._update()
 
     def _roll(self, now: float) -> None:
-        if now < self._window_end:
-            return
         # Two halves instead of a list of outcomes: constant memory, and the window is exact to a half.
         half = self._settings.window_s / 2
         self._before = self._recent if now < self._window_end + half else [0, 0]

@@ -242,7 +242,7 @@ def test_blocks_of_sessions_are_the_latest_within_the_bounds(steps: list[tuple[s
 async def test_deferred_updates_are_applied_in_order_after_a_while() -> None:
     deferred, seen, done = DeferredUpdates(), list[int](), asyncio.Event()
     for number in range(3):
-        deferred.add(seen.append, number)
+        deferred.add(seen.append, (number,))
     deferred.add(done.set)
     assert (seen, len(deferred)) == ([], 4)
     async with asyncio.timeout(10):
@@ -258,7 +258,7 @@ async def test_deferred_updates_are_applied_in_order_after_a_while() -> None:
 async def test_no_more_updates_wait_than_the_bound() -> None:
     deferred, seen = DeferredUpdates(), list[int]()
     for number in range(DEFERRED_MAX + 1):
-        deferred.add(seen.append, number)
+        deferred.add(seen.append, (number,))
     assert (seen, len(deferred), deferred.stats.full) == (list(range(DEFERRED_MAX)), 1, 1)
 
 
@@ -270,18 +270,18 @@ async def test_an_update_may_read_what_others_change_and_a_failed_one_stops_no_o
         seen.append("read")
 
     deferred.add(read)
-    deferred.add(seen.append, "next")
+    deferred.add(seen.append, ("next",))
     deferred.apply()
     assert seen == ["read", "next"]
     deferred.add([].pop)
-    deferred.add(seen.append, "last")
+    deferred.add(seen.append, ("last",))
     deferred.apply()
     assert seen[2:] == ["last"]
 
 
 def test_without_an_event_loop_updates_are_applied_at_once() -> None:
     deferred, seen = DeferredUpdates(), list[int]()
-    deferred.add(seen.append, 1)
+    deferred.add(seen.append, (1,))
     assert seen == [1]
 
 
