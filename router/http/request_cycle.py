@@ -523,7 +523,7 @@ def request_head_error(version: str, url: bytes, hosts: int) -> str:
         # Engines cut the fragment off: the router would check another path than the engine answers.
         return "The request target contains '#', which is no part of it: leave it out, or write %23."
     if hosts != 1 and (hosts or version == "1.1"):
-        return f"The request has {hosts} Host fields; HTTP/1.1 asks for exactly one."
+        return f"The request has {hosts or 'no'} Host fields; HTTP/1.1 asks for exactly one."
     return ""
 
 

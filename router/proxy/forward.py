@@ -136,7 +136,8 @@ class Forwarder:
         """
         retry_end = self._clock() + self._settings.retry_time_s_max
         exclude: frozenset[str] = frozenset()
-        # Engines that went down without failing this request: better than no engine at all.
+        # Engines that went down, or gave no connection in time, without failing this request: better than no
+        # engine at all.
         left: frozenset[str] = frozenset()
         outcome: Refusal | UpstreamError | None = None
         breaks = attempt = 0
@@ -182,7 +183,8 @@ class Forwarder:
                 return
             attempt += 1
             tried = frozenset((placement.engine_id,))
-            left, exclude = (left | tried, exclude) if _abandoned(outcome) else (left, exclude | tried)
+            spared = _abandoned(outcome) or _not_reached(outcome)
+            left, exclude = (left | tried, exclude) if spared else (left, exclude | tried)
             # The engine may have acted on it: a second execution could do it twice.
             if _unrepeatable(out.request, outcome):
                 break
@@ -452,6 +454,12 @@ class Forwarder:
 
 def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:
     return isinstance(outcome, UpstreamError) and outcome.abandoned
+
+
+def _not_reached(outcome: Refusal | UpstreamError) -> bool:
+    """Whether no connection came about in time: the engine's queue of connections is full, or this process
+    was late. Linux sends the next SYN after 1 s, then 2 s: a new connection asks sooner."""
+    return isinstance(outcome, UpstreamError) and outcome.reason == "timeout" and not outcome.sent
 
 
 def _why(outcome: Refusal | UpstreamError) -> str:

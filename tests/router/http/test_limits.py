@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 
 import openai
 import pytest
@@ -19,6 +21,7 @@ from tests.support.proxy_rig import (
     STREAM,
     Call,
     Engine,
+    answer,
     ask,
     chunk,
     read_answer,
@@ -156,27 +159,57 @@ async def test_head_in_time_but_no_first_byte() -> None:
         assert rig.planner.placements[0].told == ["timeout"]
 
 
-async def test_connect_time_out_tries_another_engine() -> None:
+@contextlib.contextmanager
+def full_listener() -> Iterator[tuple[socket.socket, str]]:
     """A listener whose backlog is full takes no further connection and answers nothing."""
-    with socket.socket() as full:
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         port = full.getsockname()[1]
-        held = []
         for _ in range(4):
-            sock = socket.socket()
+            sock = stack.enter_context(socket.socket())
             sock.setblocking(False)
             sock.connect_ex(("127.0.0.1", port))
-            held.append(sock)
-        settings = ProxySettings(connect_timeout_s=0.3)
-        async with (
-            Engine(GOOD) as good,
-            routing(f"http://127.0.0.1:{port}", good.url, settings=settings) as rig,
-        ):
+        yield full, f"http://127.0.0.1:{port}"
+
+
+async def test_connect_time_out_tries_another_engine() -> None:
+    settings = ProxySettings(connect_timeout_s=0.3)
+    with full_listener() as (_, url):
+        async with Engine(GOOD) as good, routing(url, good.url, settings=settings) as rig:
             assert (await ask(rig)).status == 200
             assert rig.planner.placements[0].told == ["timeout"]
-        for sock in held:
-            sock.close()
+
+
+async def test_an_engine_whose_backlog_was_full_is_asked_again_where_there_is_no_other() -> None:
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):  # of those that filled the backlog
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer(200, b'{"late": 1}'))
+        writer.close()
+
+    settings = ProxySettings(connect_timeout_s=0.5)
+    with full_listener() as (full, url):
+        async with routing(url, settings=settings) as rig:
+            asked = asyncio.create_task(ask(rig))
+            await until(lambda: rig.stats.engine_failures.get("timeout"), "timed out")
+            server = await asyncio.start_server(engine, sock=full)
+            got = await asked
+            assert (got.status, got.body) == (200, b'{"late": 1}')
+            told = [one.told for one in rig.planner.placements]
+            assert told[0] == ["timeout"]
+            assert told[-1] == ["first_byte", "finished"]
+            server.close()
+
+
+async def test_an_engine_that_gives_no_connection_is_not_asked_for_ever() -> None:
+    settings = ProxySettings(connect_timeout_s=0.2, attempts_max=2)
+    with full_listener() as (_, url):
+        async with routing(url, settings=settings) as rig:
+            got = await ask(rig)
+            assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")
+            assert [one.told for one in rig.planner.placements] == [["timeout"], ["timeout"]]
 
 
 async def test_idle_connections_are_closed_before_the_engine_would() -> None:
