@@ -311,6 +311,14 @@ def capped(fields: list[tuple[bytes, bytes]], rules: TenantRules) -> list[tuple[
     ]
 
 
+def given_priority(fields: list[tuple[bytes, bytes]], in_body: int | None) -> int:
+    """The priority that an engine reads from these header fields, else ``in_body``; 0 without one."""
+    for name, value in fields:
+        if name == ENGINE_PRIORITY and (given := engine_number(value)) is not None:
+            return given
+    return in_body or 0
+
+
 def engine_number(value: bytes) -> int | None:
     """The priority that an engine reads from this header value; None: it ignores it."""
     try:

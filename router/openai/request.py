@@ -87,6 +87,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     read_s: float | None = None
     """When its last byte was read (monotonic seconds); None where it did not come over HTTP."""
+    priority: int = 0
+    """Its place in an engine that schedules by priority, by its client or tenant; lower goes first."""
     claim: QueueTicketRequest = NO_CLAIM
     """Read only where requests may have to wait."""
     retention: tuple[str, bytes] | None = None

@@ -65,6 +65,8 @@ BAND_MS: Final = 1 << 42
 # 2026-01-01 UTC.
 _EPOCH_S: Final = 1_767_225_600
 _NORMAL: Final = 1
+# Priorities are whole milliseconds.
+_TIE_S: Final = 0.002
 
 
 class EngineOrder(msgspec.Struct, frozen=True, gc=False):
@@ -80,6 +82,12 @@ class EngineOrder(msgspec.Struct, frozen=True, gc=False):
     def rank_s(self, work_s: float) -> float:
         """Key in this router's accounts, for ``work_s`` of uncached work; lower goes first."""
         return self.band * (BAND_MS / 1000) + self.now + self.weight * work_s
+
+    def work_behind(self, work_s: float, rank_s: float) -> float:
+        """Work that ranks it behind a request of ``rank_s``, whose blocks it will hit, if that is of its
+        class; else ``work_s``."""
+        missing_s = rank_s + _TIE_S - self.rank_s(work_s)
+        return work_s + missing_s / self.weight if 0 < missing_s < BAND_MS / 2000 else work_s
 
     def priority(self, work_s: float, wall_s: float | None = None) -> int:
         """Value for the engine; ``wall_s``: Unix time of the arrival, now by default."""

@@ -58,6 +58,8 @@ class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     kept: bool = True
     computed: bool = False
     """Its first token arrived: ``keeps`` is the part that no applied batch has stored yet."""
+    rank: float = 0.0
+    """Its place among those that wait in an engine that schedules by priority, lower first; 0: unknown."""
 
 
 class Common(msgspec.Struct, gc=False):
@@ -233,6 +235,7 @@ class InflightPrefixes:
         self.stats = InflightStats()
         self.is_stored: Callable[[str, BlockHash], bool] = lambda engine_id, block: True
         """Whether the index knows that this engine stored this block, or will never know by events."""
+        self._ranked = 0
         self._root = PrefixNode((), 0, 0)
         self._prompts: dict[InflightPrompt, None] = {}  # in the order of arrival
         self._unstored: dict[str, dict[InflightPrompt, None]] = {}  # computed, by engine
@@ -241,7 +244,12 @@ class InflightPrefixes:
         self._grace: deque[tuple[float, InflightPrompt, bool]] = deque()
 
     def add(
-        self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
+        self,
+        engine_id: str,
+        hashes: Sequence[BlockHash],
+        now: float,
+        keeps: Sequence[int] = (),
+        rank: float = 0.0,
     ) -> InflightPrompt:
         """Add a prompt sent to this engine, which will keep these prefixes of it (``kept_prefixes``),
         ascending, none of them empty.
@@ -254,8 +262,9 @@ class InflightPrefixes:
         # Schemes with look-ahead lack the last hashes.
         if keeps and keeps[-1] > num_blocks:
             keeps = [end for end in keeps if end <= num_blocks]
-        prompt = InflightPrompt(engine_id, hashes, num_blocks, tuple(keeps))
+        prompt = InflightPrompt(engine_id, hashes, num_blocks, tuple(keeps), rank=rank)
         self._insert(prompt)
+        self._ranked += rank != 0
         self._prompts[prompt] = None
         stats, settings = self.stats, self.settings
         stats.prompts += 1
@@ -318,6 +327,7 @@ class InflightPrefixes:
         prompt.kept = False
         del self._prompts[prompt]
         self._remove(prompt)
+        self._ranked -= prompt.rank != 0
         self.stats.prompts -= 1
         self.stats.blocks -= prompt.num_blocks
 
@@ -352,6 +362,26 @@ class InflightPrefixes:
                 for engine_id in node.keepers:
                     coming.setdefault(engine_id, depth)
         return Common(blocks, coming)
+
+    def passed(
+        self, engine_id: str, hashes: Sequence[BlockHash], hit: Hit, unit: int, rank: float
+    ) -> float | None:
+        """Return the rank of the prompt whose blocks this ``hit`` relies on, if a prompt of ``rank`` may be
+        computed before it; else None. ``unit``: tokens of a hash block."""
+        blocks = hit.coming_tokens // unit
+        if hit.coming_tokens <= hit.gpu_tokens or not blocks or not (rank or self._ranked):
+            return None
+        first: float | None = None
+        for prompt in self._prompts:
+            keeps = prompt.keeps
+            if prompt.engine_id != engine_id or not keeps or keeps[-1] < blocks:
+                continue
+            if prompt.hashes[blocks - 1] != hashes[blocks - 1]:
+                continue
+            if prompt.computed or prompt.rank <= rank:
+                return None
+            first = prompt.rank if first is None else min(first, prompt.rank)
+        return first
 
     def forget(self, engine_id: str) -> None:
         """Remove all prompts of an engine that restarted or left."""

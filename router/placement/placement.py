@@ -220,9 +220,21 @@ class Placement(Attempt):
         self._cost = cost
         self._first_token_s = first_token_s = cost.first_token_s
         fields: Fields = () if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),)
+        hit = candidate.hit if decision.pull is None else decision.pull.hit
         order = decision.order if engine.takes_order else None
+        work_s = cost.prefill_s
+        place = float(request.priority) if order is None else order.rank_s(work_s)
+        if isinstance(read, Prompt):
+            scheme = engine.scheme
+            unit, hashes = scheme.hash_block_size, read.hashes(scheme)
+            passed = accounts.inflight.passed(engine.engine_id, hashes, hit, unit, place)
+            if passed is not None and order is not None:
+                work_s = order.work_behind(work_s, passed)
+                place = order.rank_s(work_s)
+            if passed is not None and place <= passed and hit.confidence == "exact":
+                hit = msgspec.structs.replace(hit, confidence="pending")
         if order is not None:
-            fields += ((ENGINE_PRIORITY, b"%d" % order.priority(cost.prefill_s)),)
+            fields += ((ENGINE_PRIORITY, b"%d" % order.priority(work_s)),)
         super().__init__(
             engine.engine_id,
             address.base_url,
@@ -239,9 +251,9 @@ class Placement(Attempt):
         self.decision = decision
         self.engine = engine
         self._candidate = candidate
-        self._hit = candidate.hit if decision.pull is None else decision.pull.hit
+        self._hit = hit
         self._accounts = accounts
-        self._rank_s = 0.0 if order is None else order.rank_s(cost.prefill_s)
+        self._rank_s = 0.0 if order is None else place
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
         self._first_token = (
@@ -263,10 +275,8 @@ class Placement(Attempt):
             known = candidate.hit.confidence != "none"
             single = read.num_prompts == read.num_answers == 1
             self._predicted = known and self._leg != "decode" and single
-            scheme, now = engine.scheme, self.asked_s
-            hashes = read.hashes(scheme)
-            kept = self._keeps(read)
-            self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
+            now, kept = self.asked_s, self._keeps(read)
+            self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept, place)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
             accounts.deferred.add(self._note_prefix, (hashes, scheme.hash_block_size))

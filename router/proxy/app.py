@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from router.admission.admission_queue import Targets, capped, lowest_priority, read_claim
+from router.admission.admission_queue import Targets, capped, given_priority, lowest_priority, read_claim
 from router.admission.gate import Isolation, KeyGate
 from router.admission.key_file import TenantRules
 from router.admission.tenants import TenantRequest
@@ -241,8 +241,9 @@ class ProxyApp:
         if self._aliases is not None and (behind := self._aliases.model_for(model, session)):
             named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
             model, body = behind, await self._changed(named)
+        number = look.priority
         if form is None and entry is not None and (look.prioritized or self._engine_priorities):
-            body = await self._prioritized(path, method, body, look, entry.tenant.rules)
+            body, number = await self._prioritized(path, method, body, look, entry.tenant.rules)
         if look.guarded:
             body = await self._screen(body)
         isolation, cache_group = None if self._gate is None else self._gate.isolation, ""
@@ -259,6 +260,7 @@ class ProxyApp:
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
+        request.priority = given_priority(head.fields, number)
         request.isolated, request.cache_group = isolation is not None, cache_group
         request.session = record.session = session
         if session is not None and SESSION not in dict(head.fields):
@@ -306,17 +308,17 @@ class ProxyApp:
 
     async def _prioritized(
         self, path: str, method: str, body: bytes, look: Peek, rules: TenantRules
-    ) -> bytes:
-        """The body with a ``priority`` that the tenant's class allows."""
+    ) -> tuple[bytes, int | None]:
+        """The body with a ``priority`` that the tenant's class allows, and that number."""
         lowest, given = lowest_priority(rules), look.priority
         if look.prioritized:
             if lowest is None or (given is not None and given >= lowest):
-                return body
-            return await self._changed(with_value(body, b"priority", lowest))
+                return body, given
+            return await self._changed(with_value(body, b"priority", lowest)), lowest
         if not (rules.priority != "normal" and method == "POST" and path in PROMPT_APIS):
-            return body
+            return body, None
         own = -1 if lowest is None else lowest
-        return await self._changed(with_value(body, b"priority", own, adds=True))
+        return await self._changed(with_value(body, b"priority", own, adds=True)), own
 
     async def _isolated(
         self, isolation: Isolation, path: str, body: bytes, entry: TenantRequest, *, is_form: bool

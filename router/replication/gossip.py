@@ -151,9 +151,14 @@ class GossipedInflight(InflightPrefixes):
         self._remote: OrderedDict[tuple[str, int, int], _RemotePrompt] = OrderedDict()
 
     def add(
-        self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
+        self,
+        engine_id: str,
+        hashes: Sequence[BlockHash],
+        now: float,
+        keeps: Sequence[int] = (),
+        rank: float = 0.0,
     ) -> InflightPrompt:
-        prompt = super().add(engine_id, hashes, now, keeps)
+        prompt = super().add(engine_id, hashes, now, keeps, rank)
         self._number += 1
         packed = _little_endian(array("Q", hashes[:_BLOCKS_MAX])).tobytes()
         entry = GossipEntry(

@@ -41,7 +41,7 @@ from router.placement.saturation import gap_s, joins_sibling
 from router.simulate.engine import Arrivals, Calendar, SimEngine
 from router.simulate.peers import PeerRouter
 from router.simulate.requests import Request, block_hashes
-from router.simulate.router_view import Leg, PrefixHit, Roles, router_view
+from router.simulate.router_view import Leg, Roles, router_view, seen_of
 from router.simulate.setup import (
     FleetRun,
     FleetSetup,
@@ -280,17 +280,18 @@ class FleetSim:
             self._rows[index] = Row(index, arrived_s, 0, tokens, 0, 0, -1.0, 0.0, 0)
             self._arrivals.ended(index, now)
             return
-        leg = None
+        leg, rank_s = None, 0.0
         if helper is not None:
             leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
             ticket = self._loads[place].admit(uncached_tokens=0, now=now, prompt_tokens=tokens)
         else:
-            rank_s = 0.0 if order is None else order.rank_s(choice.cost.prefill_s)
+            if order is not None:
+                rank_s = self._rank_s(order, candidates[place], choice, hashes)
             ticket = self._admit(place, choice, tokens, rank_s)
         self._view.placed(place, tokens, hashes)
         prefix = None
         if leg is None or self._all_full:
-            prefix = self._in_flight(candidates[place], tokens, hashes)
+            prefix = self._in_flight(candidates[place], tokens, hashes, rank_s)
         predicted = max(0, tokens - choice.uncached_tokens)
         self._open[index] = _Open(
             place, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant, leg
@@ -331,7 +332,7 @@ class FleetSim:
         """Whether the request is refused by what every engine is predicted to take."""
         variant = self._variant
         if self._peer is not None:
-            return variant.refuses > 0 and self._peer.misses(tokens, hashes, _seen(candidates), left_s)
+            return variant.refuses > 0 and self._peer.misses(tokens, hashes, seen_of(candidates), left_s)
         admit_s = min(variant.admit_s, max(0.0, left_s)) if variant.refuses else variant.admit_s
         return long_wait(predicted_wait_s(candidates), admit_s) is not None
 
@@ -365,7 +366,7 @@ class FleetSim:
         it is another."""
         if self._peer is not None:
             tokens = question.prompt_tokens
-            place, cached = self._peer.place(index, tokens, hashes, _seen(candidates), self._now)
+            place, cached = self._peer.place(index, tokens, hashes, seen_of(candidates), self._now)
             choice = make_choice(score(candidates, tokens, self._knobs), place, "policy")
             choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
             return place, choice, None
@@ -418,12 +419,21 @@ class FleetSim:
         return Leg(place, ticket, prefix, run, whole, request.output_tokens)
 
     def _in_flight(
-        self, candidate: Candidate, tokens: int, hashes: Sequence[BlockHash]
+        self, candidate: Candidate, tokens: int, hashes: Sequence[BlockHash], rank_s: float = 0.0
     ) -> InflightPrompt | None:
         if not self._variant.in_flight:
             return None
         kept = kept_prefixes(kept_rule(self._layout), tokens, candidate.hit, self._setup.retention)
-        return self._inflight.add(candidate.engine_id, hashes, self._now, kept)
+        return self._inflight.add(candidate.engine_id, hashes, self._now, kept, rank_s)
+
+    def _rank_s(
+        self, order: EngineOrder, candidate: Candidate, choice: Choice, hashes: Sequence[BlockHash]
+    ) -> float:
+        """Key in the engine's order: behind the prompt whose blocks it will hit."""
+        work_s, unit = choice.cost.prefill_s, self._scheme.hash_block_size
+        rank_s = order.rank_s(work_s)
+        passed = self._inflight.passed(candidate.engine_id, hashes, candidate.hit, unit, rank_s)
+        return rank_s if passed is None else order.rank_s(order.work_behind(work_s, passed))
 
     def _send(self, place: int, run: RequestRun) -> None:
         self._engines[place].arrive(run, self._now)
@@ -596,8 +606,3 @@ class FleetSim:
             run.pulled,
         )
         return opened
-
-
-def _seen(candidates: Sequence[Candidate]) -> list[PrefixHit]:
-    """Return what events show of each engine, for other routers."""
-    return [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]

@@ -40,6 +40,11 @@ class PrefixHit(NamedTuple):
 NOTHING = PrefixHit(0, 0)
 
 
+def seen_of(candidates: Sequence[Candidate]) -> list[PrefixHit]:
+    """Return what events show of each engine, for other routers."""
+    return [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]
+
+
 class RouterView:
     """View without any cache, and interface of all views. ``hashes`` are those of whole hash blocks."""
 

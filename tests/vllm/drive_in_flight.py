@@ -2,8 +2,9 @@
 
 Usage, under vLLM's interpreter: ``-m tests.vllm.drive_in_flight --model DIR --seed N --pairs N``. One line
 per family of ``record_traces.FAMILIES`` whose prompts have no adapter, salt or image: its trace header, the
-events before each pair, both prompts, whether they were sent in one step, and the tokens of the second that
-the engine took from its cache. The pool is so large that nothing is evicted.
+events before each pair, both prompts, the priority of the first (1: sent with the second one, which is
+computed before it), and the tokens of the second that the engine took from its cache. The pool is so large
+that nothing is evicted.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def drive(name: str, family: Family, model: str, seed: int, pairs: int) -> dict[
     rng = random.Random(f"{name}/{seed}")
     states = any(group["kind"] == "mamba" for group in family.setup.groups)
     budget = 512 if states else 64
-    setup = dataclasses.replace(family.setup, num_blocks=20_000, max_num_batched_tokens=budget)
+    setup = dataclasses.replace(
+        family.setup, num_blocks=20_000, max_num_batched_tokens=budget, policy="priority"
+    )
     engine = RealEngine(setup, model)
     engine.scheduler.cache_config.block_size = engine.scheduler_block_size
     cached, look_up = dict[str, int](), engine.manager.get_computed_blocks
@@ -78,7 +81,8 @@ def drive(name: str, family: Family, model: str, seed: int, pairs: int) -> dict[
     events, found = serve(engine), list[dict[str, Any]]()
     for number in range(pairs):
         ahead, behind = pair(rng, earlier, engine.hash_block_size)
-        first, together = engine.add(Prompt(ahead), 3), number % 3 == 2
+        together, priority = number % 3 == 2, number % 6 // 5
+        first = engine.add(Prompt(ahead), 3, priority)
         during = [] if together else step(engine)
         # With states the second prompt may enter the engine between two chunks of the first one, which end
         # where vLLM keeps a state; otherwise it waits until the first one is computed.
@@ -87,7 +91,7 @@ def drive(name: str, family: Family, model: str, seed: int, pairs: int) -> dict[
         request = engine.add(Prompt(behind), 1)
         during += serve(engine)
         hit = cached[request.request_id]
-        prompts = {"ahead": ahead, "behind": behind, "together": together}
+        prompts = {"ahead": ahead, "behind": behind, "priority": priority}
         found.append({"events": events, "cached_tokens": hit, **prompts})
         events = during
         earlier.append(ahead)

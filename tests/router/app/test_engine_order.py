@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from router.placement.engine import BAND_MS
 from tests.router.app.test_keys import RULES
 from tests.support.proxy_rig import Engine, answer, ask, request, says
 from tests.support.proxy_rig import routing as proxying
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, routed, tenants
 
 ORDERED = PolicySettings(engine_priority=2.0)
@@ -55,6 +57,44 @@ async def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority(
         rate = engine.rates.prefill_s_per_token(0.0)
         assert seen[1] - seen[0] == pytest.approx(2000 * rate * tokens, rel=0.01)
         assert seen[2] - seen[0] < 10, "it passes the long one, which came before"
+
+
+@asynccontextmanager
+async def two_waiting(policy: PolicySettings, ahead: dict[str, str]) -> AsyncIterator[tuple[Rig, list[int]]]:
+    """Two prompts with a common beginning wait in an engine that computes one request at a time; ``ahead``:
+    header fields of the first one."""
+    one_at_a_time = {"scheduling_policy": "priority", "max_num_seqs": 1}
+    async with routed(one_at_a_time, policy=policy) as (rig, engines):
+        seen = watched(engines[0])
+        await rig.chat("a first question " * 20)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(rig.chat("another question", max_tokens=100))
+            await until(lambda: len(seen) == 2, "the engine is busy")
+            group.create_task(rig.chat("a long question " * 50, extra_headers=ahead))
+            await until(lambda: len(seen) == 3, "a prompt waits")
+            group.create_task(rig.chat("a long question " * 51))
+        await until(lambda: len(rig.router.accounts.receipts.latest) == 4, "every receipt")
+        yield rig, seen
+
+
+async def test_a_prompt_waits_for_the_one_whose_blocks_it_is_predicted_to_hit() -> None:
+    """It has less work left than the one ahead, but passing it would leave nothing to hit."""
+    async with two_waiting(ORDERED, {}) as (rig, seen):
+        assert seen[3] > seen[2]
+        (last,) = [one for one in rig.router.accounts.receipts.latest if one.predicted_tokens > 100]
+        assert (last.mode, last.outcome) == ("native", "exact")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [("1", ("pending", "over")), ("0", ("native", "exact")), ("-1", ("native", "exact"))],
+)
+async def test_a_hit_of_a_prompt_that_its_client_puts_behind_is_pending(
+    ahead: str, expected: tuple[str, str]
+) -> None:
+    async with two_waiting(PolicySettings(), {"x-vllm-priority": ahead}) as (rig, _):
+        (last,) = [one for one in rig.router.accounts.receipts.latest if one.predicted_tokens > 100]
+        assert (last.mode, last.outcome) == expected
 
 
 @pytest.mark.parametrize(

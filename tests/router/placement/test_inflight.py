@@ -232,6 +232,31 @@ def test_the_rule_of_a_layout() -> None:
     assert rule(full, alike) == KeptRule(16, 16, state_tokens=16)
 
 
+def test_a_prompt_that_is_computed_before_the_one_it_relies_on() -> None:
+    """Lower ranks are computed first where the engine orders them; none passes one that is computed."""
+    inflight, hit = InflightPrefixes(), Hit(2, coming_tokens=6)
+
+    def passed(rank: float, text: str = "system prompt", hit: Hit = hit) -> float | None:
+        return inflight.passed("a", hashes(text), hit, 1, rank)
+
+    ahead = inflight.add("a", hashes("system user"), 0.0, [6, 10])
+    assert passed(0.0) is None
+    assert passed(-1.0) == 0.0
+    assert passed(-1.0, hit=Hit(6, coming_tokens=6)) is None  # it has these blocks already
+    assert passed(-1.0, text="sister prompt") is None
+    inflight.drop(ahead)
+    last = inflight.add("a", hashes("system user"), 0.0, [6, 10], rank=5.0)
+    first = inflight.add("a", hashes("system"), 0.0, [6], rank=3.0)
+    inflight.add("a", hashes("system"), 0.0, [3], rank=1.0)
+    inflight.add("b", hashes("system"), 0.0, [6], rank=1.0)
+    assert [passed(rank) for rank in (2.0, 3.0, 4.0, 6.0)] == [3.0, None, None, None]
+    inflight.drop(first)
+    assert passed(4.0) == 5.0
+    inflight.is_stored = lambda engine_id, block: False
+    inflight.prefilled(last, 0.0)
+    assert passed(4.0) is None
+
+
 operations = st.lists(
     st.tuples(
         st.sampled_from(("add", "prefilled", "end", "drop", "applied")),

@@ -17,6 +17,7 @@ WALL_S = 1_800_000_000.0
 works = st.floats(0, 1e6)
 times = st.floats(0, 4e9)
 """Seconds of either clock: 127 years."""
+days = st.floats(0, 1e5)
 
 
 def account() -> LoadAccount:
@@ -54,6 +55,19 @@ def test_no_request_passes_one_of_a_class_above(
 def test_nothing_waits_for_what_comes_later_than_twice_its_work(work: float, other: float) -> None:
     mine = given_order(NORMAL, 0.0).rank_s(work)
     assert given_order(NORMAL, 2.0 * work + 1e-3).rank_s(other) > mine
+
+
+@settings(max_examples=examples(200))
+@given(days, works, days, works)
+def test_a_prompt_stays_behind_the_one_of_its_class_whose_blocks_it_hits(
+    first: float, work: float, second: float, other: float
+) -> None:
+    ahead, behind = given_order(NORMAL, first), given_order(NORMAL, second)
+    raised = behind.work_behind(other, ahead.rank_s(work))
+    assert raised >= other
+    assert behind.rank_s(raised) > ahead.rank_s(work)
+    assert behind.priority(raised, WALL_S + second) > ahead.priority(work, WALL_S + first)
+    assert given_order(HIGH, second).work_behind(other, ahead.rank_s(work)) == other
 
 
 def admit(load: LoadAccount, tokens: int, now: float, weight: float = 2.0) -> Ticket:
