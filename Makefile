@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target makes the virtual environment it needs and does nothing twice.
 #   PYTHON=python3.12   the interpreter to make .venv with (3.11 or later; default: the first that fits)
 #   ARGS="..."          passed on to the program behind the target
-#   WORKERS=4           how many processes run tests side by side (default 4, and 3 for test-all; 0: none but pytest itself)
+#   WORKERS=4           how many processes run tests side by side (default 6, and 4 for test-all; 0: none but pytest itself)
 #   SEED=7              other random examples in another order (default 1: what failed here fails everywhere)
 
 .DEFAULT_GOAL := help
@@ -14,15 +14,15 @@ DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
 CHARTS := $(VENV)/.installed-charts
 # More workers than the two cores it is meant for: tests of servers and time-outs wait half of their time.
-# A worker takes files in a row, and the rest of another's when it has none: servers are started once or
-# twice, and no long file is left for the end. tests/vllm is not for here; importing it takes four seconds.
-parallel = -n $(or $(WORKERS),$(1)) --dist worksteal --ignore tests/vllm
+# They are forked after one collection (tests/support/workers.py). tests/vllm is not for here; importing it
+# takes four seconds.
+parallel = --workers $(or $(WORKERS),$(1)) --ignore tests/vllm
 seed = $(or $(SEED),1)
 seeds = --hypothesis-seed=$(seed) --randomly-seed=$(seed)
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.
 WITHOUT_VLLM = tier transfer store/test_block_store_contract.py store/test_redis_store.py
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Four workers that each compile all tests anew, where a shell says so, take half a minute of a core.
+# Compiling all tests anew at each run, where a shell says so, takes several seconds of a core.
 export PYTHONDONTWRITEBYTECODE :=
 LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` writes them anew
 
@@ -37,10 +37,10 @@ demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines be
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
 test: $(DEV) ## The fast tests: no long ones, an eighth of the random examples, one of each kind that starts processes
-	@$(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy and not process and not long" $(ARGS)
+	@$(BIN)/python -m pytest $(call parallel,6) $(seeds) -m "not vllm and not envoy and not process and not long" $(ARGS)
 
 test-all: $(DEV) ## All tests but those that need a real vLLM
-	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,3) $(seeds) -m "not vllm and not envoy" $(ARGS)
+	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy" $(ARGS)
 
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0 || true) && \
