@@ -8,10 +8,12 @@ ends after ``timeout_s`` per server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import random
+import socket
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import dns.asyncresolver
 import dns.exception
@@ -19,6 +21,7 @@ import dns.name
 import dns.nameserver
 import dns.resolver
 import structlog
+from dns._asyncio_backend import Backend
 from dns.rdatatype import AAAA, SRV, A, RdataType
 
 from router.fleet.engines import DiscoveredEngine, EngineAddress, Publish, SourceStats
@@ -37,6 +40,22 @@ class ResolveError(Exception):
     """No server gave a usable answer."""
 
 
+class _Backend(Backend):
+    """dnspython's sockets on asyncio. uvloop 0.23 leaves a UDP socket open if its creation is cancelled."""
+
+    async def make_socket(self, af: int, socktype: int, *args: Any, **options: Any) -> Any:
+        made = super().make_socket(af, socktype, *args, **options)  # type: ignore[no-untyped-call]
+        if socktype != socket.SOCK_DGRAM:
+            return await made
+        making = asyncio.ensure_future(made)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                await (await making).close()
+            raise
+
+
 class Found(NamedTuple):
     """Endpoints of a name and how long they are valid; ``ttl_s`` None: the answer had no TTL."""
 
@@ -52,6 +71,7 @@ class Resolver:
         self, servers: Sequence[str], *, timeout_s: float, resolv_conf: str = "/etc/resolv.conf"
     ) -> None:
         self._servers = [dns.nameserver.Do53Nameserver(*parse_server(server)) for server in servers]
+        self._backend = _Backend()
         self._timeout_s = timeout_s
         self._resolv_conf = resolv_conf
 
@@ -62,7 +82,9 @@ class Resolver:
             resolver = self._configured()
             for candidate in candidates(name, resolver):
                 try:
-                    answer = await resolver.resolve(candidate, kind, raise_on_no_answer=False)
+                    answer = await resolver.resolve(
+                        candidate, kind, raise_on_no_answer=False, backend=self._backend
+                    )
                 except dns.resolver.NXDOMAIN:
                     continue
                 if answer.rrset is not None:

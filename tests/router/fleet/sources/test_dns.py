@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from router.fleet.dns_source import DnsSource, ResolveError, Resolver
 from router.fleet.engines import DiscoveredEngine, EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
 from tests.router.fleet.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
-from tests.support.waiting import until
+from tests.support.waiting import run, until
 
 
 class Seeing:
@@ -254,6 +256,24 @@ def test_servers_as_they_are_written(text: str, server: tuple[str, int]) -> None
 async def test_names_that_cannot_be_asked_for(bad: str) -> None:
     with pytest.raises(ResolveError, match=r".+"):
         await Resolver(["127.0.0.1:9"], timeout_s=1).ask(bad, A)
+
+
+def test_a_query_that_is_cancelled_at_any_step_leaves_no_socket_open() -> None:
+    async def cancelled() -> None:
+        async with dns_server() as server:
+            resolver = Resolver([f"127.0.0.1:{server.port}"], timeout_s=1.0)
+            for steps in (*range(12), *range(12), *range(12)):
+                query = asyncio.create_task(resolver.ask("vllm.example.", A))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                query.cancel()
+                await asyncio.gather(query, return_exceptions=True)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(cancelled())
+        gc.collect()
+    assert not [one for one in said if "UDPTransport" in str(one.message)]
 
 
 @pytest.mark.parametrize("seed", range(4))
