@@ -128,7 +128,7 @@ class ScaledFleet(FleetSim):
             prompt = hashes[: request.input_tokens // unit]
             own = self._candidates(request.input_tokens, prompt, self._now)[place]
             hit = min(own.hit.whole_tokens, end)
-            if end - hit <= self._alignment:
+            if end - hit <= self._layout.alignment:
                 self._steps[place].pop(0)
                 continue
             piece = min(end, hit + WARMED.piece_tokens)

@@ -22,11 +22,12 @@ from publisher.simulator.settings import EngineSettings
 from publisher.simulator.stepper import eventless
 from router.placement.candidate import Candidate, Hit, PolicySettings, placement_request
 from router.placement.cost import choose
-from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
+from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes, kept_rule
 from router.placement.load import LoadAccount, Ticket
 from router.placement.others import NO_OTHERS, OthersLoad
 from router.placement.rates import FleetRates
 from router.replication.gossip import GossipedInflight, LoadGossip
+from router.simulate.setup import simulated_layout
 
 ENGINES = 4
 FLUSH_S, HEARD_S, REPEAT_S, LOAD_S, GAUGES_S = 0.002, 0.0005, 0.05, 0.005, 2.0
@@ -183,12 +184,7 @@ class VirtualFleet:
             running=chosen.running,
             waiting=chosen.waiting,
         )
-        kept = kept_prefixes(
-            len(tokens),
-            chosen.hit.shared_prefix_tokens,
-            alignment=pool.layout.alignment,
-            hash_block_size=pool.scheme.hash_block_size,
-        )
+        kept = kept_prefixes(kept_rule(simulated_layout(pool.layout.groups)), len(tokens), chosen.hit)
         flying = worker.inflight.add(chosen.engine_id, hashes, now, kept)
         request = SimRequest(
             str(number), tokens, _Numbers(number), max_tokens=answer_tokens, eos_id=0, ignore_eos=True

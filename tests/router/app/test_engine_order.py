@@ -81,7 +81,7 @@ async def test_a_prompt_waits_for_the_one_whose_blocks_it_is_predicted_to_hit() 
     """It has less work left than the one ahead, but passing it would leave nothing to hit."""
     async with two_waiting(ORDERED, {}) as (rig, seen):
         assert seen[3] > seen[2]
-        (last,) = [one for one in rig.router.accounts.receipts.latest if one.predicted_tokens > 100]
+        (last,) = [one for one in rig.router.accounts.receipts.latest if (one.predicted_tokens or 0) > 100]
         assert (last.mode, last.outcome) == ("native", "exact")
 
 
@@ -93,7 +93,7 @@ async def test_a_hit_of_a_prompt_that_its_client_puts_behind_is_pending(
     ahead: str, expected: tuple[str, str]
 ) -> None:
     async with two_waiting(PolicySettings(), {"x-vllm-priority": ahead}) as (rig, _):
-        (last,) = [one for one in rig.router.accounts.receipts.latest if one.predicted_tokens > 100]
+        (last,) = [one for one in rig.router.accounts.receipts.latest if (one.predicted_tokens or 0) > 100]
         assert (last.mode, last.outcome) == expected
 
 
