@@ -84,7 +84,7 @@ class ScaledFleet(FleetSim):
         places = self._places
         choice = self._policy([candidates[at] for at in places], question, self._knobs, self._state)
         if self._pull_s_per_token:  # places count from the first engine, as sources do
-            sources = self._sources()
+            sources = self._sources(question.prompt_tokens)
             choice = with_pull(
                 choice, msgspec.structs.replace(sources, held_tokens=sources.held_tokens[: len(places)])
             )

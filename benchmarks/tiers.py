@@ -1,7 +1,7 @@
 """What memory behind the GPUs brings at real bandwidths, and which policy uses it: simulated fleets.
 
     python -m benchmarks.tiers [--trace TRACE.jsonl.gz] [--seeds 2] [--requests 1500] [--out FILE]
-        [--models gpt-oss-like,mamba-hybrid] [--pulls | --hints | --scaling]
+        [--models gpt-oss-like,mamba-hybrid] [--pulls | --ablations | --hints | --scaling]
 
 Eight engines, a pool of 25 % of what the workload fills, 100 KiB of KV per token,
 arrivals so fast that round robin without any memory behind the GPUs is busy for 85 % of the time. All tiers
@@ -10,7 +10,8 @@ everything and takes no time: what a perfect cache that all share would bring. W
 and a trace where one is given, each with every layout. The report is written anew after every table.
 
 ``--pulls`` writes the second half of the report instead: host memory of 400 %, without and with engines that
-pull prefixes from each other's host memory, against one cache of that size that all share.
+pull prefixes from each other's host memory, against one cache of that size that all share. ``--ablations``
+writes the table below it: what one thing alone, made free or perfect, changes at 100 Gbit/s.
 
 ``--hints`` writes the third part: host memory that obeys the router's retention hints (policy ``hinted``)
 against ``lru``, on two engines with a pool of 5 %, so that sessions compete for host memory. The hints are
@@ -28,12 +29,18 @@ import argparse
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import msgspec
 
 from benchmarks.scaled_fleet import Event, ScaledFleet, Warming
+from publisher.events import BlockHash
+from router.placement.candidate import Candidate
+from router.placement.engine import EngineOrder
+from router.placement.pull import PullSources
+from router.simulate.fleet import FleetSim
 from router.simulate.requests import Request
 from router.simulate.setup import FleetSetup, variants_of
 from router.simulate.study import (
@@ -72,8 +79,35 @@ PULLED_HOST = "400%"
 POOLED = "one cache"
 PULLS: dict[str, float | None] = {NONE: None, "25 Gbit/s": 25.0, "100 Gbit/s": 100.0, "400 Gbit/s": 400.0}
 """Links between the engines."""
-PULL_WORKLOADS = ("documents", "agents", "tenants", "shared")
+PULL_WORKLOADS: tuple[str, ...] = ("documents", "agents", "tenants", "shared")
 PULL_TITLE = "# Pulling prefixes from other engines' host memory: simulated fleets"
+
+ABLATED_WORKLOADS: tuple[str, ...] = ("documents", "agents", "tenants")
+ABLATED_LINK = 100.0
+ABLATION_TITLE = "## Where the rest goes"
+
+
+class Ablation(NamedTuple):
+    """One thing made free or perfect, or the price of pages of pulled prefixes held at one value."""
+
+    host: str | None = PULLED_HOST
+    store: str | None = None
+    gbit_s: float = ABLATED_LINK
+    page_price: float | None = None
+    true_queues: bool = False
+
+
+ABLATIONS = {
+    "as it is": Ablation(),
+    "pages at the price of computing": Ablation(page_price=1.0),
+    "pages free": Ablation(page_price=0.0),
+    "links free": Ablation(gbit_s=1e9),
+    "loads free": Ablation(host=f"{PULLED_HOST}:gbyte_s=1e9+latency_ms=0"),
+    "host memory without limit": Ablation(host="10000%"),
+    "true queues": Ablation(true_queues=True),
+    "one cache, PCIe 5": Ablation(host=None, store=f"{PULLED_HOST}:gbit_s=360+latency_ms=0.1"),
+    POOLED: Ablation(host=None, store=f"{PULLED_HOST}:gbit_s=1e9+latency_ms=0"),
+}
 
 HINT_ENGINES, HINT_POOL, HINT_S_PER_REQUEST = 2, 0.05, 0.5
 HINT_SHARE = 0.75
@@ -160,6 +194,82 @@ def pull_intro(seeds: range, count: int) -> str:
         f"those that decisions promised, as shares of all prompt tokens. `{POOLED}`: {PULLED_HOST} of the "
         "fleet in one cache that all share, loaded in no time: a bound. What is simulated: docs/simulate.md."
     )
+
+
+class AblatedFleet(FleetSim):
+    """A fleet whose router knows the engines' remaining work, or has another price of pulled pages."""
+
+    ablation = Ablation()
+
+    def _sources(self, prompt_tokens: int = 0) -> PullSources:
+        found, price = super()._sources(prompt_tokens), self.ablation.page_price
+        if price is None:
+            return found
+        return msgspec.structs.replace(found, page_prices=[price] * len(found.page_prices))
+
+    def _candidates(
+        self, tokens: int, hashes: Sequence[BlockHash], now: float, order: EngineOrder | None = None
+    ) -> list[Candidate]:
+        found = super()._candidates(tokens, hashes, now, order)
+        if not self.ablation.true_queues:
+            return found
+        return [
+            msgspec.structs.replace(one, queue_s=engine.remaining_s(now))
+            for one, engine in zip(found, self._engines, strict=True)
+        ]
+
+
+def run_ablations(name: str, model: str, seeds: range, count: int) -> dict[str, list[Outcome]]:
+    """Every ablation of one workload and layout, over the seeds."""
+    arm = variants_of(ARMS[:1])[ARMS[0]]
+    found: dict[str, list[Outcome]] = {}
+    for seed, requests in WorkloadSource(name=name, requests_max=count).draws(seeds).items():
+        base = _base(requests, model, seed)
+        mean = statistics.fmean(request.input_tokens for request in requests)
+        for way, how in ABLATIONS.items():
+            tiers = _tiers(base, how.host, how.store)
+            if how.host is not None:
+                tiers = msgspec.structs.replace(tiers, pull_bytes_per_s=how.gbit_s * 1e9 / 8)
+            setup = msgspec.structs.replace(base, tiers=tiers)
+            fleet = AblatedFleet(setup, arm, mean_prompt_tokens=mean)
+            fleet.ablation = how
+            outcome = result_of(fleet.run(requests)).outcome
+            found.setdefault(way, []).append(outcome)
+            print(f"{name} {model} seed {seed}, {way}: {outcome.ttft_mean_s:.3f} s", file=sys.stderr)
+    return found
+
+
+def write_pulls(options: argparse.Namespace, seeds: range, before: str, part: str, after: str) -> None:
+    """Write the part on pulls, or the ablations in it, between these texts; ``part``: as it is now."""
+    links, _, ablated = part.partition(ABLATION_TITLE)
+    if options.ablations:
+        before += f"{PULL_TITLE}{links.rstrip()}\n\n"
+        how = (
+            f"`python -m benchmarks.tiers --ablations --seeds {len(seeds)} --requests {options.requests} "
+            f"--models {options.models}`: {ABLATED_LINK:g} Gbit/s, one thing changed at a time. Cells: mean "
+            "seconds to the first token, and their distance from one cache."
+        )
+        lines, columns, names = [ABLATION_TITLE, "", how], [*ABLATIONS], ABLATED_WORKLOADS
+    else:
+        after = f"{ABLATION_TITLE}{ablated.rstrip()}\n\n{after}" if ablated else after
+        lines, columns, names = (
+            [PULL_TITLE, "", pull_intro(seeds, options.requests)],
+            [*PULLS, POOLED],
+            PULL_WORKLOADS,
+        )
+    lines += ["", "| workload | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for name in [*names, *([options.trace] if options.trace else [])]:
+        for model in options.models.split(","):
+            run, row = (run_ablations, ablation_row) if options.ablations else (run_pulls, pull_row)
+            lines.append(row(f"{Path(name).name}, {model}", run(name, model, seeds, options.requests)))
+            options.out.write_text(before + "\n".join(lines) + "\n\n" + after, encoding="utf-8")
+
+
+def ablation_row(name: str, found: dict[str, list[Outcome]]) -> str:
+    """One workload and layout: means, and their distance from the cache that all share."""
+    bound_s = _mean(found[POOLED], "ttft_mean_s")
+    means = [_mean(found[way], "ttft_mean_s") for way in ABLATIONS]
+    return f"| {name} | " + " | ".join(f"{mean_s:.3f} {mean_s / bound_s - 1:+.0%}" for mean_s in means) + " |"
 
 
 class Hinted(msgspec.Struct, frozen=True):
@@ -436,6 +546,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--pulls", action="store_true", help="the second half: pulling prefixes")
+    parser.add_argument("--ablations", action="store_true", help="below it: one thing free or perfect")
     parser.add_argument("--hints", action="store_true", help="the third part: retention hints")
     parser.add_argument(
         "--scaling", action="store_true", help="engines that join and leave; with --pulls: they pull prefixes"
@@ -469,15 +580,8 @@ def main() -> int:
                 text = whole.rstrip() + "\n\n" + "\n".join(lines) + "\n" + scaled
                 options.out.write_text(text, encoding="utf-8")
         return 0
-    if options.pulls:
-        lines = [PULL_TITLE, "", pull_intro(seeds, options.requests), ""]
-        lines += ["| workload | " + " | ".join([*PULLS, POOLED]) + " |", "|---|" + "---|" * (len(PULLS) + 1)]
-        for name in [*PULL_WORKLOADS, *([options.trace] if options.trace else [])]:
-            for model in options.models.split(","):
-                pulls = run_pulls(name, model, seeds, options.requests)
-                lines.append(pull_row(f"{Path(name).name}, {model}", pulls))
-                text = before + "\n".join(lines) + "\n\n" + hinted + scaled
-                options.out.write_text(text, encoding="utf-8")
+    if options.pulls or options.ablations:
+        write_pulls(options, seeds, before, after, hinted + scaled)
         return 0
     lines = ["# Memory behind the GPUs: simulated fleets", "", intro(seeds, options.requests), ""]
     for name in ["agents", "tenants", *([options.trace] if options.trace else [])]:

@@ -109,6 +109,14 @@ class PageAccount:
         missing = (self.need(tokens) - behind) * self._scale - self.free
         return missing * self._release_s if missing > 0.0 else 0.0
 
+    def used_share(self, tokens: int) -> float:
+        """Return the share of the pool that unfinished requests hold, with a prompt of ``tokens``; 1 while
+        unknown."""
+        if not self._blocks or not self._groups:
+            return 1.0
+        left = self.free - self.need(tokens) * self._scale
+        return min(1.0, max(0.0, 1.0 - left / self._blocks))
+
     def share(self, tokens: int) -> float:
         """Return the share of the pool that the prompt takes, 0 if there is room at once."""
         pages = self.need(tokens) * self._scale

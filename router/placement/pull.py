@@ -7,11 +7,16 @@ into its own, and from there into its GPU. For engine e, source s and a prompt o
     missing = end - (tokens e takes from its GPU and its own tiers)
     link    = max(busy(e), busy(s)) + latency + missing * seconds per token
     cost    = cost(e) - prefill and credit of the missing tokens + link + load of the missing tokens
+              - (1 - page price) * eviction premium of the missing tokens
 
-The price of pages in ``cost(e)`` stays as it is: a copy takes as many pages as computing does, and others
-have to compute again what these held. A pull is considered only where the source's own wait exceeds the
-transfer, chosen only where it is cheaper than every engine without a pull, and only within the bound between
-queues.
+A pulled prefix takes pages as a loaded one does, and what it evicts stays in host memory: it is loaded again,
+not computed. But unfinished requests cannot be evicted, so the page price is the share of the pool that they
+hold, and 1 while prompts wait for pages at any engine: there a second copy costs more than the wait that it
+saves (benchmarks/results/tiers.md).
+
+A pull is considered only where the transfer is shorter than the source's own wait, and with the load shorter
+than computing; it is chosen only where it is cheaper than every engine without a pull, and only within the
+bound between queues. So by the prediction no first token comes later than by computing on the same engine.
 
 Invariants: a pull ends where the source's host memory ends in its shortest group, so that windows and
 recurrent states come with it; the result of ``with_pull`` depends on the arguments alone. A source that has
@@ -63,6 +68,8 @@ class PullSources(msgspec.Struct, frozen=True, gc=False):
     """Seconds until its link is free."""
     s_per_token: float
     """Seconds of link per token."""
+    page_prices: Sequence[float]
+    """Share of the eviction premium that pulled tokens cost there: ``page_prices``."""
     latency_s: float = 0.0
     allowed: Callable[[int, int], bool] | None = None
     """Whether a target (first) may pull from a source; None: every pair may."""
@@ -77,6 +84,13 @@ def link_busy_s(load: LoadAccount, others: OthersLoad | None, now: float) -> flo
     """Seconds until an engine's link is free of this router's pulls and of ``others``'; None: unknown."""
     others_s = 0.0 if others is None else others.link_ms / 1000
     return max(0.0, load.link_free_s - now, others_s)
+
+
+def page_prices(engines: Sequence[LoadAccount], prompt_tokens: int) -> list[float]:
+    """Return the share of the eviction premium that pulled tokens of a prompt cost at each engine."""
+    if any(load.pages.free < 0 for load in engines):
+        return [1.0] * len(engines)
+    return [load.pages.used_share(prompt_tokens) for load in engines]
 
 
 def with_pull(choice: Choice, sources: PullSources) -> Choice:
@@ -99,7 +113,7 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
         pull = _longest(scored, sources, held, target)
         if pull is None:
             continue
-        cost = _pulled(scored, target, pull)
+        cost = _pulled(scored, target, pull, sources.page_prices[target])
         if cost.total_s < best_s and within_bound(cost, least, settings):
             best_s = cost.total_s
             found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, scored, pull)
@@ -122,6 +136,7 @@ def _longest(
     if hit.replay_tokens:  # with a window that is computed again the pulled prefix would be incomplete
         return None
     best: Pull | None = None
+    saved_s_per_token = scored.candidates[target].prefill_s_per_token - scored.settings.load_s_per_token
     for source, end in held:
         tokens = end - min(hit.whole_tokens, most)
         if source == target or tokens <= 0 or (best is not None and tokens < best.tokens):
@@ -131,27 +146,31 @@ def _longest(
         wait_s = max(sources.busy_s[target], sources.busy_s[source])
         link_s = wait_s + sources.latency_s + tokens * sources.s_per_token
         holder = scored.candidates[source]
-        if max(holder.queue_s, holder.room_s) <= link_s:
-            continue  # the source itself would serve the prompt sooner
+        # Otherwise the source itself would serve the prompt sooner, or the target would compute it sooner.
+        if link_s >= min(max(holder.queue_s, holder.room_s), saved_s_per_token * tokens):
+            continue
         if best is None or tokens > best.tokens or link_s < best.link_s:
             best = Pull(source, holder.engine_id, tokens, end, link_s)
     return best
 
 
-def _pulled(scored: ScoredCandidates, target: int, pull: Pull) -> Cost:
-    """The cost of the target with a pull: less to compute, more to load, the same pages."""
+def _pulled(scored: ScoredCandidates, target: int, pull: Pull, page_price: float) -> Cost:
+    """The cost of the target with a pull: less to compute, more to load, pages at ``page_price``."""
     cost, settings = scored.cost(target), scored.settings
     rate = scored.candidates[target].prefill_s_per_token
     uncached = scored.prompt_tokens - pull.end
     prefill_s = rate * uncached
     credit_s = settings.beta * rate * max(0, cost.shared_prefix_tokens - pull.end)
     more_s = pull.link_s + settings.load_s_per_token * pull.tokens
+    computed_s = cost.prefill_s - prefill_s - (cost.credit_s - credit_s)
+    cheaper_s = settings.eviction_premium * (1.0 - page_price) * computed_s
     return msgspec.structs.replace(
         cost,
         prefill_s=prefill_s,
         load_s=cost.load_s + more_s,
         credit_s=credit_s,
-        total_s=cost.total_s - (cost.prefill_s - prefill_s) + (cost.credit_s - credit_s) + more_s,
+        eviction_s=cost.eviction_s - cheaper_s,
+        total_s=cost.total_s - computed_s - cheaper_s + more_s,
         uncached_tokens=uncached,
         shared_prefix_tokens=max(cost.shared_prefix_tokens, pull.end),
     )
@@ -291,7 +310,9 @@ class Pulls:
             return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
 
         busy = [self._busy_s(engine, now) for engine in engines]
-        found = with_pull(choice, PullSources(tokens, busy, self._s_per_token, LATENCY_S, allowed))
+        prices = page_prices([engine.load for engine in engines], choice.scored.prompt_tokens)
+        sources = PullSources(tokens, busy, self._s_per_token, prices, LATENCY_S, allowed)
+        found = with_pull(choice, sources)
         pull = found.pull
         if pull is None:
             return choice, None

@@ -77,6 +77,21 @@ class SimEngine:
         """Number of requests that wait to be scheduled or for their blocks to be loaded."""
         return len(self._waiting) + len(self._loading) + len(self._loaded)
 
+    def remaining_s(self, now: float) -> float:
+        """Return the seconds of prefill left here, as far as nothing that waiting prompts hit changes."""
+        tokens, chunk_s, tiers = 0, 0.0, self._tiers
+        if self._prefilling is not None:
+            request = self._prefilling.pool_request
+            tokens, chunk_s = request.num_tokens - request.num_computed, self._chunk_ends_s - now
+        for run in (*(one[2] for one in self._loading), *self._loaded):
+            tokens += run.input_tokens - run.hit
+        for run in self._waiting:
+            end, _ = self.pool.find_prefix(run.pool_request)
+            if tiers is not None:
+                end = tiers.reach(run.pool_request, end, now, run.source).end
+            tokens += run.input_tokens - end
+        return chunk_s + self.timing.prefill_s_per_token * tokens
+
     @property
     def usage(self) -> float:
         """Share of the pool that is in use."""

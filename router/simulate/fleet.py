@@ -35,7 +35,7 @@ from router.placement.inflight import InflightPrefixes, InflightPrompt, coming_h
 from router.placement.load import LoadAccount, Ticket
 from router.placement.others import NO_OTHERS
 from router.placement.policies import ArmState, policy
-from router.placement.pull import PullSources, link_busy_s, occupy_links, with_pull
+from router.placement.pull import PullSources, link_busy_s, occupy_links, page_prices, with_pull
 from router.placement.rates import FleetRates, RateSettings
 from router.placement.saturation import gap_s, joins_sibling
 from router.simulate.engine import Arrivals, Calendar, SimEngine
@@ -381,7 +381,7 @@ class FleetSim:
                     choice = self._policy(some, question, self._knobs, self._state)
                     return places[choice.index], choice, None
             if self._pull_s_per_token:
-                choice = with_pull(choice, self._sources())
+                choice = with_pull(choice, self._sources(question.prompt_tokens))
             return choice.index, choice, None
 
         def pick(some: Sequence[Candidate]) -> Choice:
@@ -389,13 +389,14 @@ class FleetSim:
 
         return roles.choose(candidates, question, pick, self._knobs, left_s)
 
-    def _sources(self) -> PullSources:
+    def _sources(self, prompt_tokens: int = 0) -> PullSources:
         """Return the engines as sources of pulls, for the prompt looked up last."""
         tiers = self._setup.tiers
         return PullSources(
             self._alone,
             [link_busy_s(account, None, self._now) for account in self._loads],
             self._pull_s_per_token,
+            page_prices(self._loads, prompt_tokens),
             0.0 if tiers is None else tiers.pull_latency_s,
         )
 

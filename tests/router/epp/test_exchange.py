@@ -22,7 +22,7 @@ from router.epp.messages import bytes_field, number_field
 from router.epp.settings import EppSettings, EppStats
 from router.http.settings import ListenSettings
 from router.observe.usage import UsageSettings
-from router.pd.settings import RETENTION, SidecarSettings, read_hints
+from router.pd.settings import KV_SOURCE, PREFILLERS, RETENTION, SidecarSettings, read_hints
 from router.placement.candidate import PolicySettings
 from router.placement.engine import BAND_MS
 from router.proxy.relay import AnswerRelay
@@ -220,6 +220,8 @@ async def test_a_sidecar_gets_the_hint_signed_in_the_head(
             b"content-type": b"application/json",
             b"x-session-id": b"s",
             RETENTION: b"a client's own",
+            KV_SOURCE: b"10.0.0.9:1",
+            PREFILLERS: b"10.0.0.9:1",
         }
         whole = body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True)
         await peer.send(number, head(REQUEST_HEADERS, fields) + whole)
@@ -228,6 +230,7 @@ async def test_a_sidecar_gets_the_hint_signed_in_the_head(
         assert told[1].request_body.response.body_mutation.streamed_response.body == chat()
         mutation = told[0].request_headers.response.header_mutation
         sets = {each.header.key.encode(): each.header.raw_value for each in mutation.set_headers}
+        assert {KV_SOURCE.decode(), PREFILLERS.decode()} <= set(mutation.remove_headers)
         sent = rig.router.accounts.retention.stats.sent["session"]
         if has_secret:
             hints = read_hints(list(sets.items()), b"s" * 32)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from publisher.events import GroupSpec
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import EngineAddress
 from router.openai.members import at_once
@@ -26,6 +27,7 @@ from router.placement.pull import (
     any_waits,
     link_busy_s,
     occupy_links,
+    page_prices,
     with_pull,
 )
 from router.placement.rates import FleetRates
@@ -47,9 +49,15 @@ def holder(queue_s: float, held: int = 36_000) -> list[Candidate]:
     ]
 
 
-def pulled(candidates: list[Candidate], held: list[int], **more: float) -> Choice:
-    busy = [0.0] * len(candidates)
-    return with_pull(choose(candidates, PROMPT, KNOBS), PullSources(held, busy, LINK, **more))
+def pulled(
+    candidates: list[Candidate],
+    held: list[int],
+    page_price: float = 1.0,
+    s_per_token: float = LINK,
+    **more: float,
+) -> Choice:
+    sources = PullSources(held, [0.0] * len(candidates), s_per_token, [page_price] * len(candidates), **more)
+    return with_pull(choose(candidates, PROMPT, KNOBS), sources)
 
 
 def test_a_prefix_is_pulled_where_its_holder_is_busy() -> None:
@@ -82,7 +90,7 @@ def test_host_memory_that_holds_nothing_is_no_source() -> None:
 
 def test_a_pair_that_is_not_allowed_does_not_pull() -> None:
     candidates = holder(9.0)
-    sources = PullSources([36_000, 0], [0.0, 0.0], LINK, allowed=lambda target, source: False)
+    sources = PullSources([36_000, 0], [0.0, 0.0], LINK, [1.0, 1.0], allowed=lambda target, source: False)
     assert with_pull(choose(candidates, PROMPT, KNOBS), sources).pull is None
 
 
@@ -127,8 +135,10 @@ def test_a_pull_is_cheaper_than_every_engine_and_promises_what_its_source_holds(
     ]
     held = data.draw(st.lists(st.integers(0, PROMPT), min_size=len(drawn), max_size=len(drawn)))
     busy = data.draw(st.lists(st.floats(0, 3), min_size=len(drawn), max_size=len(drawn)))
+    prices = data.draw(st.lists(st.floats(0, 1), min_size=len(drawn), max_size=len(drawn)))
+    s_per_token = data.draw(st.sampled_from([LINK, 0.5 * RATE, 2 * RATE]))
     before = choose(candidates, PROMPT, KNOBS)
-    choice = with_pull(before, PullSources(held, busy, LINK))
+    choice = with_pull(before, PullSources(held, busy, s_per_token, prices))
     if choice.pull is None:
         assert choice is before
         return
@@ -140,6 +150,41 @@ def test_a_pull_is_cheaper_than_every_engine_and_promises_what_its_source_holds(
     assert choice.uncached_tokens == PROMPT - pull.end
     assert choice.cost.total_s < min(before.scored.totals)
     assert pull.link_s < max(source.queue_s, source.room_s), "else it is served sooner at its source"
+    computed_s = RATE * (PROMPT - min(target.hit.whole_tokens, PROMPT - 1))
+    assert choice.cost.first_token_s - choice.cost.wait_s < computed_s, "never slower than computing there"
+
+
+def test_where_pages_are_free_a_shorter_wait_is_worth_a_pull() -> None:
+    wait_s = 0.5 * KNOBS.eviction_premium * RATE * 36_000
+    assert pulled(holder(wait_s), [36_000, 0], 1.0).pull is None
+    choice = pulled(holder(wait_s), [36_000, 0], 0.0)
+    assert choice.reason == "pull"
+    cost = choice.cost
+    assert cost.eviction_s == pytest.approx(KNOBS.eviction_premium * RATE * 4000)
+    parts_s = cost.queue_s + cost.prefill_s + cost.load_s + cost.decode_s + cost.eviction_s - cost.credit_s
+    assert cost.total_s == pytest.approx(parts_s)
+    half = pulled(holder(9.0), [36_000, 0], 0.5).cost
+    full = pulled(holder(9.0), [36_000, 0], 1.0).cost
+    assert full.total_s - half.total_s == pytest.approx(0.5 * KNOBS.eviction_premium * RATE * 36_000)
+
+
+def test_a_link_that_is_slower_than_computing_pulls_nothing() -> None:
+    assert pulled(holder(60.0), [36_000, 0], 0.0, s_per_token=RATE).pull is None
+    assert pulled(holder(60.0), [36_000, 0], 0.0, s_per_token=0.8 * RATE).pull is not None
+
+
+def test_pages_have_their_whole_price_while_prompts_wait_for_them_anywhere() -> None:
+    groups = (GroupSpec(0, "full_attention", 16),)
+    loads = [LoadAccount(FleetRates().engine()) for _ in range(3)]
+    assert page_prices(loads, 1600) == [1.0, 1.0, 1.0], "pools of unknown size"
+    for load in loads[:2]:
+        load.pages.configure(1000, groups)
+    assert page_prices(loads, 1600) == pytest.approx([0.1, 0.1, 1.0])
+    loads[0].admit(uncached_tokens=1, now=0.0, prompt_tokens=8000)
+    assert page_prices(loads[:2], 1600) == pytest.approx([0.6, 0.1])
+    assert page_prices(loads[:2], 15_000) == pytest.approx([1.0, 0.938])
+    loads[0].admit(uncached_tokens=1, now=0.0, prompt_tokens=9600)
+    assert page_prices(loads[:2], 1600) == [1.0, 1.0]
 
 
 # -- the router's own pulls -----------------------------------------------------------------------------

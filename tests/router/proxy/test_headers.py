@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.openai.members import at_once, with_value
 from router.openai.request import Session
+from router.pd.settings import KV_SOURCE, PREFILLERS, RETENTION
 from router.proxy.settings import Aliases
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import CHAT, Call, Engine, Script, answer, ask, request, routing, says, writes
@@ -48,6 +49,11 @@ HOP_BY_HOP = {
             tuple(f"{name}: {value}" for name, value in HOP_BY_HOP.items()),
             {name: [] for name in HOP_BY_HOP},
             id="hop-by-hop fields and those the client named do not",
+        ),
+        pytest.param(
+            tuple(f"{name.decode()}: http://10.0.0.9:1" for name in (PREFILLERS, KV_SOURCE, RETENTION)),
+            {name.decode(): [] for name in (PREFILLERS, KV_SOURCE, RETENTION)},
+            id="nor a client's own word to a sidecar",
         ),
         pytest.param(
             ("connection: x-one", "x-one: 1", "connection: x-two", "x-two: 2"),
