@@ -1,6 +1,6 @@
 """SGLang's own ``UnifiedRadixCache`` beside ours: run by vLLM's interpreter, which has torch.
 
-    python -m tests.support.real_radix WHEEL SEEDS [windows]
+    python -m tests.support.real_radix WHEEL SEEDS [windows | states]
 
 Random requests, several at a time, go through both, with and without host memory, with each write policy, and
 with EAGLE. Hits, evictions and events must be equal, and with them what each holds. Half of the caches have
@@ -10,10 +10,10 @@ Modules of the wheel that the cache does not need for this are stand-ins, and it
 Python. Its ``HiCacheController`` and pools need CUDA: here both count pages, and a copy or load ends when
 ``check_hicache_events`` is called.
 
-With ``windows`` the cache has a sliding window too, which ours has not. Its events must then tell of the
-full-attention part what the tree in Python holds; with ``write_back`` they may tell of more in host memory.
-Prints for each policy the events, the pages that were published twice in a medium, and those of host memory
-that were only told.
+With ``windows`` or ``states`` the cache has a sliding window or Mamba states too, which ours has not. Its
+events must then tell of the full-attention part what the tree in Python holds, and no hit may be above what
+they tell; with ``write_back`` they may tell of more in host memory. Prints for each policy the events, the
+hits below, the pages that were published twice in a medium, and those of host memory that were only told.
 """
 
 from __future__ import annotations
@@ -77,26 +77,30 @@ class Pages:
     device = "cpu"
     anchor_entry = SimpleNamespace(host_pool=SimpleNamespace(shared_allocation_domain=None))
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, size: int = PAGE) -> None:
+        """``size``: tokens per page."""
+        self.count, self._size = count, size
         self.clear()
 
     def clear(self) -> None:
-        self.free_pages = list(range(self._count))
+        self.free_pages = list(range(self.count))
 
     def available_size(self) -> int:
-        return len(self.free_pages) * PAGE
+        return len(self.free_pages) * self._size
+
+    schedulable_available_size = available_size
 
     def alloc(self, num_tokens: int) -> Any:
         import torch  # noqa: PLC0415  # only vLLM's environment has it
 
         if num_tokens > self.available_size():
             return None
-        taken = [self.free_pages.pop() for _ in range(num_tokens // PAGE)]
-        return torch.tensor([page * PAGE + at for page in taken for at in range(PAGE)], dtype=torch.int64)
+        size = self._size
+        taken = [self.free_pages.pop() for _ in range(num_tokens // size)]
+        return torch.tensor([page * size + at for page in taken for at in range(size)], dtype=torch.int64)
 
     def free_segment(self, indices: Any, start_pos: int = 0) -> None:
-        pages = [int(index) // PAGE for index in indices[::PAGE]]
+        pages = [int(index) // self._size for index in indices[:: self._size]]
         assert not set(pages) & set(self.free_pages)
         self.free_pages += pages
 
@@ -359,66 +363,81 @@ class WindowPages:
         self.clear_full_to_swa_mapping(indices)
 
 
-class Windows:
-    """A cache with full attention and a sliding window, and what its events tell: by medium, the pages."""
+class SlotRows:
+    """``HybridReqToTokenPool`` without memory: rows of requests, and slots for Mamba states."""
 
-    def __init__(self, rng: random.Random, policy: WritePolicy | None) -> None:
+    def __init__(self, rows: Any, slots: int) -> None:
+        self.req_to_token, self.write = rows, rows.__setitem__
+        self.mamba_allocator = Pages(slots, size=1)
+
+
+class Hybrid:
+    """A cache with full attention and another part, and what its events tell: by medium, the pages."""
+
+    def __init__(self, rng: random.Random) -> None:
         import torch  # noqa: PLC0415
 
         self._rng = rng
         self._api = importlib.import_module(_CACHE + "base_prefix_cache")
         self._module = importlib.import_module(_CACHE + "unified_radix_cache")
-        kinds = self._module.ComponentType
-        base = importlib.import_module(_CACHE + "allocator.swa").SWATokenToKVPoolAllocator
-        self._pages = type("_Pages", (WindowPages, base), {})(rng.randint(14, 30), rng.randint(10, 18))
+        self._kinds = self._module.ComponentType
         self._row = torch.zeros((1, 64), dtype=torch.int64)
-        rows = SimpleNamespace(req_to_token=self._row, write=self._row.__setitem__)
-        self.cache = self._module.UnifiedRadixCache(
-            importlib.import_module(_CACHE + "cache_init_params").CacheInitParams(
-                disable=False,
-                req_to_token_pool=rows,
-                token_to_kv_pool_allocator=self._pages,
-                page_size=PAGE,
-                enable_kv_cache_events=True,
-                tree_components=(kinds.FULL, kinds.SWA),
-                tree_core_backend="python",
-                sliding_window_size=2 * PAGE,
-            )
-        )
-        if policy is not None:
-            host, windows = (Pages(rng.randint(10, 50)) for _ in range(2))
-            device = self._pages.swa_attn_allocator
-            set_up(
-                self.cache, Controller(policy, self._pages.full_attn_allocator, host, (device, windows)), host
-            )
-            self.cache.host_pool_group = SimpleNamespace(
-                free=lambda indices, pool: (windows if pool == "swa" else host).free_segment(indices),
-                get_pool=lambda _pool: windows,
-            )
-            self.cache.components[kinds.SWA]._swa_kv_pool_host = windows
-            self.cache.tree_core.has_swa_host_pool = True
+        self.cache = self._made()
         self.cache.take_events()
         self._told: dict[str, set[int]] = {"GPU": set(), "CPU_PINNED": set()}
 
+    def _made(self) -> Any:
+        raise NotImplementedError
+
+    def _serve(self, prompt: list[int], found: Any) -> None:
+        raise NotImplementedError
+
+    def _cache(self, part: Any, allocator: Any, rows: Any, **params: Any) -> Any:
+        return self._module.UnifiedRadixCache(
+            importlib.import_module(_CACHE + "cache_init_params").CacheInitParams(
+                disable=False,
+                req_to_token_pool=rows,
+                token_to_kv_pool_allocator=allocator,
+                page_size=PAGE,
+                enable_kv_cache_events=True,
+                tree_components=(self._kinds.FULL, part),
+                tree_core_backend="python",
+                **params,
+            )
+        )
+
     def step(self) -> Counter[str]:
-        """Serve one request; returns what its events were."""
-        self._serve([self._rng.choice((1, 2)) for _ in range(self._rng.randint(1, 40))])
+        """Serve one request; returns what its events were, and whether a hit was below the predicted one."""
+        prompt = [self._rng.choice((1, 2)) for _ in range(self._rng.randint(1, 40))]
+        key = self._module.RadixKey(array("q", prompt[:-1]), None)
+        found = self.cache.match_prefix(self._api.MatchPrefixParams(key=key))
+        counted = Counter({"below": int(self._is_below(key, found))})
+        self._serve(prompt, found)
         if self.cache.cache_controller is not None:
             self.cache.check_hicache_events()
-        found: Counter[str] = Counter()
         for event in self.cache.take_events():
             told, hashes = self._told[event.medium.value], set(event.block_hashes)
-            found["events"] += 1
+            counted["events"] += 1
             if type(event).__name__ == "BlockStored":
-                found[f"twice {event.medium.value}"] += len(told & hashes)
+                counted[f"twice {event.medium.value}"] += len(told & hashes)
                 told |= hashes
             else:
                 told -= hashes
         held = self._held()
         assert self._told["GPU"] == held["GPU"]
         assert self._told["CPU_PINNED"] >= held["CPU_PINNED"]
-        found["only told"] += len(self._told["CPU_PINNED"] - held["CPU_PINNED"])
-        return found
+        counted["only told"] += len(self._told["CPU_PINNED"] - held["CPU_PINNED"])
+        return counted
+
+    def _is_below(self, key: Any, found: Any) -> bool:
+        """Whether the hit is below what the events tell of full attention; it is never above."""
+        value_of = importlib.import_module(_CACHE + "utils").hash_str_to_int64
+        told = self._told["GPU"] | self._told["CPU_PINNED"]
+        hashes = _native_hash(key[: len(key) // PAGE * PAGE], None, PAGE)
+        pages = next((at for at, page in enumerate(hashes) if value_of(page) not in told), len(hashes))
+        hit = int(found.device_prefix_len) + int(found.host_hit_length)
+        assert hit <= pages * PAGE, (hit, pages)
+        return hit < pages * PAGE
 
     def _held(self) -> dict[str, set[int]]:
         value_of = importlib.import_module(_CACHE + "utils").hash_str_to_int64
@@ -430,11 +449,75 @@ class Windows:
                     held[medium] |= {value_of(block) for block in node.hash_value}
         return held
 
-    def _serve(self, prompt: list[int]) -> None:
+
+class States(Hybrid):
+    """The other part are Mamba states, one at the end of each inserted prompt."""
+
+    def _made(self) -> Any:
+        self._pages = Pages(self._rng.randint(14, 30))
+        pool = importlib.import_module(_CACHE + "memory_pool").HybridReqToTokenPool
+        rows = type("_Rows", (SlotRows, pool), {})(self._row, self._rng.randint(3, 8))
+        self._slots = rows.mamba_allocator
+        cache = self._cache(self._kinds.MAMBA, self._pages, rows, enable_mamba_extra_buffer=True)
+        states = cache.components[self._kinds.MAMBA]
+        states.mamba_checkpoint_grid, states.mamba_max_states_per_path = PAGE, -1
+        return cache
+
+    def _serve(self, prompt: list[int], found: Any) -> None:
+        api, cache, pages, slots = self._api, self.cache, self._pages, self._slots
+        node, prefix, end = found.last_device_node, int(found.device_prefix_len), len(prompt) // PAGE * PAGE
+        if end <= prefix:
+            return
+        lock = cache.lock(node)
+        short, states = end - prefix - pages.available_size(), 1 - slots.available_size()
+        if short > 0 or states > 0:
+            cache.evict_for_alloc(api.EvictParams(num_tokens=max(0, short), mamba_num=max(0, states)))
+        taken, slot = pages.alloc(end - prefix), slots.alloc(1)
+        if taken is None or slot is None:
+            for allocator, got in ((pages, taken), (slots, slot)):
+                if got is not None:
+                    allocator.free(got)
+        else:
+            self._row[0, :prefix] = cache.path_device_indices(node)[:prefix]
+            self._row[0, prefix:end] = taken
+            key = self._module.RadixKey(array("q", prompt[:end]), None)
+            value = self._row[0, :end].clone()
+            done = cache.insert(
+                api.InsertParams(key=key, value=value, mamba_value=slot, prev_prefix_len=prefix)
+            )
+            if done.mamba_exist:
+                slots.free(slot)
+        cache.unlock(lock)
+        assert len(pages.free_pages) + len(self._held()["GPU"]) == pages.count
+
+
+class Windows(Hybrid):
+    """The other part is a sliding window."""
+
+    def __init__(self, rng: random.Random, policy: WritePolicy | None) -> None:
+        self._policy = policy
+        super().__init__(rng)
+
+    def _made(self) -> Any:
+        rng, kinds = self._rng, self._kinds
+        base = importlib.import_module(_CACHE + "allocator.swa").SWATokenToKVPoolAllocator
+        self._pages = type("_Pages", (WindowPages, base), {})(rng.randint(14, 30), rng.randint(10, 18))
+        rows = SimpleNamespace(req_to_token=self._row, write=self._row.__setitem__)
+        cache = self._cache(kinds.SWA, self._pages, rows, sliding_window_size=2 * PAGE)
+        if self._policy is not None:
+            host, windows = (Pages(rng.randint(10, 50)) for _ in range(2))
+            pools = self._pages.swa_attn_allocator, windows
+            set_up(cache, Controller(self._policy, self._pages.full_attn_allocator, host, pools), host)
+            cache.host_pool_group = SimpleNamespace(
+                free=lambda indices, pool: (windows if pool == "swa" else host).free_segment(indices),
+                get_pool=lambda _pool: windows,
+            )
+            cache.components[kinds.SWA]._swa_kv_pool_host = windows
+            cache.tree_core.has_swa_host_pool = True
+        return cache
+
+    def _serve(self, prompt: list[int], found: Any) -> None:
         api, cache, pages = self._api, self.cache, self._pages
-        found = cache.match_prefix(
-            api.MatchPrefixParams(key=self._module.RadixKey(array("q", prompt[:-1]), None))
-        )
         request = Request(RadixPool(num_blocks=2, scheme=PLAIN, chunk_tokens_max=CHUNK).request(prompt))
         request.last_node, prefix = found.last_device_node, int(found.device_prefix_len)
         request.swa_host_hit_length = found.swa_host_hit_length
@@ -499,16 +582,18 @@ def load_wheel(path: str, directory: str) -> None:
     cache["is_virtual_node"] = lambda _node: False
 
 
-def main(wheel: str, seeds: int, *, windows: bool = False) -> int | dict[str, dict[str, int]]:
-    """Returns the number of events that were equal; with ``windows`` what the events were, by policy."""
+def main(wheel: str, seeds: int, part: str = "") -> int | dict[str, dict[str, int]]:
+    """Returns the number of events that were equal; with a further part what the events were, by policy."""
     policies: tuple[WritePolicy | None, ...] = (None, *get_args(WritePolicy))
     with tempfile.TemporaryDirectory() as directory:
         load_wheel(wheel, directory)
-        if windows:
-            found: dict[str, Counter[str]] = {str(policy): Counter() for policy in policies}
+        if part:
+            found: dict[str, Counter[str]] = {}
             for seed in range(seeds):
-                one = Windows(random.Random(seed), policies[seed % 4])
-                found[str(policies[seed % 4])] += sum((one.step() for _ in range(80)), Counter())
+                rng, policy = random.Random(seed), policies[seed % 4] if part == "windows" else None
+                one = Windows(rng, policy) if part == "windows" else States(rng)
+                counted = found.setdefault(str(policy), Counter())
+                counted.update(sum((one.step() for _ in range(80)), Counter()))
             return {policy: dict(counted) for policy, counted in found.items()}
         events = 0
         for seed in range(seeds):
@@ -519,4 +604,4 @@ def main(wheel: str, seeds: int, *, windows: bool = False) -> int | dict[str, di
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), windows="windows" in sys.argv[3:])))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))
