@@ -39,6 +39,10 @@ class Found(NamedTuple):
     columns: list[Column]
 
 
+_PIECE = 64
+"""Hashes looked up at a time."""
+
+
 class ClassFinder:
     """Base of the finders; sizes in tokens, ``scale`` in hash blocks per block."""
 
@@ -73,20 +77,20 @@ class ClassFinder:
     def columns(self, hashes: Sequence[WireHash], start: int) -> list[Column]:
         """Columns with null blocks up to ``start``, then the blocks of ``hashes``."""
         pad: Column = [NULL] * start
-        return [pad + [mapping[block_hash] for block_hash in hashes] for mapping in self.maps]
+        return [pad + list(map(mapping.__getitem__, hashes)) for mapping in self.maps]
 
     def run_length(self, hashes: Sequence[WireHash]) -> int:
         """Number of leading hashes that every group of the class holds."""
-        if len(self.maps) == 1:
-            mapping = self.maps[0]
-            for position, block_hash in enumerate(hashes):
-                if block_hash not in mapping:
-                    return position
-        else:
-            for position, block_hash in enumerate(hashes):
-                if not self.present(block_hash):
-                    return position
-        return len(hashes)
+        length = len(hashes)
+        for mapping in self.maps:
+            # In pieces: most prompts are held almost whole, or hardly at all.
+            for start in range(0, length, _PIECE):
+                piece = hashes[start : min(start + _PIECE, length)]
+                held = list(map(mapping.__contains__, piece))
+                if False in held:
+                    length = start + held.index(False)
+                    break
+        return length
 
 
 class FullFinder(ClassFinder):

@@ -86,14 +86,13 @@ class BlockStore:
     def touch(self, blocks: Iterable[int]) -> None:
         """Add a user to each block; null blocks are ignored."""
         refs, stale = self.refs, self._stale
-        revived = 0
         for block in filter(None, blocks):
-            users = refs[block]
-            refs[block] = users + 1
-            if not users:
+            if refs[block]:
+                refs[block] += 1
+            else:
+                refs[block] = 1
                 stale[block] += 1
-                revived += 1
-        self.num_free -= revived
+                self.num_free -= 1
 
     def free(self, blocks: Iterable[int]) -> None:
         """Remove a user from each block, in the order of their reuse; null blocks are ignored."""

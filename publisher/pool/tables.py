@@ -87,10 +87,10 @@ class GroupTable:
         # (``_get_num_evictable_blocks``).
         return fresh + copied + self.num_unused(hit_blocks[skipped:])
 
-    def num_unused(self, blocks: Iterable[int]) -> int:
+    def num_unused(self, blocks: list[int]) -> int:
         """Number of these blocks that are free now and would leave the free queue."""
-        refs = self.store.refs
-        return sum(1 for block in blocks if block and not refs[block])
+        # Null blocks are never used, and do not count.
+        return list(map(self.store.refs.__getitem__, blocks)).count(0) - blocks.count(NULL)
 
     def adopt(self, request: PoolRequest, hit_blocks: list[int], hit: int, loaded_to: int = 0) -> None:
         """Use the blocks of a hit; blocks out of reach after the hit or the load become null."""
