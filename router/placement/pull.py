@@ -329,7 +329,8 @@ class Pulls:
                 storage_tokens=0,
                 shared_prefix_tokens=max(pull.end, hit.shared_prefix_tokens),
             ),
-            candidate.prefill_s_per_token * pull.tokens - pull.link_s,
+            (candidate.prefill_s_per_token - found.scored.settings.load_s_per_token) * pull.tokens
+            - pull.link_s,
         )
 
     def _can_be_named(self, engine: Engine) -> bool:

@@ -16,7 +16,7 @@ from router.fleet.engines import EngineAddress
 from router.openai.members import at_once
 from router.pd.bodies import split_body
 from router.placement.candidate import Candidate, PolicySettings, PullSettings
-from router.placement.cost import Choice, choose
+from router.placement.cost import Choice, choose, make_choice
 from router.placement.load import LoadAccount
 from router.placement.others import OthersLoad
 from router.placement.pull import (
@@ -74,6 +74,69 @@ def test_nobody_pulls_what_is_served_sooner_where_it_is() -> None:
     assert pulled(holder(0.01), [36_000, 0]).engine_id == "holder"
     assert pulled(holder(0.01), [36_000, 0]).pull is None
     assert pulled(holder(9.0), [36_000, 0], latency_s=10.0).pull is None
+
+
+def test_an_engine_without_a_wait_is_no_source_whatever_else_it_costs() -> None:
+    candidates = holder(0.01)
+    candidates[0].recent_s = 60.0  # it had much work of late
+    assert pulled(candidates, [36_000, 0], 0.0).pull is None
+
+
+def test_a_holder_that_waits_for_pages_is_pulled_from() -> None:
+    candidates = holder(0.0)
+    candidates[0].room_s, candidates[0].running = 60.0, 8
+    choice = pulled(candidates, [36_000, 0], 0.0)
+    assert (choice.engine_id, choice.reason) == ("free", "pull")
+
+
+def test_the_source_that_holds_most_is_taken_and_the_last_token_is_computed() -> None:
+    candidates = [make_candidate("all", queue_s=9.0, prefill_s_per_token=RATE), *holder(9.0, 20_000)]
+    choice = pulled(candidates, [PROMPT, 20_000, 0])
+    assert choice.pull is not None
+    assert (choice.pull.source_id, choice.pull.end, choice.uncached_tokens) == ("all", PROMPT - 1, 1)
+
+
+def test_a_pull_keeps_the_bound_between_queues() -> None:
+    knobs = msgspec.structs.replace(KNOBS, saving_factor=0.01)
+    candidates = [*holder(60.0), make_candidate("idle", prefill_s_per_token=RATE)]
+    candidates[1].queue_s = 2.0
+
+    def found(knobs: PolicySettings) -> Choice:
+        sources = PullSources([36_000, 0, 0], [0.0] * 3, LINK, [0.0] * 3, allowed=lambda to, of: to == 1)
+        return with_pull(choose(candidates, PROMPT, knobs), sources)
+
+    assert found(KNOBS).engine_id == "free"
+    assert found(knobs).engine_id == "idle", "the other queue is longer by more than the gain may cost"
+
+
+def test_a_probe_stays_a_probe() -> None:
+    scored = choose(holder(9.0), PROMPT, KNOBS).scored
+    probe = make_choice(scored, 1, "probe")
+    assert with_pull(probe, PullSources([36_000, 0], [0.0, 0.0], LINK, [0.0, 0.0])) is probe
+
+
+@pytest.mark.parametrize(
+    ("request_has", "prompt_has", "can"),
+    [
+        ({}, {}, True),
+        ({"carried": "sidecar"}, {}, True),
+        ({"carried": "gateway"}, {}, False),
+        ({"pinned": "http://holder:1"}, {}, False),
+        ({}, {"skips_cache": True}, False),
+        ({}, {"variants": {"rust": None}}, False),
+        ({"body": b'{"model": "m", "prompt": "p", "n": 2}'}, {}, False),
+    ],
+)
+async def test_requests_to_which_no_source_can_be_added(
+    request_has: dict[str, Any], prompt_has: dict[str, Any], can: bool
+) -> None:
+    body = b'{"model": "m", "prompt": "p"}'
+    asked: Any = {"carried": "", "pinned": None, "path": "/v1/completions", "body": body, **request_has}
+    read: Any = {"skips_cache": False, "variants": {}, **prompt_has}
+    pulls = Pulls()
+    found = await pulls.body(SimpleNamespace(**asked), (), SimpleNamespace(**read))  # type: ignore[arg-type]
+    assert (found is not None) is can
+    assert sum(pulls.stats.not_possible.values()) == ("body" in request_has)
 
 
 def test_without_any_wait_nothing_is_looked_up() -> None:
@@ -230,7 +293,7 @@ def test_the_order_names_the_source_and_the_hit_that_is_to_come() -> None:
     assert order is not None
     assert (order.source.engine_id, order.kv_source.host, order.kv_source.port) == (NAMES[0], "holder", 5710)
     assert (order.hit.whole_tokens, order.hit.cpu_tokens, order.pull.tokens) == (36_000, 36_000, 36_000)
-    assert order.saved_s == pytest.approx(36_000 * RATE - order.pull.link_s)
+    assert order.saved_s == pytest.approx(36_000 * (RATE - KNOBS.load_s_per_token) - order.pull.link_s)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +319,7 @@ def test_engines_that_differ_are_never_paired(change: dict[str, Any]) -> None:
         {"closed": True},
         {"feed": None},
         {"feed": FeedStats(state=FeedState.DEGRADED)},
+        {"feed": FeedStats(state=FeedState.READY, unconfirmed=True)},
         {"feed": FeedStats(state=FeedState.REPLAYING)},
     ],
 )
