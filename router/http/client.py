@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.http.settings import ClientSettings, ClientStats
-from router.http.sockets import NotConnectedError, TlsFiles, client_context, describe_error
+from router.http.sockets import NotConnectedError, describe_error
 from router.http.upstream import Origin, UpstreamClient, UpstreamConnection, UpstreamError
 
 # At one time, of one client; further ones wait. A fleet of a thousand engines is not asked all at once.
@@ -112,7 +112,6 @@ class HttpClient:
         self._origins: dict[str, Origin] = {}
         self._origins_max = _ORIGINS_MIN
         self._under_way = asyncio.Semaphore(requests_max)
-        tls = tls or client_context(TlsFiles(), "")
         self._client = UpstreamClient(settings, ClientStats(), time.monotonic, tls)
 
     async def __aenter__(self) -> Self:

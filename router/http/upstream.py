@@ -20,7 +20,14 @@ import httptools
 import msgspec
 
 from router.http.settings import ClientSettings, ClientStats
-from router.http.sockets import NEVER, Sweeper, is_out_of_descriptors, sweep_interval_s
+from router.http.sockets import (
+    NEVER,
+    Sweeper,
+    TlsFiles,
+    client_context,
+    is_out_of_descriptors,
+    sweep_interval_s,
+)
 
 # Kept open to one server: about as many requests as one engine runs at once.
 IDLE_CONNECTIONS_MAX = 256
@@ -493,7 +500,7 @@ class UpstreamClient:
         self._clock = clock
         self.origins: dict[str, Origin] = {}
         """By base URL, those used so far."""
-        self._tls = tls or ssl.create_default_context()
+        self._tls = tls or client_context(TlsFiles(), "")
         self._sweeper = Sweeper(clock, _tick(settings))
         self._owner: dict[UpstreamConnection, Origin] = {}
         self.configure(settings)
