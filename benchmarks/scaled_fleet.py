@@ -173,9 +173,7 @@ class ScaledFleet(FleetSim):
 
     def _charge(self, place: int, source: int, tokens: int) -> float:
         """Occupy the links of a pull; returns its predicted seconds."""
-        known = self._sources()
-        wait_s = max(known.busy_s[place], known.busy_s[source])
-        link_s = wait_s + known.latency_s + tokens * known.s_per_token
+        link_s = self._sources().link_s(place, source, tokens)
         occupy_links(self._loads[place], self._loads[source], link_s, self._now)
         return link_s
 

@@ -74,6 +74,11 @@ class PullSources(msgspec.Struct, frozen=True, gc=False):
     allowed: Callable[[int, int], bool] | None = None
     """Whether a target (first) may pull from a source; None: every pair may."""
 
+    def link_s(self, target: int, source: int, tokens: int) -> float:
+        """Seconds of a transfer that is asked for now, with its wait for both links."""
+        wait_s = max(self.busy_s[target], self.busy_s[source])
+        return wait_s + self.latency_s + tokens * self.s_per_token
+
 
 def occupy_links(target: LoadAccount, source: LoadAccount, link_s: float, now: float) -> None:
     """Occupy both ends until a pull that begins now is predicted to end, its wait for the links included."""
@@ -143,8 +148,7 @@ def _longest(
             continue
         if sources.allowed is not None and not sources.allowed(target, source):
             continue
-        wait_s = max(sources.busy_s[target], sources.busy_s[source])
-        link_s = wait_s + sources.latency_s + tokens * sources.s_per_token
+        link_s = sources.link_s(target, source, tokens)
         holder = scored.candidates[source]
         # Otherwise the source itself would serve the prompt sooner, or the target would compute it sooner.
         if link_s >= min(max(holder.queue_s, holder.room_s), saved_s_per_token * tokens):
@@ -399,12 +403,17 @@ class Pulls:
             return "unreported"
         self.stats.promised_tokens += promised
         self.stats.pulled_tokens += came
-        # A prompt that waits loses some blocks to eviction, which says nothing against the pair.
-        if 2 * came < promised:
+        if not mostly_came(came, promised):
             return "missed"
         if predicted_s is not None and measured_s is not None and measured_s > predicted_s + order.saved_s:
             return "late"
         return "complete" if came == promised else "partial"
+
+
+def mostly_came(came: int, asked: int) -> bool:
+    """Whether enough tokens of a pull came not to speak against the pair: prompts that wait lose blocks to
+    eviction."""
+    return 2 * came >= asked
 
 
 def _serves(engine: Engine) -> bool:

@@ -30,7 +30,7 @@ from router.placement.affinity import PROMPTS_MAX, HotPrompt, PromptMemory
 from router.placement.candidate import Candidate, WarmUpSettings
 from router.placement.engine import Accounts, Engine, order_of
 from router.placement.load import LoadSettings
-from router.placement.pull import Pulls
+from router.placement.pull import Pulls, mostly_came
 from router.prompts.prompt import Prompt
 from router.proxy.answers import read_usage
 from router.proxy.disaggregated import new_transfer_id
@@ -231,7 +231,7 @@ class WarmUps:
             self.stats.tokens += end - hit
             sent = end
             if end >= hot.tokens:
-                return "pulled" if pulled and _mostly(came, end - hit) else "computed"
+                return "pulled" if pulled and mostly_came(came, end - hit) else "computed"
 
     async def _quiet(self, target: Engine, until_s: float) -> None:
         """Wait until no prompt waits at the engine."""
@@ -306,16 +306,11 @@ class WarmUps:
         cached = None if usage is None else usage.cached_tokens
         came = max(0, min(end, cached or 0) - hit)
         if source is not None and cached is not None:
-            good = _mostly(came, end - hit)
+            good = mostly_came(came, end - hit)
             pulls.judge_pair(target.engine_id, source.engine_id, came=good, now=accounts.now())
         rest_s = (end - hit - came) / self._settings.tokens_per_s - (accounts.now() - now)
         await asyncio.sleep(max(0.0, rest_s))
         return came
-
-
-def _mostly(came: int, asked: int) -> bool:
-    """Whether at least half of a pull came."""
-    return 2 * came >= asked
 
 
 def _serves(engine: Engine) -> bool:
