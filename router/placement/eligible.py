@@ -215,13 +215,13 @@ class FleetSnapshot:
     __slots__ = (
         "_borrowed",
         "_borrowing",
-        "_changes",
         "_decode_s",
         "_due",
         "_engine_ids",
         "_fastest",
         "_fits_tokens",
         "_fleet_rates",
+        "_known",
         "_medians",
         "_moving",
         "_others",
@@ -232,18 +232,19 @@ class FleetSnapshot:
         "_recent_s",
         "_rows",
         "_scheduled_s",
-        "_seen",
         "_surely_fits",
         "_until_s",
+        "changed",
         "engines",
     )
 
     def __init__(self, engines: Sequence[Engine], changes: EngineChanges | None = None) -> None:
         count = len(engines)
         self.engines = engines
-        self._changes = changes
-        # Number of the last change that the rows have; -1: they have never been read.
-        self._seen = -1
+        self.changed: set[EngineId] = set() if changes is None else changes.follow()
+        """Engines whose rows are to be read again."""
+        # Whether the rows have been read.
+        self._known = False
         self._engine_ids = [engine.engine_id for engine in engines]
         self._position: dict[str, int] = {name: at for at, name in enumerate(self._engine_ids)}
         # By the identity of the names, which the plans of the index keep: a hash walks over all names.
@@ -385,13 +386,12 @@ class FleetSnapshot:
 
     def _refresh(self, others: Mapping[str, OthersLoad] | None, now: float) -> None:
         """Read the rows that may have changed."""
-        changes, rates, due = self._changes, self._fleet_rates, self._due
-        if self._seen < 0:
+        rates, due = self._fleet_rates, self._due
+        if not self._known:
             stale: Iterable[int] = range(len(self.engines))
             self._borrowed = (0.0, 0.0) if rates is None else rates.borrowed
         elif (
-            changes is not None
-            and changes.count == self._seen
+            not self.changed
             and others is self._others
             and rates is not None
             and rates.medians is self._medians
@@ -406,19 +406,17 @@ class FleetSnapshot:
         if stale:
             self._fastest, self._surely_fits = min(self._rates), min(self._fits_tokens)
         # After the reading, which may itself note changes: heads that are done by now.
-        self._seen = 0 if changes is None else changes.seen()
+        self.changed.clear()
+        self._known = True
         self._medians = None if rates is None else rates.medians
 
     def _stale(self, others: Mapping[str, OthersLoad] | None, now: float) -> Iterable[int]:
-        before, position = self._others, self._position
+        before, position, names = self._others, self._position, self.changed
         if others is not before and others != before:
             if others is None or before is None:
                 return range(len(self.engines))
-            names = [name for name in {**before, **others} if before.get(name) != others.get(name)]
-        else:
-            names = []
-        if self._changes is not None:
-            names += self._changes.since(self._seen)
+            told = {**before, **others}
+            names.update([EngineId(name) for name in told if before.get(name) != others.get(name)])
         stale = {position[name] for name in names if name in position}
         due, scheduled_s, until_s = self._due, self._scheduled_s, self._until_s
         while due and due[0][0] <= now:
@@ -485,6 +483,8 @@ class FleetSnapshots:
             # Adapters of one model have the same engines in lists of their own.
             if snapshot.engines == engines:
                 return snapshot
+        for left in kept[_SNAPSHOTS_MAX - 1 :]:
+            self._changes.leave(left.changed)
         made = FleetSnapshot(engines, self._changes)
         self._kept = [made, *kept[: _SNAPSHOTS_MAX - 1]]
         return made

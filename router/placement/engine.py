@@ -151,44 +151,33 @@ class SharedView(Protocol):
 
 
 class EngineChanges:
-    """Engines in the order of their latest changes: of anything that a decision reads of them, but for what
-    the index holds."""
+    """Engines that changed, for each reader since it last looked: in anything that a decision reads of them,
+    but for what the index holds."""
 
-    __slots__ = ("_at", "_last", "count")
+    __slots__ = ("_readers",)
 
     def __init__(self) -> None:
-        self.count = 0
-        """Number of the latest change."""
-        self._at: dict[EngineId, int] = {}
-        # The engine of the latest change, until changes are asked for.
-        self._last: EngineId | None = None
+        self._readers: list[set[EngineId]] = []
+
+    def follow(self) -> set[EngineId]:
+        """Return a set that gets each engine that changes; its reader empties it, and ends by ``leave``."""
+        changed: set[EngineId] = set()
+        self._readers.append(changed)
+        return changed
+
+    def leave(self, changed: set[EngineId]) -> None:
+        """End a reader's ``follow``."""
+        self._readers = [one for one in self._readers if one is not changed]
 
     def note(self, engine_id: EngineId) -> None:
         """Note a change."""
-        if engine_id is self._last:
-            return
-        self.count += 1
-        self._at.pop(engine_id, None)
-        self._at[engine_id] = self.count
-        self._last = engine_id
-
-    def seen(self) -> int:
-        """Return the number of the latest change, all of which the caller knows."""
-        self._last = None
-        return self.count
-
-    def since(self, count: int) -> list[EngineId]:
-        """Return the engines changed after the change of this number (``seen``)."""
-        found: list[EngineId] = []
-        for engine_id, at in reversed(self._at.items()):
-            if at <= count:
-                break
-            found.append(engine_id)
-        return found
+        for changed in self._readers:
+            changed.add(engine_id)
 
     def forget(self, engine_id: EngineId) -> None:
         """Drop an engine that left."""
-        self._at.pop(engine_id, None)
+        for changed in self._readers:
+            changed.discard(engine_id)
 
 
 class Accounts:
