@@ -34,6 +34,8 @@ LONE_TASKS = frozenset(
         "router/http/server.py",
         # ended by `close`
         "router/replication/redis_client.py",
+        # awaited where it is started, also when that is cancelled
+        "router/fleet/dns_source.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it
         *("router/demo/run.py", "router/tools/doctor/examine.py", "router/tools/doctor/listener.py"),
         *("router/tools/index.py", "router/tools/record.py"),

@@ -70,6 +70,9 @@ class Repair(msgspec.Struct):
 
 
 REPLAY_ATTEMPTS_MAX = 3
+# Seconds. No engine restarts twice within it: two of them publish at one address, each of their batches looks
+# like a restart, and neither must be asked for its whole history for every batch of the other.
+RESTART_PAUSE_S = 1.0
 """Replay requests in a row without progress before a repair is given up."""
 
 
@@ -174,22 +177,24 @@ class Recovery:
         self.unverified = False
         self.stale = False
         self._request_id = 0
+        self._restarted_at = float("-inf")
 
     def answered(self, request_id: int) -> Repair | None:
         """Return the repair in progress if this request belongs to it."""
         repair = self.repair
         return repair if repair is not None and repair.request_id == request_id else None
 
-    def start_history(self, now: float) -> None:
+    def start_history(self, now: float, delay_s: float = 0.0) -> None:
         """Request everything: a snapshot if there may be one, else the history."""
         self.position.next_seq = 0
-        self.start(now, RepairKind.SNAPSHOT if self.snapshots.may_ask(now) else RepairKind.HISTORY)
+        kind = RepairKind.SNAPSHOT if self.snapshots.may_ask(now) else RepairKind.HISTORY
+        self.start(now, kind, delay_s)
 
-    def start(self, now: float, kind: RepairKind) -> None:
+    def start(self, now: float, kind: RepairKind, delay_s: float = 0.0) -> None:
         """Start a repair, which replaces the one in progress."""
         self.abandon(now)
         self.repair = Repair(kind, now + self.settings.hold_s_max)
-        self._request(self.repair, 0.0)
+        self._request(self.repair, delay_s)
 
     def abandon(self, now: float) -> None:
         """Abandon the repair in progress for something more urgent; a full resync is postponed, others are
@@ -278,6 +283,7 @@ class Recovery:
     def restart(self, now: float, frame: Frame | None) -> None:
         """Drop all state of the old process when a new one sends. ``frame``: a live frame of the new one."""
         self.stats.restarts += 1
+        again, self._restarted_at = now - self._restarted_at < RESTART_PAUSE_S, now
         self.repair = None
         self.forget()
         position = self.position
@@ -295,7 +301,7 @@ class Recovery:
             position.hold(frame)
             position.drain()
         if position.next_seq == 0:
-            self.start_history(now)
+            self.start_history(now, RESTART_PAUSE_S if again else 0.0)
 
     def forget(self) -> None:
         """Drop all state of the engine and of its publisher."""

@@ -9,7 +9,7 @@ from publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
 from router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
 from router.feeds.machine import FeedMachine
 from router.feeds.position import Action, Apply, Forget, RequestReplay, StateChanged, expected_share
-from router.feeds.recovery import REPLAY_ATTEMPTS_MAX
+from router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S
 from tests.router.feeds.feed_network import make_frame
 
 SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)
@@ -385,6 +385,19 @@ def test_a_seq_that_goes_back_is_a_restart() -> None:
     assert driver.applied == [1000.0, 1001.0, 1002.0]
     assert driver.state == (FeedState.READY, "")
     assert driver.stats.restarts == 1
+
+
+def test_engines_that_take_turns_at_one_address_are_not_asked_at_every_batch() -> None:
+    driver = ready()
+    for process in (1, 2, 1, 2):
+        driver.live(frame(1, process))
+        driver.replay(*frames(0, 2, process))
+        driver.now += RESTART_PAUSE_S / 2
+    assert driver.stats.restarts == 4
+    assert [one.delay_s for one in driver.requests[-4:]] == [0.0, *[RESTART_PAUSE_S] * 3]
+    driver.now += RESTART_PAUSE_S
+    driver.live(frame(1, 3))
+    assert driver.requests[-1].delay_s == 0.0
 
 
 def test_a_restart_heard_from_its_first_batch_needs_no_replay() -> None:
