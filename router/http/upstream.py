@@ -417,6 +417,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head_fed_bytes > HEAD_BYTES_MAX and self._exceeds_head_limit():
             raise OverflowError  # stops the parser
         status = self._parser.get_status_code()
+        if status < 100:
+            raise ValueError(status)  # no status of HTTP (RFC 9110, section 15); stops the parser
         if status < 200:
             self._exceeds_head_limit()
             self.headers = self._fields = []

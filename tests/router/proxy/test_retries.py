@@ -37,6 +37,7 @@ GOOD = says(200, b'{"good": 1}')
         (writes(then="close"), "reset"),
         (writes(b"HTTP/1.1 200 OK\r\ncontent-le", then="close"), "reset"),
         (writes(b"SSH-2.0-OpenSSH_9.2\r\n", then="hang"), "reset"),
+        (writes(b"HTTP/1.1 000 None\r\ncontent-length: 0\r\n\r\n", then="hang"), "reset"),
         (writes(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", then="reset"), "broken_stream"),
         (writes(SSE_HEAD, then="reset"), "broken_stream"),
         (says(500, b"oops"), "status"),
