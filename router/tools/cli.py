@@ -329,7 +329,7 @@ def doctor(
     probe: Annotated[
         bool,
         Parameter(
-            help="Send two or three small completions to each engine, and compare predicted with real hits."
+            help="Send three or four small completions to each engine, and compare predicted with real hits."
         ),
     ] = False,
     json: Annotated[bool, Parameter(help="One JSON object with every finding.")] = False,

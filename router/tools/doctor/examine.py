@@ -373,7 +373,7 @@ class _Examination:
         if model is None:
             return ProbeEvidence(problem="the engine names no model")
         try:
-            return await probe(self._prober(engine, _PROBE_QUIET_S))
+            return await probe(self._prober(engine, _PROBE_QUIET_S), salted=self._settings.load is None)
         except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
             return ProbeEvidence(problem=describe_error(problem))
 

@@ -168,6 +168,8 @@ class ProbeEvidence(msgspec.Struct):
     """The probe of one engine: a random prompt, and a longer one that begins with it."""
 
     requests: list[ProbeRequest] = []
+    salted: ProbeRequest | None = None
+    """The longer prompt with a ``cache_salt``; None if it would not hit without one either."""
     problem: str = ""
 
 
@@ -435,7 +437,10 @@ PROPERTIES = (
 )
 
 # Checks whose findings do not concern exactness: shown beside a verdict.
-NOTES = ("clock.skew", "cache.sglang", "cache.retention", "cache.block_size", "tokens.speed")
+NOTES = (
+    *("clock.skew", "cache.sglang", "cache.retention", "cache.block_size", "tokens.speed"),
+    "probe.salt",  # not sent before a load
+)
 
 
 class PropertyVerdict(msgspec.Struct, frozen=True):

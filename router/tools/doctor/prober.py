@@ -280,9 +280,10 @@ def _request(answer: HttpAnswer, prompt: Prompt | None, hit: EngineHit, *, event
     )
 
 
-# The probe: two small requests to one engine, to see whether it publishes what it computes and whether the
-# predicted hit is the real one. The first prompt is new (random words); the second begins with it. Both are
-# read and predicted by the serving code. Costs the engine the prefill of both prompts and two tokens.
+# The probe: three small requests to one engine, to see whether it publishes what it computes, whether the
+# predicted hit is the real one, and whether a salt prevents it. The first prompt is new (random words); the
+# second begins with it, the third is the second with a salt. All are read and predicted by the serving code.
+# Costs the engine the prefill of the prompts and three tokens.
 
 
 # Length used before the layout is known: four of the largest common blocks (128 tokens) and a margin.
@@ -290,8 +291,9 @@ _FIRST_TOKENS = 600
 _BLOCKS = 3
 
 
-async def probe(prober: EngineProber) -> ProbeEvidence:
-    """Send both requests; the first is repeated with a longer prompt if the blocks turn out to be large."""
+async def probe(prober: EngineProber, *, salted: bool = True) -> ProbeEvidence:
+    """Send the requests; the first is repeated with a longer prompt if the blocks turn out to be large.
+    ``salted``: also the one with a salt."""
     seen = ProbeEvidence(requests=[])
     length = _wanted_tokens(prober)
     first = await prober.text(length)
@@ -306,6 +308,9 @@ async def probe(prober: EngineProber) -> ProbeEvidence:
     if not seen.requests[-1].status:
         second = await prober.text(_wanted_tokens(prober) + MARGIN_TOKENS, first)
         seen.requests.append((await prober.send({"prompt": second}, await_events=False)).request)
+        if salted and seen.requests[-1].cached:
+            body = {"prompt": second, "cache_salt": secrets.token_hex(16)}
+            seen.salted = (await prober.send(body)).request
     return seen
 
 

@@ -195,6 +195,28 @@ def exact(engine: EngineEvidence) -> Iterator[CheckResult]:
     yield from _hit(engine, probe.requests[-1])
 
 
+@check("probe.salt")
+def salts(engine: EngineEvidence) -> Iterator[CheckResult]:
+    """Check that a ``cache_salt`` keeps prompts apart, as ``keys.isolate`` needs."""
+    salted = None if engine.probe is None else engine.probe.salted
+    if salted is None or (not salted.status and salted.cached is None):
+        return
+    if salted.status:
+        yield warning(
+            f"POST /v1/completions with cache_salt: {salted.status}",
+            "the engine refuses it",
+            "do not set keys.isolate in front of this engine",
+        )
+    elif salted.cached:
+        yield error(
+            f"a prompt with a cache_salt of its own took {salted.cached} tokens from the cache of another",
+            "the engine, or a proxy in front of it, ignores cache_salt",
+            "do not set keys.isolate in front of this engine: tenants would share its cache",
+        )
+    else:
+        yield ok("a prompt with another cache_salt took nothing from the cache")
+
+
 def _lengths(requests: list[ProbeRequest]) -> Iterator[CheckResult]:
     for request in requests:
         ours, theirs = request.prompt_tokens, request.reported_prompt_tokens

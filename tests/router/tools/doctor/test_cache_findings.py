@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from publisher.block_hash import NO_EXTRAS
 from publisher.events import GroupSpec
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from publisher.zmq_publisher import ZmqPublisher
@@ -79,6 +80,18 @@ async def test_a_numeric_seed_is_found_and_told() -> None:
         found = await examined(engine.base_url, probe=True)
         found.expect("cache.scheme", Severity.OK, "PYTHONHASHSEED=42")
         found.expect("probe.exact", Severity.OK, "exact")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_whether_an_engine_obeys_a_salt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"kind": kind, "groups": "full"}
+    async with running(settings) as (engine,):
+        found = await examined(engine.base_url, probe=True)
+        found.expect("probe.salt", Severity.OK, "took nothing from the cache")
+    monkeypatch.setattr("publisher.simulator.model.PromptExtras", lambda cache_salt: NO_EXTRAS)
+    async with running(settings) as (engine,):
+        found = await examined(engine.base_url, probe=True)
+        found.expect("probe.salt", Severity.ERROR, "ignores cache_salt", "do not set keys.isolate")
 
 
 def test_an_attention_chunk_that_is_not_configured() -> None:
