@@ -337,7 +337,7 @@ class Router:
         )
         requests = RequestTracker(
             self.clock,
-            here=lambda engine_id: self.fleet.get(engine_id) is not None,
+            here=self.fleet.__contains__,
             log=self.config.server.log_requests,
             traces=self.traces,
             sessions=self.accounts.sessions,

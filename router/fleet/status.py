@@ -214,6 +214,9 @@ class Fleet(Generic[E]):
     def __len__(self) -> int:
         return len(self._status)
 
+    def __contains__(self, engine_id: object) -> bool:
+        return engine_id in self._status
+
     def get(self, engine_id: str) -> E | None:
         return self._status.get(engine_id)
 

@@ -327,7 +327,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     def watch(self) -> None:
         """Implement ``DisconnectWatch``."""
         self._cancel_on_disconnect = True
-        if self.disconnected:
+        if self._response is _DISCONNECTED:
             self._cancel_task()
 
     def unwatch(self) -> None:
@@ -416,7 +416,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         """Implement ``ResponseSink``."""
         if self._connection.write_paused is not None:
             return self._write_later(data, more, self._connection.write_paused)
-        if not self.disconnected:
+        if self._response is not _DISCONNECTED:
             self._send_body(data, more)
         return None
 

@@ -245,7 +245,7 @@ class UpstreamConnection(asyncio.Protocol):
     def is_available(self) -> bool:
         """Return whether the connection can take a request; the engine may still have closed it."""
         transport = self._transport
-        return not self.closed and transport is not None and not transport.is_closing()
+        return transport is not None and self._state is not _CLOSED and not transport.is_closing()
 
     def make_idle(self) -> bool:
         """End the request. Returns whether another may follow; otherwise the connection is closed."""

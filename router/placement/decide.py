@@ -70,7 +70,7 @@ from router.placement.split_legs import (
     give_hint,
 )
 from router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
-from router.prompts.reader import PromptReader
+from router.prompts.reader import INLINE_BLOCKS_MAX, PromptReader
 from router.proxy.attempt import Fields
 
 _log = structlog.get_logger()
@@ -359,9 +359,9 @@ class Planner:
             candidate_set = self._candidate_sets.get(asked_of)
             for frontend, scheme in candidate_set.schemes:
                 variant = read if frontend == read.frontend else read.behind(frontend)
-                if variant is not None:
-                    # Before the look-ups: hashing may move to a thread, and a decision must not wait after
-                    # its look-ups.
+                # Before the look-ups: hashing may move to a thread, and a decision must not wait after its
+                # look-ups. Short prompts are hashed where they are looked up.
+                if variant is not None and variant.num_tokens > INLINE_BLOCKS_MAX * scheme.hash_block_size:
                     await self._reader.hashes(variant, scheme)
         pulling: SplitBody | None = None
         if apart is not None:
@@ -436,7 +436,9 @@ class Planner:
                 held = self._held_alone(read, candidate_set)
                 by_header = bool(request.carried)
                 choice, pull = self.pulls.apply(choice, engines, held, pulling, now, by_header=by_header)
-            read, tokens = _read_by(read, asked.tokens, engines[choice.index])
+            tokens = asked.tokens
+            if isinstance(read, Prompt) and read.variants:
+                read, tokens = _read_by(read, tokens, engines[choice.index])
             return Decision(
                 *(read, tokens, engines, found, choice, look.problem),
                 pull=pull,
@@ -501,7 +503,7 @@ class Planner:
             return PromptView(tokens, look.hits, others=look.load)
         held, alike, nothing = look.hits, _NONE_ALIKE, _NO_HITS
         for (model, frontend), names in candidate_set.by_model.items():
-            variant = prompt.behind(frontend)
+            variant = prompt if frontend == prompt.frontend else prompt.behind(frontend)
             if variant is None:
                 continue
             ids = names if not look.hits else [name for name in names if name not in look.hits]
@@ -514,7 +516,7 @@ class Planner:
         coming: dict[str, int] = {}
         last, inflight, mixed = tokens - 1, self._accounts.inflight, bool(prompt.variants)
         for frontend, scheme in candidate_set.schemes:
-            variant = prompt.behind(frontend)
+            variant = prompt if frontend == prompt.frontend else prompt.behind(frontend)
             if variant is None:
                 continue
             unit = scheme.hash_block_size

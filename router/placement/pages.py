@@ -124,8 +124,9 @@ class PageAccount:
 
     def admit(self, pages: int) -> None:
         """Count a request that was sent."""
-        self._taken += pages
-        self._settle()
+        if pages:
+            self._taken += pages
+            self._settle()
 
     def start(self, pages: int) -> None:
         """Count its pages as held."""
@@ -149,9 +150,10 @@ class PageAccount:
                 self._released = self._released * kept + pages
                 self._seconds = self._seconds * kept + passed_s
             self._ended_s = now
-        self._taken -= pages
-        self._held -= pages
-        self._settle()
+        if pages:
+            self._taken -= pages
+            self._held -= pages
+            self._settle()
 
     def report(self, usage: float) -> None:
         """Correct the account by the share of the pool that the engine reports as used."""

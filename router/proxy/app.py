@@ -14,7 +14,14 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from router.admission.admission_queue import Targets, capped, given_priority, lowest_priority, read_claim
+from router.admission.admission_queue import (
+    ENGINE_PRIORITY,
+    Targets,
+    capped,
+    given_priority,
+    lowest_priority,
+    read_claim,
+)
 from router.admission.gate import Isolation, KeyGate
 from router.admission.key_file import TenantRules
 from router.admission.tenants import TenantRequest
@@ -226,13 +233,13 @@ class ProxyApp:
         entry: TenantRequest | None,
     ) -> Outbound:
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        form, seen = None, body
-        found = None if path in PROMPT_APIS or not body else await self._form(scope["headers"], body)
+        form, seen, prompts = None, body, path in PROMPT_APIS
+        found = None if prompts or not body else await self._form(scope["headers"], body)
         if found is not None:
             form, look = found
         else:
             look = peek_chat(path, body) or await self._peek(path, method, body)
-        earlier = None if path in PROMPT_APIS else response_named(method, path)
+        earlier = None if prompts else response_named(method, path)
         if earlier is None and path.startswith(RESPONSES):
             earlier = look.previous_response
         if entry is not None or earlier is not None:
@@ -242,7 +249,7 @@ class ProxyApp:
             named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
             model, body = behind, await self._changed(named)
         number = look.priority
-        if form is None and entry is not None and (look.prioritized or self._engine_priorities):
+        if entry is not None and form is None and (look.prioritized or self._engine_priorities):
             body, number = await self._prioritized(path, method, body, look, entry.tenant.rules)
         if look.guarded:
             body = await self._screen(body)
@@ -255,13 +262,15 @@ class ProxyApp:
             method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
         request.client = hash(record.tenant or tuple(head.forwarded_for.rsplit(b",", 2)[-2:]))
-        request.trace = record.trace
+        request.trace, request.earlier_response = record.trace, earlier
         request.prompt = look.prompt if body is seen else None
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
-        request.tenant, request.earlier_response = record.tenant, earlier
-        request.priority = given_priority(head.fields, number)
-        request.isolated, request.cache_group = isolation is not None, cache_group
+        by_name = scope.get(HEADERS_BY_NAME)
+        none = not number and by_name is not None and ENGINE_PRIORITY not in by_name
+        request.priority = 0 if none else given_priority(head.fields, number)
+        request.tenant, request.cache_group = record.tenant, cache_group
+        request.isolated = isolation is not None
         request.session = record.session = session
         if session is not None and SESSION not in dict(head.fields):
             # vLLM 0.32 and 0.33 show it in their KV events.
