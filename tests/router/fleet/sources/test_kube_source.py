@@ -464,7 +464,7 @@ async def test_costs_are_written_to_the_pods_once(tmp_path: Path) -> None:
         costs[B] = 700
         await seen.until(lambda: cost_of(kube, "b") == "700", "the cost of b")
         assert [name for name, _ in kube.patches] == ["a", "a", "b"]
-        assert seen.source.stats.deletion_costs_written == 3
+        await seen.until(lambda: seen.source.stats.deletion_costs_written == 3, "all are counted")
         assert seen.told[-1] == {A: "", B: ""}
 
 
