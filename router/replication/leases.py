@@ -15,6 +15,7 @@ one token of an engine passes the fence.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -99,6 +100,9 @@ class Leases:
         return await holders(self._client, self._keys)
 
 
+_LEASE = re.compile(r"(\d{1,20})\|(\d{1,20})\|(.*)", re.ASCII | re.DOTALL)
+
+
 async def holders(client: Client, keys: ScopeKeys) -> dict[str, Lease]:
     """Return every lease of a model, expired ones included. Raises ``IndexUnavailable``."""
     found = await client.command("HGETALL", keys.leases)
@@ -106,12 +110,16 @@ async def holders(client: Client, keys: ScopeKeys) -> dict[str, Lease]:
 
 
 def parse_leases(fields: Mapping[bytes, bytes], now: Sequence[bytes | int]) -> dict[str, Lease]:
-    """Parse leases from the fields of their hash, and the server's clock (``TIME``)."""
+    """Parse leases from the fields of their hash, and the server's clock (``TIME``). A field that no replica
+    wrote counts as no lease."""
     now_ms = int(now[0]) * 1000 + int(now[1]) // 1000
     leases: dict[str, Lease] = {}
     for engine_id, text in fields.items():
-        token, expires_ms, holder = text.decode().split("|", 2)
-        leases[engine_id.decode()] = Lease(holder, int(token), (int(expires_ms) - now_ms) / 1000)
+        found = _LEASE.fullmatch(text.decode(errors="replace"))
+        if found is not None:
+            token, expires_ms, holder = found.groups()
+            lease = Lease(holder, int(token), (int(expires_ms) - now_ms) / 1000)
+            leases[engine_id.decode(errors="replace")] = lease
     return leases
 
 

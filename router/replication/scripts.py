@@ -161,7 +161,8 @@ if ARGV[3] ~= '' then
   if not holds(ARGV[2], ARGV[3]) then return 'LEASE' end
 else
   local lease = redis.call('HGET', KEYS[2], ARGV[2])
-  if lease and tonumber(string.match(lease, '^%d+|(%d+)|')) + tonumber(ARGV[5]) > ms then return 'LEASE' end
+  local ends = lease and tonumber(string.match(lease, '^%d+|(%d+)|'))
+  if ends and ends + tonumber(ARGV[5]) > ms then return 'LEASE' end
   redis.call('HDEL', KEYS[2], ARGV[2])
 end
 redis.call('HDEL', KEYS[1], 's:' .. ARGV[2], 'a:' .. ARGV[2], 'e:' .. ARGV[2])
@@ -194,8 +195,9 @@ local lease = redis.call('HGET', KEYS[1], ARGV[1])
 local token = math.max(us, tonumber(ARGV[4]) + 1)
 if lease then
   local old, ends, holder = string.match(lease, '^(%d+)|(%d+)|(.*)$')
-  if tonumber(ends) > ms and holder ~= ARGV[2] then return {0, holder, tonumber(ends) - ms} end
-  token = math.max(token, tonumber(old) + 1)
+  -- Without a match no replica wrote it.
+  if old and tonumber(ends) > ms and holder ~= ARGV[2] then return {0, holder, tonumber(ends) - ms} end
+  if old then token = math.max(token, tonumber(old) + 1) end
 end
 local text = string.format('%.0f|%.0f|%s', token, ms + tonumber(ARGV[3]), ARGV[2])
 redis.call('HSET', KEYS[1], ARGV[1], text)

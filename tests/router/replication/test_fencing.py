@@ -104,6 +104,29 @@ async def test_tokens_only_rise(plain_server: Server) -> None:
         assert fourth > far
 
 
+@pytest.mark.parametrize("text", [b"", b"{}", b"\xf7\xff", b"12", b"1|", b"|1|a", b"x" * 100_000])
+async def test_a_lease_that_no_replica_wrote_is_taken(plain_server: Server, text: bytes) -> None:
+    async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
+        one, registry = replicas["a"], replicas["b"].mirror.registry
+        await one.take("e", "gone")
+        for engine_id in ("e", "gone"):
+            await one.client.command("HSET", registry.keys.leases, engine_id, text)
+        await one.client.command("HSET", registry.keys.leases, b"\xff", text)
+        assert (await replicas.look([])).engines
+        assert await replicas["b"].leases.holders() == {}
+        token = await replicas["b"].leases.acquire("e")
+        assert token is not None
+        assert token > one.mirror.mirrored()["e"]
+        gc = RegistryGc(registry)
+        await gc.run(idle_s=0.05)
+
+        async def swept() -> bool:
+            await gc.run(idle_s=0.05)
+            return set((await replicas.look([])).engines) == {"e"}
+
+        await until(swept)
+
+
 async def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         token = await replicas["a"].leases.acquire("e")
