@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
-import openai
 import pytest
 
+from router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES
 from tests.support.waiting import wait_until
 from tests.support.whole_router import tenants
 from tests.vllm.router_process import RouterProcess
@@ -15,7 +19,18 @@ from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-PROMPT = "lime tovu gado mesi fuza baru kolu " * 24
+
+def text(word: str) -> str:
+    """A prompt that shares nothing with that of another word."""
+    return f"{word} tovu gado mesi fuza baru kolu " * 24
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETION: {"prompt": text("lime"), "max_tokens": 1},
+    CHAT: {"messages": [{"role": "user", "content": text("gado")}], "max_tokens": 1},
+    MESSAGES: {"messages": [{"role": "user", "content": text("mesi")}], "max_tokens": 1},
+    RESPONSES: {"input": text("fuza"), "max_output_tokens": 1},
+}
 
 
 def test_a_prompt_is_a_hit_for_its_own_tenant_alone(
@@ -30,16 +45,21 @@ def test_a_prompt_is_a_hit_for_its_own_tenant_alone(
         engine,
         RouterProcess([engine.base_url], tiny_model, log=tmp_path / "router.log", options=options) as router,
     ):
-        cached = []
-        for number, tenant in enumerate(("ada", "eve", "ada", "eve")):
-            client = openai.OpenAI(base_url=f"{router.base_url}/v1", api_key=f"key-of-{tenant}")
-            answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
-            usage = answer.usage
-            cached.append(usage.prompt_tokens_details.cached_tokens or 0)
+        for number, (path, tenant) in enumerate(product(BODIES, ("ada", "eve", "ada", "eve"))):
+            ask(router, path, tenant)
             wait_until(partial(has_receipts, router, number + 1), "its receipt")
         receipts = router.receipts()
-    assert [bool(tokens) for tokens in cached] == [False, False, True, True]
-    assert [one["outcome"] for one in receipts] == ["exact"] * 4
+    hits = [bool(one["actual_tokens"]) for one in receipts]
+    assert hits == [False, False, True, True] * len(BODIES)
+    assert {one["outcome"] for one in receipts} == {"exact"}
+
+
+def ask(router: RouterProcess, path: str, tenant: str) -> None:
+    """Send the prompt of this API. Raises ``HTTPError``."""
+    body = json.dumps({"model": "tiny", **BODIES[path]}).encode()
+    headers = {"x-api-key": f"key-of-{tenant}", "content-type": "application/json"}
+    with urlopen(Request(router.base_url + path, body, headers), timeout=120) as answer:
+        assert json.load(answer)["usage"]
 
 
 def has_receipts(router: RouterProcess, count: int) -> bool:
