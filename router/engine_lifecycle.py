@@ -165,12 +165,15 @@ class EngineLifecycle:
         engine.reset()
         self.feeds.suspect(engine.engine_id)
 
-    def engine_asleep(self, engine: Engine) -> None:
-        """Implement ``FleetListener``. Sleep empties vLLM's cache."""
-        engine.reset(cleared=True)
+    def engine_asleep(self, engine: Engine, *, woke: bool) -> None:
+        """Implement ``FleetListener``. Sleep empties vLLM's caches; its events say so with the next step, and
+        then what was stored since."""
+        if not woke or engine.clears == engine.polled_clears:
+            engine.reset(cleared="all")
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """Implement ``FleetListener``."""
+        engine.polled_clears = engine.clears
         self._learn_setup(engine)
         layout = engine.layout
         if layout is not None and engine.base_model in self._files:

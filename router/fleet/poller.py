@@ -26,12 +26,12 @@ from router.fleet.settings import FleetSettings
 from router.fleet.statement import (
     SERVER_INFO,
     EngineStatement,
+    SleepState,
     event_sources,
-    read_asleep,
-    read_emptied,
     read_gauges,
     read_obeys_hints,
     read_pool_blocks,
+    read_sleep,
     read_started,
     read_statement,
     read_transfers,
@@ -73,8 +73,9 @@ class FleetListener(Protocol[E_contra]):
     def engine_down(self, engine: E_contra, /) -> None:
         """Handle an engine that stopped answering."""
 
-    def engine_asleep(self, engine: E_contra, /) -> None:
-        """Handle an engine that went to sleep: it still answers, but its cache is empty."""
+    def engine_asleep(self, engine: E_contra, /, *, woke: bool) -> None:
+        """Handle an engine whose caches sleep has emptied; ``woke``: since the last poll, and it is awake
+        again."""
 
     def engine_restarted(self, engine: E_contra, /) -> None:
         """Handle an engine whose metrics show another process than before."""
@@ -401,9 +402,7 @@ class FleetPoller(Generic[E]):
             status.obeys_hints = read_obeys_hints(body, status.engine.dp_rank)
             if status.engine.role is not None:
                 status.transfers = read_transfers(body, status.engine.dp_rank)
-            self._note_sleep(
-                status, asleep=read_asleep(body, status.engine.dp_rank), emptied=read_emptied(body)
-            )
+            self._note_sleep(status, read_sleep(body, status.engine.dp_rank))
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
                     status,
@@ -411,17 +410,21 @@ class FleetPoller(Generic[E]):
                     waiting=int(gauges["num_requests_waiting"]),
                 )
 
-    def _note_sleep(self, status: E, *, asleep: bool, emptied: float) -> None:
-        before, status.emptied = status.emptied, emptied
-        if asleep == status.asleep:
-            if not asleep and before is not None and emptied > before:
+    def _note_sleep(self, status: E, found: SleepState) -> None:
+        before, status.sleep = status.sleep, found
+        was_asleep, status.asleep = status.asleep, found.asleep
+        if found.asleep != was_asleep:
+            _log.info("engine sleeps" if found.asleep else "engine is awake", engine=status.engine_id)
+        released = before is not None and found.releases > before.releases
+        if not found.asleep:
+            # The level of a call that was missed is unknown: 0 is rare, and too low better than too high.
+            if not was_asleep and before is not None and (released or found.sleeps > before.sleeps):
                 _log.info("engine slept and woke", engine=status.engine_id)
-                self._listener.engine_asleep(status)
+                self._listener.engine_asleep(status, woke=True)
             return
-        status.asleep = asleep
-        _log.info("engine sleeps" if asleep else "engine is awake", engine=status.engine_id)
-        if asleep:
-            self._listener.engine_asleep(status)
+        was_emptied = was_asleep and before is not None and before.discarded
+        if released or before is None or (found.discarded and not was_emptied):
+            self._listener.engine_asleep(status, woke=False)
 
     async def _get(self, url: str) -> bytes:
         async with self._client.exchange("GET", url, self._settings.poll_timeout_s) as answer:

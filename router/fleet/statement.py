@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -71,6 +71,8 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     decode_ranks: int | None = None
     """Ranks of decode context parallelism."""
     retention_interval: Retention = None
+    caches_prefixes: bool | None = None
+    """False: prefix caching is off, as always for encoder-decoder models."""
     bounded_replay: bool | None = None
     """Whether windows may be rebuilt by replay, for models that support it."""
     version: str = ""
@@ -110,6 +112,7 @@ def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> Engin
         mamba_cache_mode=mode if mode in {"align", "all"} else None,
         mamba_block_size=_label_tokens(cache_config.get("mamba_block_size")),
         retention_interval=_label_retention(cache_config.get("prefix_cache_retention_interval")),
+        caches_prefixes=_BOOLS.get(cache_config.get("enable_prefix_caching", "")),
         bounded_replay=_BOOLS.get(cache_config.get("swa_bounded_replay", "")),
     )
 
@@ -341,11 +344,14 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _DRAFTS = re.compile(rb"vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S*)")
 _ZEROS = frozenset({b"0", b"0.0"})
 _POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
-_AWAKE = re.compile(rb'vllm:engine_sleep_state\{([^}\n]*sleep_state="awake"[^}\n]*)\}[ \t]+(\S+)')
+_SLEEP = re.compile(
+    rb'vllm:engine_sleep_state\{([^}\n]*sleep_state="(awake|weights_offloaded|discard_all)"[^}\n]*)\}'
+    rb"[ \t]+(\S+)"
+)
 _STARTED = re.compile(rb"process_start_time_seconds[ \t]+(\S+)")
-_EMPTIED = re.compile(
+_SLEEP_CALLS = re.compile(
     rb"vllm:sleep_mode_operation_duration_seconds_count"
-    rb'\{[^}\n]*operation="(?:sleep|release_kv_cache_memory)"[^}\n]*\}[ \t]+(\S+)'
+    rb'\{[^}\n]*operation="(sleep|release_kv_cache_memory)"[^}\n]*\}[ \t]+(\S+)'
 )
 _NEWLINE = ord("\n")
 # vLLM's label of a data-parallel rank, and SGLang's.
@@ -389,17 +395,37 @@ def _is_of(labels: bytes, dp_rank: int | None) -> bool:
     return dp_rank is None or rank is None or int(rank[1]) == dp_rank
 
 
-def read_asleep(text: bytes, dp_rank: int | None) -> bool:
-    """Whether this rank, or any rank, reports that it sleeps (vLLM's sleep mode, which drops the cache)."""
-    for match in _samples_of(_AWAKE, text):
-        rank = _RANK.search(match[1])
-        if dp_rank is None or rank is None or int(rank[1]) == dp_rank:
-            try:
-                if float(match[2]) == 0:
-                    return True
-            except ValueError:
-                continue
-    return False
+class SleepState(NamedTuple):
+    """What a metrics page says of vLLM's sleep mode. ``discarded``: level 1 or 2, which empties the caches;
+    level 0 only pauses, and memory released by ``/release_kv_cache_memory`` (0.33) looks like it. ``sleeps``
+    and ``releases``: calls at this server."""
+
+    asleep: bool
+    discarded: bool
+    sleeps: float = 0.0
+    releases: float = 0.0
+
+
+def read_sleep(text: bytes, dp_rank: int | None) -> SleepState:
+    """Return the state of this rank, or of any rank (``record_sleep_state``, v1/metrics/loggers.py, and
+    entrypoints/serve/dev/sleep/metrics.py, vLLM 0.32)."""
+    states = dict.fromkeys((b"awake", b"weights_offloaded", b"discard_all"), frozenset[float]())
+    for match in _samples_of(_SLEEP, text):
+        if _is_of(match[1], dp_rank):
+            states[match[2]] |= {_number(match[3])}
+    calls = {b"sleep": 0.0, b"release_kv_cache_memory": 0.0}
+    for match in _samples_of(_SLEEP_CALLS, text):
+        number = _number(match[2])
+        calls[match[1]] += number if 0 <= number <= _GAUGE_MAX else 0.0
+    discarded = 1.0 in states[b"weights_offloaded"] | states[b"discard_all"]
+    return SleepState(0.0 in states[b"awake"], discarded, *calls.values())
+
+
+def _number(value: bytes) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
 
 
 def read_obeys_hints(text: bytes, dp_rank: int | None) -> bool:
@@ -416,19 +442,6 @@ def read_started(text: bytes) -> float | None:
     except ValueError:
         return None
     return started if 0 < started < math.inf else None
-
-
-def read_emptied(text: bytes) -> float:
-    """Return how often ``/sleep`` or ``/release_kv_cache_memory`` was called at this server; each call
-    empties the cache of all its ranks (vLLM 0.32, entrypoints/serve/dev/sleep/metrics.py)."""
-    calls = 0.0
-    for match in _samples_of(_EMPTIED, text):
-        try:
-            number = float(match[1])
-        except ValueError:
-            continue
-        calls += number if 0 <= number <= _GAUGE_MAX else 0.0
-    return calls
 
 
 def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:

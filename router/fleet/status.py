@@ -14,7 +14,7 @@ from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 import msgspec
 
 from router.fleet.engines import DesiredFleet, EngineAddress, EngineKind
-from router.fleet.statement import EngineStatement
+from router.fleet.statement import EngineStatement, SleepState
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
 Frontend = Literal["python", "rust", "sglang"]
@@ -81,7 +81,7 @@ class EngineStatus:
     __slots__ = (
         *("_asleep", "_held", "_models", "_server_info", "_silent", "_up", "answers"),
         *("base_model", "engine", "engine_id"),
-        *("emptied", "fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "started"),
+        *("fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "sleep", "started"),
         *("stated", "transfers"),
         "version",
     )
@@ -108,8 +108,8 @@ class EngineStatus:
         self.transfers: dict[str, float] = {}
         # Responses to clients that it started or finished: signs of life between two polls.
         self.answers = 0
-        # Server calls that emptied its cache, as counted by its metrics; None: not known yet.
-        self.emptied: float | None = None
+        # Its sleep mode, by its metrics; None: not known yet.
+        self.sleep: SleepState | None = None
         self._up = False
         self._silent = False
         self._held = ""
@@ -138,7 +138,7 @@ class EngineStatus:
     held: _Noted[str] = _Noted()
     """Why it gets no new requests even if it is up; "": it gets them."""
     asleep: _Noted[bool] = _Noted()
-    """Whether it reports that it sleeps: its cache is empty and it cannot answer."""
+    """Whether it reports that it sleeps, so that it cannot answer."""
 
     @property
     def overdue(self) -> bool:

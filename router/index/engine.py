@@ -64,6 +64,8 @@ class EngineResidency(EngineKnowledge):
         self.index = index
         self.events = 0
         self.re_reports = 0
+        # Clears of the GPU cache that events have shown.
+        self.clears = 0
         # Events of unknown types, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types.
         self.unknown_types: Counter[str] = Counter()
         self.budget = LearningBudget()
@@ -124,6 +126,7 @@ class EngineResidency(EngineKnowledge):
         self.engine_id = self._outside.engine_id = old.engine_id
         self.rejected.update(old.rejected)
         self.events += old.events
+        self.clears += old.clears
         self.re_reports += old.re_reports
         self.unknown_types.update(old.unknown_types)
         self.budget = old.budget
@@ -136,14 +139,14 @@ class EngineResidency(EngineKnowledge):
             self.pool.clear()
         self._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
 
-    def clear(self) -> None:
-        """Empty the GPU residency: the engine's pool was reset (by an event, or by a reset this router
-        forwarded).
+    def clear(self, *, connector: bool = False) -> None:
+        """Empty the GPU residency: the engine's pool was reset (by an event, or by a call that this router
+        knows of). ``connector``: the host memory of vLLM's own connector too.
         """
         self.index.clear(self.engine_id, GPU)
         if self.pool is not None:
             self.pool.clear()
-        self._outside.gpu_cleared()
+        self._outside.gpu_cleared(connector=connector)
 
     def age(self, now_s: float) -> None:
         """Expire shared-store blocks older than the TTL.
@@ -174,6 +177,7 @@ class EngineResidency(EngineKnowledge):
             elif type(event) is BlockRemoved:
                 self._removed(event)
             elif type(event) is AllBlocksCleared:
+                self.clears += 1
                 self.clear()
         self._note_use(batch, self.rejected.total() - rejected)
 

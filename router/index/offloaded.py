@@ -35,7 +35,15 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from publisher.events import GROUPS_MAX, MEDIA, BlockRemoved, BlockStored, scheduler_block_size, to_block_hash
+from publisher.events import (
+    GROUPS_MAX,
+    MEDIA,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    scheduler_block_size,
+    to_block_hash,
+)
 from router.index.base import (
     CPU,
     GPU,
@@ -250,6 +258,9 @@ class OffloadedBlocks:
         self._planes: dict[_Key, Plane] = {}
         self._places: set[str] = set()
         self._cleared_with_gpu: set[str] = set()
+        # Host memory of vLLM's own connector, and whether it may have been emptied without events.
+        self._own_host: str | None = None
+        self._doubted = False
         self._turn = 0
         self._turned_s: float | None = None
         self.stores = frozenset()
@@ -261,6 +272,8 @@ class OffloadedBlocks:
             return
         hashes = [to_block_hash(value) for value in event.block_hashes]
         if not is_shared(plane.medium) and not is_cleared_with_gpu(event.medium):
+            if self._doubted and plane.medium == self._own_host and self._holds(plane, hashes):
+                self._empty_own_host()
             self._index.store(self.engine_id, plane, hashes)
             return
         for block in hashes:
@@ -287,10 +300,29 @@ class OffloadedBlocks:
                 else:
                     self._index.set_copies(self.engine_id, plane, block, left)
 
-    def gpu_cleared(self) -> None:
-        """Handle a cleared GPU cache: empty the media that the engine clears with it."""
+    def gpu_cleared(self, *, connector: bool = False) -> None:
+        """Handle a cleared GPU cache: empty the media that the engine clears with it. ``connector``: the call
+        is known to reset vLLM's connector too. Others may have done so (``/sleep``, ``/pause``), and its
+        OffloadingConnector publishes nothing of it (``CPUOffloadingManager.reset_cache``,
+        v1/kv_offload/cpu/manager.py, vLLM 0.32 and 0.33). It stores no block that it holds, so the first one
+        that it stores again is the proof."""
         for name in self._cleared_with_gpu:
             self._index.clear(self.engine_id, name)
+        self._doubted = True
+        if connector:
+            self._empty_own_host()
+
+    def _empty_own_host(self) -> None:
+        self._doubted = False
+        if self._own_host is not None:
+            self._index.clear(self.engine_id, self._own_host)
+
+    def _holds(self, plane: Plane, hashes: list[BlockHash]) -> bool:
+        slot = self._index.slot(self.engine_id)
+        if slot is None:
+            return False
+        held = self._index.lookup(hashes).plane(plane, slot.word)
+        return bool((held >> np.uint64(slot.bit) & np.uint64(1)).any())
 
     def age(self, now_s: float, ttl_s: float) -> None:
         """Expire shared-store blocks older than ``ttl_s``; call it several times per ``ttl_s``."""
@@ -335,6 +367,8 @@ class OffloadedBlocks:
             self._places.add(name)
         if is_cleared_with_gpu(event.medium):
             self._cleared_with_gpu.add(name)
+        if event.medium == name == CPU:
+            self._own_host = name
         if shared:
             self.stores |= {owner_of(name)}
         return Plane(name, event.group_idx or 0)

@@ -44,6 +44,7 @@ from router.placement.rates import FleetRates
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
+from router.proxy.headers import CacheReset
 
 # Order in engines that schedule by priority (vLLM: ``--scheduling-policy priority``): lower goes first.
 #
@@ -271,7 +272,7 @@ class Engine(EngineStatus):
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving", "has_unseen_caches"),
         *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts_so_far", "residency"),
-        *("rests_until", "shadow", "takes_order", "waiting"),
+        *("rests_until", "shadow", "polled_clears", "takes_order", "waiting"),
     )
 
     def __init__(
@@ -311,6 +312,8 @@ class Engine(EngineStatus):
         self.waiting: dict[Attempt, Callable[[], object]] = {}
         """Requests without a first byte that other engines could serve, and how to end their wait."""
         self.takes_order = True
+        # Of ``clears``, those known at the last poll.
+        self.polled_clears = 0
         """It has not refused a request for its priority."""
         self.closed = False
         """It has left the fleet: nothing more is recorded for it."""
@@ -368,10 +371,15 @@ class Engine(EngineStatus):
                 attempt.abandoned = True
                 cancel()
 
-    def reset(self, *, cleared: bool = False) -> None:
-        """Drop the state derived from our own requests; ``cleared``: its whole GPU cache is empty."""
+    @property
+    def clears(self) -> int:
+        """Clears of its GPU cache that its events have shown."""
+        return 0 if self.residency is None else self.residency.writer.clears
+
+    def reset(self, *, cleared: CacheReset = "") -> None:
+        """Drop the state derived from our own requests, and the caches that were emptied."""
         if cleared and self.residency is not None:
-            self.residency.writer.clear()
+            self.residency.writer.clear(connector=cleared == "all")
         if self.shadow is not None:
             self.shadow.reset()
         self._accounts.inflight.forget(self.engine_id)
@@ -459,6 +467,8 @@ class Engine(EngineStatus):
         if held is None:
             if self.shadow is None or asked.shadows is None:
                 return Hit(shared_prefix_tokens=common, common_tokens=common)
+            if self.stated is not None and self.stated.caches_prefixes is False:
+                return Hit(confidence="exact")
             tokens, shared_prefix = self.shadow.lookup(asked.shadows)
             held = EngineHit("shadow", tokens, shared_prefix_tokens=shared_prefix)
         hit = self.discounted(held, common, coming)

@@ -30,7 +30,7 @@ from router.placement.load import Ticket
 from router.placement.pull import PullOrder
 from router.prompts.prompt import Prompt, TextAffinity
 from router.proxy.attempt import Attempt, Fields
-from router.proxy.headers import CACHE_RESETS
+from router.proxy.headers import cache_reset
 
 _NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -387,10 +387,10 @@ class Placement(Attempt):
         self._answered = True
         engine = self.engine
         engine.answers += 1
-        if self.request.path in CACHE_RESETS:
+        if emptied := cache_reset(self.request.path, self.request.query):
             # Its engine announces this only with its next batch, so known blocks are dropped at once; after a
             # reset that was not carried out the router expects less than there is.
-            engine.reset(cleared=True)
+            engine.reset(cleared=emptied)
         if not self.request.stream:
             # Only a stream's first byte shows the end of the prefill.
             return

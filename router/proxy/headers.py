@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import MutableMapping
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -228,8 +228,20 @@ class Verdict(Enum):
 
 # Paths that routers and probes request for themselves.
 OBSERVED = frozenset({"/health", "/kv_event_sources", "/load", "/metrics", "/ping", "/version"})
-# After one of these an engine's GPU pool is empty.
-CACHE_RESETS = frozenset({"/reset_prefix_cache", "/flush_cache", "/sleep"})
+CacheReset = Literal["", "gpu", "all"]
+"""Caches that a call empties: none, the GPU's, or also those of vLLM's connector."""
+
+
+def cache_reset(path: str, query: bytes) -> CacheReset:
+    """Return the caches that an engine empties for this request: vLLM 0.32 (entrypoints/serve/dev/cache,
+    dev/sleep and entrypoints/rl/online, ``api_router.py``), and SGLang's ``/flush_cache``."""
+    if path == "/sleep":
+        return "" if b"level=0" in query else "all"
+    if path == "/pause":
+        return "" if b"clear_cache=false" in query.lower() else "all"
+    if path == "/reset_prefix_cache":
+        return "all" if b"reset_external=true" in query.lower() else "gpu"
+    return "gpu" if path == "/flush_cache" else ""
 
 
 def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset()) -> Verdict:

@@ -258,6 +258,55 @@ async def test_a_gap_is_repaired_from_vllms_replay(vllm_process: Publisher) -> N
     vllm_process.close()
 
 
+async def test_a_full_queue_makes_the_engine_wait_and_loses_nothing(vllm_process: Publisher) -> None:
+    """``max_queue_size``: ``publish`` is called in the engine's step and waits for room."""
+    sink = RecordingSink()
+    vllm_process.open(topic="kv", max_queue_size=1)
+    async with following(vllm_process.endpoint, vllm_process.replay_endpoint, sink) as feed:
+        await until(lambda: feed.state is FeedState.READY)
+        vllm_process.publish(1000)
+        await until(lambda: len(sink.batches) == 1000)
+        assert sink.stamps == stamps(0, 1000)
+        assert (feed.state, feed.stats.lost_batches) == (FeedState.READY, 0)
+    vllm_process.close()
+
+
+async def test_messages_dropped_at_the_high_water_mark_are_replayed(vllm_process: Publisher) -> None:
+    """A relay that stops to read: its socket and vLLM's fill up, and vLLM drops what comes then. The numbers
+    of the dropped batches are used up, so the feed sees the gap."""
+    sink, large = RecordingSink(), [stored([1], token_ids=[70_000] * 20_000)]
+    vllm_process.open(topic="kv", hwm=1)
+    with zmq.asyncio.Context() as context:
+        source, target = context.socket(zmq.SUB), context.socket(zmq.PUB)
+        source.set(zmq.RCVHWM, 1)
+        source.subscribe(b"")
+        source.connect(vllm_process.endpoint)
+        port = target.bind_to_random_port("tcp://127.0.0.1")
+        async with following(f"tcp://127.0.0.1:{port}", vllm_process.replay_endpoint, sink) as feed:
+            async with asyncio.timeout(WAIT_S):
+                while not await source.poll(50):
+                    vllm_process.publish()
+            for number in range(vllm_process.published, vllm_process.published + 400):
+                vllm_process.call("publish", [[float(number), large]])
+            vllm_process.published += 400
+            passed = 0
+            async with asyncio.timeout(WAIT_S):
+                while not (repaired := feed.stats.replays) or len(sink.batches) < vllm_process.published:
+                    if await source.poll(50):
+                        await target.send_multipart(await source.recv_multipart())
+                        passed += 1
+                    elif not repaired:
+                        vllm_process.publish()
+            assert passed < 400
+            assert feed.stats.gaps
+            assert sink.stamps == stamps(0, vllm_process.published)
+            assert feed.stats.lost_batches == 0
+            await until(lambda: feed.state is FeedState.READY)
+        source.close(linger=0)
+        target.close(linger=0)
+    vllm_process.close()
+
+
 async def test_a_restart_in_place(vllm_process: Publisher) -> None:
     sink = RecordingSink()
     vllm_process.open(topic="kv")

@@ -9,7 +9,7 @@ from router.feeds.base import FeedSettings, FeedState
 from router.fleet.engines import EngineAddress
 from router.fleet.statement import read_pool_blocks
 from router.index.base import Plane
-from router.proxy.headers import Verdict, judge
+from router.proxy.headers import Verdict, cache_reset, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
@@ -33,6 +33,47 @@ async def test_a_reset_that_is_passed_on_empties_the_view_at_once() -> None:
         assert int(after.headers["x-kvatlas-hit-tokens"]) == 0
         usage = after.parse().usage
         assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_what_was_stored_after_a_sleep_that_was_missed_is_kept() -> None:
+    """The poll shows the call when the events have shown the reset, and the blocks stored since."""
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        (status,) = rig.router.fleet
+
+        async def asked() -> int:
+            answer = await rig.chat(TEXT * 20)
+            await rig.caught_up(engine)
+            return int(answer.headers["x-kvatlas-hit-tokens"])
+
+        assert await asked() == 0
+        async with rig.session.post(f"{engine.base_url}/reset_prefix_cache") as answer:
+            assert answer.status == 200
+        assert await asked() > 0, "the engine has not said anything yet"
+        status.polled_clears = status.clears - 1
+        rig.router.lifecycle.engine_asleep(status, woke=True)
+        assert await asked() > 0
+        status.polled_clears = status.clears
+        rig.router.lifecycle.engine_asleep(status, woke=True)
+        assert await asked() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "emptied"),
+    [
+        ("/reset_prefix_cache", "gpu"),
+        ("/reset_prefix_cache?reset_external=true&reset_running_requests=true", "all"),
+        ("/flush_cache", "gpu"),
+        ("/sleep", "all"),
+        ("/sleep?level=2", "all"),
+        ("/sleep?level=0", ""),
+        ("/pause?mode=wait", "all"),
+        ("/pause?clear_cache=False", ""),
+        ("/wake_up", ""),
+    ],
+)
+def test_the_caches_that_a_call_empties(call: str, emptied: str) -> None:
+    path, _, query = call.partition("?")
+    assert cache_reset(path, query.encode()) == emptied
 
 
 def test_paths_are_passed_by_their_exact_spelling_only() -> None:

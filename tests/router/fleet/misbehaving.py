@@ -68,7 +68,7 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
         self.loads: dict[str, tuple[int, int]] = {}
-        self.asleep: list[str] = []
+        self.asleep: list[tuple[str, bool]] = []
         self.fault: Exception | None = None
 
     def engine_up(self, status: EngineStatus) -> None:
@@ -79,8 +79,8 @@ class Listener:
     def engine_down(self, status: EngineStatus) -> None:
         self.told.append(("down", status.engine_id))
 
-    def engine_asleep(self, status: EngineStatus) -> None:
-        self.asleep.append(status.engine_id)
+    def engine_asleep(self, status: EngineStatus, *, woke: bool) -> None:
+        self.asleep.append((status.engine_id, woke))
 
     def engine_restarted(self, status: EngineStatus) -> None:
         self.told.append(("restarted", status.engine_id))

@@ -17,9 +17,8 @@ from router.fleet.poller import EngineCalls
 from router.fleet.settings import FleetSettings
 from router.fleet.statement import (
     reachable,
-    read_asleep,
-    read_emptied,
     read_gauges,
+    read_sleep,
     read_started,
     read_transfers,
 )
@@ -360,52 +359,64 @@ process_start_time_seconds 7.0
 
 async def test_an_engine_that_sleeps_gets_nothing_until_it_wakes() -> None:
     async with watching() as watch:
-        watch.server.answers["/metrics"] = page(sleep_state(awake=1))
+        watch.server.answers["/metrics"] = page(sleep_state())
         await until(lambda: bool(watch.fleet.ready(None)), "awake")
-        watch.server.answers["/metrics"] = page(sleep_state(awake=0))
+        watch.server.answers["/metrics"] = page(sleep_state(1))
         await until(lambda: not watch.fleet.ready(None), "asleep")
-        assert watch.listener.asleep == [watch.server.base_url]
-        watch.server.answers["/metrics"] = page(sleep_state(awake=1))
+        assert watch.listener.asleep == [(watch.server.base_url, False)]
+        watch.server.answers["/metrics"] = page(sleep_state())
         await until(lambda: bool(watch.fleet.ready(None)), "awake again")
 
 
-async def test_an_engine_that_slept_between_two_looks_is_taken_for_empty() -> None:
-    """``/sleep`` and ``/wake_up``, or ``/release_kv_cache_memory``, called at the engine itself."""
-
+@pytest.mark.parametrize(
+    ("looks", "emptied"),
+    [
+        ([(None, 1, 0), (1, 2, 0), (1, 2, 0)], [False]),
+        ([(None, 1, 0), (2, 2, 0)], [False]),
+        # Level 0 pauses and keeps the caches; released memory has the same gauges.
+        ([(None, 1, 0), (0, 2, 0), (None, 2, 0)], []),
+        ([(None, 1, 0), (0, 1, 1)], [False]),
+        ([(None, 1, 0), (0, 2, 0), (1, 3, 0)], [False]),
+        ([(0, 1, 0)], [False]),  # when or why is not known
+        # Slept and awake again between two looks.
+        ([(None, 1, 0), (None, 2, 0), (None, 2, 1)], [True, True]),
+        ([(None, 5, 0)], []),
+    ],
+)
+async def test_sleep_empties_the_caches_by_its_level(
+    looks: list[tuple[int | None, int, int]], emptied: list[bool]
+) -> None:
+    """``looks``: level (None: awake), and calls of ``/sleep`` and ``/release_kv_cache_memory``, as vLLM 0.32
+    and 0.33 count them."""
     async with watching() as watch:
-        for operation, empties in (("wake", False), ("sleep", True), ("release_kv_cache_memory", True)):
-            for count in (3, 4):
-                calls = (
-                    f'vllm:sleep_mode_operation_duration_seconds_count{{operation="{operation}"}} {count}.0\n'
-                )
-                text = calls.encode() + sleep_state(awake=1) + b"\n" + GAUGES
-                watch.server.answers["/metrics"] = page(text)
-                watch.listener.loads.clear()
-                await watch.until(lambda: bool(watch.listener.loads))
-            assert bool(watch.listener.asleep) is empties
-            watch.listener.asleep.clear()
-            (status,) = watch.fleet
-            assert status.asleep is False
-            status.emptied = None
+        for level, sleeps, releases in looks:
+            calls = (("wake", 9), ("sleep", sleeps), ("release_kv_cache_memory", releases))
+            name = "vllm:sleep_mode_operation_duration_seconds_count"
+            lines = "".join(f'{name}{{operation="{call}"}} {count}.0\n' for call, count in calls)
+            watch.server.answers["/metrics"] = page(lines.encode() + sleep_state(level) + b"\n" + GAUGES)
+            watch.listener.loads.clear()
+            await watch.until(lambda: bool(watch.listener.loads))
+        assert [woke for _, woke in watch.listener.asleep] == emptied
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "x"])
 def test_counts_of_calls_that_make_no_sense(value: str) -> None:
     line = f'vllm:sleep_mode_operation_duration_seconds_count{{operation="sleep"}} {value}\n'
-    assert read_emptied(line.encode()) == 0
+    assert read_sleep(line.encode(), None).sleeps == 0
 
 
-def sleep_state(*, awake: int) -> bytes:
+def sleep_state(level: int | None = None) -> bytes:
+    """``vllm:engine_sleep_state`` at this level of sleep; None: awake."""
     labels = 'engine="0",model_name="m"'
-    states = {"awake": awake, "weights_offloaded": 1 - awake, "discard_all": 0}
-    lines = (f'vllm:engine_sleep_state{{{labels},sleep_state="{s}"}} {v}.0' for s, v in states.items())
+    states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
+    lines = (f'vllm:engine_sleep_state{{{labels},sleep_state="{s}"}} {v:d}.0' for s, v in states.items())
     return "\n".join(lines).encode()
 
 
 def test_only_the_rank_that_sleeps_is_asleep() -> None:
     both = b'vllm:engine_sleep_state{engine="%d",sleep_state="awake"} %d'
     text = b"\n".join((both % (0, 1), both % (1, 0)))
-    assert [read_asleep(text, rank) for rank in (0, 1, None)] == [False, True, True]
+    assert [read_sleep(text, rank).asleep for rank in (0, 1, None)] == [False, True, True]
 
 
 async def test_bad_gauges_change_nothing_and_good_ones_are_told() -> None:

@@ -113,9 +113,9 @@ class TestOrderAndCopies:
         assert hit(told(fleet, DENSE.stored(PROMPT, stop=4)), PROMPT) == 192
 
 
-def by(owner: str | None, *, medium: str = "CPU", start: int = 4) -> BlockStored:
+def by(owner: str | None, *, medium: str = "CPU", start: int = 4, stop: int | None = None) -> BlockStored:
     """The prompt's blocks from ``start`` on, as a connector tells of them."""
-    stored = DENSE.stored(PROMPT, start=start)
+    stored = DENSE.stored(PROMPT, start=start, stop=stop)
     stored.medium, stored.ownership, stored.locality = medium, owner, "LOCAL"
     return stored
 
@@ -243,6 +243,24 @@ class TestGroupsAndMedia:
         assert fleet.index.copies("a", Plane("GPU", 1)) == 0
         assert fleet.index.copies("a", Plane("CPU", 0)) == 12
         assert fleet.engine("a").scheme == SCHEME, "what is known of the engine stays"
+
+    def test_sleep_empties_the_host_memory_of_vllms_own_connector(self) -> None:
+        """Others publish what they drop."""
+        fleet = told(fleet_of(), DENSE.stored(PROMPT), by(None, start=0), by("host", start=0))
+        fleet.engine("a").clear(connector=True)
+        assert fleet.index.physical("a", "CPU") == 0
+        assert fleet.index.physical("a", "CPU@host") == 12
+
+    def test_a_block_of_host_memory_that_is_stored_again_after_a_reset_shows_that_it_was_emptied(
+        self,
+    ) -> None:
+        """``/pause`` and ``/sleep`` reset vLLM's OffloadingConnector, which publishes nothing of it."""
+        fleet = told(fleet_of(), DENSE.stored(PROMPT), by(None, start=0), AllBlocksCleared())
+        assert fleet.index.physical("a", "CPU") == 12, "a reset of the GPU alone"
+        told(fleet, by(None, start=0, stop=2))
+        assert fleet.index.physical("a", "CPU") == 2
+        told(fleet, removed(*HASHES[:2], medium="CPU"))
+        assert fleet.index.physical("a", "CPU") == 0
 
     def test_a_reset_that_the_router_passed_on(self) -> None:
         fleet = told(fleet_of(), DENSE.stored(PROMPT))

@@ -11,7 +11,7 @@ import pytest
 from publisher.block_hash import HashScheme, block_hashes
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.statement import EngineStatement
+from router.fleet.statement import EngineStatement, read_statement
 from router.fleet.status import Fleet
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import ModelFacts
@@ -166,6 +166,23 @@ def test_a_hit_that_an_engine_may_miss_in_the_step_of_the_prompt_ahead_is_pendin
     asked = PromptView(100, held(hit_tokens=16), coming={one.engine_id: 64})
     assert one.hit(asked).confidence == confidence
     assert one.hit(PromptView(100, held(hit_tokens=64), coming={one.engine_id: 64})).confidence == "exact"
+
+
+def test_a_shadow_is_not_asked_where_the_engine_says_that_it_caches_nothing() -> None:
+    """vLLM turns prefix caching off for encoder-decoder models (``ModelConfig.is_prefix_caching_supported``,
+    config/model.py, 0.32), and says so in its metrics."""
+    one = engine()
+    one.learn_from(None, shadow=ShadowSpec())
+    prompt = tokens(100)
+    shadows = ShadowPrompt(prompt, lambda scheme: block_hashes(prompt, scheme))
+    assert one.shadow is not None
+    one.shadow.served(prompt, lambda scheme: block_hashes(prompt, scheme))
+    asked = PromptView(100, shadows=shadows)
+    assert one.hit(asked).gpu_tokens > 0
+    one.stated = read_statement(
+        b'vllm:cache_config_info{enable_prefix_caching="False",engine="0"} 1.0\n', None
+    )
+    assert (one.hit(asked).whole_tokens, one.hit(asked).mode) == (0, "native")
 
 
 def test_chunked_attention_keeps_every_block_of_a_prompt_in_flight() -> None:
