@@ -257,7 +257,7 @@ class SharedReader:
         for _ in queries:
             values += next(replies)
         epoch, version = next(replies)
-        load = {name.decode(): load_bytes for name, load_bytes in _fields(next(replies)).items()}
+        load = {name.decode(errors="replace"): value for name, value in _fields(next(replies)).items()}
         inflight = _new_inflight(cache, after, next(replies))
         if with_leases:
             cache.update_leases(parse_leases(_fields(next(replies)), next(replies)), _now())

@@ -262,23 +262,32 @@ class Registry:
 
 
 def parse_view(fields: Mapping[bytes, bytes]) -> ScopeView | None:
-    """Parse the registry from the fields of its hash; None if the scope does not exist (completely)."""
+    """Parse the registry from the fields of its hash; None if the scope does not exist (completely). Raises
+    ``IndexRefused`` for another schema, and for a field that no replica wrote."""
     if not {b"epoch", b"p", b"w", b"home", b"schema", b"used"} <= fields.keys():
         return None
     _refuse_other_schema(fields[b"schema"], "this namespace")
     slots: dict[str, EngineSlot] = {}
     facts: dict[str, EngineFacts] = {}
     patterns: dict[int, tuple[Plane, ...]] = {}
-    for name, value in fields.items():
-        match name[:2]:
-            case b"s:":
-                number, _, generation = value.partition(b":")
-                slots[name[2:].decode()] = EngineSlot(int(number), int(generation))
-            case b"e:":
-                facts[name[2:].decode()] = msgspec.msgpack.decode(value, type=EngineFacts)
-            case b"p:":
-                patterns[int(value)] = pattern_planes(name[2:])
-    scope = Scope(fields[b"epoch"], int(fields[b"p"]), int(fields[b"w"]), fields[b"home"].decode())
+    name = b"p, w or home"
+    try:
+        scope = Scope(fields[b"epoch"], int(fields[b"p"]), int(fields[b"w"]), fields[b"home"].decode())
+        for name, value in fields.items():
+            match name[:2]:
+                case b"s:":
+                    number, _, generation = value.partition(b":")
+                    slots[name[2:].decode()] = EngineSlot(int(number), int(generation))
+                case b"e:":
+                    facts[name[2:].decode()] = msgspec.msgpack.decode(value, type=EngineFacts)
+                case b"p:":
+                    patterns[int(value)] = pattern_planes(name[2:])
+    except (ValueError, msgspec.MsgspecError) as error:
+        shown = name[:_SCHEMA_SHOWN_BYTES].decode(errors="replace")
+        raise IndexRefused(
+            f"the registry's field {shown!r} cannot be read ({error}): another program writes to this "
+            "namespace; choose one of its own, or delete the keys that begin with it"
+        ) from None
     return ScopeView(scope, fields.get(b"v"), slots, facts, patterns, fields[b"used"].count(b"x"))
 
 

@@ -11,7 +11,7 @@ from router.fleet.engines import EngineAddress
 from router.replication import scripts
 from router.replication.codec import as_words, pack_records
 from router.replication.leases import LeaseCandidate, LeaseManager, Membership, ModelLeases
-from router.replication.registry import EngineFacts, LeaseLost, Registry
+from router.replication.registry import EngineFacts, IndexRefused, LeaseLost, Registry
 from router.replication.write_queue import RegistryGc
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
@@ -125,6 +125,24 @@ async def test_a_lease_that_no_replica_wrote_is_taken(plain_server: Server, text
             return set((await replicas.look([])).engines) == {"e"}
 
         await until(swept)
+
+
+@pytest.mark.parametrize("field", [b"p", b"w", b"home", b"s:e", b"e:e", b"p:x", b"s:\xff"])
+@pytest.mark.parametrize("value", [b"", b"\xf7", b"9" * 5000, b"1:\xff"])
+async def test_a_registry_that_another_program_wrote_into_is_refused_by_name(
+    plain_server: Server, field: bytes, value: bytes
+) -> None:
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        one = replicas["a"]
+        await one.take("e")
+        keys = one.mirror.registry.keys
+        if field == b"home":
+            value = b"\xff"  # any text is a name
+        await one.client.command("HSET", keys.load, b"\xff", value)
+        assert (await replicas.look([])).engines.keys() == {"e"}
+        await one.client.command("HSET", keys.scope, field, value)
+        with pytest.raises(IndexRefused, match="another program writes to this namespace"):
+            await one.mirror.registry.fetch()
 
 
 async def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
