@@ -211,8 +211,8 @@ class _Pool:
 class _PrefixLru:
     """The same for one group of full attention: its hashes in the order in which they will be evicted.
 
-    A prompt's blocks are freed last block first, so whoever holds a block holds those before it, and a hit is
-    found by halving. Differs from the pool by one copy: vLLM computes the last block of a prompt of whole
+    A prompt's blocks are freed last block first, so a block is never held without those before it, and a hit
+    is found by halving. Differs from the pool by one copy: vLLM computes the last block of a prompt of whole
     blocks again, and keeps both until the old one is evicted.
     """
 
