@@ -53,7 +53,15 @@ from router.openai.errors import (
 )
 from router.openai.forms import Form, form_type, read_form
 from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively, with_value
-from router.openai.request import PROMPT_APIS, RESPONSES, SESSION, UNCACHED, InboundRequest, error_body
+from router.openai.request import (
+    PROMPT_APIS,
+    RESPONSES,
+    SALTED,
+    SESSION,
+    UNCACHED,
+    InboundRequest,
+    error_body,
+)
 from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
 from router.proxy.attempt import Outbound
@@ -336,7 +344,7 @@ class ProxyApp:
         it further. Raises ``ApiError`` (400)."""
         if path in UNCACHED or response_named("POST", path) is not None:
             return body, ""
-        passed = path in self.settings.passed_paths
+        passed = path in self.settings.passed_paths and path not in SALTED
         if not passed:
             named = not is_form and await self._changed(names_media(body))
             isolation.check(path, is_form=is_form, names_media=named)

@@ -251,6 +251,21 @@ async def test_an_audio_form_is_refused_unless_its_path_is_passed(tmp_path: Path
                 assert ("cache_salt_not_accepted" in await answer.text()) == (not passed)
 
 
+async def test_passed_paths_open_no_way_around_a_salt(tmp_path: Path) -> None:
+    """They are for paths that take none."""
+    router = {"proxy": ProxySettings(passed_paths=frozenset({CHAT, COMPLETION}))}
+    async with isolating(tmp_path, router=router, isolate="tenant") as rig:
+        for tenant in ("ada", "eve"):
+            assert (await ask(rig, tenant, COMPLETION))[0] == 200
+        assert [receipt.actual_tokens for receipt in rig.router.accounts.receipts.latest] == [0, 0]
+        named = [{"role": "user", "content": [{**IMAGE, "uuid": "logo"}]}]
+        assert "media_name_not_accepted" in (await ask(rig, "eve", CHAT, messages=named))[1]
+        headers = {"authorization": "Bearer key-of-eve", "content-type": "application/json"}
+        data = json.dumps({"model": MODEL, "prompt": TEXT}).encode("utf-16")
+        async with rig.session.post(rig.url + COMPLETION, data=data, headers=headers) as answer:
+            assert answer.status == 400
+
+
 async def test_sglang_gets_no_prompt_whose_salt_it_would_drop(tmp_path: Path) -> None:
     """Its Messages API has no ``cache_salt``; its chats have."""
     async with isolating(tmp_path, SGLANG, isolate="tenant") as rig:
