@@ -363,14 +363,6 @@ class WindowPages:
         self.clear_full_to_swa_mapping(indices)
 
 
-class SlotRows:
-    """``HybridReqToTokenPool`` without memory: rows of requests, and slots for Mamba states."""
-
-    def __init__(self, rows: Any, slots: int) -> None:
-        self.req_to_token, self.write = rows, rows.__setitem__
-        self.mamba_allocator = Pages(slots, size=1)
-
-
 class Hybrid:
     """A cache with full attention and another part, and what its events tell: by medium, the pages."""
 
@@ -455,9 +447,10 @@ class States(Hybrid):
 
     def _made(self) -> Any:
         self._pages = Pages(self._rng.randint(14, 30))
+        self._slots = Pages(self._rng.randint(3, 8), size=1)
         pool = importlib.import_module(_CACHE + "memory_pool").HybridReqToTokenPool
-        rows = type("_Rows", (SlotRows, pool), {})(self._row, self._rng.randint(3, 8))
-        self._slots = rows.mamba_allocator
+        made = {"req_to_token": self._row, "mamba_allocator": self._slots}
+        rows = type("_Rows", (pool,), made)()
         cache = self._cache(self._kinds.MAMBA, self._pages, rows, enable_mamba_extra_buffer=True)
         states = cache.components[self._kinds.MAMBA]
         states.mamba_checkpoint_grid, states.mamba_max_states_per_path = PAGE, -1
