@@ -290,7 +290,8 @@ class FleetRule:
         if runs.columns is not self._columns:
             self._columns, self._reads = runs.columns, RunReads(classes, runs.columns, self._words)
         alignment, held = layout.alignment, rows.num_hashes
-        boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
+        boundaries = (num_tokens - layout.computed_tokens) // alignment
+        boundaries = boundaries if boundaries > 0 else 0  # noqa: FURB136
         return run_ends(runs, self._reads, held if held < boundaries else boundaries, alignment)  # noqa: FURB136
 
 

@@ -462,7 +462,8 @@ class CacheFunnel:
         chosen, delivered, prompt = receipt.predicted_tokens, receipt.actual_tokens, receipt.prompt_tokens
         if chosen is None or delivered is None or prompt is None:
             return
-        held = min(prompt, max(chosen, receipt.held_tokens))
+        held = receipt.held_tokens if receipt.held_tokens > chosen else chosen  # noqa: FURB136
+        held = prompt if prompt < held else held  # noqa: FURB136
         counts = self.counts.get((receipt.model, receipt.tenant)) or self._of(receipt.model, receipt.tenant)
         counts.prompt += prompt
         counts.held += held

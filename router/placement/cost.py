@@ -91,7 +91,10 @@ class ScoredCandidates(msgspec.Struct, gc=False):
 
     def cost(self, index: int) -> Cost:
         """Return the cost of one candidate, part by part."""
+        # Plain comparisons: ``max`` costs as much as four calls.
         candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
+        wait_s, more_s = candidate.queue_s, candidate.recent_s - self.recent_s
+        wait_s = candidate.room_s if candidate.room_s > wait_s else wait_s  # noqa: FURB136
         cached, shared_prefix, _, load_s, paged = self.parts[index]
         rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
         prefill_s, decode_s = rate * uncached, candidate.interference_s
@@ -114,12 +117,12 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             decode_s,
             credit_s,
             eviction_s,
-            settings.spread * max(0.0, candidate.recent_s - self.recent_s),
+            settings.spread * more_s if more_s > 0.0 else 0.0,
             _crowding_s(candidate, uncached, settings) if candidate.room_s else 0.0,
             self.totals[index],
             uncached,
             shared_prefix,
-            max(candidate.queue_s, candidate.room_s),
+            wait_s,
         )
 
     def first_token_s(self, index: int) -> float:
@@ -177,7 +180,7 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
         part = _part(hit, prompt_tokens, settings)
         for at in members:
             parts[at] = part
-        longest = max(longest, part[1])
+        longest = part[1] if part[1] > longest else longest  # noqa: FURB136
         # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
         if hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1:
             loads = True
@@ -332,7 +335,7 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
         # The usual case: nothing to probe, and all equals within the bound.
         limit_s, gap_s = best + _tie_s(scored), settings.queue_gap_s
         equals = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
-        queue_s = max([queues[at] for at in equals])
+        queue_s = queues[equals[0]] if len(equals) == 1 else max([queues[at] for at in equals])
         if queue_s <= gap_s or queue_s - min(queues) <= gap_s:
             return (equals[0], "cheapest") if len(equals) == 1 else (_settle(scored, equals, key), "tie")
     return _pick_bounded(scored, totals.index(best), key, cold=cold)

@@ -417,7 +417,10 @@ class FleetSnapshot:
                 return range(len(self.engines))
             told = {**before, **others}
             names.update([EngineId(name) for name in told if before.get(name) != others.get(name)])
-        stale = {position[name] for name in names if name in position}
+        stale: set[int] = set()
+        for name in names:
+            if (known := position.get(name)) is not None:
+                stale.add(known)
         due, scheduled_s, until_s = self._due, self._scheduled_s, self._until_s
         while due and due[0][0] <= now:
             _, at = heappop(due)
