@@ -34,15 +34,16 @@ _LOOKED_INTO = frozenset({(b"", _XARGS), (b"", _SAMPLING), (_SAMPLING, _EXTRA)})
 _TRANSCODED_BYTES_MAX = 1 << 20
 
 
-def _key(name: str) -> bytes:
-    """A pattern of a JSON key in any spelling of its letters."""
-    return b"".join(b"(?:%b|\\\\u00(?i:%02x))" % (re.escape(c.encode()), ord(c)) for c in name)
+def _spelled(*names: str) -> re.Pattern[bytes]:
+    """A pattern of these JSON texts in any spelling of their letters."""
+    letters = [[b"(?:%b|\\\\u00(?i:%02x))" % (re.escape(c.encode()), ord(c)) for c in name] for name in names]
+    return re.compile(b'"(?:%b)"' % b"|".join(map(b"".join, letters)))
 
 
 _UUID, _MM_HASHES = b"uuid", b"mm_hashes"
-_MEDIA_NAME = re.compile(rb'"(?:%b|%b)"' % (_key("uuid"), _key("mm_hashes")))
 _MEDIA = frozenset(key.encode() for key in MEDIA_KEYS)
-_WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 64
+_NAME, _MEDIUM = _spelled("uuid", "mm_hashes"), _spelled("mm_hashes", *sorted(MEDIA_KEYS))
+_WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 128
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -111,12 +112,14 @@ def names_media(body: bytes) -> Generator[None, None, bool]:
     (multimodal/processing/inputs.py, ``get_mm_hashes``, 0.33): a part with no content, but the name of
     another client's image, shows the model that image. A body that cannot be read has none.
     """
-    for at in range(0, len(body), _WINDOW_BYTES):
-        if _MEDIA_NAME.search(body, at, at + _WINDOW_BYTES + _OVERLAP_BYTES):
-            break
-        yield
-    else:
-        return False
+    # Chats without media, whose tools often know uuids, are not gone through.
+    for pattern in (_NAME, _MEDIUM):
+        for at in range(0, len(body), _WINDOW_BYTES):
+            if pattern.search(body, at, at + _WINDOW_BYTES + _OVERLAP_BYTES):
+                break
+            yield
+        else:
+            return False
     scan = Scan(body)
     try:
         for members in scan.objects():
