@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -300,13 +300,33 @@ def _can_be_written(path: Path) -> bool:
         return False
 
 
+def _check_engines(engines: Iterable[EngineAddress]) -> None:
+    """Check each engine, and that none is listed twice, by its URL or by its events."""
+    servers: dict[tuple[object, ...], str] = {}
+    streams: dict[tuple[str, str], str] = {}
+    for engine in engines:
+        check_engine(engine)
+        url, own = urlsplit(engine.base_url), engine.engine_id
+        port = url.port or (443 if url.scheme == "https" else 80)
+        server = (url.scheme, url.hostname, port, url.path, engine.dp_rank)
+        if server in servers:
+            spelled = "" if servers[server] == own else f", also as {servers[server]}"
+            raise ConfigError(f"engines: {own} is listed twice{spelled}")
+        servers[server] = own
+        if engine.events is None:
+            continue
+        stream = (engine.events, engine.topic)
+        if stream in streams:
+            raise ConfigError(
+                f"engines: {own} has the same events={engine.events} as {streams[stream]}; give each engine "
+                "its own address, or its own topic behind a proxy of ZMQ"
+            )
+        streams[stream] = own
+
+
 def check_config(config: Config) -> None:
     """Check every rule that involves several fields. Raises ``ConfigError``."""
-    ids = [engine.engine_id for engine in config.engines]
-    for engine in config.engines:
-        check_engine(engine)
-        if ids.count(engine.engine_id) > 1:
-            raise ConfigError(f"engines: {engine.engine_id} is listed twice")
+    _check_engines(config.engines)
     check_texts(config)
     path = config.fleet.kubernetes.kubeconfig
     if path is not None and not Path(path).is_file():

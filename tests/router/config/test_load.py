@@ -194,6 +194,14 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
             '[[engines]]\nbase_url = "http://h"\n[[engines]]\nbase_url = "http://h/"',
             "engines: http://h is listed twice",
         ),
+        (
+            '[[engines]]\nbase_url = "http://h"\n[[engines]]\nbase_url = "http://H:80"',
+            "engines: http://H:80 is listed twice, also as http://h",
+        ),
+        (
+            "\n".join(f'[[engines]]\nbase_url = "http://{name}"\nevents = "tcp://a:1"' for name in "ab"),
+            "engines: http://b has the same events=tcp://a:1 as http://a; give each engine its own address",
+        ),
         ("models = 3", "models = 3: expected a table of tables"),
         (
             "[models.m]\ntokeniser = 1",
