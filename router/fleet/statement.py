@@ -396,7 +396,7 @@ def _is_of(labels: bytes, dp_rank: int | None) -> bool:
 
 
 class SleepState(NamedTuple):
-    """What a metrics page says of vLLM's sleep mode. ``discarded``: level 1 or 2, which empties the caches;
+    """Sleep mode of a vLLM engine by its metrics page. ``discarded``: level 1 or 2, which empties the caches;
     level 0 only pauses, and memory released by ``/release_kv_cache_memory`` (0.33) looks like it. ``sleeps``
     and ``releases``: calls at this server."""
 

@@ -190,7 +190,8 @@ def make_layout(
     hidden = _has_hidden(groups, facts)
     partial = (hidden or len(groups) > 1) and _partial_hits(groups, unit, lookahead, inside_seen=inside_seen)
     if facts.partial_hash_hits is not None:
-        partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
+        # Without states vLLM never allows them, whatever is set (``partial_hash_hits_enabled``, vLLM 0.33).
+        partial = facts.partial_hash_hits and _saves_states(groups) and _can_end_inside(groups, unit)
     alignment = unit if partial else scheduler_block_size(groups)
     return CacheLayout(
         groups,

@@ -216,6 +216,10 @@ def test_partial_hits_that_no_group_mix_allows_are_not_switched_on() -> None:
     layout = layout_of(full(0, 64), window(1, 64, 32), unit=16, facts=wanted)
     assert layout.alignment == 64
     assert hit(layout, 200, {0: range(3), 1: range(6)}) == 192
+    # vLLM 0.33 with decode context parallelism and no states (random mix 20261305_0123).
+    dense = layout_of(full(0, 32), full(1, 64), lookahead=3, facts=wanted, unit=32)
+    assert hit(dense, 176, {0: range(5), 1: range(2)}) == 128
+    assert hit(dense, 100, {0: range(3), 1: range(1)}) == 64
 
 
 def test_partial_hits_can_be_switched_off() -> None:
