@@ -219,6 +219,8 @@ class _PrefixLru:
     __slots__ = ("_block_size", "_blocks_max", "_held")
 
     def __init__(self, spec: ShadowSpec) -> None:
+        # Raises for what a pool of this kind cannot be.
+        HybridBlockPool(spec.groups, num_blocks=min(spec.num_blocks, 2), scheme=spec.scheme, events=False)
         self._block_size = spec.groups[0].block_size
         self._blocks_max = spec.num_blocks - 1  # but the null block
         self._held: OrderedDict[BlockHash, None] = OrderedDict()
