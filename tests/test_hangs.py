@@ -77,7 +77,7 @@ def test_the_limit_of_a_whole_test_grows_too(monkeypatch: pytest.MonkeyPatch) ->
 def run_of(tests: str, folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """pytest in a process of its own, with this repository's conftest."""
     root = Path(__file__).parents[1]
-    path = root / "tests" / "support" / f"run_of_{folder.name}.py"
+    path = root / "tests" / "support" / f"run_of_{os.getpid()}_{folder.name}.py"
     path.write_text(tests)
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *options, str(path)]
     environ = {**os.environ, "FOLDER": str(folder)}
