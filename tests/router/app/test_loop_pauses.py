@@ -214,10 +214,10 @@ def test_no_frames_hold_the_loop() -> None:
     run(main(), 500)
 
 
-CALLS_MAX = 292
+CALLS_MAX = 280
 """Python calls within ``router/`` of one repeated chat before four engines that hold it, from its first byte
-to its receipt: 315 at 13f7023b, 288 when this was written. Whoever needs more for a
-new ability takes it from elsewhere (benchmarks/results/request.md)."""
+to its receipt: 315 at 13f7023b, 276 when this was written. A new ability that needs more takes it from
+elsewhere (benchmarks/results/request.md)."""
 ROUTER = str(Path(router.app.__file__).parent)
 CHAT = "/v1/chat/completions"
 
