@@ -407,7 +407,8 @@ def _load_files(context: ssl.SSLContext, files: TlsFiles, setting: str) -> None:
             context.load_verify_locations(files.ca)
     except OSError as error:  # ssl.SSLError is one
         given = ", ".join(path for path in (files.cert, files.key, files.ca) if path is not None)
-        why = error if isinstance(error, ssl.SSLError) else describe_error(error)
+        odd = isinstance(error, ssl.SSLError)
+        why = f"no PEM files that fit together: {error}" if odd else describe_error(error)
         raise TlsError(f"{setting}: {given}: {why}") from None
 
 
