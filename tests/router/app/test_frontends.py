@@ -57,7 +57,7 @@ async def test_both_frontends_are_predicted_exactly_by_every_replica(server: Ser
         rigs = []
         for name in ("r0", "r1"):
             # No lease moves to the second replica while requests are predicted: its index would be behind.
-            times = {"lookup_timeout_s": 5.0, "renew_s": 120.0, "lease_s": 360.0, "block_ttl_s": 3600.0}
+            times = {"lookup_timeout_s": 5.0, "lease_s": 360.0, "block_ttl_s": 3600.0}
             index = IndexSettings(url=server.url, replica=name, **times)
             config = configure(*engines, proxy=ProxySettings(pin_header=True), index=index)
             rigs.append(await stack.enter_async_context(routing(config)))
