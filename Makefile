@@ -14,15 +14,15 @@ DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
 CHARTS := $(VENV)/.installed-charts
 # More workers than the two cores it is meant for: tests of servers and time-outs wait half of their time.
-# They are forked after one collection (tests/support/workers.py). tests/vllm is not for here; importing it
-# takes four seconds.
-parallel = --workers $(or $(WORKERS),$(1)) --ignore tests/vllm
+# A worker takes files in a row, and the rest of another's when it has none: servers are started once or
+# twice, and no long file is left for the end. tests/vllm is not for here; importing it takes four seconds.
+parallel = -n $(or $(WORKERS),$(1)) --dist worksteal --ignore tests/vllm
 seed = $(or $(SEED),1)
 seeds = --hypothesis-seed=$(seed) --randomly-seed=$(seed)
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.
 WITHOUT_VLLM = tier transfer store/test_block_store_contract.py store/test_redis_store.py
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Compiling all tests anew at each run, where a shell says so, takes several seconds of a core.
+# Workers that each compile all tests anew, where a shell says so, take half a minute of a core.
 export PYTHONDONTWRITEBYTECODE :=
 LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` writes them anew
 

@@ -19,12 +19,11 @@ from tests.support.examples import PROFILE, load_profile
 from tests.support.hangs import Watchdog, fail_instead_of_waiting
 from tests.support.waiting import patience, run
 
-# The size of some terminal, which readline leaves to processes that a test starts.
+# The size of some terminal, which readline leaves to the workers of pytest-xdist.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 load_profile()
 fail_instead_of_waiting()
-pytest_plugins = ["tests.support.workers"]
 _WATCHDOG = pytest.StashKey[Watchdog]()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from helm_python import Chart
 
 from tests.support.paths import ROOT
 
@@ -23,9 +24,6 @@ class Rendered:
     """The documents of one release; its image is ``kvatlas`` unless the values name another."""
 
     def __init__(self, values: dict[str, Any], *, name: str = "kvatlas", namespace: str = "llm") -> None:
-        # Here, in the process of a test: Go's runtime starts threads on import, which a fork ends.
-        from helm_python import Chart  # noqa: PLC0415
-
         values = {**values, "image": {"repository": "kvatlas", **values.get("image", {})}}
         chart = Chart.load(str(CHART))
         try:

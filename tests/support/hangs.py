@@ -4,8 +4,8 @@ pytest-timeout's signal cannot interrupt compiled code that waits. One case is k
 warns of a handle that was left open from inside a C callback; where the filters make that warning an error,
 the handle is not closed and the loop waits for it for ever (uvloop 0.23, ``__uv_walk_close_all_handles_cb``).
 ``fail_instead_of_waiting`` raises it after the loop has closed. For all others a ``Watchdog`` prints the
-test's node id and all stacks and ends the process: ``--workers`` then names the test, too, and goes
-on in another process.
+test's node id and all stacks and ends the process: pytest-xdist then names the test, too, and goes on in
+another worker.
 """
 
 from __future__ import annotations
