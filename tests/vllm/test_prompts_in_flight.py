@@ -41,6 +41,7 @@ class Asked(ProbePrompt):
     """A prompt of given tokens, as placement reads it."""
 
     skips_cache = False
+    frontend = "python"
     variants: ClassVar[dict[str, Any]] = {}
 
     def behind(self, frontend: str) -> Asked:
