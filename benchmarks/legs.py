@@ -238,16 +238,21 @@ class Load:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._router.port)
         while going():
             writer.write(next(self._requests))
-            head = await reader.readuntil(b"\r\n\r\n")
-            if not head.startswith(b"HTTP/1.1 200"):
-                raise RuntimeError(head.decode())
-            length = [one for one in head.lower().split(b"\r\n") if one.startswith(b"content-length:")]
-            if length:
-                await reader.readexactly(int(length[0][15:]))
-            else:
-                await reader.readuntil(b"\r\n0\r\n\r\n")
+            await read_answer(reader)
             self.sent += 1
         writer.close()
+
+
+async def read_answer(reader: asyncio.StreamReader) -> None:
+    """Read one whole answer. Raises ``RuntimeError`` with its head if it is not 200."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(head.decode())
+    length = [one for one in head.lower().split(b"\r\n") if one.startswith(b"content-length:")]
+    if length:
+        await reader.readexactly(int(length[0][15:]))
+    else:
+        await reader.readuntil(b"\r\n0\r\n\r\n")
 
 
 async def hold(port: int) -> asyncio.StreamWriter:

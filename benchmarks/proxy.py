@@ -9,7 +9,7 @@ All routers run at once before the same four cheap engines, which hold every ses
 the machine changes. Routers run on the first core, load and engines on the last one. Requests arrive evenly
 at ``--rate`` per second (500 of 1 KB, 150 of 32 KB), whether or not earlier ones are answered: a load that
 waits for its answers queues in a slow router, which then does the same thing many times in a row, with warm
-caches, and looks cheaper than it is. ``stream``: so many streams of 100 chunks, each with one every 10 ms.
+caches, and looks cheaper than it is. ``stream``: streams of 100 chunks, one chunk every 10 ms.
 
 ``kvatlas`` follows events and tokenizes; ``no-events`` has engines without events, ``no-tokenizer`` none to
 read prompts. ``floor`` is a proxy of two ``asyncio.Protocol`` classes with httptools that reads only the
@@ -38,7 +38,7 @@ import httptools
 import uvloop
 
 from benchmarks.fake_engine_events import SESSIONS
-from benchmarks.legs import engines, requests, router_words
+from benchmarks.legs import engines, read_answer, requests, router_words
 from benchmarks.picker import cpu_s
 
 EVENTS_PORT, ROUTER_PORT = 19501, 19521
@@ -199,14 +199,10 @@ class Load:
             self._free.pop() if self._free else await asyncio.open_connection("127.0.0.1", self.router.port)
         )
         writer.write(next(self._requests))
-        head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(f"{self.router.name} answered {head.decode()}")
-        length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-        if length:
-            await reader.readexactly(int(length[0][15:]))
-        else:
-            await reader.readuntil(b"\r\n0\r\n\r\n")
+        try:
+            await read_answer(reader)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.router.name} answered {error}") from None
         self._free.append((reader, writer))
         return time.monotonic() - began_s
 
@@ -226,7 +222,7 @@ def line(kind: str, load: Load, base: Load | None) -> str:
 
 
 async def main() -> None:
-    """See the module."""
+    """Run the benchmark."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     own = ["kvatlas", "no-events", "no-tokenizer", "floor", "direct"]

@@ -105,7 +105,7 @@ class EngineLifecycle:
     def is_stored(self, engine_id: str, block: BlockHash) -> bool:
         """Whether the engine's events have shown that it stored this block, or will never show it here."""
         engine = self.fleet.get(engine_id)
-        if engine is None or engine.residency is None or engine.engine.events is None:
+        if engine is None or not engine.publishes_events or engine.residency is None:
             return True
         if self._shared is not None and not self._shared.lease_manager.follows(engine_id):
             # The replica that follows it writes them to the index.

@@ -358,7 +358,7 @@ class Planner:
         if isinstance(read, Prompt):
             candidate_set = self._candidate_sets.get(asked_of)
             for frontend, scheme in candidate_set.schemes:
-                variant = read if frontend == read.frontend else read.behind(frontend)
+                variant = read.behind(frontend)
                 # Before the look-ups: hashing may move to a thread, and a decision must not wait after its
                 # look-ups. Short prompts are hashed where they are looked up.
                 if variant is not None and variant.num_tokens > INLINE_BLOCKS_MAX * scheme.hash_block_size:
@@ -503,7 +503,7 @@ class Planner:
             return PromptView(tokens, look.hits, others=look.load)
         held, alike, nothing = look.hits, _NONE_ALIKE, _NO_HITS
         for (model, frontend), names in candidate_set.by_model.items():
-            variant = prompt if frontend == prompt.frontend else prompt.behind(frontend)
+            variant = prompt.behind(frontend)
             if variant is None:
                 continue
             ids = names if not look.hits else [name for name in names if name not in look.hits]
@@ -516,7 +516,7 @@ class Planner:
         coming: dict[str, int] = {}
         last, inflight, mixed = tokens - 1, self._accounts.inflight, bool(prompt.variants)
         for frontend, scheme in candidate_set.schemes:
-            variant = prompt if frontend == prompt.frontend else prompt.behind(frontend)
+            variant = prompt.behind(frontend)
             if variant is None:
                 continue
             unit = scheme.hash_block_size

@@ -312,9 +312,9 @@ class Engine(EngineStatus):
         self.waiting: dict[Attempt, Callable[[], object]] = {}
         """Requests without a first byte that other engines could serve, and how to end their wait."""
         self.takes_order = True
-        # Of ``clears``, those known at the last poll.
-        self.polled_clears = 0
         """It has not refused a request for its priority."""
+        self.polled_clears = 0
+        """Of ``clears``, those known at the last poll."""
         self.closed = False
         """It has left the fleet: nothing more is recorded for it."""
 

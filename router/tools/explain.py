@@ -104,8 +104,8 @@ def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
     """Returns 0 if explained, 1 if no hit can be predicted or the router refuses, 2 for unusable input."""
     try:
         _check(options)
-        body = read_body(options.request)
         router = router_url(options.router)
+        body = read_body(options.request)
         if router is not None:
             asked = router_body(options.request, body, options.api)
             return _query_router(options, router, asked, as_json=as_json)
@@ -142,7 +142,6 @@ def parse_scheme(text: str) -> HashScheme:
 def _check(options: ExplainOptions) -> None:
     if bool(options.paths) == (options.router is not None):
         raise ConfigError("give either a capture FILE or --router URL")
-    router_url(options.router)
     if options.api is not None and options.api not in PATHS:
         raise ConfigError(f"--api {options.api!r}: expected one of {', '.join(PATHS)}")
     if options.router is not None and (options.at is not None or options.hash_scheme is not None):

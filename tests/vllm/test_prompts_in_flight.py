@@ -41,7 +41,6 @@ class Asked(ProbePrompt):
     """A prompt of given tokens, as placement reads it."""
 
     skips_cache = False
-    frontend = "python"
     variants: ClassVar[dict[str, Any]] = {}
 
     def behind(self, frontend: str) -> Asked:
@@ -85,7 +84,7 @@ class Router:
         return found[0].hit
 
     def predicted(self, pair: dict[str, Any]) -> Hit:
-        """What the second prompt is predicted to find, the first one having been placed before it."""
+        """Predicted hit of the second prompt, after the first one was placed."""
         for payload in pair["events"]:
             self.residency.apply(decode_batch(base64.b64decode(payload)))
         self.residency.writer.finish_detection()

@@ -251,7 +251,7 @@ class _Waiting:
 
 
 async def test_time_in_which_the_loop_was_busy_does_not_count() -> None:
-    """But what is never done expires all the same, however busy the loop is."""
+    """A deadline still passes, however busy the loop is."""
     sweeper = Sweeper(time.monotonic, 0.02)
     item = _Waiting(time.monotonic() + 0.2)
     sweeper.add(item)
