@@ -1,7 +1,7 @@
 """What memory behind the GPUs brings at real bandwidths, and which policy uses it: simulated fleets.
 
     python -m benchmarks.tiers [--trace TRACE.jsonl.gz] [--seeds 2] [--requests 1500] [--out FILE]
-        [--models gpt-oss-like,mamba-hybrid] [--pulls | --ablations | --hints | --scaling]
+        [--models gpt-oss-like,mamba-hybrid] [--pulls | --ablations | --hints]
 
 Eight engines, a pool of 25 % of what the workload fills, 100 KiB of KV per token,
 arrivals so fast that round robin without any memory behind the GPUs is busy for 85 % of the time. All tiers
@@ -16,11 +16,6 @@ writes the table below it: what one thing alone, made free or perfect, changes a
 ``--hints`` writes the third part: host memory that obeys the router's retention hints (policy ``hinted``)
 against ``lru``, on two engines with a pool of 5 %, so that sessions compete for host memory. The hints are
 made by the router's own code from arrivals alone.
-
-``--scaling`` writes the next part: four engines of which one joins, or is drained, halfway. It compares the
-requests of the five minutes after it, or those that are left, without warm-up, with random prompts and
-with the hottest ones. With ``--pulls`` it writes the last part instead: the same with host memory and links
-over which requests and warm-up pull prefixes, and as many requests as fill the five minutes.
 """
 
 from __future__ import annotations
@@ -31,11 +26,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.scaled_fleet import Event, ScaledFleet, Warming
 from publisher.events import BlockHash
 from router.placement.candidate import Candidate
 from router.placement.engine import EngineOrder
@@ -115,14 +109,6 @@ HINT_SHARE = 0.75
 HINT_HOSTS = ("100%", "200%", "400%")
 HINT_WORKLOADS = ("pauses", "agents", "tenants", "chat", "documents")
 HINT_TITLE = "# Retention hints: simulated fleets"
-
-SCALED_ENGINES, SCALED_S = 4, 300.0
-"""Engines while all are there, and the time after one joined or was drained that is looked at."""
-SCALED_WORKLOADS = ("agents", "tenants", "chat")
-SCALED_TITLE = "# Engines that join and leave: simulated fleets"
-WARMED_REQUESTS = {"agents": 2400, "tenants": 2700, "chat": 4600}
-"""Of which half come within about five minutes."""
-WARMED_TITLE = "# Engines that join and leave, with pulls: simulated fleets"
 
 Found = dict[tuple[str, str], list[Outcome]]
 """By tier and arm, over the seeds."""
@@ -342,132 +328,6 @@ def hint_intro(seeds: range, count: int, models: str) -> str:
     )
 
 
-class ScaledRun(NamedTuple):
-    """Mean and p99 seconds to the first token in the time after, its requests, and tokens computed and pulled
-    for warm-up."""
-
-    mean_s: float
-    p99_s: float
-    requests: int
-    warmed_tokens: int
-    pulled_tokens: int
-
-
-def run_scaling(
-    name: str, model: str, seeds: range, count: int, gbit_s: float | None = None
-) -> dict[tuple[Event, Warming], list[ScaledRun]]:
-    """Both events of one workload and layout, by warm-up, over the seeds; ``gbit_s``: of the links over which
-    prefixes are pulled, None: no host memory and no links."""
-    source = WorkloadSource(name=name, requests_max=count)
-    arm = variants_of(ARMS[:1])[ARMS[0]]
-    found: dict[tuple[Event, Warming], list[ScaledRun]] = {}
-    for seed, requests in source.draws(seeds).items():
-        base = _base(requests, model, seed, SCALED_ENGINES)
-        if gbit_s is not None:
-            host = _tiers(base, PULLED_HOST, None)
-            tiers = msgspec.structs.replace(host, pull_bytes_per_s=gbit_s * 1e9 / 8)
-            base = msgspec.structs.replace(base, tiers=tiers)
-        mean = statistics.fmean(request.input_tokens for request in requests)
-        half_s = requests[len(requests) // 2].at_s / base.speed
-        for event in get_args(Event):
-            for warming in get_args(Warming):
-                fleet = ScaledFleet(base, arm, event, warming, half_s, mean)
-                rows = [
-                    row
-                    for row in fleet.run(requests).rows
-                    if half_s <= row.arrived_s < half_s + SCALED_S and row.ttft_s >= 0
-                ]
-                times = sorted(row.ttft_s for row in rows)
-                one = ScaledRun(
-                    statistics.fmean(times),
-                    times[int(0.99 * len(times))],
-                    len(rows),
-                    fleet.warmed_tokens,
-                    fleet.pulled_tokens,
-                )
-                found.setdefault((event, warming), []).append(one)
-                print(
-                    f"{name} {model} seed {seed}, {gbit_s}, {event}, {warming}: {one}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    return found
-
-
-def scaling_row(
-    name: str, event: Event, found: dict[tuple[Event, Warming], list[ScaledRun]], *, pulls: bool = False
-) -> str:
-    """One workload, layout and event; ``pulls``: with the tokens pulled."""
-    none_s = statistics.fmean(one.mean_s for one in found[event, "none"])
-    cells = [name, event, f"{statistics.fmean(one.requests for one in found[event, 'none']):.0f}"]
-    for warming in get_args(Warming):
-        runs = found[event, warming]
-        mean_s, p99_s = (statistics.fmean(getattr(one, key) for one in runs) for key in ("mean_s", "p99_s"))
-        cell = f"{mean_s:.3f} {p99_s:.1f}"
-        if warming != "none":
-            tokens, pulled = (
-                statistics.fmean(getattr(one, key) for one in runs) / 1000
-                for key in ("warmed_tokens", "pulled_tokens")
-            )
-            cell = f"{mean_s / none_s - 1:+.0%} {cell}, {tokens:.0f}k" + (f" {pulled:.0f}k" if pulls else "")
-        cells.append(cell)
-    return "| " + " | ".join(cells) + " |"
-
-
-def scaling_intro(seeds: range, count: int, models: str) -> str:
-    """Return the text above the table: the command, the fleets and the meaning of the cells."""
-    return (
-        f"`python -m benchmarks.tiers --scaling --seeds {len(seeds)} --requests {count} --models {models}`: "
-        f"{SCALED_ENGINES} engines, pool {POOL:.0%}, round robin {LOAD:.0%} busy with all of them, seeds "
-        f"{seeds.start} to {seeds[-1]}. Halfway the last one joins with an empty cache, or is drained. "
-        "Cells: change of the mean against none, mean and p99 seconds to the first token of the requests of "
-        f"the {SCALED_S:g} s after it, or until the last one, tokens computed for warm-up. Prefixes are "
-        "computed, not pulled, with the defaults of `[warm_up]`; the router's own code chooses them. "
-        "`random`: prompts of the same memory and as many tokens. A piece is sent with the next "
-        "arrival while no prompt waits there."
-    )
-
-
-def write_scaling(options: argparse.Namespace, seeds: range, before: str) -> None:
-    """Write the last part behind the text ``before``."""
-    lines = [SCALED_TITLE, "", scaling_intro(seeds, options.requests, options.models), ""]
-    lines += ["| workload | engine | requests | none | random | hottest |", "|---|---|---|---|---|---|"]
-    for name in [*SCALED_WORKLOADS, *([options.trace] if options.trace else [])]:
-        for model in options.models.split(","):
-            runs = run_scaling(name, model, seeds, options.requests)
-            lines += [scaling_row(f"{Path(name).name}, {model}", event, runs) for event in get_args(Event)]
-            options.out.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
-
-
-def warmed_intro(seeds: range, options: argparse.Namespace) -> str:
-    """Return the text above the table with pulls."""
-    counts = ", ".join(f"{name} {WARMED_REQUESTS[name]}" for name in options.workloads.split(","))
-    return (
-        f"`python -m benchmarks.tiers --scaling --pulls --seeds {len(seeds)} --models {options.models} "
-        f"--workloads {options.workloads} --links {options.links}`: fleets as above with host memory of "
-        f"{PULLED_HOST}, seeds {seeds.start} to {seeds[-1]}, requests: {counts}. Requests pull too, also "
-        "without warm-up. Cells: as above, and after the tokens computed for warm-up those pulled. A pull "
-        "needs no idle engine, a piece that is computed does (`busy_share_max`)."
-    )
-
-
-def write_warmed(options: argparse.Namespace, seeds: range, before: str) -> None:
-    """Write the part with pulls behind the text ``before``."""
-    lines = [WARMED_TITLE, "", warmed_intro(seeds, options), ""]
-    lines += [
-        "| workload | link, Gbit/s | engine | requests | none | random | hottest |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in options.workloads.split(","):
-        count = WARMED_REQUESTS[name]
-        for model in options.models.split(","):
-            for gbit_s in map(float, options.links.split(",")):
-                runs = run_scaling(name, model, seeds, count, gbit_s)
-                named = f"{name}, {model} | {gbit_s:g}"
-                lines += [scaling_row(named, event, runs, pulls=True) for event in get_args(Event)]
-                options.out.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
-
-
 def _base(
     requests: list[Request], model: str, seed: int, engines: int = ENGINES, pool: float = POOL
 ) -> FleetSetup:
@@ -537,37 +397,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", help="a recorded workload to run beside the generated ones")
     parser.add_argument("--models", default=MODELS, help="layouts, separated by commas")
-    parser.add_argument(
-        "--workloads", default=",".join(WARMED_REQUESTS), help="of --scaling --pulls, separated by commas"
-    )
-    parser.add_argument(
-        "--links", default="25,100,400", help="of --scaling --pulls, in Gbit/s, separated by commas"
-    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--pulls", action="store_true", help="the second half: pulling prefixes")
     parser.add_argument("--ablations", action="store_true", help="below it: one thing free or perfect")
     parser.add_argument("--hints", action="store_true", help="the third part: retention hints")
-    parser.add_argument(
-        "--scaling", action="store_true", help="engines that join and leave; with --pulls: they pull prefixes"
-    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tiers.md"))
     options = parser.parse_args()
     if options.seeds < 1 or options.requests < 1:
         parser.error("--seeds and --requests: expected 1 or more")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    whole, _, warmed = _read(options.out).partition(WARMED_TITLE)
-    if options.scaling and options.pulls:
-        write_warmed(options, seeds, whole)
-        return 0
-    warmed = f"\n{WARMED_TITLE}{warmed}" if warmed else ""
-    whole, _, scaled = whole.partition(SCALED_TITLE)
-    if options.scaling:
-        write_scaling(options, seeds, whole)
-        options.out.write_text(_read(options.out) + warmed, encoding="utf-8")
-        return 0
-    scaled = f"\n{SCALED_TITLE}{scaled.rstrip()}\n{warmed}" if scaled else warmed
-    whole, _, hinted = whole.partition(HINT_TITLE)
+    whole, _, hinted = _read(options.out).partition(HINT_TITLE)
     before, title, after = whole.partition(PULL_TITLE)
     hinted = f"{HINT_TITLE}{hinted.rstrip()}\n" if hinted else ""
     if options.hints:
@@ -577,18 +417,18 @@ def main() -> int:
             for model in options.models.split(","):
                 hint_runs = run_hints(name, model, seeds, options.requests)
                 lines += hint_rows(f"{Path(name).name}, {model}", hint_runs)
-                text = whole.rstrip() + "\n\n" + "\n".join(lines) + "\n" + scaled
+                text = whole.rstrip() + "\n\n" + "\n".join(lines) + "\n"
                 options.out.write_text(text, encoding="utf-8")
         return 0
     if options.pulls or options.ablations:
-        write_pulls(options, seeds, before, after, hinted + scaled)
+        write_pulls(options, seeds, before, after, hinted)
         return 0
     lines = ["# Memory behind the GPUs: simulated fleets", "", intro(seeds, options.requests), ""]
     for name in ["agents", "tenants", *([options.trace] if options.trace else [])]:
         for model in options.models.split(","):
             lines += table(f"{Path(name).name}, {model}", run_workload(name, model, seeds, options.requests))
             # Finished tables stay if a later one fails.
-            text = "\n".join(lines) + "\n" + title + after + hinted + scaled
+            text = "\n".join(lines) + "\n" + title + after + hinted
             options.out.write_text(text, encoding="utf-8")
     return 0
 

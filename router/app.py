@@ -42,12 +42,10 @@ from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.observe.usage import UsageLog
 from router.pd.settings import PdStats
-from router.placement.affinity import PromptMemory
 from router.placement.decide import Planner
 from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
 from router.placement.inflight import InflightPrompt
 from router.placement.others import OthersLoad
-from router.placement.warm_up import WarmUps
 from router.prompts.reader import PromptReader
 from router.prompts.tokenizer_finder import TokenizerFinder
 from router.proxy.app import ProxyApp
@@ -232,7 +230,6 @@ class Router:
         self.traces = Traces(config.traces) if config.traces.endpoint else None
         self.aliases = Aliases.from_shares(config.alias_shares())
         self.planner, self.proxy = self._assemble()
-        self.warm_ups = self._prepare_warm_ups()
         self._readiness_check = ReadinessCheck(
             self.fleet,
             unsynced=self.fleet_sources.unsynced,
@@ -261,7 +258,6 @@ class Router:
             usage=self.usage,
             pd=self.planner.pd_stats,
             pulls=self.planner.pulls,
-            warm_ups=None if self.warm_ups is None else self.warm_ups.stats,
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,
             others=self.peers.others,
@@ -361,23 +357,6 @@ class Router:
         )
         return planner, proxy
 
-    def _prepare_warm_ups(self) -> WarmUps | None:
-        settings = self.config.warm_up
-        if not settings.enabled:
-            return None
-        memory = self.accounts.memory = PromptMemory(settings.memory_tokens)
-        return WarmUps(
-            settings,
-            self.fleet,
-            self.accounts,
-            self.planner.pulls,
-            memory,
-            look=self.planner.look_up,
-            ask=self.calls.ask,
-            leads=lambda: self.leads_fleet,
-            order_weight=lambda: self.config.policy.engine_priority,
-        )
-
     def _open_gate(self) -> KeyGate | None:
         """Read the keys. Raises ``KeyFileError`` for an unusable key file."""
         keys = self.config.keys
@@ -422,8 +401,6 @@ class Router:
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]
             works.append(self.finder.run())
-            if self.warm_ups is not None:
-                works.append(self.warm_ups.run())
             works += [work() for work in self.works]
             works += self.peers.works()
             if self.config.prompts.renderers:

@@ -2,10 +2,10 @@
 
     python scripts/check_structure.py
 
-Rules: no banned turns of phrase; no public class name twice in a package; client errors are made in ``router/openai/errors.py`` only; tasks are started in task groups only; a
-Protocol has at least two classes that fulfil it (test doubles count); no function, class, method or property
-without a user. Prints one line per fault; status 1 if there is any. Exceptions are listed here, each with its
-reason.
+Rules: no banned turns of phrase; no public class name twice in a package; client errors are made in
+``router/openai/errors.py`` only; tasks are started in task groups only; a Protocol has at least two classes
+that fulfil it (test doubles count); no function, class, method or property without a user. Prints one line
+per fault; status 1 if there is any. Exceptions are listed here, each with its reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

@@ -44,7 +44,6 @@ from router.pd.settings import PdStats
 from router.placement import policies
 from router.placement.candidate import PullSettings
 from router.placement.pull import Pulls
-from router.placement.warm_up import WarmUpStats
 from router.replication.settings import IndexSettings
 from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
 from router.workers.merged_view import group_families, worker_families
@@ -332,7 +331,6 @@ def _sources() -> Sources:
         epp=EppStats(),
         pd=PdStats(),
         pulls=pulls,
-        warm_ups=WarmUpStats(),
         more=lambda: (
             *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
             *group_families(1, {0}, {}),

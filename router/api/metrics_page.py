@@ -53,7 +53,6 @@ from router.pd.settings import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.others import OthersLoad
 from router.placement.pull import Pulls
-from router.placement.warm_up import WarmUpStats
 from router.prompts.settings import PromptStats
 from router.prompts.tokenizer_finder import ModelOrigin
 from router.proxy.settings import Aliases, ProxyStats
@@ -110,7 +109,6 @@ class Sources(msgspec.Struct):
     epp: EppStats | None = None
     pd: PdStats | None = None
     pulls: Pulls | None = None
-    warm_ups: WarmUpStats | None = None
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """In-flight load of siblings and replicas, by engine; None: unknown."""
     tokenizers: Callable[[], Mapping[str, str]] = dict
@@ -184,7 +182,7 @@ class RouterCollector:
             s.admin,
             s.pd if s.fleet.has_roles else None,
             s.pulls.stats if s.pulls is not None and s.pulls.enabled else None,
-            *(s.warm_ups, s.traces, s.reloads),
+            *(s.traces, s.reloads),
             None if s.accounts.room is None else s.accounts.room.stats,
             None if s.gate is None else s.gate.stats,
         ):

@@ -340,7 +340,7 @@ def check_config(config: Config) -> None:
     _check_listen(config.listen)
     for section in (
         *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "usage"),
-        *("epp", "queue", "pd", "pull", "warm_up", "fleet.file", "fleet.dns", "fleet.kubernetes"),
+        *("epp", "queue", "pd", "pull", "fleet.file", "fleet.dns", "fleet.kubernetes"),
     ):
         _check_numbers(section, attrgetter(section)(config))
     _check_admin(config)

@@ -26,7 +26,7 @@ from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.affinity import ShadowSpec
-from router.placement.candidate import PolicySettings, PullSettings, WarmUpSettings
+from router.placement.candidate import PolicySettings, PullSettings
 from router.prompts.hub import AUTO, parse_source
 from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
 from router.proxy.settings import ProxySettings
@@ -262,7 +262,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueSettings = QueueSettings()
     pd: PdSettings = PdSettings()
     pull: PullSettings = PullSettings()
-    warm_up: WarmUpSettings = WarmUpSettings()
     sidecar: SidecarSettings = SidecarSettings()
     traces: TraceSettings = TraceSettings()
     usage: UsageSettings = UsageSettings()

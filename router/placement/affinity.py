@@ -1,5 +1,5 @@
 """Text affinity: engines that received similar texts, for prompts without token ids. Shadows of engines
-without events, and the latest prompts with their tokens.
+without events.
 
 A text is known by the chained hashes of its chunks (each key covers the whole text up to its chunk's end), so
 the deepest known key is the longest known prefix. The map keeps, per key, the engines that received it last.
@@ -14,18 +14,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import Annotated
 
 import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash, Family, GroupSpec
-from router.observe.history import FIRST_TOKENS, decayed
-
-if TYPE_CHECKING:
-    # The configuration has this module's settings, and a prompt loads numpy and tokenizers.
-    from router.prompts.prompt import Prompt
 
 # Typical for English text with vocabularies of 32k-256k tokens.
 BYTES_PER_TOKEN = 4
@@ -295,140 +290,3 @@ class Shadow:
     def reset(self) -> None:
         """Empty the shadow: the engine restarted, or its prefix cache was reset."""
         self._cache.reset()
-
-
-# The latest prompts with their tokens, for the warm-up of engines (``placement.warm_up``).
-#
-# Apart from ``HotPrefixes`` (observe/history.py), which has the same lengths of prefixes: that one runs in
-# every router, counts one prompt in four and forgets single prefixes; this one is off by default, counts each
-# prompt by model, also its whole end, and forgets a prompt with all its prefixes, as its tokens cost the
-# memory. One tree would make every router pay for the keys and the marks of this one.
-
-
-PROMPTS_MAX: Final = 4096
-
-Key = tuple[str, BlockHash]
-
-
-class _Node(msgspec.Struct, gc=False):
-    """A prefix of remembered prompts: its decaying number of requests, and the newest of ``users``."""
-
-    newest: Key
-    rate: float = 0.0
-    seen_s: float = 0.0
-    users: int = 0
-
-    def rate_at(self, now: float) -> float:
-        return decayed(self.rate, self.seen_s, now)
-
-
-class _Remembered(NamedTuple):
-    prompt: Prompt
-    ends: tuple[tuple[int, Key], ...]
-    """Prefixes of 256 tokens, twice that, ..., and all whole blocks: tokens and key, ascending."""
-
-
-class HotPrompt(NamedTuple):
-    """A prefix: the first ``tokens`` tokens of a prompt for ``model``."""
-
-    model: str
-    prompt: Prompt
-    tokens: int
-
-
-class PromptMemory:
-    """Latest prompts of one router, with the rates of their prefixes. ``tokens_max``: of all together.
-
-    A prompt that goes on from another one replaces it. The least recently used one is forgotten first.
-    """
-
-    def __init__(self, tokens_max: int) -> None:
-        self._tokens_max = tokens_max
-        self._prompts: OrderedDict[Key, _Remembered] = OrderedDict()
-        self._nodes: dict[Key, _Node] = {}
-        self.tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def add(
-        self, model: str, prompt: Prompt, hashes: Sequence[BlockHash], block_tokens: int, now: float
-    ) -> None:
-        """Remember a placed prompt with these block hashes, unless its tokens alone cannot be asked for."""
-        blocks, at = len(hashes), max(1, FIRST_TOKENS // block_tokens)
-        if blocks < at or prompt.num_prompts > 1 or prompt.skips_cache or prompt.extras.multimodal:
-            return
-        marks = []
-        while at < blocks:
-            marks.append(at)
-            at *= 2
-        ends = tuple([(end * block_tokens, (model, hashes[end - 1])) for end in (*marks, blocks)])
-        last, before = ends[-1][1], None
-        if last in self._prompts:
-            self._prompts.move_to_end(last)
-        else:
-            before = self._continued(ends, hashes, block_tokens)
-            self._prompts[last] = _Remembered(prompt, ends)
-            self.tokens += ends[-1][0]
-            for _, key in ends:
-                self._nodes.setdefault(key, _Node(last)).users += 1
-        for _, key in ends:
-            node = self._nodes[key]
-            node.rate, node.seen_s, node.newest = node.rate_at(now) + 1, now, last
-        if before is not None:
-            # Turns of one session, at most those of the prefix: it comes first.
-            node = self._nodes[last]
-            turns = node.rate + self._nodes[before].rate_at(now)
-            node.rate = min(turns, self._nodes[ends[-2][1]].rate) if len(ends) > 1 else turns
-            self._forget(before)
-        while self.tokens > self._tokens_max or len(self._prompts) > PROMPTS_MAX:
-            self._forget(next(iter(self._prompts)))
-
-    def _continued(
-        self, ends: Sequence[tuple[int, Key]], hashes: Sequence[BlockHash], block_tokens: int
-    ) -> Key | None:
-        """Return the remembered prompt that this one begins with."""
-        node = next((self._nodes[key] for _, key in reversed(ends[:-1]) if key in self._nodes), None)
-        if node is None:
-            return None
-        tokens, last = self._prompts[node.newest].ends[-1]
-        end = tokens // block_tokens
-        return node.newest if end < len(hashes) and hashes[end - 1] == last[1] else None
-
-    def _forget(self, last: Key) -> None:
-        remembered = self._prompts.pop(last)
-        self.tokens -= remembered.ends[-1][0]
-        for _, key in remembered.ends:
-            node = self._nodes[key]
-            node.users -= 1
-            if not node.users:
-                del self._nodes[key]
-
-    def hottest(self, tokens_max: int, now: float, serves: Callable[[str], bool]) -> list[HotPrompt]:
-        """Return the prefixes with the highest rates that have ``tokens_max`` tokens together, common parts
-        counted once; the hottest first. ``serves``: models wanted."""
-        heights: dict[Key, int] = {}
-        parents: dict[Key, Key | None] = {}
-        for remembered in self._prompts.values():
-            before: Key | None = None
-            for tokens, key in remembered.ends:
-                heights[key], parents[key], before = tokens, before, key
-        rates = {key: self._nodes[key].rate_at(now) for key in heights if serves(key[0])}
-        chosen: dict[Key, None] = {}
-        inner: set[Key | None] = set()
-        left = tokens_max
-        # A prefix is requested at least as often as what begins with it: parents come first.
-        for key in sorted(rates, key=lambda one: (-rates[one], heights[one])):
-            parent = parents[key]
-            if parent is not None and parent not in chosen:
-                continue
-            more = heights[key] - (0 if parent is None else heights[parent])
-            if more <= left:
-                left -= more
-                chosen[key] = None
-                inner.add(parent)
-        return [
-            HotPrompt(key[0], self._prompts[self._nodes[key].newest].prompt, heights[key])
-            for key in chosen
-            if key not in inner
-        ]

@@ -468,41 +468,6 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
 
 
-class WarmUpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Hot prefixes that engines get ahead of requests ([kubernetes.md](kubernetes.md#warm-up)). Raises
-    ``ValueError`` for a value out of range."""
-
-    enabled: bool = False
-    """Give an engine that joins the hottest prefixes, and those that only a drained engine holds to the other
-    engines: pulled where `pull.enabled` allows it, else computed. The token ids of the latest prompts stay in
-    the router's memory for this."""
-    tokens_per_s: float = 4000.0
-    """Tokens that one engine computes for this in a second."""
-    tokens_max: int = 200_000
-    """Tokens that one engine gets, or hands over, on one occasion; also at most what half of its pool has
-    room for."""
-    piece_tokens: int = 4096
-    """Tokens that are computed at once. Longer prefixes are computed piece by piece, each while no prompt
-    waits at the engine."""
-    busy_share_max: float = 0.3
-    """Nothing is computed while the work that the engine was given in the last half minute, warm-up included,
-    fills more than this share of it. Pulls are not bound to it."""
-    seconds_max: float = 300.0
-    """Time after which the rest is dropped."""
-    memory_tokens: int = 4_000_000
-    """Tokens of prompts that the router remembers, 8 bytes each."""
-
-    def __post_init__(self) -> None:
-        for name in ("tokens_per_s", "seconds_max"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
-        if not 0 <= self.busy_share_max <= 1:
-            raise ValueError(f"busy_share_max must be from 0 to 1, got {self.busy_share_max}")
-        for name in ("tokens_max", "piece_tokens", "memory_tokens"):
-            if getattr(self, name) < 256:
-                raise ValueError(f"{name} must be at least 256, got {getattr(self, name)}")
-
-
 _SHARES = {
     "beta": 1.0,
     "eviction_premium": EVICTION_PREMIUM_MAX,

@@ -44,7 +44,6 @@ from router.placement.eligible import (
     CandidateSets,
     EligibleEngines,
     FleetSnapshots,
-    candidate_set,
     slo_forecast,
     within_service_level,
 )
@@ -533,23 +532,6 @@ class Planner:
         return PromptView(
             tokens, held, common, coming, look.load, shadows, prompt=prompt, alike=alike, nothing=nothing
         )
-
-    async def look_up(
-        self, prompt: Prompt, engines: list[Engine]
-    ) -> tuple[Sequence[Candidate], Mapping[str, int]]:
-        """Return these engines as candidates for a prompt that no client waits for, and the tokens that their
-        host memories hold by themselves, if engines pull."""
-        found = candidate_set(engines)
-        for frontend, scheme in found.schemes:
-            if (variant := prompt.behind(frontend)) is not None:
-                await self._reader.hashes(variant, scheme)
-        shared = self._shared
-        look = self._peer_state() if shared is None else await self._look(shared, prompt, engines, False)
-        self.pulls.others = look.load
-        now = self._accounts.now()
-        asked = self._asked(prompt, found, look, now, detail=False)
-        held = self._held_alone(prompt, found) if self.pulls.enabled else {}
-        return self._snapshots.of(engines).candidates(asked, now), held
 
     def _held_alone(self, prompt: Prompt, candidate_set: CandidateSet) -> dict[str, int]:
         """Tokens that the host memory of each engine followed here holds by itself."""

@@ -33,7 +33,7 @@ from router.index.query_plan import EngineHit, Holders
 from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.observe.requests import DeferredUpdates, SessionLedger
-from router.placement.affinity import AffinityMap, PromptMemory, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.placement.candidate import Confidence, Hit
 from router.placement.cost import AdmissionStats
 from router.placement.evictions import EvictionForecast
@@ -199,8 +199,6 @@ class Accounts:
         self.deferred = DeferredUpdates()
         self.hot_so_far = HotPrefixes()
         """Those of ``hot`` that are counted already: for deferred updates themselves."""
-        self.memory: PromptMemory | None = None
-        """Latest prompts, if engines are warmed with them."""
         self.retention = RetentionHints()
         self.sessions = SessionLedger()
         self.group_prefixes = GroupPrefixes()

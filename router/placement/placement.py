@@ -286,8 +286,6 @@ class Placement(Attempt):
                 self._group_tokens = groups.add(
                     request.cache_group, engine.base_model or "", adapter, read.token_ids
                 )
-            if self._is_answer and accounts.memory is not None and request.model is not None:
-                accounts.memory.add(request.model, read, hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
 

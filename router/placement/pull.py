@@ -342,44 +342,9 @@ class Pulls:
         host = urlsplit(engine.engine.base_url).hostname
         return engine.engine.dp_rank is None and kv_source_of(engine.engine, self._port) == (host, self._port)
 
-    def source(
-        self, target: Engine, sources: Sequence[Engine], held: Mapping[str, int], now: float
-    ) -> Engine | None:
-        """Return the engine from which the target can pull most of a prompt; None: there is none. ``held``:
-        as in ``apply``."""
-        able = [
-            one
-            for one in sources
-            if held.get(one.engine_id)
-            and _serves(one)
-            and _alike(target, one)
-            and self.pairs.allows(target.engine_id, one.engine_id, now)
-        ]
-        return max(able, key=lambda one: held[one.engine_id], default=None)
-
-    def address(self, source: Engine) -> tuple[str, int]:
-        """Return host and port of the engine's ``p2p`` tier."""
-        return kv_source_of(source.engine, self._port)
-
-    def warm(self, target: Engine, source: Engine, tokens: int, now: float) -> float:
-        """Note that the target is asked for a prefix that no client waits for. Returns the seconds of the
-        transfer, waits for the link included."""
-        wait_s = max(self._busy_s(target, now), self._busy_s(source, now))
-        link_s = wait_s + LATENCY_S + tokens * self._s_per_token
-        occupy_links(target.load, source.load, link_s, now)
-        return link_s
-
     def _busy_s(self, engine: Engine, now: float) -> float:
         """Seconds until the engine's link is free."""
         return link_busy_s(engine.load, others_at(engine.engine_id, self.others), now)
-
-    def judge_pair(self, target_id: EngineId, source_id: EngineId, *, came: bool, now: float) -> None:
-        """Note whether the target got what it was to fetch from the source."""
-        if came:
-            self.pairs.good(target_id, source_id)
-        else:
-            self.stats.rests += 1
-            self.pairs.bad(target_id, source_id, now)
 
     def begin(self, target: Engine, order: PullOrder, now: float) -> None:
         """Note that the target is asked now."""
@@ -390,8 +355,11 @@ class Pulls:
         """Note the end of a pull."""
         stats, source_id = self.stats, order.source.engine_id
         stats.pulls[outcome] = stats.pulls.get(outcome, 0) + 1
-        if outcome != "unreported":
-            self.judge_pair(target_id, source_id, came=outcome not in _BAD, now=now)
+        if outcome in _BAD:
+            stats.rests += 1
+            self.pairs.bad(target_id, source_id, now)
+        elif outcome != "unreported":
+            self.pairs.good(target_id, source_id)
 
     def judge(
         self, order: PullOrder, came: int | None, predicted_s: float | None, measured_s: float | None
@@ -403,17 +371,12 @@ class Pulls:
             return "unreported"
         self.stats.promised_tokens += promised
         self.stats.pulled_tokens += came
-        if not mostly_came(came, promised):
+        # Prompts that wait lose blocks to eviction: half of them speak for the pair.
+        if 2 * came < promised:
             return "missed"
         if predicted_s is not None and measured_s is not None and measured_s > predicted_s + order.saved_s:
             return "late"
         return "complete" if came == promised else "partial"
-
-
-def mostly_came(came: int, asked: int) -> bool:
-    """Whether enough tokens of a pull came not to speak against the pair: prompts that wait lose blocks to
-    eviction."""
-    return 2 * came >= asked
 
 
 def _serves(engine: Engine) -> bool:

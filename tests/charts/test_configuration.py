@@ -159,12 +159,6 @@ def test_deletion_costs_are_written_by_routers_that_may(tmp_path: Path) -> None:
     assert _load(Rendered({**MINIMAL, "engines": engines}), tmp_path).fleet.kubernetes.deletion_costs
 
 
-def test_engines_are_warmed_where_the_values_say_so(tmp_path: Path) -> None:
-    assert not _load(Rendered(MINIMAL), tmp_path).warm_up.enabled
-    engines = {**MINIMAL["engines"], "warmUp": True}
-    assert _load(Rendered({**MINIMAL, "engines": engines}), tmp_path).warm_up.enabled
-
-
 def test_what_the_values_say_config_may_overrule(tmp_path: Path) -> None:
     config = _load(Rendered({**MINIMAL, "config": {"server": {"log_level": "debug"}}}), tmp_path)
     assert config.server.log_level == "debug"

@@ -74,7 +74,6 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- if $v.engines.deletionCosts }}{{ $_ := set $sections.fleet.kubernetes "deletion_costs" true }}{{ end }}
 {{- with $v.engines.readyBy }}{{ $_ := set $sections.fleet.kubernetes "service_selector" (printf "kubernetes.io/service-name=%s" .) }}{{ end }}
 {{- end }}
-{{- if $v.engines.warmUp }}{{ $_ := set $sections "warm_up" (dict "enabled" true) }}{{ end }}
 {{- if $v.admin.enabled }}
 {{- $admin := dict "enabled" true "token_file" "/etc/kvatlas/admin/token" }}
 {{- if $v.admin.port }}{{ $admin = merge $admin (dict "host" "0.0.0.0" "port" $v.admin.port) }}{{ end }}

@@ -187,9 +187,6 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
             "pull.enabled: http://h has role=both, and engines with roles do not pull",
         ),
         ("pull.gbit_s = 0", "pull.gbit_s"),
-        ("warm_up.tokens_per_s = 0", "warm_up.tokens_per_s"),
-        ("warm_up.piece_tokens = 16", "warm_up.piece_tokens"),
-        ("warm_up.busy_share_max = 2", "warm_up.busy_share_max"),
         (
             '[[engines]]\nbase_url = "http://h"\n[[engines]]\nbase_url = "http://h/"',
             "engines: http://h is listed twice",

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from router.placement.candidate import PullSettings
-from router.placement.others import OthersLoad
+from router.placement.others import OthersLoad, others_at
+from router.placement.pull import link_busy_s, occupy_links
 from router.replication.settings import IndexSettings
 from tests.support.redis_servers import Server
 from tests.support.waiting import until
@@ -58,12 +59,17 @@ async def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
 async def test_a_link_that_another_replica_s_pull_uses_is_waited_for(server: Server) -> None:
     async with replicas(server, 2, pull=PullSettings(enabled=True)) as (one, other):
         target, source = one.router.fleet
-        one.router.planner.pulls.warm(target, source, 10_000_000, time.monotonic())
-        pulls, (there, beside) = other.router.planner.pulls, other.router.fleet
-        assert pulls.warm(there, beside, 0, time.monotonic()) < 1.0
+        occupy_links(target.load, source.load, 80.0, time.monotonic())
+        pulls, ends = other.router.planner.pulls, list(other.router.fleet)
+
+        def busy_s() -> float:
+            now = time.monotonic()
+            return min(link_busy_s(end.load, others_at(end.engine_id, pulls.others), now) for end in ends)
+
+        assert busy_s() < 1.0
 
         async def told() -> bool:
             await other.chat("a prompt, so that the index is asked")
-            return pulls.warm(there, beside, 0, time.monotonic()) > 60.0
+            return busy_s() > 60.0
 
         await until(told, "a pull of the other replica would wait")

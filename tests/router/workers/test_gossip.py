@@ -26,10 +26,10 @@ from router.openai.errors import ApiError
 from router.placement.candidate import PullSettings
 from router.placement.eligible import candidates
 from router.placement.engine import PromptView
-from router.placement.others import NO_OTHERS, OthersLoad
+from router.placement.others import NO_OTHERS, OthersLoad, others_at
+from router.placement.pull import link_busy_s, occupy_links
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
-from tests.router.placement.test_prompt_memory import prompt
 from tests.support.waiting import until
 
 E = "http://e"
@@ -174,12 +174,13 @@ async def test_a_link_that_a_sibling_s_pull_uses_is_waited_for() -> None:
         hearing = gossips[1]
         async with running(gossips[0]), running(hearing):
             target, source = one.fleet
-            one.planner.pulls.warm(target, source, 10_000_000, one.clock())
+            occupy_links(target.load, source.load, 80.0, one.clock())
             await until(lambda: len(hearing.others()) == 2, "both ends are reported")
-            target, source = two.fleet
-            assert two.planner.pulls.warm(target, source, 0, two.clock()) < 1.0
-            await two.planner.look_up(prompt((1, 3)), [])
-            assert two.planner.pulls.warm(target, source, 0, two.clock()) > 60.0
+            now, others = two.clock(), two.peers.others()
+            assert all(link_busy_s(end.load, None, now) == 0.0 for end in two.fleet)
+            assert all(
+                link_busy_s(end.load, others_at(end.engine_id, others), now) > 60.0 for end in two.fleet
+            )
 
 
 async def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> None:
