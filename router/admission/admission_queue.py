@@ -16,6 +16,7 @@ import msgspec
 
 from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
 from router.admission.key_file import TenantRules, WaitTargets
+from router.openai.body import whole_number
 from router.openai.errors import bad_request, echoed, queue_full, queue_timeout
 from router.openai.request import QueueTicketRequest, Usage
 
@@ -320,11 +321,16 @@ def given_priority(fields: list[tuple[bytes, bytes]], in_body: int | None) -> in
 
 
 def engine_number(value: bytes) -> int | None:
-    """The priority that an engine reads from this header value; None: it ignores it."""
+    """The priority that an engine reads from this header value; None: it ignores it. Raises ``ApiError`` 400
+    for one of too many digits."""
+    known = whole_number(value.strip(), ENGINE_PRIORITY.decode())
+    if known is not None:
+        return known
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         return None
+    return whole_number(b"%d" % number, ENGINE_PRIORITY.decode())
 
 
 def _class(value: bytes) -> Priority:

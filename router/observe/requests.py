@@ -141,13 +141,16 @@ class DeferredUpdates:
         if self._applying:
             return
         self._applying, waiting = True, self._waiting
-        while waiting:
-            update, args = waiting.popleft()
-            try:
-                update(*args)
-            except Exception:  # noqa: BLE001  # no reader and no request may fail with it
-                _log.exception("deferred update failed")
-        self._applying = False
+        try:
+            while waiting:
+                update, args = waiting.popleft()
+                try:
+                    update(*args)
+                except Exception:  # noqa: BLE001  # no reader and no request may fail with it
+                    _log.exception("deferred update failed")
+        finally:
+            # Also after what no update may catch (``KeyboardInterrupt``): the next reader goes on.
+            self._applying = False
 
     def _schedule(self) -> None:
         try:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from router.openai.errors import ApiError, bad_request
+from router.openai.errors import ApiError, bad_request, echoed
 from router.openai.members import has_any, run_cooperatively
 from router.openai.request import SESSION_MEMBERS, Session, session_in_body
 
@@ -251,7 +251,8 @@ _ABSENT = msgspec.Raw(b"null")
 _SEEN = ("model", "stream", "previous_response_id", "priority", "request_id")
 _ALL_SEEN = (*_SEEN, *SESSION_MEMBERS)
 _WHOLE = re.compile(rb"-?[0-9]{1,18}")
-_PRIORITY_END = 10**18
+# What an engine may take for a number of more digits, also as a text.
+_TOO_LONG = re.compile(rb'"?[-+]?[0-9]{19}')
 
 
 class _Peek(msgspec.Struct, gc=False):
@@ -381,7 +382,7 @@ def _read(
         name, earlier, own = map(_text, (model, previous, request_id))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid_json(error) from None
-    number = int(priority) if priority and _WHOLE.fullmatch(priority) else None
+    number = None if priority == b"" else whole_number(priority, "priority")
     prioritized = priority not in (b"", b"null")
     return Peek(name, stream == b"true", guarded, earlier, own, number, prioritized, session=session)
 
@@ -390,13 +391,23 @@ def _text(raw: bytes) -> str | None:
     return _TEXT.decode(raw) if raw.startswith(b'"') else None
 
 
-def whole_number(raw: msgspec.Raw) -> int | None:
-    """A number without fraction and of few digits; None for anything else."""
-    return int(bytes(raw)) if _WHOLE.fullmatch(raw) else None
+def whole_number(raw: bytes | msgspec.Raw, name: str) -> int | None:
+    """A priority without fraction, by its text; None for anything that engines judge themselves. Raises
+    ``ApiError`` 400 for more than 18 digits: engines hand priorities on as 64 bits, and fail (vLLM 0.32)."""
+    if _WHOLE.fullmatch(raw):
+        return int(bytes(raw))
+    if _TOO_LONG.match(raw):
+        raise bad_request(
+            "invalid_priority",
+            f"{name}: {echoed(bytes(raw)[:64].decode('latin-1'))} is out of range; "
+            "send a whole number of at most 18 digits.",
+            param=name,
+        )
+    return None
 
 
 def _whole(value: Any) -> int | None:
-    return value if type(value) is int and abs(value) < _PRIORITY_END else None
+    return whole_number(str(value).encode(), "priority") if type(value) is int else None
 
 
 def decode_leniently(body: bytes, first_error: Exception) -> dict[str, Any]:

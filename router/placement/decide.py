@@ -405,7 +405,7 @@ class Planner:
         now = self._accounts.now()
         order = None
         if self._settings.engine_priority and apart is None and request.path in PROMPT_APIS:
-            order = order_of(request.claim.priority, now, self._settings.engine_priority)
+            order = order_of(request.claim.priority, self._accounts.wall(), self._settings.engine_priority)
         if isinstance(read, Prompt):
             asked = self._asked(read, candidate_set, look, now, detail=rehearsal)
             question = self._question(read, candidate_set.schemes[0][1])

@@ -55,7 +55,8 @@ from router.proxy.headers import CacheReset
 # within ``engine_priority`` times its own work, and for no others: nothing starves.
 #
 # Routers share engines, so arrival counts from a fixed moment of the wall clock. A router whose clock is a
-# second ahead loses a second to the others.
+# second ahead loses a second to the others. It is read once per decision: the rank in the router's accounts
+# and the value for the engine follow from the same number, so that they never order two prompts differently.
 #
 # vLLM reads a header (``ENGINE_PRIORITY``) before the body's ``priority``
 # (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32 and 0.33): bodies stay unchanged.
@@ -73,8 +74,8 @@ _TIE_S: Final = 0.002
 class EngineOrder(msgspec.Struct, frozen=True, gc=False):
     """The place of a request in its engine's order, apart from its work there."""
 
-    now: float
-    """Arrival, in the router's monotonic seconds."""
+    arrived_s: float
+    """Arrival by the wall clock, in Unix seconds."""
     weight: float
     """Weight of a second of uncached work, in seconds of arrival."""
     band: int = 0
@@ -82,7 +83,7 @@ class EngineOrder(msgspec.Struct, frozen=True, gc=False):
 
     def rank_s(self, work_s: float) -> float:
         """Key in this router's accounts, for ``work_s`` of uncached work; lower goes first."""
-        return self.band * (BAND_MS / 1000) + self.now + self.weight * work_s
+        return self.band * (BAND_MS / 1000) + self.arrived_s + self.weight * work_s
 
     def work_behind(self, work_s: float, rank_s: float) -> float:
         """Work that ranks it behind a request of ``rank_s``, whose blocks it will hit, if that is of its
@@ -90,15 +91,16 @@ class EngineOrder(msgspec.Struct, frozen=True, gc=False):
         missing_s = rank_s + _TIE_S - self.rank_s(work_s)
         return work_s + missing_s / self.weight if 0 < missing_s < BAND_MS / 2000 else work_s
 
-    def priority(self, work_s: float, wall_s: float | None = None) -> int:
-        """Value for the engine; ``wall_s``: Unix time of the arrival, now by default."""
-        since_s = (time.time() if wall_s is None else wall_s) - _EPOCH_S + self.weight * work_s
+    def priority(self, work_s: float) -> int:
+        """Value for the engine."""
+        since_s = self.arrived_s - _EPOCH_S + self.weight * work_s
         return self.band * BAND_MS + min(BAND_MS - 1, max(0, round(1000 * since_s)))
 
 
-def order_of(priority_class: int, now: float, weight: float) -> EngineOrder | None:
-    """Order of a request of this class (``QueueTicketRequest.priority``); None if the setting is off."""
-    return EngineOrder(now, weight, priority_class - _NORMAL) if weight else None
+def order_of(priority_class: int, arrived_s: float, weight: float) -> EngineOrder | None:
+    """Order of a request of this class (``QueueTicketRequest.priority``) that arrived at this Unix time; None
+    if the setting is off."""
+    return EngineOrder(arrived_s, weight, priority_class - _NORMAL) if weight else None
 
 
 _log = structlog.get_logger()
@@ -185,11 +187,12 @@ class Accounts:
     """State of the router's own requests across engines: medians and counters of all engines, the prompts in
     flight, and the text affinity.
 
-    One per router. ``now`` is the router's clock in monotonic seconds.
+    One per router. ``now`` is the router's clock in monotonic seconds, ``wall`` the Unix time.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
         self.now = now
+        self.wall = wall
         self.changes = EngineChanges()
         self.rates = FleetRates()
         self.load_stats = LoadStats()

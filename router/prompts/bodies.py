@@ -48,6 +48,10 @@ _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
     request.GENERATE: decode_generate,
     request.COHERE: decode_cohere,
 }
+# Bounds of numbers that clients send: JSON allows thousands of digits. No engine has a longer context.
+TOKENS_MAX: Final = 1 << 31
+# vLLM refuses more (``VLLM_MAX_N_SEQUENCES``, 0.32).
+ANSWERS_MAX: Final = 1 << 14
 # Larger bodies may have too many values to be decoded: each takes two bytes.
 _DECODED_BYTES_MAX: Final = 2 * VALUES_MAX
 _FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"input"'}
@@ -93,7 +97,7 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
     if chat.ec_transfer_params is not msgspec.UNSET:
         return None
     chat.kv_transfer_params = None
-    priority = None if chat.priority is NULL else whole_number(chat.priority)
+    priority = None if chat.priority is NULL else whole_number(chat.priority, "priority")
     prioritized = chat.priority is not NULL and bytes(chat.priority) != b"null"
     look = Peek(chat.model, chat.stream is True, priority=priority, prioritized=prioritized, prompt=chat)
     if chat.session_id is chat.metadata is chat.prompt_cache_key is NULL:
@@ -111,14 +115,14 @@ def answer_tokens_max(parsed: Parsed) -> int:
         limits = map(_given(parsed), ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     for limit in limits:
         if type(limit) is int and limit > 0:
-            return limit
+            return min(limit, TOKENS_MAX)
     return 0
 
 
 def num_answers(parsed: Parsed) -> int:
-    """Return how many answers a request wants to its prompt (``n``)."""
+    """Return how many answers a request wants to its prompt (``n``), at most ``ANSWERS_MAX``."""
     count = parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n")
-    return count if type(count) is int and count > 1 else 1
+    return min(count, ANSWERS_MAX) if type(count) is int and count > 1 else 1
 
 
 def _given(parsed: Parsed) -> Callable[[str], Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -145,27 +145,33 @@ def error_status(data: bytes) -> int:
 AUDIO_TOKENS_PER_S: Final = 50
 
 
+# Reports beyond it are not believed: they would be charged, and are no 64 bits.
+_TOKENS_MAX: Final = 1 << 40
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_TOKENS_MAX)] | None
+_Number = Annotated[float, msgspec.Meta(ge=0, le=_TOKENS_MAX)]
+
+
 class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
+    cached_tokens: _Count = None
 
 
 class _Counts(msgspec.Struct, gc=False):
-    input_tokens: float = 0
-    output_tokens: float = 0
+    input_tokens: _Number = 0
+    output_tokens: _Number = 0
 
 
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count = None
+    completion_tokens: _Count = None
     prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    input_tokens: _Count = None
+    output_tokens: _Count = None
     input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: _Count = None
+    cache_creation_input_tokens: _Count = None
     tokens: _Counts | None = None
-    seconds: float | None = None
-    cached_tokens: float | None = None
+    seconds: _Number | None = None
+    cached_tokens: _Number | None = None
 
 
 class _Part(msgspec.Struct, gc=False):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from router.openai.errors import bad_request, echoed
 from router.openai.request import PROMPT_APIS, RESPONSES, SESSION_FIELDS, Session, session_in_headers
 from router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS, RETENTION
 
@@ -48,6 +49,7 @@ _NOT_RETURNED = frozenset((*_HOP_BY_HOP, *NAMES_ENGINE, PREFILLED))
 # Connection options that are no fields, and fields that naming in ``Connection`` must not remove.
 _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"))
 _NOTHING: frozenset[bytes] = frozenset()
+_LENGTH_DIGITS_MAX = 18
 
 
 class RequestHead(msgspec.Struct, gc=False):
@@ -70,7 +72,7 @@ def read_request_headers(
     headers: list[Header], client_host: str | None, by_name: dict[bytes, bytes] | None = None
 ) -> RequestHead:
     """Sort a request's header fields; ``by_name``: the same as a dictionary, where there is one. Raises
-    ``ValueError`` on a content-length that is no number."""
+    ``ApiError`` 400 on a content-length that is no number of bytes."""
     if by_name is None:
         # Of what is asked for, the last one counts.
         by_name = dict(headers)
@@ -101,11 +103,19 @@ def read_request_headers(
     return RequestHead(
         kept,
         request_id,
-        None if length is None else int(length),
+        None if length is None else _length(length),
         encoding,
         forwarded_for,
         None if by_name.keys().isdisjoint(SESSION_FIELDS) else session_in_headers(by_name),
     )
+
+
+def _length(value: bytes) -> int:
+    # A gateway's streams come without the checks of an HTTP/1.1 parser.
+    if not value.isdigit() or len(value) > _LENGTH_DIGITS_MAX:
+        text = echoed(value.decode("latin-1"))
+        raise bad_request("invalid_content_length", f"content-length: {text} is no number of bytes.")
+    return int(value)
 
 
 def _values(headers: list[Header], name: bytes) -> list[bytes]:

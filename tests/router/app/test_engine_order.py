@@ -43,11 +43,9 @@ async def ordered(**changes: Any) -> AsyncIterator[tuple[Rig, list[int]]]:
         yield rig, watched(engines[0])
 
 
-async def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("router.placement.engine.time.time", lambda: 1_800_000_000.0)
+async def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority() -> None:
     async with ordered() as (rig, seen):
+        rig.router.accounts.wall = lambda: 1_800_000_000.0
         await rig.chat("a short question")
         await rig.chat("a long question " * 2000)
         await rig.chat("another short question")

@@ -297,3 +297,22 @@ async def test_counts_are_read_with_what_was_deferred() -> None:
     answered(tracker, clock)
     assert tracker.models["m"].whole.total > 0
     assert [len(tracker.deferred), len(tracker.ended)] == [0, 3]
+
+
+def test_after_an_update_that_ends_the_program_the_next_reader_applies_the_rest() -> None:
+    """``KeyboardInterrupt`` in one of them must not leave all later ones waiting for ever."""
+
+    async def interrupted() -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        deferred, seen = DeferredUpdates(), list[int]()
+        deferred.add(interrupt)
+        deferred.add(seen.append, (1,))
+        with pytest.raises(KeyboardInterrupt):
+            deferred.apply()
+        deferred.add(seen.append, (2,))
+        deferred.apply()
+        assert (seen, len(deferred)) == ([1, 2], 0)
+
+    asyncio.run(interrupted())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.engine import BAND_MS, EngineOrder, order_of
+from router.placement.engine import BAND_MS, Accounts, EngineOrder, order_of
 from router.placement.load import LoadAccount, Ticket
 from router.placement.rates import FleetRates, RateSettings
 from tests.support.examples import examples
@@ -35,9 +35,9 @@ def test_without_a_weight_there_is_no_order() -> None:
 
 
 def test_a_priority_is_milliseconds_of_arrival_and_twice_the_work() -> None:
-    order = given_order(NORMAL)
-    assert order.priority(1.5, WALL_S) - order.priority(0.0, WALL_S) == 3000
-    assert order.priority(0.0, WALL_S + 3) == order.priority(1.5, WALL_S)
+    order = given_order(NORMAL, WALL_S)
+    assert order.priority(1.5) - order.priority(0.0) == 3000
+    assert given_order(NORMAL, WALL_S + 3).priority(0.0) == order.priority(1.5)
 
 
 @settings(max_examples=examples(200))
@@ -45,8 +45,8 @@ def test_a_priority_is_milliseconds_of_arrival_and_twice_the_work() -> None:
 def test_no_request_passes_one_of_a_class_above(
     first: float, work: float, second: float, other: float
 ) -> None:
-    high, normal, low = (given_order(one).priority for one in (HIGH, NORMAL, LOW))
-    assert high(work, first) < 0 <= normal(other, second) < BAND_MS <= low(work, first) < 1 << 53
+    high, normal, low = given_order(HIGH, first), given_order(NORMAL, second), given_order(LOW, first)
+    assert high.priority(work) < 0 <= normal.priority(other) < BAND_MS <= low.priority(work) < 1 << 53
     assert given_order(HIGH, first).rank_s(work) < given_order(NORMAL, second).rank_s(other)
 
 
@@ -62,11 +62,11 @@ def test_nothing_waits_for_what_comes_later_than_twice_its_work(work: float, oth
 def test_a_prompt_stays_behind_the_one_of_its_class_whose_blocks_it_hits(
     first: float, work: float, second: float, other: float
 ) -> None:
-    ahead, behind = given_order(NORMAL, first), given_order(NORMAL, second)
+    ahead, behind = given_order(NORMAL, WALL_S + first), given_order(NORMAL, WALL_S + second)
     raised = behind.work_behind(other, ahead.rank_s(work))
     assert raised >= other
     assert behind.rank_s(raised) > ahead.rank_s(work)
-    assert behind.priority(raised, WALL_S + second) > ahead.priority(work, WALL_S + first)
+    assert behind.priority(raised) > ahead.priority(work)
     assert given_order(HIGH, second).work_behind(other, ahead.rank_s(work)) == other
 
 
@@ -143,3 +143,22 @@ def test_the_order_holds_whatever_happens(steps: list[tuple[int, int, float]]) -
         ranks = [one.rank_s for one in load._awaited]
         assert ranks[1:] == sorted(ranks[1:]), "behind the head"
         assert -1e-9 <= ahead_s(load, tokens, now) <= load.queue_ahead_s(now) + 1e-9
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 0.003, 0.5])
+@pytest.mark.parametrize("step_s", [0.0, -3600.0, 3600.0])
+def test_the_engine_is_given_the_order_of_the_routers_accounts(slow_s: float, step_s: float) -> None:
+    """However long the router takes to send a prompt on, and whatever happens to its wall clock."""
+    wall = [WALL_S]
+    accounts = Accounts(lambda: 5.0, lambda: wall[0])
+    ahead = order_of(NORMAL, accounts.wall(), 2.0)
+    wall[0] += slow_s
+    first = ahead.priority(1.0) if ahead is not None else 0
+    wall[0] += step_s
+    behind = order_of(NORMAL, accounts.wall(), 2.0)
+    assert ahead is not None
+    assert behind is not None
+    raised = behind.work_behind(0.0, ahead.rank_s(1.0))
+    wall[0] += slow_s
+    assert behind.rank_s(raised) > ahead.rank_s(1.0)
+    assert behind.priority(raised) > first
