@@ -24,6 +24,7 @@ from router.admission.gate import Isolation, KeyGate, sidecar_secret
 from router.admission.key_file import KeyFile, KeyStats
 from router.api.admin_app import AdminApi, FleetActions
 from router.api.app import Application, Front, OpsPort, create_control, ops_authenticator
+from router.api.findings import current_findings
 from router.api.metrics_page import Sources
 from router.api.views import Readiness, ReadinessCheck, sample_history
 from router.config.schema import Config
@@ -41,6 +42,7 @@ from router.observe.receipts import WORTH_HALF_LIFE_S
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.observe.usage import UsageLog
+from router.openai.members import run_cooperatively
 from router.pd.settings import PdStats
 from router.placement.decide import Planner
 from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
@@ -440,6 +442,7 @@ class Router:
     async def _keep_history(self) -> None:
         while True:
             wait_s = sample_history(self.sources)
+            await run_cooperatively(current_findings(self.sources))
             await asyncio.sleep(wait_s)
 
     def _in_worker_group(self) -> AbstractAsyncContextManager[None]:

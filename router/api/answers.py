@@ -5,8 +5,8 @@ Invariant: responses and document are made of the same structs, so they cannot d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -16,151 +16,14 @@ from router.fleet.engines import EngineId, SourceStats
 from router.fleet.status import Frontend, ModelCard
 from router.index.learn.facts import Fact
 from router.index.learn.layout import CacheLayout
+from router.observe.findings import Finding
 from router.observe.history import HistoryInterval, RecentHistory
-from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN, Contradiction, FirstTokenSummary, Receipt
+from router.observe.receipts import Contradiction, FirstTokenSummary, Receipt
 from router.observe.requests import TURNS_MAX
 from router.placement.load import EngineLoad
 
-# Problems of an engine as seen by the router, with remedies: for the status page and the doctor.
-#
-# Works on the JSON of ``GET /kvatlas/engines``, so that a doctor of another version can read it too.
-
-
-_FEED_REMEDIES = {
-    "cold": "check events= of this engine, the firewall between router and engine, and that the endpoint in "
-    "its --kv-events-config has a * (tcp://*:5557): without one vLLM connects to the address and listens "
-    "nowhere",
-    "replaying": "wait; if it lasts, look at the engine's replay socket",
-    "degraded": "docs/operations.md, feed states, explains the reason",
-    "stale": "check the engine and the network",
-}
-
-
-class EngineProblem(msgspec.Struct, frozen=True):
-    """``severity`` info: intended; ``cause`` and ``remedy`` may then be empty. ``about`` is part of the id of
-    the doctor's check."""
-
-    severity: Literal["error", "warning", "info"]
-    seen: str
-    cause: str = ""
-    remedy: str = ""
-    about: Literal["engines", "predictions"] = "engines"
-
-
-def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
-    """Yield the problems of an engine that should work."""
-    if not view.get("up"):
-        yield EngineProblem(
-            "error",
-            f"the router reports it down: {view.get('problem')}",
-            "it is down, or the router cannot reach it",
-            "run kvatlas doctor on the router's machine",
-        )
-        return
-    if view.get("held"):
-        yield EngineProblem("info", f"gets no new requests: {view['held']}")
-    if view.get("asleep"):
-        yield EngineProblem(
-            "info", "sleeps: it gets no requests until it wakes (POST /wake_up at the engine)"
-        )
-    yield from _feed(view)
-    if view.get("available") is False:
-        yield EngineProblem(
-            "warning",
-            "the router's breaker is open for this engine",
-            "its latest requests failed",
-            "look at the engine's log; the breaker closes with the first success",
-        )
-    if view.get("drifting"):
-        yield EngineProblem(
-            "warning",
-            "predictions drift: more than a quarter of the latest ones were wrong",
-            "tokenizer or chat template differ from the engine's, or events are lost",
-            "kvatlas doctor --probe compares them (cache.facts, tokens.parity)",
-            "predictions",
-        )
-    yield from _contradictions(view)
-    yield from _first_tokens(view)
-
-
-def _contradictions(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
-    evidence = view.get("contradicting")
-    if not isinstance(evidence, list) or not evidence:
-        return
-    shown = "; ".join(
-        f"request {one['request_id']}: {one['reported_tokens']} reported of {one['prompt_tokens']}, "
-        f"{one['predicted_tokens']} by its events"
-        for one in evidence
-        if isinstance(one, dict)
-    )
-    yield EngineProblem(
-        "warning",
-        f"the cached tokens that it reports contradict its own events ({shown})",
-        "the engine, or a proxy before it, reports wrong usage, or its events are wrong; bills by "
-        "cached_tokens are not safe",
-        "compare with vllm:prefix_cache_hits at the engine; lines of the usage record say verified: false",
-        "predictions",
-    )
-
-
-def _first_tokens(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
-    seen = view.get("first_tokens")
-    if not isinstance(seen, dict):
-        return
-    held, compared = seen.get("held"), seen.get("compared")
-    if not isinstance(held, int) or not isinstance(compared, int) or compared < HELD_OF_MIN:
-        return
-    if held < HELD_SHARE_MIN * compared:
-        yield EngineProblem(
-            "warning",
-            f"{compared - held} of {compared} times to first token differ from the predicted ones",
-            "others send it requests, its prompts wait for KV cache pages, or its speed changed",
-            "compare the parts in /kvatlas/receipts; kv_usage near 1 means too few pages",
-            "predictions",
-        )
-
-
-def _feed(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
-    feed = view.get("feed")
-    state = str(view.get("feed_state"))
-    reason = feed.get("reason", "") if isinstance(feed, dict) else ""
-    if state in _FEED_REMEDIES:
-        yield EngineProblem(
-            "warning",
-            f"the router's feed is {state}{f' ({reason})' if reason else ''}",
-            "what the engine holds is not fully known to the router",
-            _FEED_REMEDIES[state],
-        )
-    yield from _unusable(view, feed if isinstance(feed, dict) else {})
-    alarms = feed.get("phantom_alarms", 0) if isinstance(feed, dict) else 0
-    if alarms:
-        yield EngineProblem(
-            "warning",
-            f"{alarms} phantom alarm(s): the index held more copies than the engine has blocks",
-            "removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
-            "let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
-        )
-
-
-def _unusable(view: Mapping[str, Any], feed: Mapping[str, Any]) -> Iterator[EngineProblem]:
-    """Yield a problem if the engine publishes, but the router can use nothing of it."""
-    unusable = view.get("unusable_events", 0)
-    if not unusable:
-        return
-    reasons: dict[str, int] = {**view.get("rejected_events", {}), **(feed.get("malformed_frames") or {})}
-    said = [f"{reason} {count}" for reason, count in sorted(reasons.items())]
-    said += [f"unknown type {name} {count}" for name, count in sorted(view.get("unknown_events", {}).items())]
-    if feed.get("last_rejection"):
-        said.append(str(feed["last_rejection"]))
-    yield EngineProblem(
-        "error",
-        f"none of the latest {unusable} event(s) could be used ({', '.join(said)})",
-        "the engine or its connector publishes in a form that kvatlas does not know: its cache is unknown",
-        "check that events= is the address of a KV event publisher; upgrade kvatlas, or report it with what "
-        "kvatlas record writes",
-    )
-
-
+# Probes ask often, also in a fleet of a thousand engines.
+READY_PROBLEMS_MAX = 32
 _REF = "#/components/schemas/{name}"
 
 
@@ -197,12 +60,16 @@ class PromptsBrief(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Whether the router is ready for traffic, and if not, why; engines by id, models by name."""
+    """Whether the router is ready for traffic, and if not, why; engines by id, models by name. ``problems``:
+    errors and warnings, the worst first, at most ``READY_PROBLEMS_MAX`` of them; ``problem_counts`` counts
+    all by severity."""
 
     ready: bool
     reason: str
     engines: Mapping[EngineId, EngineBrief]
     prompts: Mapping[str, PromptsBrief] = {}
+    problem_counts: Mapping[str, int] = {}
+    problems: Sequence[Finding] = ()
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -360,7 +227,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 _KINDS = (
     *(Health, Version, Ready, ModelList, ModelCard, EngineView, SourceStats, ReceiptView, ErrorAnswer),
-    *(LiveRequest, EndedRequest, SessionView, PrefixView, EngineProblem, RecentHistory, HistoryInterval),
+    *(LiveRequest, EndedRequest, SessionView, PrefixView, Finding, RecentHistory, HistoryInterval),
 )
 
 

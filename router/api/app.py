@@ -33,13 +33,23 @@ from router import __version__
 from router.admission.gate import KeyGate
 from router.admission.tenants import Tenant
 from router.api.admin_auth import Authenticator, TokenFile
-from router.api.answers import EngineBrief, Health, ModelList, PromptsBrief, Ready, Version
+from router.api.answers import (
+    READY_PROBLEMS_MAX,
+    EngineBrief,
+    Health,
+    ModelList,
+    PromptsBrief,
+    Ready,
+    Version,
+)
+from router.api.findings import current_findings
 from router.api.metrics_page import Sources
 from router.api.views import Readiness
 from router.fleet.status import ModelCard
 from router.http.request_cycle import HEADERS_BY_NAME
 from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.http.settings import CorsSettings
+from router.observe.findings import BAD, Severity, counts
 from router.openai.errors import (
     ApiError,
     body_too_large,
@@ -50,6 +60,7 @@ from router.openai.errors import (
     ops_name_unknown,
     unknown_path,
 )
+from router.openai.members import run_cooperatively
 from router.openai.request import PROMPT_APIS
 from router.proxy.headers import without_trailing_slashes
 
@@ -107,6 +118,7 @@ class Control:
     async def ready(self, request: Request) -> Response:
         """200 once at least one engine answers and its feed has caught up (or had its time), else 503."""
         state = self._readiness()
+        found = await run_cooperatively(current_findings(self._sources))
         engines = {
             status.engine_id: EngineBrief(status.up, status.problem, status.held, status.feed_state)
             for status in self._sources.fleet
@@ -115,7 +127,10 @@ class Control:
             model: PromptsBrief(one.how, one.source, one.by, one.reason, one.problem, one.remedy)
             for model, one in self._sources.tokenizer_origins().items()
         }
-        ready = Ready(state.ready, state.reason, engines, prompts)
+        bad = [one for one in found if one.severity in BAD]
+        bad.sort(key=lambda one: one.severity is not Severity.ERROR)
+        shown = bad[:READY_PROBLEMS_MAX]
+        ready = Ready(state.ready, state.reason, engines, prompts, counts(bad), shown)
         return json_answer(ready, 200 if state.ready else 503)
 
     async def version(self, request: Request) -> Response:

@@ -44,6 +44,7 @@ from router.fleet.sources import FleetSources
 from router.fleet.status import Fleet
 from router.http.settings import ListenStats
 from router.index.model import ModelIndexes
+from router.observe.findings import FindingLog
 from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts, Histogram
 from router.observe.requests import RequestTracker
@@ -115,6 +116,8 @@ class Sources(msgspec.Struct):
     """Tokenizer library by configured or served model."""
     tokenizer_origins: Callable[[], Mapping[str, ModelOrigin]] = dict
     """How prompts of each served model are read."""
+    findings: FindingLog = msgspec.field(default_factory=FindingLog)
+    """Problems that hold now (``router/api/findings.py``)."""
     more: Callable[[], Iterable[Metric]] = tuple
     """Further families: those of one of several workers."""
 

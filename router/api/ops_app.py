@@ -15,7 +15,6 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
@@ -23,7 +22,6 @@ from router import __version__
 from router.admission.admission_queue import read_claim
 from router.api.answers import (
     EndedRequest,
-    EngineProblem,
     EngineView,
     Health,
     LiveRequest,
@@ -34,7 +32,6 @@ from router.api.answers import (
     SessionView,
     Version,
     described,
-    engine_problems,
     refer,
     schemas,
 )
@@ -43,6 +40,7 @@ from router.api.metrics_page import Sources
 from router.api.views import LocalView, OpsView, Readiness, explain
 from router.fleet.engines import SourceStats
 from router.fleet.status import ModelCard
+from router.observe.findings import Finding
 from router.observe.history import RecentHistory
 from router.openai.body import invalid_json, peek_any_size
 from router.openai.errors import bad_request, body_too_complex, not_json, usage_off
@@ -138,12 +136,15 @@ def _add_insight(
     @_get(
         app,
         "/kvatlas/problems",
-        {"type": "object", "additionalProperties": {"type": "array", "items": refer(EngineProblem)}},
+        {"type": "object", "additionalProperties": {"type": "array", "items": refer(Finding)}},
     )
     async def problems() -> Response:
-        """Problems and remedies by engine; an engine without problems has an empty list."""
-        views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
-        return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
+        """Problems that hold now, by subject: an engine (without problems: an empty list), a model, or
+        ``router``; each with cause, remedy, and since when."""
+        by_subject: dict[str, list[Finding]] = {engine.engine_id: [] for engine in sources.fleet}
+        for finding in await view.problems():
+            by_subject.setdefault(finding.subject, []).append(finding)
+        return json_answer(by_subject)
 
     @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
     async def prefixes() -> Response:

@@ -22,11 +22,13 @@ from router.api.answers import (
     SessionView,
     view_receipt,
 )
+from router.api.findings import current_findings
 from router.api.metrics_page import Sources, families, page_steps
 from router.feeds.base import FeedState
 from router.fleet.status import Fleet
 from router.index.base import GPU, Plane
 from router.index.query_plan import EngineHit
+from router.observe.findings import Finding
 from router.observe.history import Counts, Gauges, RecentHistory
 from router.observe.receipts import COMPARED
 from router.observe.requests import BROKEN, RequestRecord, RequestTracker
@@ -261,6 +263,9 @@ class OpsView(Protocol):
     async def engines(self) -> list[EngineView]:
         """Every engine as seen by the router."""
 
+    async def problems(self) -> Sequence[Finding]:
+        """Problems of engines and router that hold now."""
+
     async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
         """The latest receipts, oldest first; with ``request_id`` all stored ones of this request."""
 
@@ -293,6 +298,9 @@ class LocalView:
         """Return the state of each engine; the load includes requests of siblings and replicas."""
         others = self._sources.others()
         return [_viewed(self._sources, status, others) for status in self._sources.fleet]
+
+    async def problems(self) -> Sequence[Finding]:
+        return await run_cooperatively(current_findings(self._sources))
 
     async def receipts(self, request_id: str = "") -> list[ReceiptView]:
         kept = self._sources.accounts.receipts.latest

@@ -8,7 +8,8 @@ import os
 import sys
 import termios
 import tty
-from collections.abc import AsyncGenerator, Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,8 +24,9 @@ from router.tools.doctor.http import Http, HttpAnswer, series
 from router.tools.ops_client import LIVE_STYLE, make_table, ops_headers, output_console, router_url
 
 # Snapshot of a running router: the responses of its endpoints converted to rows and totals. Pure functions of
-# the responses of ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics``. Fields that are missing or of
-# an unexpected type (older or newer router) are left out; no response raises an exception.
+# the responses of ``/kvatlas/engines``, ``problems``, ``history``, ``receipts`` and ``/metrics``. Fields
+# that are missing or of an unexpected type (older or newer router) are left out; no response raises an
+# exception.
 
 
 _COMPARED = ("exact", "over", "under")
@@ -51,7 +53,6 @@ class EngineRow(msgspec.Struct, kw_only=True):
     kv_cached: float | None = None
     """Share of KV blocks with cached content, in use or not."""
     feed: str = ""
-    feed_reason: str = ""
     lag_s: float | None = None
     mode: str = ""
     predicted_ttft_s: float | None = None
@@ -62,7 +63,14 @@ class EngineRow(msgspec.Struct, kw_only=True):
     """Number of accurate predictions (within 50 ms or 10 %), of ``ttft_compared``."""
     ttft_compared: int = 0
     drifting: bool = False
-    problem: str = ""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A finding of the router (``router.observe.findings``), as far as it is shown."""
+
+    subject: str
+    severity: str
+    seen: str
 
 
 class Totals(msgspec.Struct, kw_only=True):
@@ -79,7 +87,9 @@ class Totals(msgspec.Struct, kw_only=True):
     active: int | None = None
     """Number of requests in the proxy now."""
     errors: int | None = None
+    """Failed requests of the last five minutes, as on the status page."""
     retries: int | None = None
+    """Since the router's start."""
     ttft_held_share: float | None = None
     """Share of accurate predictions in all engines' latest predicted times to first token."""
 
@@ -91,6 +101,8 @@ class RouterSnapshot(msgspec.Struct, kw_only=True):
     problem: str = ""
     engines: list[EngineRow] = []
     totals: Totals | None = None
+    problems: list[Problem] = []
+    """The router's own list of what is wrong now."""
 
 
 def make_snapshot(
@@ -99,6 +111,8 @@ def make_snapshot(
     receipts: list[Any],
     metrics: str,
     *,
+    problems: Any = None,
+    history: Any = None,
     before: RouterSnapshot | None = None,
     elapsed_s: float = 0.0,
 ) -> RouterSnapshot:
@@ -110,7 +124,22 @@ def make_snapshot(
         for entry in engines
         if isinstance(entry, dict) and isinstance(entry.get("engine"), str)
     ]
-    return RouterSnapshot(router=router, engines=rows, totals=_totals(rows, engines, hits, _sums(metrics)))
+    totals = _totals(rows, engines, hits, _sums(metrics), _recent_errors(history))
+    return RouterSnapshot(router=router, engines=rows, totals=totals, problems=list(_found(problems)))
+
+
+def _found(problems: Any) -> Iterator[Problem]:
+    """Yield the findings of ``/kvatlas/problems``, by subject."""
+    for subject, found in _dict(problems).items():
+        for one in map(_dict, _list(found)):
+            yield Problem(str(subject), str(one.get("severity", "")), str(one.get("seen", "")))
+
+
+def _recent_errors(history: Any) -> int | None:
+    """Return the failed requests in ``/kvatlas/history``."""
+    intervals = _dict(history).get("intervals")
+    counts = [_whole(_dict(interval).get("errors")) for interval in _list(intervals)]
+    return sum(count or 0 for count in counts) if isinstance(intervals, list) else None
 
 
 def _row(
@@ -139,7 +168,6 @@ def _row(
         kv_usage=_number(entry.get("kv_usage")),
         kv_cached=_number(entry.get("kv_cached")),
         feed=str(entry.get("feed_state", "")),
-        feed_reason=str(feed.get("reason", "")),
         lag_s=_number(feed.get("lag_s")),
         mode=str(entry.get("mode") or ""),
         predicted_ttft_s=_number(first_tokens.get("predicted_s")),
@@ -147,12 +175,15 @@ def _row(
         ttft_held=_whole(first_tokens.get("held")) or 0,
         ttft_compared=_whole(first_tokens.get("compared")) or 0,
         drifting=entry.get("drifting") is True,
-        problem=str(entry.get("problem") or ""),
     )
 
 
 def _totals(
-    rows: list[EngineRow], engines: list[Any], hits: dict[str, tuple[int, int]], sums: dict[str, float]
+    rows: list[EngineRow],
+    engines: list[Any],
+    hits: dict[str, tuple[int, int]],
+    sums: dict[str, float],
+    errors: int | None,
 ) -> Totals:
     outcomes: dict[str, int] = {}
     for entry in engines:
@@ -170,8 +201,8 @@ def _totals(
         running=sum(row.running or 0 for row in rows),
         waiting=sum(row.waiting or 0 for row in rows),
         active=_whole(sums.get("kvatlas_proxy_requests_active")),
+        errors=errors,
         # A counter by reason has no sample before its first event.
-        errors=_whole(sums.get("kvatlas_proxy_errors_total", 0.0)) if sums else None,
         retries=_whole(sums.get("kvatlas_proxy_retries_total", 0.0)) if sums else None,
         ttft_held_share=_share(sum(row.ttft_held for row in rows), sum(row.ttft_compared for row in rows)),
     )
@@ -232,6 +263,9 @@ def _whole(value: Any) -> int | None:
 
 _COLUMNS = (">reqs", ">req/s", ">hit", ">exact", ">queue", ">run", ">wait", ">KV\nuse", ">KV\nheld")
 _LAG_SHOWN_S = 0.1
+# Severities that are shown, the worst first.
+_STYLES = {"error": "bold red", "warning": "yellow"}
+_PROBLEMS_MAX = 20
 _FEED_STYLES = {"ready": "green", "none": "dim", "": "dim"}
 
 
@@ -254,14 +288,31 @@ def render(snapshot: RouterSnapshot, *, hint: str = "") -> RenderableType:
         parts.append(Text(_proxy(snapshot.totals)))
         if snapshot.totals.ttft_held_share is not None:
             parts.append(_first_tokens(snapshot))
+    bad = [one for one in snapshot.problems if one.severity in _STYLES]
+    if bad:
+        parts.append(Text(f"problems: {describe_counts(Counter(one.severity for one in bad))}"))
     parts += [
-        Text(f"{_name(row)}: {text}", style="yellow") for row in snapshot.engines if (text := _problems(row))
+        Text(f"{_short(one.subject)}: {one.seen}", style=_STYLES[one.severity]) for one in bad[:_PROBLEMS_MAX]
     ]
+    if len(bad) > _PROBLEMS_MAX:
+        parts.append(Text(f"{len(bad) - _PROBLEMS_MAX} more: kvatlas doctor --router, or the status page"))
+    parts += [Text(f"{_name(row)}: {lag}", style="yellow") for row in snapshot.engines if (lag := _lag(row))]
     return Group(*parts, Text(hint, style="dim"))
 
 
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Describe numbers of findings by severity, errors first."""
+    return ", ".join(
+        f"{counts[name]} {name}{'s'[: counts[name] != 1]}" for name in _STYLES if counts.get(name)
+    )
+
+
 def _name(row: EngineRow) -> str:
-    return row.engine.removeprefix("http://")
+    return _short(row.engine)
+
+
+def _short(subject: str) -> str:
+    return subject.removeprefix("http://")
 
 
 def _figures(row: EngineRow | Totals) -> list[str]:
@@ -282,7 +333,7 @@ def _figures(row: EngineRow | Totals) -> list[str]:
 
 
 def _state(row: EngineRow) -> Text:
-    """Return a one-word state; ``_problems`` has the details."""
+    """Return a one-word state; the problems have the details."""
     if not row.up:
         return Text("down", style="bold red")
     if row.breaker_open:
@@ -290,23 +341,15 @@ def _state(row: EngineRow) -> Text:
     return Text("drift", style="yellow") if row.drifting else Text(row.mode or "up")
 
 
-def _problems(row: EngineRow) -> str:
-    """Describe what is wrong with an engine; "" if nothing is."""
-    words = []
-    if not row.up:
-        words.append(f"down: {row.problem}" if row.problem else "down")
-    words += [
-        word for word, holds in (("breaker open", row.breaker_open), ("drifting", row.drifting)) if holds
-    ]
-    if row.feed_reason or (row.lag_s is not None and row.lag_s >= _LAG_SHOWN_S):
-        reason = f" ({row.feed_reason})" if row.feed_reason else ""
-        lag = "" if row.lag_s is None else f" {row.lag_s * 1000:.0f} ms"
-        words.append(f"feed {row.feed}{reason}{lag}")
-    return ", ".join(words)
+def _lag(row: EngineRow) -> str:
+    """Describe the delay of its feed; "" if there is none to speak of."""
+    late = row.lag_s is not None and row.lag_s >= _LAG_SHOWN_S
+    return f"feed {row.feed} {row.lag_s * 1000:.0f} ms late" if row.lag_s is not None and late else ""
 
 
 def _proxy(totals: Totals) -> str:
-    figures = (("active", totals.active), ("errors", totals.errors), ("retries", totals.retries))
+    errors = ("errors in 5 min", totals.errors)
+    figures = (("active", totals.active), errors, ("retries since the start", totals.retries))
     return "requests: " + ", ".join(f"{_count(value)} {name}" for name, value in figures)
 
 
@@ -416,8 +459,8 @@ async def take_snapshot(
     http: Http, url: str, before: RouterSnapshot | None = None, elapsed_s: float = 0.0
 ) -> RouterSnapshot:
     """Take one snapshot. Never raises because of a response or its absence."""
-    paths = ("/kvatlas/engines", "/kvatlas/receipts", "/metrics")
-    engines, receipts, metrics = await asyncio.gather(
+    paths = ("/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/kvatlas/problems", "/kvatlas/history")
+    engines, receipts, metrics, problems, history = await asyncio.gather(
         *(http.get(url + path, ops_headers()) for path in paths)
     )
     listed = _listed(engines)
@@ -425,7 +468,16 @@ async def take_snapshot(
         why = engines.description if not engines.ok else "a response that is not a kvatlas router's"
         return RouterSnapshot(router=url, problem=f"GET /kvatlas/engines: {why}")
     page = metrics.body.decode("utf-8", "replace") if metrics.ok else ""
-    return make_snapshot(url, listed, _listed(receipts) or [], page, before=before, elapsed_s=elapsed_s)
+    return make_snapshot(
+        url,
+        listed,
+        _listed(receipts) or [],
+        page,
+        problems=problems.json(dict[str, Any]) if problems.ok else None,
+        history=history.json(dict[str, Any]) if history.ok else None,
+        before=before,
+        elapsed_s=elapsed_s,
+    )
 
 
 def _listed(answer: HttpAnswer) -> list[Any] | None:

@@ -25,6 +25,7 @@ from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from router.http.client import HttpClient
 from router.http.settings import ListenStats
 from router.http.sockets import describe_error
+from router.observe.findings import Finding, joined
 from router.observe.history import RecentHistory
 from router.observe.receipts import EVIDENCE_KEPT, Histogram
 from router.openai.errors import ApiError, worker_unavailable
@@ -338,6 +339,7 @@ class AggregateView:
         ``wanted``: a request id or a session."""
         parts: dict[str, Callable[[], Awaitable[Any]]] = {
             "engines": self._own.engines,
+            "problems": self._own.problems,
             "receipts": partial(self._own.receipts, wanted),
             "answers": partial(self._own.answers, wanted),
             "sessions": partial(self._own.sessions, wanted),
@@ -381,6 +383,10 @@ class AggregateView:
             if view is not None:
                 _add(view, other)
         return views
+
+    async def problems(self) -> list[Finding]:
+        """Return the problems that any worker sees."""
+        return joined((await self._own.problems(), await self._others("problems", Finding)))
 
     async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
         theirs = await self._others("receipts", msgspec.Raw, request_id)

@@ -15,18 +15,16 @@ from rich.text import Text
 from router.config.errors import ConfigError
 from router.config.load import any_model, load, parse_engine
 from router.config.schema import Config
+from router.observe.findings import BAD, Finding, Severity
 from router.prompts.reader import ModelDirError
 from router.serve import configure_logging
 from router.tools.doctor import checks
 from router.tools.doctor.examine import ExamineSettings, examine
 from router.tools.doctor.findings import (
-    BAD,
     EngineEvidence,
     EngineVerdict,
     Evidence,
-    Finding,
     PropertyVerdict,
-    Severity,
     engine_verdict,
     exit_status,
 )

@@ -36,6 +36,7 @@ from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
+from router.observe.findings import Finding
 from router.prompts.hub import Locator, TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from router.prompts.model_config import ModelConfigFile, read_model_file
 from router.prompts.reader import ModelDirError, PromptReader
@@ -121,8 +122,9 @@ async def examine(
 
 async def query_router(http: Http, url: str) -> RouterEvidence:
     """Query a router's own endpoints."""
-    paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version", "/kvatlas/sources")
-    ready, engines, receipts, metrics, version, sources = await asyncio.gather(
+    own = ("engines", "receipts", "sources", "problems")
+    paths = ("/ready", "/metrics", "/version", *(f"/kvatlas/{name}" for name in own))
+    ready, metrics, version, engines, receipts, sources, problems = await asyncio.gather(
         *(http.get(url + path, ops_headers()) for path in paths)
     )
     listed = engines.json(list[dict[str, Any]]) if engines.ok else None
@@ -139,6 +141,7 @@ async def query_router(http: Http, url: str) -> RouterEvidence:
         by_id,
         origins,
         _tokenizers(metrics) if metrics.ok else None,
+        [one for found in (problems.json(dict[str, list[Finding]]) or {}).values() for one in found],
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from router.fleet.engines import EngineAddress, EngineKind
 from router.fleet.statement import EngineStatement
 from router.fleet.status import Frontend, ModelCard, kind_of
 from router.index.engine import EngineResidency
+from router.observe.findings import BAD, Finding, Severity
 from router.prompts.hub import TokenizerProblem
 from router.prompts.model_config import ModelConfigFile
 from router.tools.doctor.http import EngineGauges, HttpAnswer
@@ -298,6 +298,8 @@ class RouterEvidence(msgspec.Struct):
     """Sources of its engines; None if it does not report them."""
     tokenizers: dict[str, str] | None = None
     """Library that tokenizes, by configured model; None if it does not report them."""
+    problems: list[Finding] = []
+    """Its own list of what is wrong now."""
 
 
 class Evidence(msgspec.Struct):
@@ -317,38 +319,8 @@ class Evidence(msgspec.Struct):
 FLEET = "fleet"
 
 
-class Severity(StrEnum):
-    """Severity of a finding.
-
-    ``warning``: kvatlas works, but less exactly or less well; ``error``: it does not work.
-    """
-
-    OK = "ok"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-BAD = frozenset({Severity.WARNING, Severity.ERROR})
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One finding.
-
-    ``check`` is a stable id such as ``events.flow``; ``subject`` an engine id, ``fleet`` or a router's URL.
-    ``cause`` and ``remedy`` are empty if nothing is wrong.
-    """
-
-    check: str
-    severity: Severity
-    subject: str
-    seen: str
-    cause: str = ""
-    remedy: str = ""
-
-
 class CheckResult(msgspec.Struct, frozen=True):
-    """Result of a check; the registry adds the check's id and, if not given here, the subject.
+    """Result of a check; the registry adds the check's id and subject, if not given here.
 
     Raises ``ValueError`` for a problem without cause or remedy.
     """
@@ -358,6 +330,8 @@ class CheckResult(msgspec.Struct, frozen=True):
     cause: str = ""
     remedy: str = ""
     subject: str = ""
+    check: str = ""
+    since_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.severity in BAD and not (self.cause and self.remedy):
@@ -529,7 +503,15 @@ def _run(name: str, subject: str, results: Iterator[CheckResult]) -> list[Findin
     try:
         for one in results:
             found.append(  # noqa: PERF401  results before a failure count
-                Finding(name, one.severity, one.subject or subject, one.seen, one.cause, one.remedy)
+                Finding(
+                    one.check or name,
+                    one.severity,
+                    one.subject or subject,
+                    one.seen,
+                    one.cause,
+                    one.remedy,
+                    one.since_s,
+                )
             )
     except Exception as problem:  # noqa: BLE001  a failing check must not hide the results of others
         found.append(

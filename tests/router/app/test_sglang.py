@@ -17,12 +17,12 @@ from publisher.pool.radix import RadixPool
 from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
+from router.observe.findings import Severity
 from router.openai.request import CHAT, COMPLETION
 from router.pd.settings import PdSettings
 from router.placement.engine import Engine
 from router.placement.load import EngineLoad
 from router.proxy.settings import ProxySettings
-from router.tools.doctor.findings import Severity
 from router.tools.record import resolve
 from tests.router.tools.doctor.rig import examined, http_server
 from tests.support.front import fronting

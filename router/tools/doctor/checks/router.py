@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from router.api.answers import engine_problems
 from router.index.learn.hash_scheme import Detection
+from router.observe.findings import BAD, Finding
 from router.tools.doctor.findings import (
     CheckResult,
     EngineEvidence,
     Evidence,
     RouterEvidence,
-    Severity,
     check,
     error,
     info,
@@ -103,15 +102,13 @@ def engines(seen: Evidence) -> Iterator[CheckResult]:
                 subject=engine.engine_id,
             )
         else:
-            yield from _one(engine, theirs)
+            yield from _one(engine, theirs, router.problems)
     for engine_id in set(router.engines) - {engine.engine_id for engine in seen.engines}:
         yield info("known to the router, not examined", remedy="add --engine for it", subject=engine_id)
 
 
-def _one(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
+def _one(engine: EngineEvidence, theirs: dict[str, Any], problems: list[Finding]) -> Iterator[CheckResult]:
     subject = engine.engine_id
-    found = list(_problems(theirs, "engines", subject))
-    yield from found
     if not theirs.get("up"):
         return
     state = str(theirs.get("feed_state"))
@@ -122,17 +119,27 @@ def _one(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult
             "give the router events= and replay= for this engine",
             subject=subject,
         )
-    elif all(problem.severity is Severity.INFO for problem in found):
+    elif not any(one.subject == subject and one.severity in BAD for one in problems):
         yield ok(f"router: up, feed {state}, hashes {theirs.get('mode')}", subject=subject)
     yield from _same_view(engine, theirs)
 
 
-def _problems(theirs: dict[str, Any], about: str, subject: str) -> Iterator[CheckResult]:
-    """Convert the problems that the router's status page shows too."""
-    for problem in engine_problems(theirs):
-        if problem.about == about:
-            severity = Severity(problem.severity)
-            yield CheckResult(severity, problem.seen, problem.cause, problem.remedy, subject=subject)
+@check("router.problems")
+def problems(seen: Evidence) -> Iterator[CheckResult]:
+    """Repeat the router's own list of what is wrong now, each under its own id."""
+    router = seen.router
+    if router is None:
+        return
+    for one in router.problems:
+        yield CheckResult(
+            one.severity,
+            one.seen,
+            one.cause or "the router does not say",
+            one.remedy or "see the router's log",
+            subject=one.subject if one.subject in (router.engines or {}) else router.url,
+            check=one.check,
+            since_s=one.since_s,
+        )
 
 
 def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
@@ -180,7 +187,6 @@ def predictions(seen: Evidence) -> Iterator[CheckResult]:
     for engine_id, theirs in router.engines.items():
         outcomes = {k: v for k, v in _outcomes(theirs).items() if v}
         compared = sum(outcomes.get(name, 0) for name in ("exact", "over", "under"))
-        yield from _problems(theirs, "predictions", engine_id)
         if compared and not theirs.get("drifting"):
             share = outcomes.get("exact", 0) / compared
             partial = " (mode partial)" if theirs.get("mode") == "partial" else ""
@@ -200,39 +206,13 @@ def _outcomes(theirs: dict[str, Any]) -> dict[str, int]:
     return {k: v for k, v in receipts.items() if isinstance(v, int)} if isinstance(receipts, dict) else {}
 
 
-def _unread(router: RouterEvidence) -> Iterator[CheckResult]:
-    """Report models whose prompts are tokenized by engines, or by a configured tokenizer that differs from
-    the engines', according to ``/ready``.
-    """
-    ready = router.ready.json(dict[str, Any]) or {}
-    prompts = ready.get("prompts")
-    for model, one in prompts.items() if isinstance(prompts, dict) else ():
-        if isinstance(one, dict) and one.get("problem"):
-            how = "its prompts are tokenized by engines"
-            if one.get("how") == "here":
-                how = "the configured tokenizer is used although an engine's tokens differ"
-            yield warning(
-                f"{model}: {how} ({one.get('reason')})",
-                str(one["problem"]),
-                str(one.get("remedy")),
-                subject=router.url,
-            )
-
-
 def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
     """Report problems that only the router's metrics page shows."""
     page = router.metrics_answer.body.decode("utf-8", "replace") if router.metrics_answer.ok else ""
-    for name, labels, value in series(page):
+    for name, _, value in series(page):
         if not value:
             continue
-        if name == "kvatlas_prompt_mismatches_total":
-            yield error(
-                f"{value:.0f} prompt(s) had different lengths at the engine and in the router",
-                "tokenizer or chat template differ from the engine's",
-                "see tokens.parity; give the router the engine's tokenizer and template",
-                subject=labels.get("engine", router.url),
-            )
-        elif name == "kvatlas_prompts_template_mismatches_total":
+        if name == "kvatlas_prompts_template_mismatches_total":
             yield info(
                 "a precompiled chat template differed from jinja2 and is not used for such chats",
                 "the template uses a construct that the precompiled form renders differently",
@@ -361,10 +341,7 @@ _OTHERWISE = f"{_RENDER}; docs/exactness.md lists what the router can tokenize"
 def prompts(seen: Evidence) -> Iterator[CheckResult]:
     """Report the share of each API's requests placed by exact tokens, and how to raise it."""
     router = seen.router
-    if router is None:
-        return
-    yield from _unread(router)
-    if not router.metrics_answer.ok:
+    if router is None or not router.metrics_answer.ok:
         return
     reads: dict[str, dict[str, float]] = {}
     reasons: dict[str, float] = {}

@@ -15,10 +15,10 @@ from publisher.events import BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
+from router.observe.findings import Finding, Severity
 from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import Finding, Severity
 from tests.support.whole_router import LOCAL
 
 MODELS = {"data": [{"id": "m", "root": "m", "parent": None, "max_model_len": 4096}]}

@@ -16,8 +16,8 @@ from publisher.events import GroupSpec
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
+from router.observe.findings import Severity
 from router.prompts.families import harmony
-from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.rig import Findings, at, examined, http_server, publishing, server, stored
 from tests.support.front import fronting
 from tests.support.waiting import run

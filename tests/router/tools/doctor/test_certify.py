@@ -18,17 +18,11 @@ from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
+from router.observe.findings import Severity
 from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import (
-    NOTES,
-    PROPERTIES,
-    EngineVerdict,
-    Severity,
-    engine_verdict,
-    names,
-)
+from router.tools.doctor.findings import NOTES, PROPERTIES, EngineVerdict, engine_verdict, names
 from router.tools.doctor.prober import LoadPlan
 from tests.support.paths import ROOT
 from tests.support.whole_router import LOCAL, MODEL, running

@@ -74,7 +74,9 @@ def test_an_engine_that_is_down_ends_with_status_1_and_a_remedy() -> None:
     report = json.loads(ended.stdout)
     assert report["worst"] == "error"
     assert report["counts"]["error"] == sum(f["severity"] == "error" for f in report["findings"])
-    assert {"check", "severity", "subject", "seen", "cause", "remedy"} == set(report["findings"][0])
+    assert {"check", "severity", "subject", "seen", "cause", "remedy", "since_s"} == set(
+        report["findings"][0]
+    )
 
 
 async def test_a_healthy_engine_ends_with_status_0() -> None:

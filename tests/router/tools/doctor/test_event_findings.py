@@ -15,7 +15,7 @@ import zmq.asyncio
 from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
 from publisher.zmq_publisher import ZmqPublisher
 from router.fleet.engines import EngineAddress
-from router.tools.doctor.findings import Severity
+from router.observe.findings import Severity
 from router.tools.doctor.listener import EventListener
 from tests.router.tools.doctor.rig import (
     Findings,

@@ -8,16 +8,9 @@ import pytest
 
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
+from router.observe.findings import Finding, Severity
 from router.tools.doctor import findings
-from router.tools.doctor.findings import (
-    CheckResult,
-    Evidence,
-    Finding,
-    Severity,
-    exit_status,
-    info,
-    run_checks,
-)
+from router.tools.doctor.findings import CheckResult, Evidence, exit_status, info, run_checks
 from tests.router.tools.doctor.rig import Answers, at, examined, http_server, publishing, server, stored
 from tests.support.examples import some
 from tests.support.whole_router import configure, routing, running
@@ -93,60 +86,30 @@ def router(**changes: Any) -> Answers:
     return {**answers, "/kvatlas/receipts": [], "/metrics": {}, "/version": {"version": "0.1.0"}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "check", "severity", "words"),
-    [
-        ({"up": False, "problem": "refused"}, "router.engines", Severity.ERROR, "down: refused"),
-        ({"feed_state": "cold"}, "router.engines", Severity.WARNING, "feed is cold"),
-        (
-            {"feed_state": "degraded", "feed": {"reason": "history_rolled"}},
-            "router.engines",
-            Severity.WARNING,
-            "degraded (history_rolled)",
-        ),
-        ({"feed": {"phantom_alarms": 2}}, "router.engines", Severity.WARNING, "2 phantom alarm(s)"),
-        (
-            {"unusable_events": 7, "rejected_events": {"undecodable": 7}, "unknown_events": {}},
-            "router.engines",
-            Severity.ERROR,
-            "none of the latest 7 event(s) could be used (undecodable 7)",
-        ),
-        ({"feed_state": "stale"}, "router.engines", Severity.WARNING, "stale"),
-        ({"available": False}, "router.engines", Severity.WARNING, "breaker is open"),
-        ({"drifting": True}, "router.predictions", Severity.WARNING, "drift"),
-        (
-            {
-                "contradicting": [
-                    {
-                        "request_id": "r9",
-                        "kind": "fewer",
-                        "predicted_tokens": 512,
-                        "reported_tokens": 0,
-                        "prompt_tokens": 700,
-                    }
-                ]
-            },
-            "router.predictions",
-            Severity.WARNING,
-            "contradict its own events (request r9: 0 reported of 700, 512 by its events)",
-        ),
-        (
-            {"first_tokens": {"held": 30, "compared": 100}},
-            "router.predictions",
-            Severity.WARNING,
-            "70 of 100 times to first token differ",
-        ),
-        ({"receipts": {"unreported": 5}}, "router.predictions", Severity.WARNING, "without cached_tokens"),
-        ({"receipts": {"exact": 3, "over": 1}}, "router.predictions", Severity.OK, "75% of 4"),
-    ],
-)
-async def test_the_routers_view_of_an_engine(
-    changes: dict[str, Any], check: str, severity: Severity, words: str
-) -> None:
-    async with http_server(router(**changes)) as url:
+DOWN = {
+    "check": "engine.down",
+    "severity": "error",
+    "subject": ENGINE,
+    "seen": "down: refused",
+    "since_s": 5.0,
+}
+TOKENIZER = {"check": "tokens.tokenizer", "severity": "warning", "subject": "m", "seen": "m: by engines"}
+
+
+async def test_the_routers_own_problems_are_repeated_under_their_ids() -> None:
+    told = {ENGINE: [DOWN], "m": [TOKENIZER]}
+    async with http_server(router(up=False) | {"/kvatlas/problems": told}) as url:
         found = await examined(ENGINE, router=url, timeout_s=0.5)
-        finding = found.expect(check, severity, words)
-        assert finding.subject == ENGINE
+        down = found.expect("engine.down", Severity.ERROR, "down: refused")
+        assert (down.subject, down.since_s) == (ENGINE, 5.0)
+        assert found.expect("tokens.tokenizer", Severity.WARNING, "m: by engines").subject == url
+        assert found.of("router.engines") == []
+
+
+async def test_the_routers_view_of_an_engine() -> None:
+    async with http_server(router(receipts={"exact": 3, "over": 1})) as url:
+        found = await examined(ENGINE, router=url, timeout_s=0.5)
+        assert found.expect("router.predictions", Severity.OK, "75% of 4").subject == ENGINE
 
 
 @pytest.mark.parametrize(
@@ -175,12 +138,6 @@ async def test_where_the_routers_engines_come_from(
         found = await examined(ENGINE, router=url, timeout_s=0.5)
         assert found.expect("router.sources", severity, *words).subject == url
         assert len(found.of("router.sources")) == 1
-
-
-async def test_a_held_engine_is_told() -> None:
-    async with http_server(router(held="drained by ann")) as url:
-        found = await examined(ENGINE, router=url, timeout_s=0.5)
-        found.expect("router.engines", Severity.INFO, "gets no new requests: drained by ann")
 
 
 async def test_a_router_that_sees_another_engine_than_the_doctor() -> None:
@@ -214,7 +171,6 @@ async def test_a_router_that_is_not_there_or_not_ready() -> None:
 
 async def test_what_the_routers_metrics_show() -> None:
     page = (
-        b'kvatlas_prompt_mismatches_total{engine="http://e:1"} 3.0\n'
         b"kvatlas_prompts_template_mismatches_total 1.0\n"
         b'kvatlas_index_unknown_removals_total{model="m"} 2.0\n'
         b"kvatlas_proxy_errors_total 0.0\nnonsense\n"
@@ -228,8 +184,6 @@ async def test_what_the_routers_metrics_show() -> None:
 
     async with http_server(router() | {"/metrics": (200, page, {})}) as url:
         found = await examined(ENGINE, router=url, timeout_s=0.5)
-        mismatch = found.expect("router.predictions", Severity.ERROR, "3 prompt(s)")
-        assert mismatch.subject == "http://e:1"
         found.expect("router.predictions", Severity.INFO, "jinja2")
         found.expect("router.predictions", Severity.INFO, "2 removals")
         by_text = found.expect("router.prompts", Severity.INFO, "75% placed by text")

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from router.config.schema import ModelConfig
+from router.observe.findings import Severity
 from router.tools.doctor.checks import names
-from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.rig import examined
 from tests.support.front import fronting
 from tests.support.whole_router import LOCAL, configure, routing, running

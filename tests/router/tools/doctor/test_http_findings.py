@@ -14,7 +14,7 @@ import pytest
 from publisher.events import AllBlocksCleared
 from publisher.zmq_publisher import ZmqPublisher
 from router.fleet.engines import EngineAddress
-from router.tools.doctor.findings import Severity
+from router.observe.findings import Severity
 from tests.router.tools.doctor.rig import (
     MODELS,
     Answers,

@@ -11,8 +11,8 @@ from huggingface_hub import constants
 
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.schema import ModelConfig
-from router.tools.doctor.findings import Severity
-from tests.router.tools.doctor.rig import examined, http_server, server
+from router.observe.findings import Severity
+from tests.router.tools.doctor.rig import examined
 from tests.support.stand_in_hub import Repository, stand_in_hub
 from tests.support.whole_router import running
 
@@ -46,30 +46,3 @@ async def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch:
     ):
         found.expect("tokens.parity", Severity.WARNING, *words)
     wrong[3].expect("tokens.parity", Severity.ERROR, "chat", "the first difference at token")
-
-
-async def test_what_a_router_says_of_it() -> None:
-    prompts = {
-        "a": {"how": "here", "source": "org/a@1", "problem": "", "reason": "", "remedy": ""},
-        "b": {"how": "engine", "problem": "org/b is gated", "reason": "gated", "remedy": "set HF_TOKEN"},
-        "c": 7,
-        "d": {"how": "here", "problem": "other tokens", "reason": "differs", "remedy": "give another"},
-    }
-    answers = {
-        "/ready": {"ready": True, "reason": "", "engines": {}, "prompts": prompts},
-        "/kvatlas/engines": [],
-        "/kvatlas/receipts": {},
-        "/metrics": (200, b"", {}),
-        "/version": {"version": "1"},
-    }
-
-    async with http_server(server()) as engine, http_server(answers) as url:
-        found = await examined(engine, router=url)
-        found.expect(
-            "router.prompts",
-            Severity.WARNING,
-            "b: its prompts are tokenized by engines",
-            "is gated",
-            "HF_TOKEN",
-        )
-        found.expect("router.prompts", Severity.WARNING, "d: the configured", "(differs)", "give another")

@@ -81,7 +81,7 @@ async def test_a_router_that_goes_away_and_comes_back() -> None:
 def test_states_that_matter_are_shown() -> None:
     entries = [
         {"engine": "http://a:1", "up": False, "problem": "refused"},
-        {"engine": "http://b:1", "up": True, "available": False, "drifting": True},
+        {"engine": "http://b:1", "up": True, "available": False},
         {
             "engine": "http://c:1",
             "up": True,
@@ -92,11 +92,27 @@ def test_states_that_matter_are_shown() -> None:
             "load": {"queue_s": 1.5, "running": 3, "waiting": 4},
         },
     ]
-    text = shown(make_snapshot("http://r", entries, [], ""))
+    problems = {
+        "http://a:1": [{"severity": "error", "seen": "down: refused"}],
+        "http://b:1": [{"severity": "warning", "seen": "predictions drift"}],
+        "http://c:1": [
+            {"severity": "info", "seen": "sleeps"},
+            {"severity": "warning", "seen": "feed degraded"},
+        ],
+        "m": [{"severity": "warning", "seen": "m: its prompts are tokenized by engines"}],
+    }
+    history = {"intervals": [{"errors": 2}, {"errors": 1}]}
+    snapshot = make_snapshot("http://r", entries, [], "", problems=problems, history=history)
+    text = shown(snapshot)
+    assert "sleeps" not in text
     for words in (
-        "down: refused",
-        "breaker open, drifting",
-        "degraded (gap) 250 ms",
+        "problems: 1 error, 3 warnings",
+        "a:1: down: refused",
+        "b:1: predictions drift",
+        "c:1: feed degraded",
+        "m: m: its prompts",
+        "3 errors in 5 min",
+        "feed degraded 250 ms late",
         "50%",
         "87%",
         "1.50 s",
@@ -118,7 +134,8 @@ def test_a_table_with_a_dead_engine_fits_80_columns() -> None:
         "feed_state": "ready",
         "mode": "native",
     }
-    snapshot = make_snapshot("http://127.0.0.1:8000", [dead, live], [], "")
+    found = {dead["engine"]: [{"severity": "error", "seen": f"down: {problem}"}]}
+    snapshot = make_snapshot("http://127.0.0.1:8000", [dead, live], [], "", problems=found)
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
         console.print(render(snapshot))
@@ -158,12 +175,13 @@ ENTRIES = st.lists(ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=3)
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(engines=ENTRIES, receipts=ENTRIES, metrics=st.text(max_size=60))
+@given(engines=ENTRIES, receipts=ENTRIES, metrics=st.text(max_size=60), problems=ANYTHING, history=ANYTHING)
 def test_whatever_a_router_answers_is_a_picture(
-    engines: list[Any], receipts: list[Any], metrics: str
+    engines: list[Any], receipts: list[Any], metrics: str, problems: Any, history: Any
 ) -> None:
-    snapshot = make_snapshot("http://r", engines, receipts, metrics)
-    shown(make_snapshot("http://r", engines, receipts, metrics, before=snapshot, elapsed_s=1.0))
+    told = {"problems": problems, "history": {"intervals": history}}
+    snapshot = make_snapshot("http://r", engines, receipts, metrics, **told)
+    shown(make_snapshot("http://r", engines, receipts, metrics, before=snapshot, elapsed_s=1.0, **told))
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,199 @@
+"""Rules: what is wrong with the engines of a running router, and with the router itself.
+
+Each rule reads live state, asks nothing of the network, and yields findings
+(``router/observe/findings.py``). The ids are those of docs/tools.md, "Problems of a running router".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+
+from router.api.metrics_page import Sources
+from router.feeds.base import FeedState
+from router.observe.findings import ROUTER, Finding, Severity
+from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN
+from router.placement.engine import Engine
+
+_info = partial(Finding, severity=Severity.INFO)
+_warning = partial(Finding, severity=Severity.WARNING)
+_error = partial(Finding, severity=Severity.ERROR)
+
+_FEED_REMEDIES = {
+    FeedState.COLD: "check events= of this engine, the firewall between router and engine, and that the "
+    "endpoint in its --kv-events-config has a * (tcp://*:5557): without one vLLM connects to the address and "
+    "listens nowhere",
+    FeedState.REPLAYING: "wait; if it lasts, look at the engine's replay socket",
+    FeedState.DEGRADED: "docs/operations.md, feed states, explains the reason",
+    FeedState.STALE: "check the engine and the network",
+}
+# Engines between two pauses.
+_STEP = 16
+
+
+def current_findings(s: Sources) -> Generator[None, None, Sequence[Finding]]:
+    """Return all findings that hold now, with since when; pauses
+    (``router.openai.members.run_cooperatively``)."""
+    now = s.accounts.now()
+    found = list(of_router(s))
+    for number, engine in enumerate(list(s.fleet)):
+        if number % _STEP == _STEP - 1:
+            yield
+        if not engine.closed:
+            found += of_engine(engine, now)
+    return s.findings.update(found, time.time())
+
+
+def of_router(s: Sources) -> Iterator[Finding]:
+    """Yield problems that belong to no single engine."""
+    problem = "" if s.shared is None else s.shared.problem
+    if problem:
+        yield _warning(
+            "replicas.index",
+            subject=ROUTER,
+            seen=f"the shared index does not answer: {problem}",
+            cause="Redis is down, slow, or out of reach",
+            remedy="check Redis and the network; until then this replica predicts by its own feeds",
+        )
+    for name, source in () if s.origins is None else s.origins.stats.items():
+        if source.failing:
+            yield _warning(
+                f"source.{name}",
+                subject=ROUTER,
+                seen=f"engines from {name}: {source.engines}, as last known; failing: {source.last_error}",
+                cause="the source does not answer, or is not understood",
+                remedy="kvatlas doctor --router shows the remedy (router.sources)",
+            )
+    for model, origin in s.tokenizer_origins().items():
+        if origin.problem:
+            how = "its prompts are tokenized by engines"
+            if origin.how == "here":
+                how = "the configured tokenizer is used although an engine's tokens differ"
+            yield _warning(
+                "tokens.tokenizer",
+                subject=model,
+                seen=f"{model}: {how} ({origin.reason})",
+                cause=origin.problem,
+                remedy=origin.remedy,
+            )
+
+
+def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
+    """Yield what is wrong with an engine that should work; ``now`` in monotonic seconds."""
+    name = engine.engine_id
+    if not engine.up:
+        yield _error(
+            "engine.down",
+            subject=name,
+            seen=f"the router reports it down: {engine.problem}",
+            cause="it is down, or the router cannot reach it",
+            remedy="run kvatlas doctor on the router's machine",
+        )
+        return
+    if engine.held:
+        yield _info("engine.held", subject=name, seen=f"gets no new requests: {engine.held}")
+    if engine.asleep:
+        seen = "sleeps: it gets no requests until it wakes (POST /wake_up at the engine)"
+        yield _info("engine.asleep", subject=name, seen=seen)
+    yield from _feed(engine)
+    if not engine.breaker.allows(now):
+        yield _warning(
+            "engine.breaker",
+            subject=name,
+            seen="the router's breaker is open for this engine",
+            cause="its latest requests failed",
+            remedy="look at the engine's log; the breaker closes with the first success",
+        )
+    yield from _predictions(engine)
+
+
+def _feed(engine: Engine) -> Iterator[Finding]:
+    state, feed = engine.feed_state, engine.feed
+    if state in _FEED_REMEDIES:
+        reason = "" if feed is None or not feed.reason else f" ({feed.reason})"
+        yield _warning(
+            "feed.state",
+            subject=engine.engine_id,
+            seen=f"the router's feed is {state}{reason}",
+            cause="what the engine holds is not fully known to the router",
+            remedy=_FEED_REMEDIES[FeedState(state)],
+        )
+    if engine.unusable_events:
+        yield _unusable(engine)
+    if feed is not None and feed.phantom_alarms:
+        yield _warning(
+            "feed.phantoms",
+            subject=engine.engine_id,
+            seen=f"{feed.phantom_alarms} phantom alarm(s): the index held more copies than the engine has "
+            "blocks",
+            cause="removals were lost, or kv_cache_report_mode=full makes the engine report blocks again",
+            remedy="let no client set kv_cache_report_mode, or set models.NAME.report_mode_full",
+        )
+
+
+def _unusable(engine: Engine) -> Finding:
+    """The engine publishes, but the router can use nothing of it."""
+    feed, writer = engine.feed, None if engine.residency is None else engine.residency.writer
+    reasons: dict[str, int] = {} if writer is None else dict(writer.rejected)
+    reasons |= {} if feed is None else feed.malformed_frames
+    said = [f"{reason} {count}" for reason, count in sorted(reasons.items())]
+    unknown = {} if writer is None else writer.unknown_types
+    said += [f"unknown type {name} {count}" for name, count in sorted(unknown.items())]
+    if feed is not None and feed.last_rejection:
+        said.append(str(feed.last_rejection))
+    return _error(
+        "feed.unusable",
+        subject=engine.engine_id,
+        seen=f"none of the latest {engine.unusable_events} event(s) could be used ({', '.join(said)})",
+        cause="the engine or its connector publishes in a form that kvatlas does not know: its cache is "
+        "unknown",
+        remedy="check that events= is the address of a KV event publisher; upgrade kvatlas, or report it "
+        "with what kvatlas record writes",
+    )
+
+
+def _predictions(engine: Engine) -> Iterator[Finding]:
+    receipts = engine.receipts
+    if receipts.drifting:
+        yield _warning(
+            "predictions.drift",
+            subject=engine.engine_id,
+            seen="predictions drift: more than a quarter of the latest ones were wrong",
+            cause="tokenizer or chat template differ from the engine's, or events are lost",
+            remedy="kvatlas doctor --probe compares them (cache.facts, tokens.parity)",
+        )
+    if evidence := receipts.contradicting:
+        shown = "; ".join(
+            f"request {one.request_id}: {one.reported_tokens} reported of {one.prompt_tokens}, "
+            f"{one.predicted_tokens} by its events"
+            for one in evidence
+        )
+        yield _warning(
+            "predictions.contradicted",
+            subject=engine.engine_id,
+            seen=f"the cached tokens that it reports contradict its own events ({shown})",
+            cause="the engine, or a proxy before it, reports wrong usage, or its events are wrong; bills by "
+            "cached_tokens are not safe",
+            remedy="compare with vllm:prefix_cache_hits at the engine; lines of the usage record say "
+            "verified: false",
+        )
+    if receipts.prompt_mismatches:
+        yield _error(
+            "tokens.length",
+            subject=engine.engine_id,
+            seen=f"{receipts.prompt_mismatches} prompt(s) had different lengths at the engine and in the "
+            "router",
+            cause="tokenizer or chat template differ from the engine's",
+            remedy="see tokens.parity of kvatlas doctor; give the router the engine's tokenizer and template",
+        )
+    first = receipts.first_tokens.summary()
+    if first.compared >= HELD_OF_MIN and first.held < HELD_SHARE_MIN * first.compared:
+        yield _warning(
+            "predictions.first_token",
+            subject=engine.engine_id,
+            seen=f"{first.compared - first.held} of {first.compared} times to first token differ from the "
+            "predicted ones",
+            cause="others send it requests, its prompts wait for KV cache pages, or its speed changed",
+            remedy="compare the parts in /kvatlas/receipts; kv_usage near 1 means too few pages",
+        )
