@@ -37,7 +37,7 @@ from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowS
 from router.placement.candidate import Confidence, Hit
 from router.placement.cost import AdmissionStats
 from router.placement.evictions import EvictionForecast
-from router.placement.inflight import InflightPrefixes, coming_hit, kept_prefixes, kept_rule
+from router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
 from router.placement.load import LoadAccount, LoadStats
 from router.placement.others import OthersLoad
 from router.placement.rates import FleetRates
@@ -449,7 +449,7 @@ class Engine(EngineStatus):
         interval = None if facts is None else facts.retention_interval
         return interval if type(interval) is int else retained_tokens(interval)
 
-    def kept(self, prompt_tokens: int, hit: Hit) -> tuple[int, ...]:
+    def kept(self, prompt_tokens: int, hit: Hit) -> Kept:
         """Prefixes of a prompt with this hit here that it will be able to hit, in hash blocks."""
         layout = self.layout
         if layout is None:

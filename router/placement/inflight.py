@@ -9,16 +9,22 @@ the new one is served).
 
 A radix tree over block hashes. A block hash covers the whole prefix before it, so two hash lists are equal up
 to some position and different from there on: the end of a match inside a node is found by bisection, and
-hashes of engines with different schemes never match.
+hashes of engines with different schemes never match. What an engine keeps of a prompt is a few ranges
+(``Kept``), whatever the layout and the prompt's length: with full attention it keeps every block, and a node
+for each of them cost 750 bytes a block and the square of the length. Marks at kept ends in a dictionary
+cannot take the tree's place: the common prefix ends between them.
 
-Invariants: memory is O(prompts kept), a look-up O(branch points on its path * log blocks + engines).
+Invariants: memory is O(prompts kept) beside 8 bytes a block, adding a prompt and a look-up are
+O(branch points on the path * log blocks + engines); nothing is done per block.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -48,18 +54,28 @@ class InflightStats(msgspec.Struct):
     """Prompts removed before their end because there were too many."""
 
 
+Kept = tuple[range, ...]
+"""Ends of the prefixes of a prompt that an engine keeps, in hash blocks: ranges that are not empty, by their
+last end. A range of one end is that end alone."""
+
+
 class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     """One prompt on one engine; opaque to its holder."""
 
     engine_id: str
     hashes: Sequence[BlockHash]
     num_blocks: int
-    keeps: tuple[int, ...] = ()
+    keeps: Kept = ()
     kept: bool = True
     computed: bool = False
     """Its first token arrived: ``keeps`` is the part that no applied batch has stored yet."""
     rank: float = 0.0
     """Its place among those that wait in an engine that schedules by priority, lower first; 0: unknown."""
+
+    @property
+    def last_kept(self) -> BlockHash:
+        """The hash at the end of the longest prefix that its engine keeps; there is one."""
+        return self.hashes[self.keeps[-1][-1] - 1]
 
 
 class Common(msgspec.Struct, gc=False):
@@ -115,9 +131,7 @@ def kept_rule(layout: CacheLayout) -> KeptRule:
     )
 
 
-def kept_prefixes(
-    rule: KeptRule, prompt_tokens: int, hit: Hit, retention_interval: int | None = 0
-) -> tuple[int, ...]:
+def kept_prefixes(rule: KeptRule, prompt_tokens: int, hit: Hit, retention_interval: int | None = 0) -> Kept:
     """Return the prefixes of a prompt, in hash blocks, that an engine can hit once it has computed it.
 
     ``hit``: the prompt's own. vLLM keeps the windows and states at the last aligned boundary of the prompt,
@@ -125,20 +139,15 @@ def kept_prefixes(
     interval (states only where it ends a chunk); all boundaries if that is None. What ends within the
     prompt's own hit is not computed, so the prompt leaves nothing there.
     """
-    alignment, unit, drop, states = (
-        rule.alignment,
-        rule.hash_block_size,
-        rule.dropped_tokens,
-        rule.state_tokens,
-    )
+    alignment, drop, states = rule.alignment, rule.dropped_tokens, rule.state_tokens
     # Full attention computes, loads or holds every block; a chunk's start is a hit without blocks before.
     held = 0 if rule.all_full else hit.whole_tokens
     if rule.every_block:
         # Its own look-up spares the last token, but all full blocks are stored
         # (``KVCacheManager.allocate_slots``, vLLM 0.32): a longer prompt hits the whole of it.
         first = (held // alignment + 1) * alignment
-        proven = prompt_tokens - rule.unproven_tokens
-        return tuple(range(first // unit, proven // unit + 1, alignment // unit))
+        every = range(first, prompt_tokens - rule.unproven_tokens + 1, alignment)
+        return kept_ranges((every,), rule.hash_block_size)
     last, shared_prefix = prompt_tokens - 1, hit.shared_prefix_tokens
     # The same prompt again, and with EAGLE also a longer one, which can drop a block behind the last token
     # (``replay_boundaries``, v1/core/kv_cache_coordinator.py, vLLM 0.32).
@@ -151,22 +160,59 @@ def kept_prefixes(
         step = max(states, alignment)
         junction = shared_prefix // step * step + drop
     ends = {min(junction, whole), whole}
-    if states:
-        if states > alignment and not drop:
-            # A chunk ends at the last whole block too, before the one that ends with the last hash block
-            # (``_mamba_block_aligned_split``, v1/core/sched/scheduler.py, vLLM 0.32).
-            ends.add(last // states * states)
-    else:
+    spans: list[range] = []
+    if not states:
         ends.add(again)
         step = alignment if retention_interval is None else retention_interval
-        ends.update(range(step + drop, prompt_tokens + 1, step) if step else ())
-    base = held
-    for end in sorted(ends) if rule.window_tokens else ():
-        # The windows of two boundaries meet, so all between them are hits.
-        if end - rule.window_tokens <= base < end:
-            ends.update(range((base // alignment + 1) * alignment, end, alignment))
+        # vLLM refuses an interval that is no multiple of it.
+        step += -step % alignment
+        if step:
+            spans.append(range(step + drop, prompt_tokens + 1, step))
+    elif states > alignment and not drop:
+        # A chunk ends at the last whole block too, before the one that ends with the last hash block
+        # (``_mamba_block_aligned_split``, v1/core/sched/scheduler.py, vLLM 0.32).
+        ends.add(last // states * states)
+    ends = {end for end in ends if end - drop > held}
+    spans = [span[bisect_right(span, held + drop) :] for span in spans]
+    if rule.window_tokens:
+        spans = _with_windows_met(ends, spans, held, rule)
+    alone = [range(end, end + 1) for end in ends if not any(end in span for span in spans)]
+    return kept_ranges((*spans, *alone), rule.hash_block_size)
+
+
+def _with_windows_met(ends: set[int], spans: list[range], held: int, rule: KeptRule) -> list[range]:
+    """Add the boundaries between two kept ends whose windows meet, all of which are hits. In tokens."""
+    alignment, window = rule.alignment, rule.window_tokens
+    near = {held, *ends}
+    for number, span in enumerate(spans):
+        if span.step <= window and span:
+            spans[number] = span = range(span[0], span[-1] + 1, alignment)  # noqa: PLW2901
+        # Ends of a range further apart than a window meet only those beside them.
+        for end in (held, *ends):
+            at = bisect_right(span, end)
+            near.update(span[max(0, at - 1) : at + 1])
+    base, met = held, []
+    for end in sorted(near):
+        first = (base // alignment + 1) * alignment
+        if first < end <= base + window and not any(first in span for span in spans):
+            met.append(range(first, end, alignment))
         base = max(base, end)
-    return tuple([end // unit for end in sorted(ends) if end - drop > held])
+    return spans + met
+
+
+def kept_ranges(spans: Iterable[range], unit: int = 1) -> Kept:
+    """Return those that are not empty, by their last end; divided by ``unit``, the tokens of a hash block."""
+    found = []
+    for span in spans:
+        if span and span[-1] >= unit:
+            first, step = max(span[0], unit) // unit, max(1, span.step // unit)
+            found.append(range(first, span[-1] // unit + 1, step if len(span) > 1 else 1))
+    if len(found) > 1:
+        found.sort(key=_last)
+    return tuple(found)
+
+
+_first, _last = itemgetter(0), itemgetter(-1)
 
 
 def coming_hit(layout: CacheLayout, kept_tokens: int, prompt_tokens: int) -> int:
@@ -177,12 +223,18 @@ def coming_hit(layout: CacheLayout, kept_tokens: int, prompt_tokens: int) -> int
     return 0 if found <= layout.replay_tokens else found
 
 
+_Ends = tuple[int, int]
+_AT_END: _Ends = (0, 0)
+
+
 class PrefixNode(msgspec.Struct, eq=False, gc=False):
     """A node of the tree: hashes ``[start, end)`` of ``hashes``, shared by every prompt that passes through.
 
     It keeps a slice of one prompt's hash list (no copy), the number of open prompts of each engine that pass
-    through it, and the number of those that keep the prefix ending at its end. Invariants: positions are
-    absolute in the prompt, and a child starts where its parent ends.
+    through it, and the number of those that keep prefixes ending in it, by which of its ends these are: all
+    that leave a remainder when divided by a step, (step, remainder), or only its own end, ``_AT_END``.
+    ``cuts`` counts the prompts with ranges that begin or end where it ends. Invariants: positions are
+    absolute in the prompt, a child starts where its parent ends, and a range of kept ends covers whole nodes.
     """
 
     hashes: Sequence[BlockHash]
@@ -190,7 +242,8 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
     end: int
     children: dict[BlockHash, PrefixNode] = {}
     engines: dict[str, int] = {}
-    keepers: dict[str, int] = {}
+    keepers: dict[_Ends, dict[str, int]] = {}
+    cuts: int = 0
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
         """First position, after ``start``, where ``hashes`` leaves this node; ``end`` if it does not."""
@@ -211,19 +264,69 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
     def split(self, at: int) -> None:
         """Split this node in two at position ``at``; the upper part stays this object."""
         # The upper part stays this object: other nodes and prompts refer to it.
-        lower = PrefixNode(self.hashes, at, self.end, self.children, self.engines.copy(), self.keepers)
-        self.end, self.keepers = at, {}
+        lower = PrefixNode(
+            self.hashes, at, self.end, self.children, self.engines.copy(), self.keepers, self.cuts
+        )
+        upper = {ends: counts.copy() for ends, counts in self.keepers.items() if ends != _AT_END}
+        self.end, self.keepers, self.cuts = at, upper, 0
         self.children = {self.hashes[at]: lower}
 
     def join(self) -> None:
         """Merge an only child that the same prompts pass through."""
-        while len(self.children) == 1 and not self.keepers:
+        while len(self.children) == 1 and not self.cuts:
             (child,) = self.children.values()
             # Joined only if the same prompts pass through both, or their counts would be wrong.
             if child.engines != self.engines:
                 break
-            self.hashes, self.end = child.hashes, child.end
+            self.hashes, self.end, self.cuts = child.hashes, child.end, child.cuts
             self.children, self.keepers = child.children, child.keepers
+
+    def kept_up_to(self, limit: int) -> list[tuple[int, dict[str, int]]]:
+        """Return its last kept ends up to ``limit``, the longest first, with the engines that keep them."""
+        found = []
+        for ends, engines in self.keepers.items():
+            step, remainder = ends
+            end = limit - (limit - remainder) % step if step else self.end
+            if self.start < end <= limit:
+                found.append((end, engines))
+        if len(found) > 1:
+            found.sort(key=_first, reverse=True)
+        return found
+
+    def kept_ends(self, keeps: Kept) -> list[_Ends]:
+        """Return which of its ends a prompt keeps that passes through it."""
+        found = []
+        for span in keeps:
+            end, step = span[-1], span.step
+            if len(span) == 1:
+                if end == self.end:
+                    found.append(_AT_END)
+            elif end >= self.end and span[0] - step <= self.start:
+                found.append((step, end % step))
+        return found
+
+    def count_kept(self, engine_id: str, keeps: Kept, cuts: Sequence[int], by: int) -> None:
+        """Count one more (1) or less (-1) of the prompts that pass through it and keep these."""
+        if self.end in cuts:
+            self.cuts += by
+        for ends in self.kept_ends(keeps):
+            counts = self.keepers.setdefault(ends, {})
+            if count := counts.get(engine_id, 0) + by:
+                counts[engine_id] = count
+            else:
+                del counts[engine_id]
+                if not counts:
+                    del self.keepers[ends]
+
+
+def _cuts(keeps: Kept) -> list[int]:
+    """Where nodes must end, so that each of the ranges covers whole nodes."""
+    cuts = []
+    for span in keeps:
+        if len(span) > 1:
+            cuts.append(span[0] - span.step)
+        cuts.append(span[-1])
+    return cuts
 
 
 class InflightPrefixes:
@@ -248,11 +351,10 @@ class InflightPrefixes:
         engine_id: str,
         hashes: Sequence[BlockHash],
         now: float,
-        keeps: Sequence[int] = (),
+        keeps: Kept = (),
         rank: float = 0.0,
     ) -> InflightPrompt:
-        """Add a prompt sent to this engine, which will keep these prefixes of it (``kept_prefixes``),
-        ascending, none of them empty.
+        """Add a prompt sent to this engine, which will keep these prefixes of it (``kept_prefixes``).
 
         ``hashes`` is held, not copied: it may grow, but not change.
         """
@@ -260,9 +362,9 @@ class InflightPrefixes:
             self.expire(now)
         num_blocks = len(hashes)
         # Schemes with look-ahead lack the last hashes.
-        if keeps and keeps[-1] > num_blocks:
-            keeps = [end for end in keeps if end <= num_blocks]
-        prompt = InflightPrompt(engine_id, hashes, num_blocks, tuple(keeps), rank=rank)
+        if keeps and keeps[-1][-1] > num_blocks:
+            keeps = kept_ranges(span[: bisect_right(span, num_blocks)] for span in keeps)
+        prompt = InflightPrompt(engine_id, hashes, num_blocks, keeps, rank=rank)
         self._insert(prompt)
         self._ranked += rank != 0
         self._prompts[prompt] = None
@@ -288,7 +390,7 @@ class InflightPrefixes:
         prompt.computed = True
         # Events are exact once the block is stored, evictions included; until then the prompt in flight is
         # the better source. The batch may come later than a whole short answer.
-        if self.is_stored(prompt.engine_id, prompt.hashes[prompt.keeps[-1] - 1]):
+        if self.is_stored(prompt.engine_id, prompt.last_kept):
             self._settle(prompt)
             return False
         self._unstored.setdefault(prompt.engine_id, {})[prompt] = None
@@ -298,9 +400,7 @@ class InflightPrefixes:
         """Note that a batch of events of this engine was applied to the index."""
         unstored = self._unstored.get(engine_id)
         if unstored:
-            for prompt in [
-                one for one in unstored if self.is_stored(engine_id, one.hashes[one.keeps[-1] - 1])
-            ]:
+            for prompt in [one for one in unstored if self.is_stored(engine_id, one.last_kept)]:
                 self._settle(prompt)
 
     def _settle(self, prompt: InflightPrompt) -> None:
@@ -353,14 +453,17 @@ class InflightPrefixes:
         blocks: dict[str, int] = {}
         coming: dict[str, int] = {}
         most = len(path[0][0].engines) if path else 0
+        coming_max = depth if coming_max is None else coming_max
         # deepest first; engines below are also above, so all are found soon
         for node, depth in reversed(path):
             if len(blocks) < most:
                 for engine_id in node.engines:
                     blocks.setdefault(engine_id, depth)
-            if node.keepers and depth == node.end and (coming_max is None or depth <= coming_max):
-                for engine_id in node.keepers:
-                    coming.setdefault(engine_id, depth)
+            if node.keepers and len(coming) < most:
+                limit = coming_max if coming_max < depth else depth  # noqa: FURB136
+                for end, engines in node.kept_up_to(limit):
+                    for engine_id in engines:
+                        coming.setdefault(engine_id, end)
         return Common(blocks, coming)
 
     def passed(
@@ -374,7 +477,7 @@ class InflightPrefixes:
         first: float | None = None
         for prompt in self._prompts:
             keeps = prompt.keeps
-            if prompt.engine_id != engine_id or not keeps or keeps[-1] < blocks:
+            if prompt.engine_id != engine_id or not keeps or keeps[-1][-1] < blocks:
                 continue
             if prompt.hashes[blocks - 1] != hashes[blocks - 1]:
                 continue
@@ -390,32 +493,37 @@ class InflightPrefixes:
 
     def check_integrity(self) -> list[str]:
         """Recount the tree; an empty list, or one sentence per contradiction."""
-        problems: list[str] = []
-        through: dict[tuple[int, str, bool], int] = {}
-        for prompt in self._prompts:
-            for node in self._path(prompt):
-                passes = (id(node), prompt.engine_id, False)
-                through[passes] = through.get(passes, 0) + 1
-                if node.end in prompt.keeps:
-                    ends = (id(node), prompt.engine_id, True)
-                    through[ends] = through.get(ends, 0) + 1
-        stack = list(self._root.children.items())
-        while stack:
-            first, node = stack.pop()
-            if node.start >= node.end or node.hashes[node.start] != first:
-                problems.append(f"node [{node.start}, {node.end}) does not start with its key")
-            for counts, keeping in ((node.engines, False), (node.keepers, True)):
-                for engine_id, count in counts.items():
-                    if through.pop((id(node), engine_id, keeping), 0) != count:
-                        problems.append(f"node [{node.start}, {node.end}): count of {engine_id} is off")
-            stack.extend(node.children.items())
-        if through:
-            problems.append(f"{len(through)} prompts pass nodes that do not count them")
+        problems = self._recounted()
         unstored = {prompt for prompts in self._unstored.values() for prompt in prompts}
         if unstored != {p for p in self._prompts if p.computed and p.keeps}:
             problems.append("computed prompts whose blocks no event stored are not those awaited")
         if self.stats.blocks != sum(p.num_blocks for p in self._prompts):
             problems.append("blocks kept are not their sum")
+        return problems
+
+    def _recounted(self) -> list[str]:
+        problems: list[str] = []
+        through: Counter[tuple[int, str, _Ends | None]] = Counter()
+        cut: Counter[int] = Counter()
+        for prompt in self._prompts:
+            for node in self._path(prompt):
+                cut[id(node)] += node.end in _cuts(prompt.keeps)
+                for ends in (None, *node.kept_ends(prompt.keeps)):
+                    through[id(node), prompt.engine_id, ends] += 1
+        stack = list(self._root.children.items())
+        while stack:
+            first, node = stack.pop()
+            if node.start >= node.end or node.hashes[node.start] != first:
+                problems.append(f"node [{node.start}, {node.end}) does not start with its key")
+            for ends, counts in ((None, node.engines), *node.keepers.items()):
+                for engine_id, count in counts.items():
+                    if through.pop((id(node), engine_id, ends), 0) != count:
+                        problems.append(f"node [{node.start}, {node.end}): count of {engine_id} is off")
+            if node.cuts != cut[id(node)]:
+                problems.append(f"node [{node.start}, {node.end}): count of cuts is off")
+            stack.extend(node.children.items())
+        if through:
+            problems.append(f"{len(through)} prompts pass nodes that do not count them")
         return problems
 
     def expire(self, now: float) -> None:
@@ -430,8 +538,9 @@ class InflightPrefixes:
 
     def _insert(self, prompt: InflightPrompt) -> None:
         hashes, engine_id, end, keeps = prompt.hashes, prompt.engine_id, prompt.num_blocks, prompt.keeps
-        node, depth = self._root, 0
-        for cut in keeps if keeps and keeps[-1] == end else (*keeps, end):
+        node, depth, cuts = self._root, 0, _cuts(keeps)
+        path: list[PrefixNode] = []
+        for cut in sorted((*cuts, end)):
             while depth < cut:
                 child = node.children.get(hashes[depth])
                 if child is None:
@@ -443,8 +552,9 @@ class InflightPrefixes:
                         child.split(at)
                 child.engines[engine_id] = child.engines.get(engine_id, 0) + 1
                 node, depth = child, child.end
-            if cut in keeps:
-                node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
+                path.append(node)
+        for node in path if keeps else ():
+            node.count_kept(engine_id, keeps, cuts, 1)
 
     def _unkeep(self, prompt: InflightPrompt, path: Sequence[PrefixNode]) -> None:
         keeps, engine_id = prompt.keeps, prompt.engine_id
@@ -452,9 +562,9 @@ class InflightPrefixes:
             unstored.pop(prompt, None)
             if not unstored:
                 del self._unstored[engine_id]
+        cuts = _cuts(keeps)
         for node in path:
-            if node.end in keeps:
-                _less(node.keepers, engine_id)
+            node.count_kept(engine_id, keeps, cuts, -1)
         prompt.keeps = ()
 
     def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:

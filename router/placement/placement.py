@@ -25,7 +25,7 @@ from router.placement.cost import Choice, LongWait, predicted_wait_s
 from router.placement.eligible import SloForecast
 from router.placement.engine import Accounts, Engine, EngineOrder
 from router.placement.evictions import PooledPrompt
-from router.placement.inflight import InflightPrompt
+from router.placement.inflight import InflightPrompt, Kept
 from router.placement.load import Ticket
 from router.placement.pull import PullOrder
 from router.prompts.prompt import Prompt, TextAffinity
@@ -320,8 +320,8 @@ class Placement(Attempt):
         """Implement ``Attempt``."""
         self.engine.takes_order = False
 
-    def _keeps(self, read: Prompt) -> tuple[int, ...]:
-        """Prefixes of the prompt that the engine will be able to hit, in hash blocks."""
+    def _keeps(self, read: Prompt) -> Kept:
+        """Prefixes of the prompt that the engine will be able to hit."""
         return self.engine.kept(read.num_tokens, self._candidate.hit)
 
     def price(self) -> tuple[int, bool]:

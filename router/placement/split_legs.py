@@ -26,6 +26,7 @@ from router.openai.request import InboundRequest, Usage
 from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled, hint_field
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
+from router.placement.inflight import Kept
 from router.placement.load import Ticket
 from router.placement.placement import Decision, MostHeld, Placement, Split
 from router.placement.pull import PullOrder, Pulls
@@ -121,7 +122,7 @@ class DecodePlacement(Placement):
     def _admit(self) -> Ticket:
         return self.engine.load.reserve(self.asked_s, self.decision.prompt_tokens)
 
-    def _keeps(self, read: Prompt) -> tuple[int, ...]:
+    def _keeps(self, read: Prompt) -> Kept:
         return ()
 
     @property

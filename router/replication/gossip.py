@@ -21,12 +21,14 @@ from typing import Annotated, NamedTuple, cast
 import msgspec
 
 from publisher.events import BlockHash
-from router.placement.inflight import InflightPrefixes, InflightPrompt
+from router.placement.inflight import InflightPrefixes, InflightPrompt, Kept, kept_ranges
 from router.placement.others import OthersLoad
 
 # Maximum number of hash blocks published per prompt, 8 bytes each: the longest prefix that others can match.
 _BLOCKS_MAX = 8192
 _OTHERS_MAX = 8192
+# Ranges of kept ends per prompt of another replica, of which the last count; own prompts have at most eight.
+_RANGES_MAX = 16
 _AGE_S_MAX = 60.0
 
 
@@ -77,7 +79,8 @@ class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
     number: int
     event: InflightEvent
     engine_id: str = ""
-    keeps: tuple[int, ...] = ()
+    keeps: tuple[int | tuple[int, int, int], ...] = ()
+    """Ends of the prefixes that the engine keeps, in hash blocks: one, or (first, beyond the last, step)."""
     hashes: bytes = b""
     """8 bytes each, little endian."""
 
@@ -115,6 +118,18 @@ def _little_endian(hashes: array[int]) -> array[int]:
     if sys.byteorder == "big":
         hashes.byteswap()
     return hashes
+
+
+def _bounds(span: range) -> tuple[int, int, int]:
+    return span.start, span.stop, span.step
+
+
+def _range(told: int | tuple[int, int, int], num_blocks: int) -> range:
+    """Return what another replica told of ends within its prompt. Raises ``ValueError`` if it is none."""
+    first, stop, step = (told, told + 1, 1) if isinstance(told, int) else told
+    if step < 1:
+        raise ValueError(f"a range of kept ends with a step of {step}")
+    return range(first + -(-max(0, 1 - first) // step) * step, min(stop, num_blocks + 1), step)
 
 
 class GossipedInflight(InflightPrefixes):
@@ -155,14 +170,15 @@ class GossipedInflight(InflightPrefixes):
         engine_id: str,
         hashes: Sequence[BlockHash],
         now: float,
-        keeps: Sequence[int] = (),
+        keeps: Kept = (),
         rank: float = 0.0,
     ) -> InflightPrompt:
         prompt = super().add(engine_id, hashes, now, keeps, rank)
         self._number += 1
         packed = _little_endian(array("Q", hashes[:_BLOCKS_MAX])).tobytes()
+        told = tuple([span[0] if len(span) == 1 else _bounds(span) for span in prompt.keeps])
         entry = GossipEntry(
-            self._me, self._started, self._number, InflightEvent.SENT, engine_id, prompt.keeps, packed
+            self._me, self._started, self._number, InflightEvent.SENT, engine_id, told, packed
         )
         if prompt.kept and self._send(engine_id, entry):
             self._own[prompt] = self._number
@@ -217,7 +233,7 @@ class GossipedInflight(InflightPrefixes):
         name = (entry.replica, entry.started, entry.number)
         if entry.event is InflightEvent.SENT:
             hashes = _little_endian(array("Q", entry.hashes))
-            keeps = sorted({end for end in entry.keeps if end > 0})
+            keeps = kept_ranges(_range(told, len(hashes)) for told in entry.keeps[-_RANGES_MAX:])
             prompt = super().add(entry.engine_id, cast("Sequence[BlockHash]", hashes), now, keeps)
             self._remote[name] = _RemotePrompt(prompt, now)
             return

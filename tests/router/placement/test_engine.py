@@ -139,7 +139,7 @@ def test_a_prompt_in_flight_leaves_what_its_engine_says_it_retains(
     fleet.engine(one.engine_id).learn_setup(SetupEvidence(statements=(stated,)))
     windows = Writer(HashScheme(hash_block_size=16), group=1, kind="sliding_window", window=17)
     fleet.apply(one.engine_id, batch(Writer(HashScheme()).stored(tokens(40)), windows.stored(tokens(40))))
-    assert one.kept(100, Hit()) == kept
+    assert sorted(end for span in one.kept(100, Hit()) for end in span) == list(kept)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_chunked_attention_keeps_every_block_of_a_prompt_in_flight() -> None:
     one.learn_from(fleet.residency(one.engine_id), shadow=None)
     chunked = Writer(HashScheme(), group=1, kind="chunked_local_attention")
     fleet.apply(one.engine_id, batch(Writer(HashScheme()).stored(tokens(40)), chunked.stored(tokens(40))))
-    assert one.kept(100, Hit()) == (1, 2, 3, 4, 5, 6)
+    assert one.kept(100, Hit()) == (range(1, 7),)
     assert one.kept(100, Hit(64)) == (5, 6)
 
 

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockHash, GroupSpec
 from router.index.learn.layout import ModelFacts, make_layout
+from router.placement import inflight as inflight_module
 from router.placement.candidate import Hit
 from router.placement.inflight import (
     Common,
     InflightPrefixes,
     InflightPrompt,
     InflightSettings,
+    Kept,
     KeptRule,
     kept_prefixes,
+    kept_ranges,
     kept_rule,
 )
 from tests.support.examples import examples
 
 SCHEME = HashScheme(algo="sha256_cbor", hash_block_size=1)
+
+
+def ends(*each: int) -> Kept:
+    return tuple(range(end, end + 1) for end in each)
 
 
 def hashes(text: str) -> list[BlockHash]:
@@ -34,7 +47,7 @@ def hashes(text: str) -> list[BlockHash]:
 def test_what_comes_ends_before_the_last_token_of_the_prompt() -> None:
     """A prompt of exactly k blocks behind a longer one that keeps 1 and k of them can hit 1."""
     inflight = InflightPrefixes()
-    inflight.add("a", hashes("abcdef"), 0.0, keeps=(1, 3, 6))
+    inflight.add("a", hashes("abcdef"), 0.0, keeps=ends(1, 3, 6))
     assert inflight.common(hashes("abc"), 0.0, coming_max=2) == Common({"a": 3}, {"a": 1})
     assert inflight.common(hashes("abc"), 0.0, coming_max=3) == Common({"a": 3}, {"a": 3})
     assert inflight.common(hashes("abc"), 0.0, coming_max=0) == Common({"a": 3}, {})
@@ -54,7 +67,7 @@ def test_common_prefix_per_engine() -> None:
 
 def test_an_ended_prompt_counts_until_its_grace_is_over() -> None:
     inflight = InflightPrefixes(InflightSettings(grace_s=2.0))
-    prompt = inflight.add("a", hashes("abc"), 0.0, [3])
+    prompt = inflight.add("a", hashes("abc"), 0.0, ends(3))
     assert inflight.common(hashes("abcd"), 0.0) == Common({"a": 3}, {"a": 3})
     inflight.end(prompt, 10.0)
     assert inflight.common(hashes("abcd"), 11.9) == Common({"a": 3}, {})  # evictions are the events' to tell
@@ -85,7 +98,7 @@ def test_a_failed_prompt_goes_at_once_and_only_once() -> None:
 
 def test_what_a_prompt_keeps_comes_only_where_the_new_one_contains_it() -> None:
     inflight = InflightPrefixes()
-    prompt = inflight.add("a", hashes("system user"), 0.0, [6, 10])
+    prompt = inflight.add("a", hashes("system user"), 0.0, ends(6, 10))
     assert inflight.common(hashes("system user goes on"), 0.0).coming == {"a": 10}
     assert inflight.common(hashes("system us"), 0.0).coming == {"a": 6}
     assert inflight.common(hashes("syst"), 0.0).coming == {}
@@ -98,7 +111,7 @@ def test_what_a_computed_prompt_keeps_comes_until_its_batch_was_applied() -> Non
     stored: set[BlockHash] = set()
     inflight = InflightPrefixes(InflightSettings(grace_s=2.0))
     inflight.is_stored = lambda engine_id, block: block in stored
-    first = inflight.add("a", hashes("system user"), 0.0, [6, 10])
+    first = inflight.add("a", hashes("system user"), 0.0, ends(6, 10))
     inflight.prefilled(first, 0.0)
     inflight.end(first, 0.1)
     inflight.applied("a")  # of an earlier step
@@ -109,7 +122,7 @@ def test_what_a_computed_prompt_keeps_comes_until_its_batch_was_applied() -> Non
     inflight.applied("a")
     assert inflight.common(hashes("system user"), 0.2) == Common({"a": 11}, {})
 
-    second = inflight.add("a", hashes("system other"), 1.0, [12])
+    second = inflight.add("a", hashes("system other"), 1.0, ends(12))
     inflight.prefilled(second, 1.0)
     assert inflight.common(hashes("system other"), 2.9).coming == {"a": 12}
     assert inflight.common(hashes("system other"), 3.0) == Common({"a": 12}, {}), "no batch came"
@@ -128,8 +141,8 @@ def test_a_branch_that_goes_leaves_shorter_prompts_as_they_were() -> None:
 
 def test_forgetting_an_engine_leaves_the_others() -> None:
     inflight = InflightPrefixes()
-    inflight.add("a", hashes("abcd"), 0.0, [2])
-    inflight.add("b", hashes("abxy"), 0.0, [2])
+    inflight.add("a", hashes("abcd"), 0.0, ends(2))
+    inflight.add("b", hashes("abxy"), 0.0, ends(2))
     inflight.forget("a")
     assert inflight.common(hashes("abcd"), 0.0) == Common({"b": 2}, {"b": 2})
     assert inflight.check_integrity() == []
@@ -150,7 +163,7 @@ def test_memory_is_bounded_by_prompts_and_by_blocks() -> None:
 def test_a_list_that_grows_after_it_was_added_does_no_harm() -> None:
     inflight = InflightPrefixes()
     growing = hashes("abc")
-    prompt = inflight.add("a", growing, 0.0, [3])
+    prompt = inflight.add("a", growing, 0.0, ends(3))
     growing += hashes("abcdef")[3:]
     assert inflight.common(hashes("abcdef"), 0.0).blocks == {"a": 3}
     inflight.drop(prompt)
@@ -160,7 +173,126 @@ def test_a_list_that_grows_after_it_was_added_does_no_harm() -> None:
 def kept(
     rule: KeptRule, tokens: int, shared: int = 0, held: int = 0, interval: int | None = 0
 ) -> tuple[int, ...]:
-    return kept_prefixes(rule, tokens, Hit(held, shared_prefix_tokens=shared), interval)
+    found = kept_prefixes(rule, tokens, Hit(held, shared_prefix_tokens=shared), interval)
+    assert list(found) == sorted(found, key=lambda span: span[-1])
+    ends = sorted(end for span in found for end in span)
+    assert len(ends) == len(set(ends)), found
+    return tuple(ends)
+
+
+def plainly_kept(
+    rule: KeptRule, tokens: int, shared: int, held: int, interval: int | None
+) -> tuple[int, ...]:
+    """The same, end by end."""
+    step, drop, states = rule.alignment, rule.dropped_tokens, rule.state_tokens
+    held = 0 if rule.all_full else held
+    if rule.every_block:
+        ends = set(range(step, tokens - rule.unproven_tokens + 1, step))
+        return tuple(end // rule.hash_block_size for end in sorted(ends) if end > held)
+    again = (tokens - 1) // step * step
+    whole = tokens // step * step if drop else again
+    wide = max(states, step)
+    junction = shared // wide * wide + drop if shared < tokens - 1 else whole
+    ends = {min(junction, whole), whole}
+    if not states:
+        retained = step if interval is None else interval
+        ends |= {again, *(range(retained + drop, tokens + 1, retained) if retained else ())}
+    elif states > step and not drop:
+        ends.add((tokens - 1) // states * states)
+    base = held
+    for end in sorted(ends) if rule.window_tokens else ():
+        if end - rule.window_tokens <= base < end:
+            ends.update(range((base // step + 1) * step, end, step))
+        base = max(base, end)
+    return tuple(end // rule.hash_block_size for end in sorted(ends) if end - drop > held)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> KeptRule:
+    """Of every kind of layout, in small blocks."""
+    unit = draw(st.sampled_from((1, 2)))
+    step = unit * draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(("full", "chunks", "windows", "states", "eagle", "eagle states")))
+    if kind in {"full", "chunks"}:
+        return KeptRule(
+            step, unit, every_block=True, all_full=kind == "full", unproven_tokens=draw(st.integers(0, 1))
+        )
+    return KeptRule(
+        step,
+        unit,
+        state_tokens=step * draw(st.integers(1, 3)) if "states" in kind else 0,
+        window_tokens=unit * draw(st.integers(0, 20)) if kind == "windows" else 0,
+        dropped_tokens=step if "eagle" in kind else 0,
+    )
+
+
+@settings(max_examples=examples(2000), deadline=None)
+@given(
+    rules(),
+    st.integers(0, 80),
+    st.integers(0, 90),
+    st.integers(0, 80),
+    st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_ranges_of_kept_ends_are_the_ends_one_by_one(
+    rule: KeptRule, tokens: int, shared: int, held: int, retained: int | None
+) -> None:
+    interval = None if retained is None else retained * rule.alignment
+    assert kept(rule, tokens, shared, held, interval) == plainly_kept(rule, tokens, shared, held, interval)
+
+
+EVERY_RULE = [
+    KeptRule(16, 16, every_block=True, all_full=True),
+    KeptRule(16, 16, every_block=True),
+    KeptRule(16, 16, window_tokens=1024),
+    KeptRule(32, 16, state_tokens=256),
+    KeptRule(16, 16, dropped_tokens=16),
+]
+INTERVALS = [None, 0, 16, 512, 4096]
+
+
+@pytest.mark.parametrize("interval", INTERVALS)
+@pytest.mark.parametrize("rule", EVERY_RULE)
+def test_a_long_prompt_costs_no_more_steps_than_a_short_one_and_no_memory(
+    rule: KeptRule, interval: int | None
+) -> None:
+    """Its hashes are 8 bytes a block, and the only thing of its length; a next turn is added beside it."""
+    short, (long, most) = (steps_and_bytes(rule, tokens, interval) for tokens in (1 << 12, 1 << 18))
+    assert long <= 1.5 * short[0]
+    assert most < 16_000
+
+
+def steps_and_bytes(rule: KeptRule, tokens: int, interval: int | None) -> tuple[int, int]:
+    """Lines of the module that run for a prompt and its next turn, and the most memory they take."""
+    one = array("Q", range(1, tokens // 16 + 1))
+    following = one + array("Q", range(1 << 40, (1 << 40) + 20))
+    inflight, steps = InflightPrefixes(), 0
+
+    def line(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal steps
+        steps += event == "line" and frame.f_code.co_filename == inflight_module.__file__
+        return line
+
+    tracemalloc.start()
+    sys.settrace(line)
+    try:
+        kept = kept_prefixes(rule, tokens, Hit(1000, shared_prefix_tokens=3000), interval)
+        first = inflight.add("e", one, 0.0, kept)  # type: ignore[arg-type]
+        assert inflight.common(following, 0.0, tokens // 16).blocks == {"e": tokens // 16}  # type: ignore[arg-type]
+        kept = kept_prefixes(rule, tokens + 320, Hit(1000, shared_prefix_tokens=tokens), interval)
+        second = inflight.add("e", following, 0.0, kept)  # type: ignore[arg-type]
+        for prompt in (first, second):
+            inflight.prefilled(prompt, 0.0)
+            inflight.drop(prompt)
+    finally:
+        sys.settrace(None)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return steps, most
+
+
+def test_an_interval_that_vllm_refuses_is_the_next_longer_one() -> None:
+    assert kept(KeptRule(32, 16), 163, interval=50) == kept(KeptRule(32, 16), 163, interval=64)
 
 
 def test_keeps_follows_the_retention_rule() -> None:
@@ -239,16 +371,16 @@ def test_a_prompt_that_is_computed_before_the_one_it_relies_on() -> None:
     def passed(rank: float, text: str = "system prompt", hit: Hit = hit) -> float | None:
         return inflight.passed("a", hashes(text), hit, 1, rank)
 
-    ahead = inflight.add("a", hashes("system user"), 0.0, [6, 10])
+    ahead = inflight.add("a", hashes("system user"), 0.0, ends(6, 10))
     assert passed(0.0) is None
     assert passed(-1.0) == 0.0
     assert passed(-1.0, hit=Hit(6, coming_tokens=6)) is None  # it has these blocks already
     assert passed(-1.0, text="sister prompt") is None
     inflight.drop(ahead)
-    last = inflight.add("a", hashes("system user"), 0.0, [6, 10], rank=5.0)
-    first = inflight.add("a", hashes("system"), 0.0, [6], rank=3.0)
-    inflight.add("a", hashes("system"), 0.0, [3], rank=1.0)
-    inflight.add("b", hashes("system"), 0.0, [6], rank=1.0)
+    last = inflight.add("a", hashes("system user"), 0.0, ends(6, 10), rank=5.0)
+    first = inflight.add("a", hashes("system"), 0.0, ends(6), rank=3.0)
+    inflight.add("a", hashes("system"), 0.0, ends(3), rank=1.0)
+    inflight.add("b", hashes("system"), 0.0, ends(6), rank=1.0)
     assert [passed(rank) for rank in (2.0, 3.0, 4.0, 6.0)] == [3.0, None, None, None]
     inflight.drop(first)
     assert passed(4.0) == 5.0
@@ -262,7 +394,7 @@ operations = st.lists(
         st.sampled_from(("add", "prefilled", "end", "drop", "applied")),
         st.sampled_from("ABC"),
         st.text("ab", max_size=8),
-        st.sets(st.integers(1, 9), max_size=3),
+        st.lists(st.builds(range, st.integers(1, 9), st.integers(2, 12), st.integers(1, 3)), max_size=3),
         st.integers(0, 30),
     ),
     max_size=40,
@@ -272,7 +404,7 @@ operations = st.lists(
 @settings(max_examples=examples(150), deadline=None)
 @given(operations=operations, probes=st.lists(st.text("ab", max_size=8), max_size=5))
 def test_agrees_with_comparing_every_prompt(
-    operations: list[tuple[str, str, str, set[int], int]], probes: list[str]
+    operations: list[tuple[str, str, str, list[range], int]], probes: list[str]
 ) -> None:
     inflight = InflightPrefixes(InflightSettings(grace_s=5.0))
     stored: set[tuple[str, BlockHash]] = set()
@@ -280,8 +412,8 @@ def test_agrees_with_comparing_every_prompt(
     model: list[_Known] = []
     for now, (what, engine, text, kept, which) in enumerate(operations):
         if what == "add":
-            prompt = inflight.add(engine, hashes(text), now, sorted(kept))
-            model.append(_Known(prompt, text, {k for k in kept if k <= len(text)}))
+            prompt = inflight.add(engine, hashes(text), now, kept_ranges(kept))
+            model.append(_Known(prompt, text, {end for span in kept for end in span if end <= len(text)}))
         elif what == "applied":
             stored |= {(engine, block) for block in hashes(text)}
             inflight.applied(engine)

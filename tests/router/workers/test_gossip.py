@@ -187,7 +187,7 @@ async def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling
     with seats(2) as places:
         one, two = (Worker(place) for place in places)
         async with one.running(), two.running():
-            prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(2, 4))
+            prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(range(2, 5, 2),))
             one.gossip.responses.record("resp_1", E, "acme")
             one.gossip.affinity.record([7, 1 << 63], E)
             await until(lambda: two.gossip.stats.received >= 2, "heard")

@@ -30,7 +30,7 @@ class Stream:
 def test_what_one_sends_the_other_sees_until_it_ends() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
-    prompt = one.add(E, HASHES, 0.0, keeps=(2, 4))
+    prompt = one.add(E, HASHES, 0.0, keeps=(range(2, 5, 2),))
     two.receive(stream.entries, 0.0)
     common = two.common([*HASHES[:3], BlockHash(99)], 0.0)
     assert (common.blocks, common.coming) == ({E: 3}, {E: 2})
@@ -69,7 +69,7 @@ def test_what_is_kept_counts_until_the_batch_was_applied_or_can_have_been() -> N
     stored: set[BlockHash] = set()
     one.is_stored = lambda engine_id, block: False  # another replica follows the engine
     two.is_stored = lambda engine_id, block: block in stored
-    prompt = one.add(E, HASHES, 0.0, keeps=(4,))
+    prompt = one.add(E, HASHES, 0.0, keeps=(range(4, 5),))
     one.prefilled(prompt, 0.0)
     two.receive(stream.entries, 0.0)
     assert one.common(HASHES, 0.0).coming == two.common(HASHES, 0.0).coming == {E: 4}
