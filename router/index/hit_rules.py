@@ -248,12 +248,10 @@ def evaluate(
     can find a longer part in its pool, but a load has only the hash. ``by_class`` is empty without
     ``detail``."""
     plan, alignment = _plan(layout, loading=loading), layout.alignment
-    # ``KVCacheManager.get_computed_blocks`` (v1/core/kv_cache_manager.py, vLLM 0.32) searches up to
-    # num_tokens - 1.
-    boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
+    boundaries = _boundaries(rows, layout, num_tokens)
     if rows.runs is not None and plan.by_runs is not None and not detail:
         its = RunReads(plan.by_runs, rows.runs.columns, (word,))
-        return WordHits(*run_ends(rows.runs, its, min(boundaries, rows.num_hashes), alignment), [])
+        return WordHits(*run_ends(rows.runs, its, boundaries, alignment), [])
     valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
     if plan.order_matters:
         tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
@@ -289,10 +287,16 @@ class FleetRule:
             return _joined([one.hit_ends for one in hits]), _joined([one.shared_prefix_ends for one in hits])
         if runs.columns is not self._columns:
             self._columns, self._reads = runs.columns, RunReads(classes, runs.columns, self._words)
-        alignment, held = layout.alignment, rows.num_hashes
-        boundaries = (num_tokens - layout.computed_tokens) // alignment
-        boundaries = boundaries if boundaries > 0 else 0  # noqa: FURB136
-        return run_ends(runs, self._reads, held if held < boundaries else boundaries, alignment)  # noqa: FURB136
+        return run_ends(runs, self._reads, _boundaries(rows, layout, num_tokens), layout.alignment)
+
+
+def _boundaries(rows: Rows, layout: CacheLayout, num_tokens: int) -> int:
+    """Return the number of boundaries at which a hit can end: every hit is clipped here."""
+    # ``KVCacheManager.get_computed_blocks`` (v1/core/kv_cache_manager.py, vLLM 0.32) searches up to
+    # num_tokens - 1. A chunk's start is a hit without any block, but none of a block without a hash.
+    tokens, hashed = num_tokens - layout.computed_tokens, rows.num_hashes * layout.hash_block_size
+    tokens = tokens if tokens < hashed else hashed  # noqa: FURB136
+    return tokens // layout.alignment if tokens > 0 else 0
 
 
 def _joined(words: list[Ends]) -> Ends:

@@ -290,6 +290,8 @@ _ROWS_MAX = 1 << 16
 _STEPS_MAX = 1 << 20
 
 
+_ROW_0: Final = frozenset((0,))
+
 # Maximum number of runs returned; beyond it arrays are faster (measured).
 _RUNS_MAX = 32
 
@@ -321,7 +323,8 @@ class MemoryIndex:
         self._rows_max = _ROWS_MAX
         self._steps_seen = 0
         self._sweep: list[BlockHash] = []
-        self._empty_rows: frozenset[int] = frozenset()
+        # Rows without any bit. A transition made before a lane was dropped may lead to one that is not row 0.
+        self._empty_rows = _ROW_0
 
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         lane = self._lane(engine_id, plane)
@@ -347,7 +350,7 @@ class MemoryIndex:
             self._unknown_removals += len(hashes)
             return ()
         left: list[BlockHash] = []
-        row_of, steps, extra = self._row_of, lane.clear, lane.extra
+        row_of, steps, extra, empty = self._row_of, lane.clear, lane.extra, self._empty_rows
         stamps, mask, now = self._lookup_cache.stamps, self._lookup_cache.mask, self._lookup_cache.now
         for block in hashes:
             if extra and block in extra:
@@ -361,10 +364,10 @@ class MemoryIndex:
                 continue
             lane.count -= 1
             stamps[block & mask] = now
-            if step:
-                row_of[block] = step
-            else:
+            if step in empty:
                 del row_of[block]
+            else:
+                row_of[block] = step
         if self._sweep or self._steps_seen != self._patterns.steps_made:
             self._housekeep()
         return left
@@ -524,6 +527,9 @@ class MemoryIndex:
                     row = self._row_of.get(block, 0)
                     if extra < 1 or lane.set[row] != row:
                         problems.append(f"{engine_id} {plane}: {extra} extra copies of absent block {block}")
+        left = int(np.isin(numbers, list(self._patterns.empty_rows())).sum())
+        if left > len(self._sweep):
+            problems.append(f"{left} blocks that no engine holds, {len(self._sweep)} to be swept")
         if self._patterns.row(0).any():
             problems.append("row 0 is not empty")
         return problems
@@ -586,6 +592,7 @@ class MemoryIndex:
             for lane in lanes.values():
                 lane.set.clear()
                 lane.clear.clear()
+        self._empty_rows = _ROW_0
         self._rows_max = max(_ROWS_MAX, 2 * self._patterns.count)
 
 

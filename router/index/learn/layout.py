@@ -267,6 +267,8 @@ class GroupLearner:
         self.part_sizes: set[int] = set()
         self._groups: dict[int, GroupSpec] = {}
         self._expected = {group.group_idx: group for group in expected}
+        # Of these two; every event asks.
+        self._known: tuple[GroupSpec, ...] | None = None
         self._started = False
         self._silent_roots = 0
         # Groups whose kind neither an event nor the configuration gave: assumed to be full attention.
@@ -275,8 +277,10 @@ class GroupLearner:
     @property
     def known(self) -> tuple[GroupSpec, ...]:
         """Seen and expected groups."""
-        merged = self._expected | self._groups
-        return tuple(merged[idx] for idx in sorted(merged))
+        if self._known is None:
+            merged = self._expected | self._groups
+            self._known = tuple(merged[idx] for idx in sorted(merged))
+        return self._known
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
@@ -298,6 +302,7 @@ class GroupLearner:
         flagged = _drops_states(self.known)
         for groups in (self._groups, self._expected):
             groups.update({idx: self._fitted(group) for idx, group in groups.items()})
+        self._known = None
         if _drops_states(self.known) and not flagged:
             # States one block behind a boundary may have been taken for proof of hits inside a block.
             self._partial.withdraw()
@@ -308,6 +313,7 @@ class GroupLearner:
         for idx in self._expected.keys() | self._groups.keys():
             missing.pop(idx, None)
         self._expected |= missing
+        self._known = None
         return bool(missing)
 
     def observe(self, event: BlockStored, held: Callable[[], bool]) -> bool:
@@ -322,7 +328,9 @@ class GroupLearner:
             self._see(self._describe(idx, event), event)
         if self._partial.watches(self.known, idx):
             if (seen := self._groups.get(idx)) is not None:
-                self._groups[idx] = self._partial.sized(event, seen, known, held)
+                sized = self._partial.sized(event, seen, known, held)
+                if sized is not seen:
+                    self._groups[idx], self._known = sized, None
             self._partial.prove_inside(event, self.known)
         if self._expected:
             self._count_silence(event)
@@ -343,6 +351,7 @@ class GroupLearner:
             self._expected.clear()
         self._expected.pop(seen.group_idx, None)
         self._groups[seen.group_idx] = seen
+        self._known = None
 
     def _count_silence(self, event: BlockStored) -> None:
         """Count a prompt long enough to show every expected group."""
@@ -351,6 +360,7 @@ class GroupLearner:
             self._silent_roots += 1
         if self._silent_roots >= _SILENT_ROOTS_MAX:
             self._expected.clear()
+            self._known = None
 
     def _describe(self, idx: int, event: BlockStored) -> GroupSpec:
         kind = event.kv_cache_spec_kind or self._facts.kinds.get(idx)

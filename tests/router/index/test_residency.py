@@ -20,6 +20,8 @@ from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency, ModelIndexes
 from router.index.query_plan import EngineHit
+from router.placement.candidate import Hit
+from router.placement.inflight import kept_prefixes, kept_rule
 from tests.support.event_writer import FULL, WINDOW, Prompt, Writer, batch, removed, tokens
 from tests.support.examples import examples
 
@@ -675,6 +677,12 @@ def test_no_events_make_the_index_raise_or_lie(
         told(fleet, DENSE.stored(PROMPT))
         found = fleet.predict(Prompt(tokens(num_tokens)), ["a", "odd"], detail=True)
     assert all(0 <= one.hit_tokens <= max(0, num_tokens - 1) for one in found.values())
+    for name, hit_there in found.items():
+        if (layout := fleet.engine(name).layout) is not None:
+            hit = Hit(hit_there.hit_tokens, shared_prefix_tokens=hit_there.shared_prefix_tokens)
+            for interval in (0, 10, 64, None):
+                kept = kept_prefixes(kept_rule(layout), num_tokens, hit, interval)
+                assert all(0 < span[0] <= span[-1] <= num_tokens // layout.hash_block_size for span in kept)
     assert fleet.index.check_integrity() == []
     if not facts.eagle_groups:
         assert found["a"].hit_tokens == min(192, max(0, num_tokens - 1) // 16 * 16), (

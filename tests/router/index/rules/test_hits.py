@@ -6,9 +6,10 @@ import pytest
 
 from publisher.events import BlockHash, GroupSpec
 from router.index.base import Plane
-from router.index.hit_rules import evaluate
+from router.index.hit_rules import FleetRule, evaluate
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.memory import MemoryIndex
+from router.index.offloaded import tier_extents
 from tests.router.index.rules.layouts import (
     chunked,
     evaluate_one,
@@ -287,3 +288,14 @@ def test_rows_shorter_than_the_prompt_are_no_trouble() -> None:
 def test_layouts_that_lack_a_fact_say_so(layout: CacheLayout) -> None:
     assert layout.missing_facts
     assert rows_of({}, 100, layout).num_hashes == 6
+
+
+def test_no_hit_ends_behind_the_last_hash() -> None:
+    """A chunk's start needs no block, but hashes that look ahead may be fewer than the boundaries."""
+    layout = layout_of(chunked(0, chunk=1, size=1), lookahead=2)
+    for num_tokens in range(6):
+        rows = rows_of({0: []}, num_tokens, layout)
+        found = evaluate(rows, layout, num_tokens)
+        assert [end for end, _ in found.hit_ends] == ([rows.num_hashes] if rows.num_hashes else [])
+        assert FleetRule(layout, (0,)).ends(rows, num_tokens)[0] == found.hit_ends
+        assert tier_extents(rows, layout, num_tokens, 0, found) == ()

@@ -101,6 +101,16 @@ def test_blocks_removed_before_the_sweep_reaches_them_are_no_trouble(index: Memo
     assert index.stats().unknown_removals == 0
 
 
+def test_a_transition_from_before_an_engine_went_leaves_no_blocks_behind(index: MemoryIndex) -> None:
+    index.store("a", FULL, blocks(*range(2000)))
+    index.store("b", FULL, blocks(*range(2000)))
+    index.remove("b", FULL, blocks(0))  # from here on it is known where a block of both goes
+    index.forget("a")
+    write_something(index, 10)
+    index.remove("b", FULL, blocks(*range(1, 2000)))
+    assert index.stats().blocks == 0
+
+
 def test_a_second_forget_during_a_sweep(index: MemoryIndex) -> None:
     for engine_id in ("a", "b", "c"):
         index.store(engine_id, FULL, blocks(*range(1500)))
@@ -151,7 +161,7 @@ def test_blocks_of_one_prefix_share_a_row(index: MemoryIndex) -> None:
     assert index.stats().patterns <= 7
 
 
-@pytest.mark.parametrize("breakage", ["count", "extra", "row0"])
+@pytest.mark.parametrize("breakage", ["count", "extra", "row0", "left"])
 def test_check_integrity_notices(breakage: str) -> None:
     index = MemoryIndex()
     index.store("a", FULL, blocks(1, 2))
@@ -160,6 +170,10 @@ def test_check_integrity_notices(breakage: str) -> None:
             index._lanes["a"][FULL].count += 1
         case "extra":
             index._lanes["a"][FULL].extra[blocks(9)[0]] = 1
+        case "left":
+            index.store("b", FULL, blocks(7))
+            index._patterns.drop(0, 1)
+            index._lanes.pop("b")
         case _:
             index._patterns.row(0)[0] = 1
     assert len(index.check_integrity()) >= 1
