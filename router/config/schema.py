@@ -60,16 +60,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = AUTO
     """``auto``: the `root` that the engines' `/v1/models` reports: a directory that is readable here, or a
     repository of the hub, whose tokenizer is downloaded. Or a directory with `tokenizer.json` (Hugging Face
-    layout), a repository `ORG/NAME[@REVISION]`, or ``off``: the engines tokenize each prompt. All are
+    layout), a repository `ORG/NAME[@REVISION]`, or ``off``: the engines tokenize each prompt, which engines
+    with ``--tokenizer-mode cohere`` need. All are
     compared with the engines' own tokens: one found by ``auto`` before it is used; a configured one that
     differs stays in use, and the log, `/ready` and the doctor report it."""
     chat_template: str | None = None
     """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     """The engines' ``--chat-template-content-format``."""
-    tokenizer_mode: Literal["auto", "cohere"] = "auto"
-    """``cohere`` if the engines were started with ``--tokenizer-mode cohere``; all other modes are detected
-    from the directory."""
     default_chat_template_kwargs: dict[str, Any] = {}
     """The engines' ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False

@@ -22,8 +22,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from router.openai.errors import ApiError, bad_request, echoed
+from router.openai.errors import ApiError, bad_request
 from router.openai.members import has_any, run_cooperatively
+from router.openai.numbers import whole_number
 from router.openai.request import SESSION_MEMBERS, Session, session_in_body
 
 # Chosen members of a large JSON object, without decoding it: one pass over its brackets and quotes.
@@ -250,9 +251,6 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
 _ABSENT = msgspec.Raw(b"null")
 _SEEN = ("model", "stream", "previous_response_id", "priority", "request_id")
 _ALL_SEEN = (*_SEEN, *SESSION_MEMBERS)
-_WHOLE = re.compile(rb"-?[0-9]{1,18}")
-# What an engine may take for a number of more digits, also as a text.
-_TOO_LONG = re.compile(rb'"?[-+]?[0-9]{19}')
 
 
 class _Peek(msgspec.Struct, gc=False):
@@ -389,21 +387,6 @@ def _read(
 
 def _text(raw: bytes) -> str | None:
     return _TEXT.decode(raw) if raw.startswith(b'"') else None
-
-
-def whole_number(raw: bytes | msgspec.Raw, name: str) -> int | None:
-    """A priority without fraction, by its text; None for anything that engines judge themselves. Raises
-    ``ApiError`` 400 for more than 18 digits: engines hand priorities on as 64 bits, and fail (vLLM 0.32)."""
-    if _WHOLE.fullmatch(raw):
-        return int(bytes(raw))
-    if _TOO_LONG.match(raw):
-        raise bad_request(
-            "invalid_priority",
-            f"{name}: {echoed(bytes(raw)[:64].decode('latin-1'))} is out of range; "
-            "send a whole number of at most 18 digits.",
-            param=name,
-        )
-    return None
 
 
 def _whole(value: Any) -> int | None:

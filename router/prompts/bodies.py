@@ -13,9 +13,9 @@ import msgspec
 
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 from router.openai import request
-from router.openai.body import Peek, named_session, whole_number
+from router.openai.body import Peek, named_session
+from router.openai.numbers import whole_number
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
-from router.prompts.chat.cohere import CohereBody, decode_cohere
 from router.prompts.chat.responses import ResponsesBody, decode_responses
 from router.prompts.prompt import chat_pieces, completion_pieces
 from router.prompts.request import (
@@ -35,7 +35,7 @@ from router.prompts.request import (
 )
 from router.prompts.settings import ANY_MODEL, ModelPrompts
 
-Converted = MessagesBody | ResponsesBody | CohereBody
+Converted = MessagesBody | ResponsesBody
 """APIs that the engine converts to a chat."""
 Parsed = ChatBody | CompletionBody | BatchBody | GenerateBody | Converted
 
@@ -46,7 +46,6 @@ _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
     request.MESSAGES: decode_messages,
     request.RESPONSES: decode_responses,
     request.GENERATE: decode_generate,
-    request.COHERE: decode_cohere,
 }
 # Bounds of numbers that clients send: JSON allows thousands of digits. No engine has a longer context.
 TOKENS_MAX: Final = 1 << 31

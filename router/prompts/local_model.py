@@ -113,8 +113,6 @@ class LocalModel:
             return PromptTokenizer(directory.tokenizer, self._stats, fast=fast)
         if isinstance(family, MissingFamily):
             raise ModelDirError(family.name)
-        if self.renderer.name == "cohere":
-            raise ModelDirError(f"{directory.folder}: no tokenizer.json, which tokenizer_mode = cohere takes")
         return cast("TextTokenizer", family)  # Mistral's, which does both
 
     def behind(self, frontend: Frontend) -> LocalModel:

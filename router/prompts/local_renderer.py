@@ -100,9 +100,9 @@ class ChatRenderer:
     ) -> None:
         self._config = config
         self._stats = stats
-        self.name = directory.renderer if config.tokenizer_mode == "auto" else config.tokenizer_mode
+        self.name = directory.renderer
         self.family = (
-            _family_of(self.name, directory.folder, config.chat_template, config.time_zone)
+            _family_of(self.name, directory.folder, config.time_zone)
             if frontend == "python"
             else self._other_frontend(directory, RustFrontend if frontend == "rust" else SglangFrontend)
         )
@@ -166,7 +166,7 @@ class ChatRenderer:
         effort = self._config.anthropic_disabled_thinking_effort
         if effort == "auto":
             effort = disabled_effort(self._short_chat)
-        return TemplateTraits(any(map(wants_system_first, sources)), effort, self.name == "cohere")
+        return TemplateTraits(any(map(wants_system_first, sources)), effort)
 
     def _short_chat(self, effort: str) -> str | list[int] | None:
         body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
@@ -361,9 +361,9 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
         loop.call_soon_threadsafe(callback)
 
 
-def _family_of(renderer: str, folder: Path, template: str | None, time_zone: str | None) -> Family | None:
-    """Return the family of vLLM's renderer of this name; None if it is not reproduced. ``template`` and
-    ``time_zone`` are the engines' own, for families that use them."""
+def _family_of(renderer: str, folder: Path, time_zone: str | None) -> Family | None:
+    """Return the family of vLLM's renderer of this name; None if it is not reproduced. ``time_zone`` is the
+    engines' own, for families that use it."""
     if renderer == "deepseek_v32":
         return DeepseekV32()
     if renderer == "deepseek_v4":
@@ -374,10 +374,6 @@ def _family_of(renderer: str, folder: Path, template: str | None, time_zone: str
             from router.prompts.families.harmony import Harmony  # noqa: PLC0415
 
             return Harmony(time_zone)
-        if renderer == "cohere":
-            from router.prompts.families.cohere import Cohere  # noqa: PLC0415
-
-            return Cohere(template)
         if renderer == "mistral":
             from router.prompts.families.mistral import Mistral  # noqa: PLC0415
 

@@ -210,8 +210,7 @@ async def compare_one(
         "differs",
         f"{base_url} makes other tokens of the {name}: {len(theirs.ids)}, here {len(ours)}, the first "
         f"difference at token {at}",
-        "kvatlas doctor shows it; give --tokenizer, models.NAME.chat_template or tokenizer_mode as the "
-        "engines were started",
+        "kvatlas doctor shows it; give --tokenizer and models.NAME.chat_template as the engines were started",
     )
 
 

@@ -25,7 +25,6 @@ class ModelPrompts(msgspec.Struct, frozen=True):
     tokenizer_dir: str | None = None
     chat_template: str | None = None
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
-    tokenizer_mode: Literal["auto", "cohere"] = "auto"
     default_chat_template_kwargs: dict[str, Any] = {}
     exclude_tools_when_tool_choice_none: bool = False
     anthropic_disabled_thinking_effort: str = "auto"

@@ -16,8 +16,6 @@ from typing import Any
 from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.cohere.protocol import CohereChatV2Request
-from vllm.entrypoints.cohere.serving import CohereServingChatV2
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
@@ -76,11 +74,6 @@ class Oracle:
             return await self._batch(BatchChatCompletionRequest.model_validate(body))
         if path == "/v1/responses":
             return await self._render.render_responses_request(ResponsesRequest.model_validate(body))
-        if path == "/cohere/v2/chat":
-            chat = CohereServingChatV2._convert_v2_to_chat_completion(
-                CohereChatV2Request.model_validate(body)
-            )
-            return await self._render.render_chat_request(chat)
         if path == "/v1/messages":
             return await self._messages(AnthropicMessagesRequest.model_validate(body))
         return await self.renderer.render_completion(CompletionRequest.model_validate(body))

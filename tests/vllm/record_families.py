@@ -15,11 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.prompts.agent_cases import COHERE, random_cohere, random_messages, random_responses
+from tests.support.prompts.agent_cases import random_messages, random_responses
 from tests.support.prompts.family_cases import (
     FAMILIES,
     chats,
-    cohere_chats,
     completions,
     deepseek_chats,
     family_dir,
@@ -33,7 +32,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mistral_v3": {"tokenizer_mode": "mistral"},
     "deepseek_v32": {"tokenizer_mode": "deepseek_v32"},
     "deepseek_v4": {"tokenizer_mode": "deepseek_v4"},
-    "cohere": {"tokenizer_mode": "cohere"},
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TOOL_PARSERS = {
@@ -42,7 +40,6 @@ TOOL_PARSERS = {
     "mistral_v3": "mistral",
     "deepseek_v32": "deepseek_v32",
     "deepseek_v4": "deepseek_v4",
-    "cohere": "hermes",
 }
 
 
@@ -53,10 +50,6 @@ def requests_of(family: str, seed: int, count: int) -> list[list[Any]]:
     found += [["/v1/messages", body] for body in random_messages(count // 2, seed)]
     if family.startswith("deepseek"):
         found += [["/v1/chat/completions", body] for body in deepseek_chats()]
-    if family == "cohere":
-        found += [["/v1/chat/completions", body] for body in cohere_chats()]
-        found += [["/cohere/v2/chat", body] for body in (*COHERE, *random_cohere(count // 2, seed))]
-    if family.startswith("deepseek") or family == "cohere":
         found += [["/v1/responses", body] for body in random_responses(count // 2, seed)]
     return found
 

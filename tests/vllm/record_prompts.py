@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from router.openai.request import BATCH, COHERE, MESSAGES, RESPONSES
+from router.openai.request import BATCH, MESSAGES, RESPONSES
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases
 from tests.support.prompts.readers import plain_tokenizer
@@ -31,7 +31,6 @@ def main() -> None:
     requests += [
         (RESPONSES, body) for body in (*agent_cases.RESPONSES, *agent_cases.random_responses(RANDOM))
     ]
-    requests += [(COHERE, body) for body in (*agent_cases.COHERE, *agent_cases.random_cohere(RANDOM))]
     requests += [(BATCH, body) for body in agent_cases.BATCHES]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

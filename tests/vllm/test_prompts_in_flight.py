@@ -3,7 +3,6 @@ any event of the first prompt arrived, and the tokens that the second one took f
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
@@ -25,6 +24,7 @@ from router.index.learn.facts import SetupEvidence
 from router.index.model import ModelIndexes
 from router.placement.candidate import Hit, PolicySettings
 from router.placement.decide import Planner
+from router.placement.eligible import candidate_set
 from router.placement.engine import Accounts, Engine
 from router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
 from tests.support.paths import ROOT
@@ -80,8 +80,9 @@ class Router:
         )
 
     def hit(self, prompt: Asked) -> Hit:
-        found, _ = asyncio.run(self._planner.look_up(prompt, [self.engine]))  # type: ignore[arg-type]
-        return found[0].hit
+        planner, found = self._planner, candidate_set([self.engine])
+        asked = planner._asked(prompt, found, planner._peer_state(), 0.0, detail=False)  # type: ignore[arg-type]
+        return planner._snapshots.of([self.engine]).candidates(asked, 0.0)[0].hit
 
     def predicted(self, pair: dict[str, Any]) -> Hit:
         """Predicted hit of the second prompt, after the first one was placed."""

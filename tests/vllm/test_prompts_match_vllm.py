@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.openai.errors import ApiError
-from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
+from router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.reader import Prompt
 from tests.support.prompts import agent_cases, cases
 from tests.support.prompts.readers import (
@@ -83,7 +83,6 @@ def test_every_local_prompt_is_vllms(vllm_python: str, tmp_path: Path) -> None:
 def test_every_local_prompt_of_agents_is_vllms(vllm_python: str, tmp_path: Path) -> None:
     requests = [(MESSAGES, body) for body in (*agent_cases.MESSAGES, *agent_cases.random_messages(120))]
     requests += [(RESPONSES, body) for body in (*agent_cases.RESPONSES, *agent_cases.random_responses(120))]
-    requests += [(COHERE, body) for body in (*agent_cases.COHERE, *agent_cases.random_cohere(120))]
     requests += [(BATCH, body) for body in agent_cases.BATCHES]
     _check(requests, vllm_python, tmp_path, local_share=0.9)
 

@@ -290,13 +290,11 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     """Inputs of conversions besides the request, mostly vLLM's findings about a chat template.
 
     ``merge_system``: later system messages are merged into the first one. ``disabled_effort``: the reasoning
-    effort for ``thinking: {"type": "disabled"}``. ``keeps_documents``: tool results in Cohere's API stay
-    documents.
+    effort for ``thinking: {"type": "disabled"}``.
     """
 
     merge_system: bool = False
     disabled_effort: str = "none"
-    keeps_documents: bool = False
 
 
 class Memory(Protocol):

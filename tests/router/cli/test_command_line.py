@@ -66,7 +66,7 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.process
 def test_a_router_loads_nothing_that_only_some_need() -> None:
     loads_none_of(
-        {"redis", "openai_harmony", "cohere_melody", "mistral_common", "dns", "lightkube", "aiohttp"},
+        {"redis", "openai_harmony", "mistral_common", "dns", "lightkube", "aiohttp"},
         "import router.serve",
     )
 

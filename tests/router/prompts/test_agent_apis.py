@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.openai.errors import ApiError
-from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.prompts.chat.messages import Conversions
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
 from tests.support.examples import examples
@@ -175,7 +175,6 @@ SOUND: dict[str, list[dict[str, Any]]] = {
     MESSAGES: agent_cases.MESSAGES,
     RESPONSES: agent_cases.RESPONSES,
     BATCH: agent_cases.BATCHES,
-    COHERE: agent_cases.COHERE,
     GENERATE: [
         {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}, "cache_salt": "s", "features": None},
         {

@@ -6,13 +6,12 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from router.openai.errors import ApiError
-from router.prompts.families import cohere, harmony
+from router.prompts.families import harmony
 from router.prompts.reader import Prompt, PromptSettings
 from router.prompts.tokenizer import ModelDirError, load_model_dir
 from tests.support.examples import some
@@ -68,29 +67,16 @@ def test_a_next_turn_reuses_hashes_and_says_what_read_it(tmp_path: Path) -> None
     assert reader.stats.tokens_reused > 400
 
 
-@pytest.mark.parametrize(
-    ("family", "module", "missing"),
-    [
-        (
-            "harmony",
-            harmony,
-            "harmony (gpt-oss) needs a package; in a checkout: python -m pip install '.[harmony]'",
-        ),
-        (
-            "cohere",
-            cohere,
-            "Cohere's formats need a package; in a checkout: python -m pip install '.[cohere]'",
-        ),
-    ],
-)
 def test_what_is_missing_is_said_and_chats_are_left_to_others(
-    family: str, module: ModuleType, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "library", None)
-    reader = local_reader(family_dir(tmp_path / family, family), SLOW, **family_settings(family))
+    monkeypatch.setattr(harmony, "library", None)
+    reader = local_reader(family_dir(tmp_path / "harmony", "harmony"), SLOW, **family_settings("harmony"))
     assert read_affinity(reader, chat(say("user", "Hello"))).reason == "renderer"
     assert reader.stats.not_local["renderer"] == 1
-    assert (reader.tokenized_by("m") or "").startswith(missing)
+    assert (reader.tokenized_by("m") or "").startswith(
+        "harmony (gpt-oss) needs a package; in a checkout: python -m pip install '.[harmony]'"
+    )
 
 
 def test_the_date_is_of_the_engines_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,31 +88,6 @@ def test_the_date_is_of_the_engines_time_zone(tmp_path: Path, monkeypatch: pytes
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         texts.add(tuple(read_exact(reader, body).token_ids))
     assert len(texts) == 2
-
-
-def test_coheres_formats_are_for_engines_of_that_mode_only(tmp_path: Path) -> None:
-    folder = model_dir(tmp_path / "both", "chatml")
-    said = chat(say("user", "Hello"))
-    for mode, by in (("cohere", "cohere (cohere-melody "), ("auto", "tokenizers ")):
-        reader = local_reader(folder, SLOW, tokenizer_mode=mode)
-        assert read_exact(reader, said).by.startswith(by)
-    own = local_reader(
-        folder, SLOW, tokenizer_mode="cohere", chat_template="{{ messages[0].content[0].text }}"
-    )
-    assert (
-        read_exact(own, said).token_ids == read_exact(own, {"prompt": "Hello"}, "/v1/completions").token_ids
-    )
-    (folder / "tekken.json").write_text("{}")
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(ModelDirError, match=r"no tokenizer.json, which tokenizer_mode = cohere takes"):
-        local_reader(folder, SLOW, tokenizer_mode="cohere")
-
-
-def test_citations_of_earlier_answers_are_refused(tmp_path: Path) -> None:
-    reader = local_reader(family_dir(tmp_path / "c", "cohere"), SLOW, **family_settings("cohere"))
-    cited = {"start": 0, "end": 1, "text": "A", "sources": [{"type": "document", "id": "doc_0"}]}
-    body = chat(say("user", "Q"), say("assistant", "A", citations=[cited]), say("user", "Q"))
-    assert read_affinity(reader, {**body, "documents": ["text"]}, "/cohere/v2/chat").reason == "message_shape"
 
 
 def test_fields_whose_effect_is_not_known_are_refused(tmp_path: Path) -> None:

@@ -93,69 +93,6 @@ def deepseek_chats() -> list[dict[str, Any]]:
     return [{"model": "m", "messages": messages, **more} for messages in conversations for more in switches]
 
 
-def cohere_chats() -> list[dict[str, Any]]:
-    """What Cohere's formats alone know: their arguments, right and wrong ones."""
-    asked, told = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning": "R"}
-    call = {"id": "a", "type": "function", "function": {"name": "ping", "arguments": '{"x": 1.0}'}}
-    result = {"role": "tool", "tool_call_id": "a", "content": '{"found": ["é", 2.50]}'}
-    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
-    conversation = [{"role": "developer", "content": "D"}, asked, told, asked, called]
-    arguments: list[dict[str, Any]] = [
-        {},
-        *({"thinking": thinking} for thinking in (True, "enabled", {"type": "disabled"}, {"type": "x"}, [])),
-        *({"reasoning_type": kind} for kind in ("enabled", "disabled", 1)),
-        *({"citation_options": {"mode": mode}} for mode in ("FAST", "ACCURATE", "OFF", "odd")),
-        *({"citation_options": options} for options in ("FAST", {}, {"mode": 1})),
-        *({"grounding": value} for value in ("enabled", "OFF", "unknown", "maybe", 1)),
-        *({"safety_mode": value} for value in ("STRICT", "none", "odd", 1)),
-        *({"citation_quality": value} for value in ("ON", "off", "odd")),
-        *({"skip_preamble": value} for value in (True, 0)),
-        *({"json_mode": value} for value in (True, False)),
-        {"json_schema": {"type": "object", "title": "é"}},
-        {"json_schema": "{"},
-        *({"response_format": {"type": kind}} for kind in ("json_object", "text")),
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}},
-        {"response_format": {"type": "json", "schema": "{}"}},
-        {"response_format": "json"},
-        {"dev_instruction": "Be <brief> & kind."},
-        {"platform_instruction": "P", "dev_instruction": 5},
-        {"documents": ["plain", {"data": {"t": 1.50, "id": "x"}, "id": "y"}, {"data": "s"}, {"id": 1}]},
-        {"documents": [{"id": "d", "data": {"é": None}}]},
-        {"documents": [7]},
-        {"available_tools": [{"name": "own", "parameters": {"a": 1}}, {"function": {"description": None}}]},
-        {"available_tools": ["x"]},
-        {"reasoning_effort": "none", "unread": [1, {"deep": True}], "response_prefix": "So"},
-        {"messages_": 1, "preamble": "P", "developer_instruction": "I", "reasoning": False},
-        *({name: "{{ x }}"} for name in ("template", "template_jinja", "template_id", "use_jinja")),
-        *({name: {}} for name in ("_messages_citations", "_tool_message_v2_content")),
-    ]
-    forms: list[dict[str, Any]] = [{"cohere_format": "cmd3"}, {"cohere_format": "cmd4"}]
-    bodies: list[dict[str, Any]] = [
-        {"messages": [*conversation, result], "chat_template_kwargs": {**given, **form}}
-        for given in arguments
-        for form in forms
-    ]
-    bodies.append({"messages": [asked], "chat_template_kwargs": {"cohere_format": "cmd5"}})
-    for form in forms:
-        odd: list[list[dict[str, Any]]] = [
-            [asked, told],
-            [{"role": "chatbot", "content": "C"}, asked],
-            [{"role": "User", "content": "C"}],
-            [{"role": "critic", "content": "C"}, asked],
-            [asked, {**called, "content": ""}, {**result, "tool_call_id": "b"}],
-            [asked, called, result, result, told, asked, called, result],
-            [asked, {**result, "tool_call_id": None}],
-            [asked, called, {**result, "content": [{"type": "document", "document": {"a": 1}}]}],
-        ]
-        bodies += [{"messages": messages, "chat_template_kwargs": form} for messages in odd]
-        more = {"messages": [asked], "chat_template_kwargs": form}
-        bodies += [{**more, "reasoning_effort": effort} for effort in ("none", "low", "high")]
-        bodies += [{**more, "documents": [{"title": "T", "text": "x"}]}, {**more, "tools": list(_TOOLS)}]
-        bodies += [{**more, "add_generation_prompt": False}, {**more, "truncate_prompt_tokens": 3}]
-        bodies += [{**more, "add_special_tokens": True}, {**more, "chat_template": "{{ 1 }}"}]
-    return [{"model": "m", **body} for body in bodies]
-
-
 def completions() -> list[dict[str, Any]]:
     """Completion bodies."""
     prompts = [*_TEXTS[:2], *_TEXTS[3:8], [1, 2, 3]]
@@ -260,12 +197,6 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
         "model_type": "deepseek_v4",
         "vocab_size": 129280,
     },
-    "cohere": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 2000,
-        "max_position_embeddings": 16384,
-    },
 }
 _MISTRAL_FILES: Final = {
     "mistral_tekken": ("tekken_240911.json", "tekken.json"),
@@ -275,8 +206,7 @@ _MISTRAL_FILES: Final = {
 
 def family_settings(family: str) -> dict[str, Any]:
     """The settings of a model of this family."""
-    told = {"max_model_len": FAMILIES[family].get("max_position_embeddings", 4096)}
-    return {**told, "tokenizer_mode": "cohere"} if family == "cohere" else told
+    return {"max_model_len": FAMILIES[family].get("max_position_embeddings", 4096)}
 
 
 def family_dir(folder: Path, family: str) -> Path:
@@ -287,7 +217,7 @@ def family_dir(folder: Path, family: str) -> Path:
     if family in _MISTRAL_FILES:
         source, name = _MISTRAL_FILES[family]
         shutil.copy(_package("mistral_common") / "data" / source, folder / name)
-    elif family in {"harmony", "cohere"}:  # only completions need harmony's; any can be Cohere's
+    elif family == "harmony":  # only completions need it
         (folder / "tokenizer.json").write_text(byte_level_tokenizer())
         (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     else:

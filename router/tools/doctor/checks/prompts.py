@@ -125,8 +125,8 @@ def _difference(result: PromptParity, time_zone: str | None) -> CheckResult:
         if time_zone is not None:
             cause += f"; or a different date: this model's chats contain it, here in time zone {time_zone}"
         remedy = (
-            "give the engine's tokenizer directory, models.NAME.chat_template and tokenizer_mode as it was "
-            "started, and install its version of the package"
+            "give the engine's tokenizer directory and models.NAME.chat_template as it was started, and "
+            "install its version of the package"
         )
         if time_zone is not None:
             remedy += "; set models.NAME.time_zone to the engine's"

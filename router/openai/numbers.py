@@ -1,0 +1,28 @@
+"""Numbers that clients send, bounded where they are read: JSON and headers allow thousands of digits."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from router.openai.errors import bad_request, echoed
+
+_WHOLE = re.compile(rb"-?[0-9]{1,18}")
+# What an engine may take for a number of more digits, also as a text.
+_TOO_LONG = re.compile(rb'"?[-+]?[0-9]{19}')
+
+
+def whole_number(raw: bytes | msgspec.Raw, name: str) -> int | None:
+    """A priority without fraction, by its text; None for anything that engines judge themselves. Raises
+    ``ApiError`` 400 for more than 18 digits: engines hand priorities on as 64 bits, and fail (vLLM 0.32)."""
+    if _WHOLE.fullmatch(raw):
+        return int(bytes(raw))
+    if _TOO_LONG.match(raw):
+        raise bad_request(
+            "invalid_priority",
+            f"{name}: {echoed(bytes(raw)[:64].decode('latin-1'))} is out of range; "
+            "send a whole number of at most 18 digits.",
+            param=name,
+        )
+    return None
