@@ -26,10 +26,10 @@ import structlog
 
 from router.admission.key_file import KeyFile, KeyFileError, KeySettings, KeyStats, TenantRules
 from router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
-from router.http.sockets import WatchedFile, describe_error
+from router.http.sockets import WatchedFile, describe_error, warn_if_public
 from router.openai.errors import ApiError, invalid_key, media_name_not_accepted, salt_not_accepted
 from router.openai.request import SALTED
-from router.pd.settings import PdStats
+from router.pd.settings import RANK, PdStats
 
 _log = structlog.get_logger()
 # The output size of SHA-256: a shorter key weakens the HMAC (RFC 2104, section 3).
@@ -142,16 +142,17 @@ def read_secret(path: Path, setting: str) -> bytes:
             secret = file.read(_SECRET_BYTES_MAX + 1).strip()
     except OSError as error:
         raise KeyFileError(f"{where}: {describe_error(error)}") from None
+    warn_if_public(path, setting)
     if not _SECRET_BYTES_MIN <= len(secret) <= _SECRET_BYTES_MAX:
         raise KeyFileError(
             f"{where}: {len(secret)} bytes, expected {_SECRET_BYTES_MIN} to {_SECRET_BYTES_MAX}; "
-            "make one with: openssl rand -hex 32"
+            f"make one with: (umask 077; openssl rand -hex 32 > {path})"
         )
     return secret
 
 
 _Fields = list[tuple[bytes, bytes]]
-_CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
+_NOT_FOR_ENGINES = frozenset((b"authorization", b"x-api-key", RANK))
 
 
 class KeyGate:
@@ -238,9 +239,10 @@ class KeyGate:
             tenant.forget_other(other)
 
     def for_engines(self, fields: _Fields) -> _Fields:
+        """These fields of a client without its credentials, and without a rank, which is not its choice."""
         if self._forward:
-            return fields
-        return [*(field for field in fields if field[0] not in _CREDENTIALS), *self._engine_fields]
+            return [field for field in fields if field[0] != RANK]
+        return [*(field for field in fields if field[0] not in _NOT_FOR_ENGINES), *self._engine_fields]
 
     def tenants(self) -> dict[str, TenantStats]:
         """By tenant, of those that asked for anything yet."""

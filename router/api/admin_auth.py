@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import structlog
 
-from router.http.sockets import TlsFiles, WatchedFile, check_tls_files, describe_error
+from router.http.sockets import TlsFiles, WatchedFile, check_tls_files, describe_error, warn_if_public
 from router.openai.errors import ApiError, too_often, unauthorized
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, 
             text = file.read(_FILE_BYTES_MAX).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise AdminFileError(f"{key}: {path}: {describe_error(error)}") from None
+    warn_if_public(path, key)
     found: list[tuple[bytes, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.strip()

@@ -15,12 +15,14 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import structlog
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -46,10 +48,11 @@ from router.api.findings import current_findings
 from router.api.metrics_page import Sources
 from router.api.views import Readiness
 from router.fleet.status import ModelCard
-from router.http.request_cycle import HEADERS_BY_NAME
+from router.http.request_cycle import HEADERS_BY_NAME, request_id_of
 from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.http.settings import CorsSettings
 from router.observe.findings import BAD, Severity, counts
+from router.observe.requests import LogThrottle
 from router.openai.errors import (
     ApiError,
     body_too_large,
@@ -71,6 +74,10 @@ if TYPE_CHECKING:
 TENANT = "kvatlas.tenant"
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
+_log = structlog.get_logger()
+# Anyone can be refused: one line a second for each code.
+_refusals = LogThrottle(1.0)
+_PATH_CHARS_MAX = 200
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -153,20 +160,20 @@ class Control:
 def add_errors(app: Starlette) -> None:
     """Convert every error to OpenAI's shape."""
 
-    async def api_error(_: Request, error: Any) -> Response:
-        return error_answer(error)
+    async def api_error(request: Request, error: Any) -> Response:
+        return error_answer(error, request.scope)
 
     async def http_error(request: Request, error: Any) -> Response:
         """Convert the framework's own errors: an unknown path, or an unsupported method."""
         path = request.url.path
         if error.status_code == 405:
             allow = ", ".join(sorted((error.headers or {}).get("Allow", "GET").split(", ")))
-            return error_answer(method_not_allowed(request.method, path, allow))
-        return error_answer(unknown_path(path, error.status_code))
+            return error_answer(method_not_allowed(request.method, path, allow), request.scope)
+        return error_answer(unknown_path(path, error.status_code), request.scope)
 
-    async def fault(_: Request, error: Exception) -> Response:
+    async def fault(request: Request, error: Exception) -> Response:
         """Handle a bug of the router; the server logs it."""
-        return error_answer(internal_error())
+        return error_answer(internal_error(), request.scope)
 
     async def gone(_: Request, error: Exception) -> Response:
         """Handle a client that disconnected: no response is sent."""
@@ -178,9 +185,21 @@ def add_errors(app: Starlette) -> None:
     app.add_exception_handler(ClientDisconnect, gone)
 
 
-def error_answer(error: ApiError) -> Response:
-    """Return the response for an error, in OpenAI's shape."""
+def error_answer(error: ApiError, scope: Any) -> Response:
+    """Return the response for an error of this request, in OpenAI's shape, and log a refusal."""
     headers = {name.decode(): value.decode() for name, value in error.headers}
+    request_id = headers["x-request-id"] = request_id_of(scope["headers"]).decode("latin-1")
+    if error.status in {401, 403, 429}:
+        unsaid = _refusals.due(error.code, time.monotonic())
+        if unsaid is not None:
+            _log.warning(
+                "request refused",
+                status=error.status,
+                code=error.code,
+                path=scope["path"][:_PATH_CHARS_MAX],
+                request_id=request_id,
+                **({"unsaid": unsaid} if unsaid else {}),
+            )
     return Response(error.body(), error.status, headers, media_type="application/json")
 
 
@@ -278,13 +297,13 @@ class OpsPort:
     async def _refused(self, request: Request) -> Response | None:
         if self._door is None:
             host = request.headers.get("host", "")
-            return None if self._is_own(host) else error_answer(ops_name_unknown(host))
+            return None if self._is_own(host) else error_answer(ops_name_unknown(host), request.scope)
         if request.url.path in _OPEN:
             return None
         try:
             await self._door.admit(request)
         except ApiError as error:
-            return error_answer(error)
+            return error_answer(error, request.scope)
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -407,7 +426,7 @@ class Front:
             try:
                 scope = {**scope, TENANT: self._gate.tenant_of(scope["headers"])}
             except ApiError as error:
-                await error_answer(error)(scope, receive, send)
+                await error_answer(error, scope)(scope, receive, send)
                 return
         answer = self._control
         if self._ops_here and _is_insight(scope["path"]):

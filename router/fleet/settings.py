@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.http.sockets import TlsFiles, describe_error
+from router.http.sockets import TlsFiles, describe_error, warn_if_public
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")
@@ -243,6 +243,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
             key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"fleet.api_key_file: {self.api_key_file}: {describe_error(error)}") from None
+        warn_if_public(Path(self.api_key_file), "fleet.api_key_file")
         if not key or not key.isprintable():
             raise ValueError(f"fleet.api_key_file: {self.api_key_file} does not hold one line with a key")
         return {"authorization": f"Bearer {key}"}

@@ -24,6 +24,7 @@ from router.http.request_cycle import (
     connection_scope,
     error_response_bytes,
     request_head_error,
+    request_id_of,
     request_scope,
 )
 from router.http.settings import ListenSettings, ListenStats
@@ -50,7 +51,8 @@ class DownstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         *("_app_state", "_body_deadline", "_client_key", "_current", "_deferred_error", "_discarded_bytes"),
-        *("_probe_only", "_queue", "_reader", "_server_state", "_shutting_down", "_sweeper", "app"),
+        *("_probe_only", "_queue", "_reader", "_rejections", "_server_state", "_shutting_down", "_sweeper"),
+        "app",
         *("capacity", "clock", "deadline", "done_future", "draining", "loop", "read_paused", "settings"),
         *("stats", "transport", "write_paused"),
     )
@@ -70,6 +72,7 @@ class DownstreamConnection(asyncio.Protocol):
         self._server_state = server_state
         self._app_state = app_state
         self._sweeper = config.sweeper
+        self._rejections = config.rejections
         self.capacity = config.capacity
         self._client_key = ""
         self._probe_only = False
@@ -310,7 +313,9 @@ class DownstreamConnection(asyncio.Protocol):
             self._begin_discarding()
             return
         if self._current is None or not self._current.started:
-            self.transport.write(error_response_bytes(error))
+            request_id = self._reader.request_id()
+            self.transport.write(error_response_bytes(error, request_id))
+            self._rejections.note(error, request_id, self._client_key)
         self._disconnect_cycles()
         self._begin_lingering_close()
 
@@ -427,6 +432,11 @@ class RequestReader:
         self.progressed = False
         """The last read completed more than a part of a head's line."""
         self.head_deadline = NEVER
+
+    def request_id(self) -> bytes:
+        """The id of the request that is being received, or was last; a new one if it has none."""
+        cycle = self.cycle
+        return request_id_of(self._fields) if cycle is None else cycle.request_id()
 
     def stop(self) -> None:
         """Discard whatever arrives from here on."""

@@ -16,10 +16,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol, cast
 
+import structlog
 import uvicorn
 
 from router.http.settings import HandshakeStats, ListenSettings, ListenStats
 from router.http.sockets import Sweeper, is_last_descriptor, sweep_interval_s
+from router.openai.errors import ApiError
+
+_log = structlog.get_logger()
 
 # Paths that a probe-only connection may request.
 PROBE_PATHS = frozenset({"/health", "/metrics", "/ready", "/version"})
@@ -238,6 +242,38 @@ class Handshake(asyncio.Protocol):
             self._transport.abort()
 
 
+_LINES_PER_S_MAX = 10
+
+
+class RejectionLog:
+    """Log lines of requests that are refused before an application sees them, at most ten a second: any
+    client can cause them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._second = self._lines = self._unsaid = 0
+
+    def note(self, error: ApiError, request_id: bytes, client: str) -> None:
+        """Log one, or count it for the next line."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._lines = second, 0
+        self._lines += 1
+        if self._lines > _LINES_PER_S_MAX:
+            self._unsaid += 1
+            return
+        more = {"unsaid": self._unsaid} if self._unsaid else {}
+        self._unsaid = 0
+        _log.warning(
+            "request rejected",
+            status=error.status,
+            code=error.code,
+            request_id=request_id.decode("latin-1"),
+            client=client,
+            **more,
+        )
+
+
 # Configuration of one HTTP server, and what its connections share.
 
 
@@ -281,6 +317,7 @@ class ListenConfig(uvicorn.Config):
         self.listen_stats = stats or ListenStats()
         self.clock = clock
         self.capacity = Capacity(listen)
+        self.rejections = RejectionLog(clock)
         self._tls = tls
         self.handshakes: Handshakes | None = None
         self.draining = False

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import http
+import random
+import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Protocol
@@ -135,10 +137,19 @@ _PHRASES = {status.value: status.phrase for status in http.HTTPStatus}
 _STATUS_LINES = {status: _status_line(status) for status in range(100, 1000)}
 
 
-def error_response_bytes(error: ApiError) -> bytes:
+_PLAIN = re.compile(rb"[!-~]{1,256}")
+
+
+def request_id_of(fields: Iterable[Header]) -> bytes:
+    """The client's ``x-request-id``, or a new one if it has none that can be answered and logged."""
+    given = next((value for name, value in fields if name == b"x-request-id"), b"")
+    return given if _PLAIN.fullmatch(given) else b"%032x" % random.getrandbits(128)
+
+
+def error_response_bytes(error: ApiError, request_id: bytes) -> bytes:
     """Encode a complete response that closes its connection, for requests rejected before the application."""
     body = error.body()
-    headers = b"".join([b"%b: %b\r\n" % header for header in error.headers])
+    headers = b"".join([b"%b: %b\r\n" % header for header in (*error.headers, (b"x-request-id", request_id))])
     return b"%b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
         _STATUS_LINES[error.status],
         len(body),
@@ -292,8 +303,10 @@ class RequestCycle(msgspec.Struct, eq=False):
         except Exception as error:  # noqa: BLE001  # whatever the application raises: log, answer, go on
             # As text: a traceback rendered with its locals would log prompts and credentials.
             trace = "".join(traceback.format_exception(error))
-            _log.error("request failed", path=self._scope["path"], traceback=trace)
-            await self._send_internal_error()
+            request_id = self.request_id()
+            known = request_id.decode("latin-1")
+            _log.error("request failed", path=self._scope["path"], request_id=known, traceback=trace)
+            await self._send_internal_error(request_id)
         finally:
             self._release_body()
             if self.task is not None:
@@ -310,7 +323,11 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._connection.capacity.release_body(self._reserved_bytes)
         self._reserved_bytes = 0
 
-    async def _send_internal_error(self) -> None:
+    def request_id(self) -> bytes:
+        """The client's name for the request, or a new one."""
+        return request_id_of(self._scope["headers"])
+
+    async def _send_internal_error(self, request_id: bytes) -> None:
         if self._response not in (_RUNNING, _HEAD_BUFFERED):
             return
         # A buffered head has not been written.
@@ -318,7 +335,11 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._chunked = False
         self._remaining_bytes = -1
         body = internal_error().body()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", request_id),
+        ]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 

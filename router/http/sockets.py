@@ -11,6 +11,7 @@ names the setting; later they are logged and change nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import os
@@ -18,6 +19,7 @@ import re
 import resource
 import socket
 import ssl
+import stat
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -186,6 +188,19 @@ class NotConnectedError(OSError):
         super().__init__(problem)
         self.errno = errno
         self.problem = problem
+
+
+def warn_if_public(path: Path, setting: str) -> None:
+    """Log a warning for a secret that every user of this machine can read. It is used nevertheless: mounted
+    secrets of containers often have such a mode, and no other user is there."""
+    with contextlib.suppress(OSError):
+        if os.stat(path).st_mode & stat.S_IROTH:
+            _log.warning(
+                "secret can be read by every user of this machine",
+                setting=setting,
+                file=str(path),
+                remedy=f"chmod 600 {path}",
+            )
 
 
 def describe_error(error: BaseException) -> str:

@@ -16,14 +16,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from router.openai.errors import ApiError, bad_request
-from router.openai.members import has_any, run_cooperatively
+from router.openai.guarded import GUARDED
 from router.openai.numbers import whole_number
 from router.openai.request import SESSION_MEMBERS, Session, session_in_body
 
@@ -43,7 +43,7 @@ _WINDOW_BYTES: Final = 1 << 18
 _VALUE_BYTES_MAX: Final = 4096
 # Keys and short values of the object itself that are written with escapes: clients write a few.
 _ESCAPED_MAX: Final = 10_000
-# No key that is searched for is longer: at most 20 letters, six bytes each if escaped.
+# No key that is searched for is longer: at most 40 letters, six bytes each if escaped.
 _ESCAPED_BYTES_MAX: Final = 256
 _SPACES: Final = b" \t\n\r"
 # White space behind a string that is skipped for all strings at once.
@@ -220,9 +220,6 @@ def _value(body: bytes, end: int) -> bytes:
 _REASON_LENGTH_MAX = 200
 # Above this size a body is only read by the fast parser: the slow one would hold the event loop.
 _LENIENT_BYTES_MAX = 1 << 20
-_GUARDED: Final = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "sampling_params"})
-# A text without any of these has no guarded key, in any spelling.
-_HINTS: Final = (b"_transfer_params", b"vllm_xargs", b"\\u")
 # Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists.
 _INLINE_BYTES_MAX: Final = 4 << 20
 
@@ -233,7 +230,7 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     model: str | None = None
     stream: bool = False
     guarded: bool = False
-    """It has a field that ``router.proxy.screen`` looks into; of a large body: it may have."""
+    """It has a field that ``router.proxy.screen`` looks into."""
     previous_response: str | None = None
     """The response that it goes on from (Responses API)."""
     request_id: str | None = None
@@ -250,7 +247,7 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
 
 _ABSENT = msgspec.Raw(b"null")
 _SEEN = ("model", "stream", "previous_response_id", "priority", "request_id")
-_ALL_SEEN = (*_SEEN, *SESSION_MEMBERS)
+_ALL_SEEN = (*_SEEN, *SESSION_MEMBERS, *GUARDED)
 
 
 class _Peek(msgspec.Struct, gc=False):
@@ -258,10 +255,6 @@ class _Peek(msgspec.Struct, gc=False):
 
     model: msgspec.Raw = _ABSENT
     stream: msgspec.Raw = _ABSENT
-    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    ec_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     previous_response_id: msgspec.Raw = _ABSENT
     request_id: msgspec.Raw = _ABSENT
     priority: msgspec.Raw = _ABSENT
@@ -275,7 +268,15 @@ class _Metadata(msgspec.Struct, gc=False):
 
 
 _METADATA = msgspec.json.Decoder(_Metadata)
-_PEEK = msgspec.json.Decoder(_Peek)
+_PEEK = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "_GuardedPeek",
+        [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in GUARDED],
+        bases=(_Peek,),
+        gc=False,
+    )
+)
+_UNGUARDED: Final = (msgspec.UNSET,) * len(GUARDED)
 _TEXT = msgspec.json.Decoder(str)
 
 
@@ -287,7 +288,7 @@ async def peek_any_size(body: bytes) -> Peek:
         found = await asyncio.to_thread(top_level, body, _ALL_SEEN)
     except OutlineError as error:
         raise invalid_json(error) from None
-    guarded = await run_cooperatively(has_any(body, _HINTS))
+    guarded = not found.keys().isdisjoint(GUARDED)
     session = named_session(*(found.get(name, b"") for name in SESSION_MEMBERS))
     return _read(*(found.get(name, b"") for name in _SEEN), guarded=guarded, session=session)
 
@@ -295,21 +296,20 @@ async def peek_any_size(body: bytes) -> Peek:
 def peek(body: bytes) -> Peek:
     """Model and stream of a JSON body. Raises ``ApiError`` 400 ``invalid_json`` if it is no JSON object."""
     try:
-        seen = _PEEK.decode(body)
+        seen = cast(_Peek, _PEEK.decode(body))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         found = decode_leniently(body, error)
         return Peek(
             _plain_text(found.get("model")),
             found.get("stream") is True,
-            not _GUARDED.isdisjoint(found),
+            not found.keys().isdisjoint(GUARDED),
             _plain_text(found.get("previous_response_id")),
             _plain_text(found.get("request_id")),
             _whole(found.get("priority")),
             found.get("priority") is not None,
             session=_session_of(found),
         )
-    unset = msgspec.UNSET
-    guarded = any(getattr(seen, name) is not unset for name in _GUARDED)
+    guarded = msgspec.structs.astuple(seen)[-len(GUARDED) :] != _UNGUARDED
     rest = (seen.previous_response_id, seen.priority, seen.request_id)
     others = (b"" if raw is _ABSENT else bytes(raw) for raw in rest)
     session = None

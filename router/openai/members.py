@@ -117,7 +117,7 @@ class Scan:
         while todo:
             at, found = todo.pop(), []
             in_list = self.text[at : at + 1] == b"["
-            for member in self._items(at) if in_list else self.members(at):
+            for member in self.items(at) if in_list else self.members(at):
                 if member is None:
                     yield None
                     continue
@@ -127,7 +127,7 @@ class Scan:
             if not in_list:
                 yield found
 
-    def _items(self, at: int) -> Generator[BodyMember | None, None, None]:
+    def items(self, at: int) -> Generator[BodyMember | None, None, None]:
         """The items of the list at ``at``, without names."""
         text = self.text
         at = self._space(at + 1)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 from router.openai import request
 from router.openai.body import Peek, named_session
+from router.openai.guarded import GUARDED
 from router.openai.numbers import whole_number
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
 from router.prompts.chat.responses import ResponsesBody, decode_responses
@@ -70,16 +71,23 @@ class _Chat(ChatBody, gc=False, kw_only=True):
     model: str | None = None
     stream: bool | None = False
     kv_transfer_params: Any = msgspec.UNSET
-    ec_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     priority: msgspec.Raw = NULL
     session_id: msgspec.Raw = NULL
     metadata: msgspec.Raw = NULL
     prompt_cache_key: msgspec.Raw = NULL
 
 
-_CHAT: Final = msgspec.json.Decoder(_Chat)
+_OTHERS: Final = tuple(name for name in GUARDED if name != "kv_transfer_params")
+_CHAT: Final = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "_GuardedChat",
+        [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in _OTHERS],
+        bases=(_Chat,),
+        gc=False,
+        kw_only=True,
+    )
+)
+_UNGUARDED: Final = (msgspec.UNSET,) * len(_OTHERS)
 
 
 def peek_chat(path: str, body: bytes) -> Peek | None:
@@ -88,12 +96,13 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
     if path != request.CHAT or len(body) > _DECODED_BYTES_MAX:
         return None
     try:
-        chat = _CHAT.decode(body)
+        chat = cast(_Chat, _CHAT.decode(body))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    if not chat.kv_transfer_params is chat.vllm_xargs is chat.sampling_params is msgspec.UNSET:
-        return None
-    if chat.ec_transfer_params is not msgspec.UNSET:
+    if (
+        chat.kv_transfer_params is not msgspec.UNSET
+        or msgspec.structs.astuple(chat)[-len(_OTHERS) :] != _UNGUARDED
+    ):
         return None
     chat.kv_transfer_params = None
     priority = None if chat.priority is NULL else whole_number(chat.priority, "priority")

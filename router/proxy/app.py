@@ -150,7 +150,12 @@ class ProxyApp:
         self._aliases = aliases
         self._claims = claims or targets is not None
         self._targets = targets
-        self._rules = Rules(not settings.trust_client_kv_transfer_params, settings.kv_cache_report_mode)
+        self._rules = Rules(
+            not settings.trust_client_kv_transfer_params,
+            settings.kv_cache_report_mode,
+            # Trust covers transfers between engines, not what belongs to other tenants.
+            names=self._gate is not None,
+        )
 
     def close(self) -> None:
         """Close all connections to engines, and count all ended requests."""
@@ -260,7 +265,7 @@ class ProxyApp:
         if entry is not None and form is None and (look.prioritized or self._engine_priorities):
             body, number = await self._prioritized(path, method, body, look, entry.tenant.rules)
         if look.guarded:
-            body = await self._screen(body)
+            body = await self._screen(body, entry)
         isolation, cache_group = None if self._gate is None else self._gate.isolation, ""
         if isolation is not None and entry is not None and method == "POST" and body:
             body, cache_group = await self._isolated(isolation, path, body, entry, is_form=form is not None)
@@ -383,8 +388,9 @@ class ProxyApp:
         except TooManyStepsError:
             raise body_too_complex(STEPS_MAX) from None
 
-    async def _screen(self, body: bytes) -> bytes:
-        found = await self._changed(screen(body, self._rules))
+    async def _screen(self, body: bytes, entry: TenantRequest | None) -> bytes:
+        may_use = (lambda model: True) if entry is None else entry.tenant.may_use
+        found = await self._changed(screen(body, self._rules, may_use))
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
 

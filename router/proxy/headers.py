@@ -38,6 +38,14 @@ _NOT_FORWARDED = frozenset(
         b"accept-encoding",  # see IDENTITY
         # A client's own would have a sidecar send its prompt anywhere.
         *(PREFILLERS, KV_SOURCE, RETENTION),
+        # They stand for fields of the body (SGLang's SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES).
+        *(
+            b"x-override-" + name
+            for name in (
+                *(b"rid", b"bootstrap-host", b"bootstrap-port", b"bootstrap-room", b"conversation-id"),
+                *(b"routed-dp-rank", b"disagg-prefill-dp-rank", b"priority"),
+            )
+        ),
     )
 )
 # Asked of engines in place of the client's wish: neither the usage nor the end of a packed answer can be read
@@ -45,7 +53,15 @@ _NOT_FORWARDED = frozenset(
 IDENTITY = (b"accept-encoding", b"identity")
 # May hold the engine's address, or a path that only the engine has.
 NAMES_ENGINE = (b"location", b"content-location", b"refresh")
-_NOT_RETURNED = frozenset((*_HOP_BY_HOP, *NAMES_ENGINE, PREFILLED))
+_NOT_RETURNED = frozenset(
+    (
+        *(*_HOP_BY_HOP, *NAMES_ENGINE, PREFILLED, b"via"),
+        # They would hold for all engines, or for whatever else has the router's host name.
+        *(b"set-cookie", b"set-cookie2", b"clear-site-data", b"strict-transport-security", b"alt-svc"),
+    )
+)
+# What the router says itself, in ``own``.
+_OWN_PREFIXES = (b"x-kvatlas-", b"x-ratelimit-")
 # Connection options that are no fields, and fields that naming in ``Connection`` must not remove.
 _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"))
 _NOTHING: frozenset[bytes] = frozenset()
@@ -182,8 +198,10 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
         fields = list(headers)
     else:
         fields = [field for field in headers if field[0] not in _NOT_RETURNED]
-        if b"connection" in by_name and (named := _named(headers)):
-            fields = [field for field in fields if field[0] not in named]
+    if any(name.startswith(_OWN_PREFIXES) for name in by_name):
+        fields = [field for field in fields if not field[0].startswith(_OWN_PREFIXES)]
+    if b"connection" in by_name and (named := _named(headers)):
+        fields = [field for field in fields if field[0] not in named]
     kind = by_name.get(b"content-type", b"").lower()
     sse, json = kind.startswith(b"text/event-stream"), kind.startswith(b"application/json")
     encoding = by_name.get(b"content-encoding")

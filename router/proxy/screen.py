@@ -1,11 +1,9 @@
-"""Removes fields from client bodies that must not reach engines.
+"""Removes or refuses fields of client bodies that only the router may send (``router.openai.guarded``).
 
-``kv_transfer_params`` tells an engine to fetch KV blocks from another one, ``ec_transfer_params`` the output
-of an image encoder; a made-up one ends vLLM's engine process. vLLM reads them at the top of the body, within
-``vllm_xargs``, and within ``extra_args`` of ``sampling_params`` (``/inference/v1/generate``); they are taken
-out of all unless clients are trusted.
-``kv_cache_report_mode`` within them makes an engine report blocks again that it holds already, which spoils
-every index that counts copies; the operator may have it taken out or refused.
+Wrong ``kv_transfer_params`` end vLLM's engine process, ``lora_path`` reaches an adapter that the client's key
+may not use, ranks and hints overrule the placement.
+``kv_cache_report_mode`` makes an engine report blocks again that it holds already, which spoils every index
+that counts copies; the operator may have it taken out or refused.
 Members are cut out of the text with their comma, as often as they occur and however their keys are escaped;
 every other byte stays. A body that cannot be cut with certainty but may hold one of them is refused.
 """
@@ -14,24 +12,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import msgspec
 
-from router.openai.errors import ApiError, bad_request, echoed
+from router.openai.errors import ApiError, bad_request, echoed, model_not_allowed
 from router.openai.forms import Form
+from router.openai.guarded import ADAPTERS, CONTAINERS, REFUSED, REMOVED
 from router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
 from router.prompts.chat.messages import MEDIA_KEYS
 from router.proxy.settings import ReportMode
 
-_TRANSFERS, _XARGS = frozenset({b"kv_transfer_params", b"ec_transfer_params"}), b"vllm_xargs"
-_REPORT_MODE = b"kv_cache_report_mode"
-_SAMPLING, _EXTRA = b"sampling_params", b"extra_args"
+_REMOVED = frozenset(name.encode() for name in REMOVED)
+_REFUSED = {name.encode(): remedy for name, remedy in REFUSED.items()}
+_ADAPTERS = frozenset(name.encode() for name in ADAPTERS)
+_CONTAINERS = frozenset(name.encode() for name in CONTAINERS)
+_REPORT_MODE, _SALT = b"kv_cache_report_mode", b"cache_salt"
 # A text without any of these has none of our keys, in any spelling.
-_HINTS = (b"_transfer_params", b"report_mode", b"\\u")
-# A member, and what it lies within.
-_LOOKED_INTO = frozenset({(b"", _XARGS), (b"", _SAMPLING), (_SAMPLING, _EXTRA)})
+_HINTS = (*(b'"%b"' % name for name in (*_REMOVED, *_REFUSED, *_ADAPTERS, _REPORT_MODE)), b"\\u")
 _TRANSCODED_BYTES_MAX = 1 << 20
+_ADAPTERS_BYTES_MAX = 64 * 1024
+_ADAPTER_NAMES = msgspec.json.Decoder(str | list[str | None])
 
 
 def _spelled(*names: str) -> re.Pattern[bytes]:
@@ -47,15 +48,25 @@ _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 128
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """Fields kept away: ``transfer`` takes ``kv_transfer_params`` and ``ec_transfer_params`` out."""
+    """Fields kept away: ``transfer`` takes ``REMOVED`` out. ``names``, where clients have rights of their
+    own, refuses ``REFUSED``, and ``ADAPTERS`` that name a model for which ``may_use`` is not true."""
 
     transfer: bool = True
     report_mode: ReportMode = "pass"
+    names: bool = False
 
     @property
     def idle(self) -> bool:
         """Nothing is kept away."""
-        return not self.transfer and self.report_mode == "pass"
+        return not self.transfer and not self.names and self.report_mode == "pass"
+
+
+MayUse = Callable[[str], bool]
+
+
+def _none(model: str) -> bool:
+    """No model may be used."""
+    return False
 
 
 class Screened(msgspec.Struct):
@@ -73,17 +84,18 @@ def may_be_object(body: bytes) -> bool:
     return bool(start) and (text[:1] in (b"{", b"") or not _is_utf8(start))
 
 
-def screen(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
-    """Steps to the body that may be forwarded, for ``run_cooperatively``. Raises ``ApiError`` 400."""
+def screen(body: bytes, rules: Rules, may_use: MayUse = _none) -> Generator[None, None, Screened]:
+    """Steps to the body that may be forwarded, for ``run_cooperatively``. Raises ``ApiError`` 400, and 403
+    for an adapter."""
     if rules.idle:
         return Screened(body)
     if not _is_utf8(bytes(body[:4])):
         text = _transcoded(body)
-        found = yield from _screened(text, rules)
+        found = yield from _screened(text, rules, may_use)
         if found.transfer or found.report_mode:
             raise bad_request("invalid_json", "Send the request body in UTF-8.")
         return Screened(body)
-    return (yield from _screened(body, rules))
+    return (yield from _screened(body, rules, may_use))
 
 
 def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
@@ -93,15 +105,15 @@ def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
         return
     for field in form.fields:
         name = field.name.strip().lower()
-        if rules.transfer and "_transfer_params" in name:
+        if (rules.transfer and name in REMOVED) or (rules.names and name in REFUSED.keys() | ADAPTERS):
             raise _field_refused(field.name)
-        outer = next((outer for outer in (_XARGS, _SAMPLING) if name.startswith(outer.decode())), None)
+        outer = next((outer for outer in CONTAINERS if name.startswith(outer)), None)
         if outer is None:
             continue
-        value = form.value(outer.decode())  # refuses any other spelling
+        value = form.value(outer)  # refuses any other spelling
         if value is None:
             raise _field_refused(field.name)
-        found = yield from _screened(b'{"%b":%b}' % (outer, value.encode()), rules)
+        found = yield from _screened(b'{"%b":%b}' % (outer.encode(), value.encode()), rules, _none)
         if found.transfer or found.report_mode:
             raise _field_refused(field.name)
 
@@ -145,17 +157,25 @@ def _names_media(scan: Scan, members: list[BodyMember]) -> bool:
     )
 
 
+def _name_refused(name: str, remedy: str) -> ApiError:
+    return bad_request(
+        "field_not_accepted",
+        f"{name} is not accepted by this router, since it may name what belongs to another client: {remedy}.",
+        param=name,
+    )
+
+
 def _field_refused(name: str) -> ApiError:
     return bad_request(
         "form_field_refused",
-        f"The form's field {echoed(name)} has transfer parameters or a report mode, which this router takes "
-        "from no client; remove them.",
+        f"The form's field {echoed(name)} has what only this router may send to engines (transfers, "
+        "adapters, ranks, hints, or a report mode); remove it.",
         param=name[:64],
     )
 
 
-def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
-    cutter = _Cutter(body, rules)
+def _screened(body: bytes, rules: Rules, may_use: MayUse) -> Generator[None, None, Screened]:
+    cutter = _Cutter(body, rules, may_use)
     try:
         yield from cutter.run()
     except MalformedError:
@@ -175,19 +195,20 @@ def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
 class _Cutter:
     """Finds what is to be cut out of one body."""
 
-    def __init__(self, body: bytes, rules: Rules) -> None:
+    def __init__(self, body: bytes, rules: Rules, may_use: MayUse) -> None:
         self._scan = Scan(body)
         self._rules = rules
+        self._may_use = may_use
         self.cuts: list[tuple[int, int]] = []
         self.transfer = self.report_mode = 0
 
     def run(self) -> Generator[None, None, None]:
         start = self._scan.start()
         if start is not None:
-            yield from self._object(start, within=b"")
+            yield from self._object(start, top=True)
 
-    def _object(self, at: int, *, within: bytes) -> Generator[None, None, None]:
-        """Adds the cuts of this object, in order; ``within`` is the member it is, empty: the body."""
+    def _object(self, at: int, *, top: bool) -> Generator[None, None, None]:
+        """Adds the cuts of this object, in order; ``top``: it is the body."""
         kept_end = -1  # of the last member that stays
         cut_from = -1  # of the members that go since then
         last_end = at + 1
@@ -195,33 +216,59 @@ class _Cutter:
             if member is None:
                 yield
                 continue
-            if self._goes(member, top=not within):
+            if self._goes(member, top=top):
                 cut_from = member.start if cut_from < 0 else cut_from
             else:
                 if cut_from >= 0:
                     self.cuts.append((cut_from, member.start))
                 cut_from, kept_end = -1, member.end
-                if (within, member.name) in _LOOKED_INTO:
+                if member.name in _CONTAINERS:
                     yield from self._within(member)
             last_end = member.end
         if cut_from >= 0:
             self.cuts.append((kept_end if kept_end >= 0 else cut_from, last_end))
 
     def _goes(self, member: BodyMember, *, top: bool) -> bool:
-        if member.name in _TRANSFERS and self._rules.transfer:
-            self.transfer += 1
-            return True
-        if member.name == _REPORT_MODE and not top and self._rules.report_mode != "pass":
-            if self._rules.report_mode == "refuse":
+        name, rules = member.name, self._rules
+        # A salt of the body itself is seen to where caches are isolated.
+        if name in _REMOVED or (name == _SALT and not top):
+            self.transfer += rules.transfer
+            return rules.transfer
+        if rules.names and (name in _REFUSED or name in _ADAPTERS) and self._text(member) != b"null":
+            if name in _REFUSED:
+                raise _name_refused(name.decode(), _REFUSED[name])
+            self._check_adapters(member)
+        if name == _REPORT_MODE and not top and rules.report_mode != "pass":
+            if rules.report_mode == "refuse":
                 raise _refused()
             self.report_mode += 1
             return True
         return False
 
+    def _check_adapters(self, member: BodyMember) -> None:
+        try:
+            value = self._scan.text[member.value : min(member.end, member.value + _ADAPTERS_BYTES_MAX)]
+            named = _ADAPTER_NAMES.decode(bytes(value))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise _name_refused(member.name.decode(), "send one name of an adapter") from None
+        for adapter in [named] if isinstance(named, str) else named:
+            if adapter is not None and not self._may_use(adapter):
+                raise model_not_allowed(adapter)
+
+    def _text(self, member: BodyMember) -> bytes:
+        return bytes(self._scan.text[member.value : min(member.end, member.value + 5)])
+
     def _within(self, member: BodyMember) -> Generator[None, None, None]:
         first = self._scan.text[member.value : member.value + 1]
         if first == b"{":
-            yield from self._object(member.value, within=member.name)
+            yield from self._object(member.value, top=False)
+        elif first == b"[":
+            # SGLang takes a list of ``sampling_params``, one for each prompt.
+            for item in self._scan.items(member.value):
+                if item is None:
+                    yield
+                elif self._scan.text[item.value : item.value + 1] == b"{":
+                    yield from self._object(item.value, top=False)
         elif (
             # Form fields carry it as a JSON text.
             first == b'"'
@@ -247,7 +294,7 @@ def _transcoded(body: bytes) -> bytes:
 
 
 def _refused() -> ApiError:
-    field = f"{_XARGS.decode()}.{_REPORT_MODE.decode()}"
+    field = f"vllm_xargs.{_REPORT_MODE.decode()}"
     return bad_request(
         "kv_cache_report_mode_refused", f"{field} is not accepted by this router; remove it.", param=field
     )

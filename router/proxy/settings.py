@@ -55,8 +55,9 @@ class ProxySettings(ClientSettings, frozen=True):
     """Paths passed on although they are refused or unknown, e.g. ``/reset_prefix_cache``. The request goes
     to one engine; after a cache reset that engine is taken to hold nothing."""
     trust_client_kv_transfer_params: bool = False
-    """Pass ``kv_transfer_params`` in request bodies on to engines. By default the field is taken out of every
-    body: it names engines to fetch KV blocks from, and vLLM's process ends on a wrong one."""
+    """Pass ``kv_transfer_params`` in request bodies on to engines, and the other fields that choose a peer,
+    a rank or a hint. By default they are taken out of every body: they name engines to fetch KV blocks from,
+    and vLLM's process ends on a wrong one."""
     kv_cache_report_mode: ReportMode = "pass"
     """Requests with a ``kv_cache_report_mode`` field: ``pass`` them on, ``strip`` the field, or ``refuse``
     them with 400."""
@@ -106,7 +107,8 @@ class ProxyStats(ClientStats):
     paths_refused: Annotated[int, "kvatlas_proxy_paths_refused_total"] = 0
     """Requests for a path that affects every client of an engine (403)."""
     kv_transfer_params_removed: Annotated[int, "kvatlas_proxy_kv_transfer_params_removed_total"] = 0
-    """Requests whose body had ``kv_transfer_params``, which was taken out."""
+    """Requests whose body had ``kv_transfer_params``, or another field that chooses a peer, a rank or a hint,
+    which was taken out."""
     forms_refused: Annotated[int, "kvatlas_proxy_forms_refused_total"] = 0
     """Forms (audio uploads) refused: not to be read with certainty, or with fields that must not reach
     engines."""

@@ -301,11 +301,11 @@ class SiblingCalls:
         except ClientDisconnect:
             return
         except ApiError as error:
-            await error_answer(error)(scope, receive, send)
+            await error_answer(error, scope)(scope, receive, send)
         except (KeyError, OSError, ValueError):
             if begun:
                 raise
-            await error_answer(worker_unavailable())(scope, receive, send)
+            await error_answer(worker_unavailable(), scope)(scope, receive, send)
 
 
 # Fields of an engine's view that each worker reports for its own requests.

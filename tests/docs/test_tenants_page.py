@@ -52,7 +52,17 @@ HELD_BY = {
     "`priority` of engines": "app/test_keys.py::test_no_priority_is_above_the_tenants_class",
     "transfer parameters": (
         "proxy/test_screen.py::test_neither_kind_of_transfer_reaches_an_engine "
+        "proxy/test_screen.py::test_no_place_and_spelling_leaves_a_field_that_steers_an_engine "
+        "proxy/test_screen.py::test_no_size_and_path_lets_guarded_fields_through "
+        "proxy/test_headers.py::test_no_field_stands_in_for_one_of_the_body "
         "proxy/test_forms.py::test_what_must_not_reach_engines_is_refused_in_forms_too"
+    ),
+    "adapters": (
+        "proxy/test_screen.py::test_an_adapter_is_named_by_those_who_may_use_it "
+        "app/test_keys.py::test_a_tenant_reaches_no_adapter_past_its_models"
+    ),
+    "sessions and conversations in engines": (
+        "proxy/test_screen.py::test_what_may_name_anothers_is_refused_wherever_it_stands"
     ),
     "another tenant's limits": (
         "replication/test_limits.py::test_what_no_replica_writes_is_refused_and_counted"

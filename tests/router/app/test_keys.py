@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+import structlog
 
-from router.admission.gate import KeyGate
+from router.admission.gate import KeyGate, read_secret
 from router.admission.key_file import KeyFile
+from router.api import app as api_app
 from router.fleet.engines import EngineAddress
+from router.observe.requests import LogThrottle
 from router.proxy.app import ProxyApp
 from tests.support.clients import anthropic_client, openai_client
 from tests.support.proxy_rig import Engine, ask, request, says, served
@@ -32,6 +36,7 @@ RULES = {
     "one": "concurrent_requests = 1",
     "high": 'priority = "high"',
     "low": 'priority = "low"',
+    "limited": f'models = ["{MODEL}"]',
 }
 
 
@@ -287,3 +292,64 @@ async def test_requests_for_which_no_engine_is_there_cost_nothing(
             with pytest.raises(openai.InternalServerError) as refused:
                 await chat(rig, "small")
             assert refused.value.code == "no_ready_engine"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/x", "/v1/chat/completions"])
+async def test_an_unknown_key_is_answered_with_an_id_and_logged(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_app, "_refusals", LogThrottle(0.0))
+    async with guarded(tmp_path) as rig:
+        for given in ({}, {"x-request-id": "mine"}):
+            headers = {"authorization": "Bearer wrong", **given}
+            with structlog.testing.capture_logs() as logs:
+                async with rig.session.get(rig.url + path, headers=headers) as got:
+                    assert got.status == 401
+                    request_id = got.headers["x-request-id"]
+            assert request_id == given.get("x-request-id", request_id)
+            if path.startswith("/v1/models") and not given:
+                assert [line["request_id"] for line in logs if line["event"] == "request refused"] == [
+                    request_id
+                ]
+
+
+async def test_a_tenant_reaches_no_adapter_past_its_models(tmp_path: Path) -> None:
+    """SGLang takes ``lora_path`` beside a model that the key may use."""
+    async with guarded(tmp_path) as rig:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        refused: list[tuple[int, str, str, dict[str, Any]]] = [
+            (403, "model_not_allowed", "limited", {"lora_path": "secret"}),
+            (403, "model_not_allowed", "limited", {"sampling_params": {"lora_path": ["secret"]}}),
+            (400, "field_not_accepted", "free", {"session_params": {"id": "eve's"}}),
+            (400, "field_not_accepted", "free", {"vllm_xargs": {"extra_key": "x"}}),
+        ]
+        for status, code, tenant, more in refused:
+            headers = {"authorization": f"Bearer key-of-{tenant}"}
+            async with rig.session.post(
+                rig.url + "/v1/chat/completions", json=body | more, headers=headers
+            ) as got:
+                assert (got.status, (await got.json())["error"]["code"]) == (status, code), more
+        headers = {"authorization": "Bearer key-of-free"}
+        async with rig.session.post(
+            rig.url + "/v1/chat/completions", json=body | {"lora_path": "a"}, headers=headers
+        ) as got:
+            assert got.status == 200
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o604])
+def test_a_secret_that_everybody_can_read_is_named_in_the_log(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "isolate.secret"
+    path.write_text("s" * 32)
+    path.chmod(mode)
+    with structlog.testing.capture_logs() as logs:
+        read_secret(path, "keys.isolate_secret_file")
+    assert [(line["setting"], line["remedy"]) for line in logs] == (
+        [("keys.isolate_secret_file", f"chmod 600 {path}")] if mode & 0o004 else []
+    )
+
+
+@pytest.mark.parametrize("page", ["docs/tenants.md", "docs/connectors.md"])
+def test_the_documented_command_makes_a_private_file(page: str) -> None:
+    text = (Path(__file__).parents[3] / page).read_text()
+    for command in re.findall(r"\(?[^(\n`]*openssl rand[^);\n`]*> *[\w.]+\)?", text):
+        assert "umask 077" in command, command

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.body import peek
+from router.openai.errors import ApiError
+from router.openai.guarded import REFUSED, REMOVED
 from router.openai.members import at_once, run_cooperatively
 from router.proxy.screen import Rules, names_media, screen
 from router.proxy.settings import ProxySettings
@@ -91,6 +93,100 @@ async def test_neither_kind_of_transfer_reaches_an_engine(size: int) -> None:
             body = rest + b',"%b":{"host":"evil"}}' % name.encode()
             assert (await ask(rig, request(body, target=path))).status == 200, (path, name)
             assert engine.calls.pop().body == rest + b"}", (path, name)
+
+
+PLACES = [
+    "{%s}",
+    '{"model":"m",%s,"a":1}',
+    '{"vllm_xargs":{%s}}',
+    '{"extra_args":{%s}}',
+    '{"extra_body":{"vllm_xargs":{%s}}}',
+    '{"sampling_params":{"extra_args":{%s}}}',
+    '{"sampling_params":[{"n":1},{%s}]}',
+]
+
+
+RIGHTS = Rules(names=True)
+
+
+def _spelled(name: str) -> str:
+    return name[0] + f"\\u{ord(name[1]):04x}" + name[2:]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_no_place_and_spelling_leaves_a_field_that_steers_an_engine(name: str, place: str) -> None:
+    for spelled in (name, _spelled(name)):
+        body = (place % f'"{spelled}":["x"]').encode()
+        left = json.loads(_screened(body))
+        assert name not in json.dumps(left), body
+        trusted = at_once(screen(body, Rules(transfer=False)))
+        assert trusted.body == body
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_may_name_anothers_is_refused_wherever_it_stands(name: str, place: str) -> None:
+    for spelled in (name, _spelled(name)):
+        for value in ('"x"', "{}", '[null,"x"]', "0", "nullable", '""'):
+            body = (place % f'"{spelled}":{value}').encode()
+            with pytest.raises(ApiError) as refused:
+                at_once(screen(body, RIGHTS))
+            assert (refused.value.status, refused.value.code) == (400, "field_not_accepted")
+            assert (refused.value.param, REFUSED[name] in refused.value.message) == (name, True)
+        nothing = (place % f'"{spelled}":null').encode()
+        assert at_once(screen(nothing, RIGHTS)).body == nothing
+        assert _screened(body) == body
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_adapter_is_named_by_those_who_may_use_it(place: str) -> None:
+    values = ['"mine"', '["mine",null]', "[]", "null"]
+    for value, spelled in itertools.product(values, ("lora_path", _spelled("lora_path"))):
+        body = (place % f'"{spelled}":{value}').encode()
+        assert at_once(screen(body, RIGHTS, "mine".__eq__)).body == body
+    for value in ('"secret"', '["mine","secret"]', '"mine "', '"\\u0073ecret"'):
+        body = (place % f'"lora_path":{value}').encode()
+        with pytest.raises(ApiError) as refused:
+            at_once(screen(body, RIGHTS, "mine".__eq__))
+        assert (refused.value.status, refused.value.code) == (403, "model_not_allowed")
+        assert at_once(screen(body, Rules())).body == body
+    for value in ("7", "{}", '[["secret"]]', '"\xff"', '["mine",' + '"mine",' * 20_000 + '"mine"]'):
+        with pytest.raises(ApiError) as refused:
+            at_once(screen((place % f'"lora_path":{value}').encode("latin-1"), RIGHTS, "mine".__eq__))
+        assert refused.value.code == "field_not_accepted"
+
+
+def test_a_salt_stays_where_engines_read_it_only() -> None:
+    body = b'{"cache_salt":"a","vllm_xargs":{"cache_salt":"b","x":1}}'
+    assert _screened(body) == b'{"cache_salt":"a","vllm_xargs":{"x":1}}'
+
+
+@pytest.mark.parametrize("size", [0, 5 << 20], ids=["small", "above 4 MiB"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/inference/v1/generate"]
+)
+async def test_no_size_and_path_lets_guarded_fields_through(path: str, size: int) -> None:
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+        rest = b'{"model":"m","messages":["%b"]' % (b"x" * size)
+        steering = b"".join(b',"%b":1' % name.encode() for name in sorted(REMOVED))
+        assert (await ask(rig, request(rest + steering + b"}", target=path))).status == 200
+        assert engine.calls.pop().body == rest + b"}"
+
+
+@pytest.mark.parametrize("size", [0, 5 << 20], ids=["small", "above 4 MiB"])
+@pytest.mark.parametrize("within", ["vllm_xargs", "sampling_params", "extra_args"])
+async def test_a_refused_report_mode_is_refused_in_any_size_and_place(within: str, size: int) -> None:
+    strict = ProxySettings(kv_cache_report_mode="refuse")
+    body = b'{"model":"m","messages":["%b"],"%b":{"kv_cache_report_mode":"full"}}' % (
+        b"x" * size,
+        within.encode(),
+    )
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=strict) as rig:
+        for path in ("/v1/chat/completions", "/inference/v1/generate", "/v1/embeddings"):
+            got = await ask(rig, request(body, target=path))
+            assert got.json()["error"]["code"] == "kv_cache_report_mode_refused", path
+        assert not engine.calls
 
 
 async def test_trusted_clients_may_say_it() -> None:
