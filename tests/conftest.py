@@ -18,11 +18,13 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from tests.support.examples import PROFILE, load_profile
 from tests.support.hangs import Watchdog, fail_instead_of_waiting
 from tests.support.waiting import patience, run
+from tests.world import seams
 
 # The size of some terminal, which readline leaves to the workers of pytest-xdist.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 load_profile()
+seams.install()
 fail_instead_of_waiting()
 _WATCHDOG = pytest.StashKey[Watchdog]()
 

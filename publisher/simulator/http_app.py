@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
@@ -60,8 +61,7 @@ _METRICS = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
 
 # A uvicorn server inside the caller's event loop, and a switch that crashes the engine.
 #
-# The server installs no signal handlers; at its end it waits a moment for open requests. ``listen`` opens its
-# socket.
+# The server installs no signal handlers; at its end it waits a moment for open requests.
 
 
 _BACKLOG = 2048
@@ -73,20 +73,34 @@ _TICK_S = 0.1
 
 
 class LoopServer(uvicorn.Server):
-    """A uvicorn server controlled by events: it sets ``listening``; set ``ending`` to stop it."""
+    """A uvicorn server controlled by events: ``listen``, then ``serve`` until ``ending`` is set."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.listening = asyncio.Event()
         self.ending = asyncio.Event()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    async def listen(self, host: str, port: int) -> int:
+        """Open the port; returns its number. Raises ``OSError`` naming the address."""
+        self.config.load()
+        loop = asyncio.get_running_loop()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            server = await loop.create_server(self._protocol, host, port, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            # Loops word it differently; numbers below 0 are the resolver's, with its own text.
+            number = error.errno or 0
+            problem = os.strerror(number) if number > 0 else error.strerror
+            raise OSError(error.errno, f"cannot listen on {host}:{port}: {problem}") from None
+        self.servers, self.started = [server], True
+        return int(server.sockets[0].getsockname()[1])
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        return kind(config=self.config, server_state=self.server_state, app_state={})  # type: ignore[no-any-return]
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.main_loop()
+        await self.shutdown()
 
     async def main_loop(self) -> None:
         ticks = 0
@@ -99,8 +113,6 @@ class LoopServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        for listener in sockets or []:
-            listener.close()
         connections, tasks = self.server_state.connections, self.server_state.tasks
         end = time.monotonic() + _DRAIN_S
         while True:
@@ -114,21 +126,6 @@ class LoopServer(uvicorn.Server):
             task.cancel()
         for connection in list(connections):
             connection.transport.abort()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises ``OSError`` naming the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
 
 
 class CrashSwitch:

@@ -10,7 +10,7 @@ import asyncio
 import signal
 import time
 import uuid
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from publisher.events import Event
 from publisher.pool.host_tier import OWNER, HostTier
 from publisher.pool.radix import RadixPool
 from publisher.simulator.api_protocol import Json
-from publisher.simulator.http_app import CrashSwitch, EngineApp, LoopServer, listen
+from publisher.simulator.http_app import CrashSwitch, EngineApp, LoopServer
 from publisher.simulator.kv_connector import KvConnector, TransferLink
 from publisher.simulator.kv_protocols import (
     MooncakeConnector,
@@ -141,7 +141,6 @@ class SimulatedEngine:
         """Bind every port and begin to serve. Raises ``OSError`` naming an address that cannot be bound."""
         settings = self.settings
         with ExitStack() as undo:
-            listener = undo.enter_context(closing(listen(settings.host, settings.port)))
             undo.callback(self._close_publisher)
             try:
                 self._open_sockets(settings)
@@ -149,22 +148,24 @@ class SimulatedEngine:
                 text = f"cannot listen for event subscribers on {settings.host}: {error}"
                 raise OSError(text) from None
             if self.link is not None:
+                undo.callback(self.link.close)
                 await self.link.listen(settings.host, settings.side_channel_port, _host(settings.host))
+            app = EngineApp(
+                self.model,
+                self.stepper,
+                event_sources=self._event_sources() if settings.kind == "vllm" else None,
+                server_info=self._server_info() if settings.kind == "sglang" else None,
+                enable_scale_out=settings.enable_scale_out,
+                crash_switch=self.crash_switch,
+            )
+            config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None)
+            server = LoopServer(config)
+            port = await server.listen(settings.host, settings.port)
             undo.pop_all()
-        port = listener.getsockname()[1]
+        self._server = server
         self.base_url = f"http://{_reachable(settings.host)}:{port}"
-        app = EngineApp(
-            self.model,
-            self.stepper,
-            event_sources=self._event_sources() if settings.kind == "vllm" else None,
-            server_info=self._server_info() if settings.kind == "sglang" else None,
-            enable_scale_out=settings.enable_scale_out,
-            crash_switch=self.crash_switch,
-        )
-        config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None)
-        self._server = server = LoopServer(config)
         self._tasks = [
-            asyncio.create_task(server.serve([listener]), name="engine-http"),
+            asyncio.create_task(server.serve(), name="engine-http"),
             asyncio.create_task(self._step(), name="engine-steps"),
         ]
         if self.link is not None:
@@ -172,7 +173,6 @@ class SimulatedEngine:
         if self._load_socket is not None:
             task = asyncio.create_task(self._publish_load(self._load_socket), name="engine-load")
             self._tasks.append(task)
-        await server.listening.wait()
 
     def _open_sockets(self, settings: EngineSettings) -> None:
         if settings.publish_events:

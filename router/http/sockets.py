@@ -267,18 +267,18 @@ class HasDeadline(Protocol):
 
 
 class Sweeper:
-    """Checks the deadlines of a set of connections; used from the event loop only."""
+    """Checks the deadlines of connections, in the order they came; used from the event loop only."""
 
     def __init__(self, clock: Callable[[], float], tick_s: float) -> None:
         self._clock = clock
         self.tick_s = tick_s
-        self._watched: set[HasDeadline] = set()
+        self._watched: dict[HasDeadline, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
 
     def add(self, item: HasDeadline) -> None:
         """Check its deadline until ``discard``."""
-        self._watched.add(item)
+        self._watched[item] = None
         if self._timer is None:
             self._start_timer()
 
@@ -289,7 +289,7 @@ class Sweeper:
 
     def discard(self, item: HasDeadline) -> None:
         """Stop checking it; unknown items are ignored."""
-        self._watched.discard(item)
+        self._watched.pop(item, None)
         if not self._watched and self._timer is not None:
             self._timer.cancel()
             self._timer = None

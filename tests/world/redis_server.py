@@ -1,0 +1,120 @@
+"""A Redis server in a world: fakeredis behind the in-memory network, with Lua, so that kvatlas's own scripts
+run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import fakeredis
+import redis.asyncio
+from fakeredis._helpers import SimpleError
+from fakeredis._socket import AsyncFakeSocket
+
+_INFO = b"""# Server\r
+redis_version:7.4.0\r
+redis_mode:standalone\r
+run_id:%040d\r
+# Replication\r
+role:master\r
+connected_slaves:0\r
+"""
+
+
+class RedisServer:
+    """``start`` listens on the machine of ``address``, with the data of before unless ``empty``; ``stop``
+    resets every connection. Each start has another ``run_id``."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+        self.starts = self.commands = 0
+        self.connections: dict[_Connection, None] = {}
+        self._process = 0
+        self._store: Any = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://{self.address[0]}:{self.address[1]}/0"
+
+    async def start(self, *, empty: bool = True) -> None:
+        loop: Any = asyncio.get_running_loop()
+        if empty or self._store is None:
+            self._store = fakeredis.FakeServer(server_type="valkey", version=(7, 4))
+        self.starts += 1
+        with loop.machine(self.address[0], process=True) as self._process:
+            server = await loop.create_server(lambda: _Connection(self), None, self.address[1])
+        self.address = self.address[0], server.sockets[0].getsockname()[1]
+
+    def stop(self, *, silent: bool = False) -> None:
+        """End its process; ``silent``: as when power fails."""
+        loop: Any = asyncio.get_running_loop()
+        loop.kill(self._process, silent=silent)
+        self.connections.clear()
+
+    def info(self) -> bytes:
+        return _INFO % self.starts
+
+    def open(self) -> Any:
+        return _Socket(self._store, 0, None, redis.asyncio.Redis)
+
+
+class _Socket(AsyncFakeSocket):
+    """Keeps errors as they are; else it makes exceptions of a client library of them."""
+
+    def _decode_error(self, error: Any) -> Any:
+        return error
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._server.connections[self] = None
+        self._socket: Any = self._server.open()
+        self._process = self._socket._process_command
+        self._socket._process_command = self._command
+
+    def _command(self, fields: list[bytes]) -> None:
+        self._server.commands += 1
+        match fields[0].upper() if fields else b"":
+            case b"INFO":
+                self._socket.put_response(self._server.info())
+            case b"HELLO":
+                self._socket.put_response(SimpleError("ERR unknown command 'HELLO'"))
+            case b"CLIENT":
+                self._socket.put_response(b"OK")
+            case _:
+                self._process(fields)
+
+    def data_received(self, data: bytes) -> None:
+        self._socket.sendall(data)
+        replies = self._socket.responses
+        written = []
+        while not replies.empty():
+            written.append(encode(replies.get_nowait()))
+        if written:
+            self._transport.write(b"".join(written))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.pop(self, None)
+
+
+def encode(reply: Any) -> bytes:
+    """A reply in RESP 2."""
+    match reply:
+        case None:
+            return b"$-1\r\n"
+        case bool() | int():
+            return b":%d\r\n" % reply
+        case list() | tuple():
+            return b"*%d\r\n" % len(reply) + b"".join(map(encode, reply))
+        case dict():
+            return encode([part for pair in reply.items() for part in pair])
+        case SimpleError():
+            return b"-" + reply.value.encode() + b"\r\n"
+        case Exception():
+            return b"-" + str(reply).encode() + b"\r\n"
+    data = reply if isinstance(reply, bytes) else str(reply).encode()
+    return b"$%d\r\n%b\r\n" % (len(data), data)
