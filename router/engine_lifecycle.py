@@ -61,6 +61,8 @@ class EngineLifecycle:
         self._clock = clock
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
+        self._adapters_left: set[str] = set()
+        """Base models of engines with adapters that have just left."""
         self._files: dict[str, ModelConfigFile] = {}
         """By served model: its own ``config.json``."""
         self._kinds: dict[str, tuple[str, ...]] = {}
@@ -247,10 +249,18 @@ class EngineLifecycle:
         self._adapters.learn(base, {card.id: card.root or "" for card in cards})
 
     def _forget_adapters(self, engine: Engine) -> None:
-        """Forget adapters that only the engine that left had."""
-        if engine.base_model is not None:
-            others = (other for other in self.fleet if other is not engine)
-            self._adapters.keep(engine.base_model, {card.id for other in others for card in other.models})
+        """Forget adapters that only the engine that left had, once for all engines that leave together."""
+        if engine.base_model is None or not engine.adapters:
+            return
+        if not self._adapters_left:
+            asyncio.get_running_loop().call_soon(self._keep_adapters)
+        self._adapters_left.add(engine.base_model)
+
+    def _keep_adapters(self) -> None:
+        served = self.fleet.adapters
+        for base in self._adapters_left:
+            self._adapters.keep(base, served)
+        self._adapters_left.clear()
 
     def _facts(self, model: str) -> ModelFacts:
         facts = self._config.model(model).facts()

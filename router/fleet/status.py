@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
 from router.fleet.engines import DesiredFleet, EngineAddress, EngineKind
+from router.fleet.marks import EngineMark, EngineMarks
 from router.fleet.statement import EngineStatement, SleepState
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
@@ -55,6 +57,11 @@ def kind_of(
     return "sglang" if models and models[0].frontend == "sglang" else "vllm"
 
 
+@lru_cache(maxsize=4096)
+def _names(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(names)
+
+
 _T = TypeVar("_T")
 
 
@@ -79,8 +86,8 @@ class EngineStatus:
     use according to its metrics (0..1). Values that every request needs are computed when they change."""
 
     __slots__ = (
-        *("_asleep", "_held", "_models", "_server_info", "_silent", "_up", "answers"),
-        *("base_model", "engine", "engine_id"),
+        *("_asleep", "_held", "_models", "_server_info", "_silent", "_up", "adapters", "answers"),
+        *("base_model", "engine", "engine_id", "served"),
         *("fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "sleep", "started"),
         *("stated", "transfers"),
         "version",
@@ -115,6 +122,8 @@ class EngineStatus:
         self._held = ""
         self._asleep = False
         self._models: tuple[ModelCard, ...] = ()
+        # Names of all its models, and of its adapters; engines with the same ones share these objects.
+        self.served = self.adapters = _names(())
         # Called after each change that the fleet notes.
         self.fleet_changed = fleet_changed
 
@@ -153,6 +162,8 @@ class EngineStatus:
     def models(self, models: tuple[ModelCard, ...]) -> None:
         self._models = models
         self.base_model = next((card.id for card in models if card.parent is None), None)
+        self.served = _names(tuple([card.id for card in models]))
+        self.adapters = _names(tuple([card.id for card in models if card.parent is not None]))
         self.fleet_changed()
 
     @property
@@ -160,7 +171,7 @@ class EngineStatus:
         return self.engine.events is not None
 
     def serves(self, model: str) -> bool:
-        return any(card.id == model for card in self._models)
+        return model in self.served
 
     def close(self) -> None:
         """Release its state when it leaves the fleet. Called once, by the fleet."""
@@ -196,15 +207,20 @@ class Fleet(Generic[E]):
 
     def __init__(self, engines: Iterable[EngineAddress] = (), make: EngineFactory[E] | None = None) -> None:
         self._make = make if make is not None else cast("EngineFactory[E]", EngineStatus)
-        self._configured: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
+        self._configured = _by_server(engines)
         self._holds: dict[str, str] = {}
         self._identities: dict[str, str] = {}
         self._ready: dict[str | None, list[E]] = {}
         self._frontends: dict[str | None, tuple[Frontend, ...]] = {}
         self._adapters: frozenset[str] | None = None
+        self._known: frozenset[str] | None = None
+        self._cards: list[ModelCard] | None = None
         # Changes whenever an answer of this class may have changed.
         self.changes = 0
-        self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
+        self._status: dict[str, E] = {}
+        self._servers: dict[str, list[E]] = {}
+        for base_url, listed in self._configured.items():
+            self._replace(base_url, listed)
         self.has_roles = self._any_role()
         """Whether any engine computes prompts for others, or fetches what they computed."""
 
@@ -221,19 +237,28 @@ class Fleet(Generic[E]):
         return self._status.get(engine_id)
 
     def ranks(self, base_url: str) -> list[E]:
-        """Return the engines of one server."""
-        return [status for status in self._status.values() if status.engine.base_url == base_url]
+        """Return the engines of one server; do not modify the result."""
+        return self._servers.get(base_url, [])
 
     def configured(self, base_url: str) -> list[EngineAddress]:
         """Return the engines of one server as configured, regardless of what it reported since."""
-        return [engine for engine in self._configured.values() if engine.base_url == base_url]
+        return self._configured.get(base_url, [])
 
     def replace(self, base_url: str, engines: Sequence[EngineAddress]) -> tuple[list[str], list[str]]:
         """Set the engines of this server. Returns the ids with new addresses, and the removed ones."""
+        found = self._replace(base_url, engines)
+        self.has_roles = self._any_role()
+        self._changed()
+        return found
+
+    def _replace(self, base_url: str, engines: Sequence[EngineAddress]) -> tuple[list[str], list[str]]:
         wanted = {engine.engine_id: engine for engine in engines}
         gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
-        for engine_id in gone:
-            self._status.pop(engine_id).close()
+        left = [self._status.pop(engine_id) for engine_id in gone]
+        if left:
+            self._changed()  # requests that move away from one must not find another one that has left
+        for one in left:
+            one.close()
         changed: list[str] = []
         for engine_id, engine in wanted.items():
             status = self._status.get(engine_id)
@@ -242,29 +267,33 @@ class Fleet(Generic[E]):
             elif status.engine != engine:
                 status.engine = engine
                 changed.append(engine_id)
-        self.has_roles = self._any_role()
-        self._changed()
+        if wanted:
+            self._servers[base_url] = [self._status[engine_id] for engine_id in wanted]
+        else:
+            self._servers.pop(base_url, None)
         return changed, gone
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
         """Replace the fleet; the known state of remaining engines is kept."""
-        given, had = _by_server(wanted.engines), _by_server(self._configured.values())
-        self._configured = {engine.engine_id: engine for engine in wanted.engines}
+        given, had = _by_server(wanted.engines), self._configured
+        self._configured = given
         changes = Reassigned()
         for base_url in had:
             other = self._identities.get(base_url), wanted.identities.get(base_url)
             if base_url not in given or (all(other) and other[0] != other[1]):
                 changes.dropped.append(base_url)
-                changes.gone += self.replace(base_url, ())[1]
+                changes.gone += self._replace(base_url, ())[1]
         for base_url, engines in given.items():
             if base_url not in had or base_url in changes.dropped:
                 changes.new.append(base_url)
-                self.replace(base_url, engines)
+                self._replace(base_url, engines)
             elif engines != had[base_url]:
                 changes.touched.append(base_url)
-                moved, gone = self.replace(base_url, engines)
+                moved, gone = self._replace(base_url, engines)
                 changes.moved += moved
                 changes.gone += gone
+        self.has_roles = self._any_role()
+        self._changed()
         self._holds = wanted.holds
         self._identities = {url: self._identities.get(url, "") for url in given} | wanted.identities
         for status in self._status.values():
@@ -279,8 +308,16 @@ class Fleet(Generic[E]):
         order; do not modify the result. If none of them responds to clients, silent engines are included."""
         found = self._ready.get(model)
         if found is None:
-            free = [s for s in self._status.values() if not s.held and not s.asleep and s.models]
-            serving = [status for status in free if model is None or status.serves(model)]
+            # Names come from clients: one that no engine has costs no look at every engine.
+            if model is not None and not self.knows(model):
+                return []
+            serving = [
+                status
+                for status in self._status.values()
+                if (model in status.served if model is not None else status.served)
+                and not status.held
+                and not status.asleep
+            ]
             found = [status for status in serving if status.up]
             if not any(status.engine.answers for status in found):
                 found = [status for status in serving if status.up or status.silent]
@@ -306,15 +343,18 @@ class Fleet(Generic[E]):
 
     def is_adapter(self, model: str) -> bool:
         """Whether any engine serves ``model`` as a LoRA of another one."""
+        return model in self.adapters
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """LoRA adapters that any engine serves, up or down."""
         if self._adapters is None:
-            self._adapters = frozenset(
-                card.id for status in self._status.values() for card in status.models if card.parent
-            )
-        return model in self._adapters
+            self._adapters = _union([status.adapters for status in self._status.values()])
+        return self._adapters
 
     def _changed(self) -> None:
         self._ready.clear()
-        self._adapters = None
+        self._adapters = self._known = self._cards = None
         self._frontends.clear()
         self.changes += 1
 
@@ -323,21 +363,39 @@ class Fleet(Generic[E]):
 
     def knows(self, model: str) -> bool:
         """Whether any engine, up or down, was ever seen to serve ``model``."""
-        return any(status.serves(model) for status in self._status.values())
+        if self._known is None:
+            self._known = _union([status.served for status in self._status.values()])
+        return model in self._known
 
     def model_cards(self) -> list[ModelCard]:
         """Return the models of ready engines: one card per id, with the smallest ``max_model_len``."""
-        cards: dict[str, ModelCard] = {}
+        if self._cards is None:
+            self._cards = self._join_cards()
+        return self._cards
+
+    def _join_cards(self) -> list[ModelCard]:
         usable = self.ready(None)
-        silent = [s for s in self._status.values() if s.silent and s not in usable]
-        usable = usable + [s for s in silent if any(s in self.ready(card.id) for card in s.models)]
-        for card in (card for status in usable for card in status.models):
-            known = cards.get(card.id)
-            lengths = [
-                c.max_model_len for c in (card, known) if c is not None and c.max_model_len is not None
-            ]
-            cards[card.id] = msgspec.structs.replace(known or card, max_model_len=min(lengths, default=None))
-        return list(cards.values())
+        known = {id(status) for status in usable}
+        silent = [one for one in self._status.values() if one.silent and id(one) not in known]
+        if silent:
+            # Of models that no engine answers for.
+            used = {id(one) for name in _union([one.served for one in silent]) for one in self.ready(name)}
+            usable = usable + [one for one in silent if id(one) in used]
+        cards: dict[str, ModelCard] = {}
+        lengths: dict[str, int | None] = {}
+        for status in usable:
+            for card in status.models:
+                length, least = card.max_model_len, lengths.get(card.id)
+                cards.setdefault(card.id, card)
+                lengths[card.id] = (
+                    length if least is None or (length is not None and length < least) else least
+                )
+        return [msgspec.structs.replace(card, max_model_len=lengths[name]) for name, card in cards.items()]
+
+
+def _union(names: Iterable[frozenset[str]]) -> frozenset[str]:
+    # Engines with the same names share one set.
+    return frozenset().union(*{id(one): one for one in names}.values())
 
 
 def _by_server(engines: Iterable[EngineAddress]) -> dict[str, list[EngineAddress]]:
@@ -371,7 +429,8 @@ class ResponseHolders:
 
     def __init__(self, responses_max: int = RESPONSES_MAX) -> None:
         self._max = responses_max
-        self._held: OrderedDict[str, HeldResponse] = OrderedDict()
+        self._marks = EngineMarks()
+        self._held: OrderedDict[str, tuple[HeldResponse, EngineMark]] = OrderedDict()
         # Queried in turn for unknown responses; they end in time and raise nothing.
         self.sources: list[Callable[[str], Awaitable[HeldResponse | None]]] = []
         # Called for each response recorded here.
@@ -389,10 +448,10 @@ class ResponseHolders:
 
     def learn(self, response_id: str, held: HeldResponse) -> bool:
         """Record a response reported by another worker or replica. False if it already has another tenant."""
-        known = self._held.get(response_id)
+        known = self.known(response_id)
         if len(response_id) > _ID_CHARS_MAX or (known is not None and known.tenant != held.tenant):
             return False
-        self._held[response_id] = held
+        self._held[response_id] = held, self._marks.of(held.engine_id)
         self._held.move_to_end(response_id)
         if len(self._held) > self._max:
             self._held.popitem(last=False)
@@ -400,24 +459,25 @@ class ResponseHolders:
 
     def known(self, response_id: str) -> HeldResponse | None:
         """Look a response up in this process only."""
-        return self._held.get(response_id)
+        found = self._held.get(response_id)
+        return None if found is None or not found[1].here else found[0]
 
     def holder(self, response_id: str | None) -> str | None:
         """Return the engine that made it, if known in this process."""
-        held = None if response_id is None else self._held.get(response_id)
+        held = None if response_id is None else self.known(response_id)
         return None if held is None else held.engine_id
 
     async def find(self, response_id: str) -> HeldResponse | None:
         """Look a response up in this process, then at ``sources``."""
-        if response_id in self._held or len(response_id) > _ID_CHARS_MAX:
-            return self._held.get(response_id)
+        known = self.known(response_id)
+        if known is not None or len(response_id) > _ID_CHARS_MAX:
+            return known
         for source in self.sources:
             held = await source(response_id)
             if held is not None:
                 self.learn(response_id, held)
-                return self._held.get(response_id)
+                return self.known(response_id)
         return None
 
     def forget(self, engine_id: str) -> None:
-        for response_id in [r for r, held in self._held.items() if held.engine_id == engine_id]:
-            del self._held[response_id]
+        self._marks.forget(engine_id)

@@ -92,20 +92,29 @@ class Patterns:
         self.steps_made = 0
         self._numbers: dict[bytes, int] = {self._matrix[0].tobytes(): 0}
         self._columns = 0
+        # Column -> lanes to clear in every row before one is read again: of all engines that are forgotten
+        # together.
+        self._dropped: dict[int, int] = {}
         self.words = RowWords(self)
 
     @property
     def matrix(self) -> Words:
         """All rows, shape (rows, columns); a view that the next change may replace."""
+        if self._dropped:
+            self._clear_dropped()
         return self._matrix[: self.count]
 
     def row(self, number: int) -> Words:
         """Return one row's words."""
+        if self._dropped:
+            self._clear_dropped()
         row: Words = self._matrix[number]
         return row
 
     def add_column(self) -> int:
         """Add a column of zeros; returns its number."""
+        if self._dropped:
+            self._clear_dropped()
         self.words.clear()
         if self._columns == self._matrix.shape[1]:
             wider = np.zeros((self._matrix.shape[0], 2 * self._columns), np.uint64)
@@ -121,6 +130,8 @@ class Patterns:
 
     def number_of(self, words: Words) -> int:
         """Return the number of the row with these words, created if it does not exist."""
+        if self._dropped:
+            self._clear_dropped()
         key = words.tobytes()
         number = self._numbers.get(key)
         if number is None:
@@ -130,8 +141,13 @@ class Patterns:
 
     def drop(self, column: int, bit: int) -> None:
         """Clear one lane in every row at once, without touching any block."""
-        self._matrix[: self.count, column] &= ~np.uint64(1 << bit)
+        self._dropped[column] = self._dropped.get(column, 0) | 1 << bit
         self.words.clear()
+
+    def _clear_dropped(self) -> None:
+        for column, bits in self._dropped.items():
+            self._matrix[: self.count, column] &= ~np.uint64(bits)
+        self._dropped.clear()
         self._numbers = {self._matrix[0].tobytes(): 0}
 
     def empty_rows(self) -> frozenset[int]:
@@ -143,7 +159,7 @@ class Patterns:
 
         The caller must then clear all transitions, which refer to old numbers.
         """
-        old = self._matrix
+        old = self.matrix
         self._matrix = np.zeros((max(64, 2 * len(used)), old.shape[1]), np.uint64)
         self.count, self.steps_made = 1, 0
         self.words.clear()
@@ -323,10 +339,15 @@ class MemoryIndex:
         self._rows_max = _ROWS_MAX
         self._steps_seen = 0
         self._sweep: list[BlockHash] = []
+        self._sweep_again = False
+        # Lanes were dropped since ``_empty_rows`` was found.
+        self._dropped = False
         # Rows without any bit. A transition made before a lane was dropped may lead to one that is not row 0.
         self._empty_rows = _ROW_0
 
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        if self._dropped:
+            self._begin_sweep()
         lane = self._lane(engine_id, plane)
         row_of, steps = self._row_of, lane.set
         stamps, mask, now = self._lookup_cache.stamps, self._lookup_cache.mask, self._lookup_cache.now
@@ -345,6 +366,8 @@ class MemoryIndex:
             self._housekeep()
 
     def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        if self._dropped:
+            self._begin_sweep()
         lane = self._lanes.get(engine_id, {}).get(plane)
         if lane is None:
             self._unknown_removals += len(hashes)
@@ -564,12 +587,22 @@ class MemoryIndex:
         for plane in planes:
             self._patterns.drop(self._columns[plane, word], bit)
             del self._lanes[engine_id][plane]
-        self._sweep = list(self._row_of)
+        self._dropped = True
+
+    def _begin_sweep(self) -> None:
+        """Once for all lanes that were dropped since the write before."""
+        self._dropped = False
         self._empty_rows = self._patterns.empty_rows()
+        if self._sweep:
+            self._sweep_again = True
+        else:
+            self._sweep = list(self._row_of)
 
     def _housekeep(self) -> None:
         if self._sweep:
             self._sweep_slice()
+            if not self._sweep and self._sweep_again:
+                self._sweep_again, self._sweep = False, list(self._row_of)
         elif self._patterns.count > self._rows_max or self._patterns.steps_made > _STEPS_MAX:
             self._drop_unused_rows()
         self._steps_seen = self._patterns.steps_made

@@ -221,6 +221,8 @@ class SessionLedger:
         """By tenant and session, the latest one last."""
         self._blocks: OrderedDict[str, dict[str, array[int]]] = OrderedDict()
         """Session id in events -> engine -> block hashes, the latest last."""
+        self._names: dict[str, set[str]] = {}
+        """Engine -> session ids of ``_blocks``."""
         self._num_blocks = 0
 
     def ended(self, record: RequestRecord, session: Session) -> None:
@@ -245,14 +247,20 @@ class SessionLedger:
         name = session_name(session_id.encode(errors="replace"))
         by_engine = self._blocks.setdefault(name, {})
         self._blocks.move_to_end(name)
-        kept = by_engine.setdefault(engine_id, array("Q"))
+        kept = by_engine.get(engine_id)
+        if kept is None:
+            kept = by_engine[engine_id] = array("Q")
+            self._names.setdefault(engine_id, set()).add(name)
         kept.extend(hashes)
         self._num_blocks += len(hashes)
         if (excess := len(kept) - SESSION_BLOCKS_MAX) > 0:
             del kept[:excess]
             self._dropped(excess)
         while len(self._blocks) > SESSIONS_MAX or self._num_blocks > BLOCKS_MAX:
-            self._dropped(sum(map(len, self._blocks.popitem(last=False)[1].values())))
+            oldest, left = self._blocks.popitem(last=False)
+            for engine in left:
+                self._names[engine].discard(oldest)
+            self._dropped(sum(map(len, left.values())))
 
     def _dropped(self, count: int) -> None:
         self._num_blocks -= count
@@ -264,8 +272,8 @@ class SessionLedger:
 
     def forget(self, engine_id: str) -> None:
         """Drop the blocks of an engine that left the fleet."""
-        for by_engine in self._blocks.values():
-            self._num_blocks -= len(by_engine.pop(engine_id, ()))
+        for name in self._names.pop(engine_id, ()):
+            self._num_blocks -= len(self._blocks[name].pop(engine_id))
 
 
 class RequestTracker:
@@ -290,6 +298,8 @@ class RequestTracker:
         self.on_end: Callable[[RequestRecord, float], None] | None = None
         """Called once with every ended request, and the time."""
         self._counts: dict[tuple[str, str, str], int] = {}
+        self._counted: dict[str, list[tuple[str, str, str]]] = {}
+        """Keys of ``_counts`` by engine."""
         self.times_by_model: dict[str, ModelTimes] = {}
         """As far as they are counted (``models``)."""
         self.live: set[RequestRecord] = set()
@@ -370,7 +380,10 @@ class RequestTracker:
         engine = engine if engine and self._here(engine) else ""
         outcome = record.outcome
         key = record.label, engine, outcome
-        self._counts[key] = self._counts.get(key, 0) + 1
+        if key not in self._counts:
+            self._counts[key] = 0
+            self._counted.setdefault(engine, []).append(key)
+        self._counts[key] += 1
         times = record.times
         if times is not None:
             times.overhead.observe(record.overhead_s)
@@ -384,9 +397,9 @@ class RequestTracker:
 
     def forget(self, engine_id: str) -> None:
         """Drop the counts of an engine that left the fleet."""
-        counts = self.counts
-        for key in [key for key in counts if key[1] == engine_id]:
-            del counts[key]
+        self.deferred.apply()
+        for key in self._counted.pop(engine_id, ()):
+            del self._counts[key]
 
     def warn(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
         """Log a warning, rate-limited for each event and ``about``."""

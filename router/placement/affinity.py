@@ -21,6 +21,7 @@ import msgspec
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash, Family, GroupSpec
+from router.fleet.marks import EngineMark, EngineMarks
 
 # Typical for English text with vocabularies of 32k-256k tokens.
 BYTES_PER_TOKEN = 4
@@ -50,7 +51,8 @@ class AffinityMap:
     def __init__(self, settings: AffinitySettings | None = None) -> None:
         self.settings = settings or AffinitySettings()
         self.stats = AffinityStats()
-        self._engines: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._marks = EngineMarks()
+        self._engines: OrderedDict[int, tuple[EngineMark, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -63,20 +65,21 @@ class AffinityMap:
             engines = self._engines.get(key)
             if engines is None:
                 break
-            for engine_id in engines:
-                found[engine_id] = count
+            for mark in engines:
+                if mark.here:
+                    found[mark.engine_id] = count
         self.stats.matched += bool(found)
         return found
 
     def record(self, keys: Sequence[int], engine_id: str) -> None:
         """Note that this text went to this engine."""
-        known, most = self._engines, self.settings.engines_max
+        known, most, mark = self._engines, self.settings.engines_max, self._marks.of(engine_id)
         # touch the shortest prefix last, so that chains are evicted at their deep end
         for key in reversed(keys):
             engines = known.get(key, ())
-            if not engines or engines[-1] != engine_id:
-                others = tuple(other for other in engines if other != engine_id)
-                known[key] = (*others[-(most - 1) :], engine_id) if most > 1 else (engine_id,)
+            if not engines or engines[-1] is not mark:
+                others = tuple([other for other in engines if other.here and other is not mark])
+                known[key] = (*others[-(most - 1) :], mark) if most > 1 else (mark,)
             known.move_to_end(key)
         while len(known) > self.settings.keys_max:
             known.popitem(last=False)
@@ -84,13 +87,7 @@ class AffinityMap:
 
     def forget(self, engine_id: str) -> None:
         """Drop an engine that restarted or left."""
-        for key, engines in list(self._engines.items()):
-            if engine_id in engines:
-                left = tuple(other for other in engines if other != engine_id)
-                if left:
-                    self._engines[key] = left
-                else:
-                    del self._engines[key]
+        self._marks.forget(engine_id)
 
 
 def text_tokens(num_chunks: int, chunk_bytes: int) -> int:

@@ -341,6 +341,7 @@ class InflightPrefixes:
         self._ranked = 0
         self._root = PrefixNode((), 0, 0)
         self._prompts: dict[InflightPrompt, None] = {}  # in the order of arrival
+        self._by_engine: dict[str, dict[InflightPrompt, None]] = {}
         self._unstored: dict[str, dict[InflightPrompt, None]] = {}  # computed, by engine
         # Computed and ended prompts until their grace period is over, in the order of these events: (until,
         # prompt, whether it ended).
@@ -367,7 +368,7 @@ class InflightPrefixes:
         prompt = InflightPrompt(engine_id, hashes, num_blocks, keeps, rank=rank)
         self._insert(prompt)
         self._ranked += rank != 0
-        self._prompts[prompt] = None
+        self._prompts[prompt] = self._by_engine.setdefault(engine_id, {})[prompt] = None
         stats, settings = self.stats, self.settings
         stats.prompts += 1
         stats.blocks += num_blocks
@@ -426,6 +427,10 @@ class InflightPrefixes:
             return
         prompt.kept = False
         del self._prompts[prompt]
+        own = self._by_engine[prompt.engine_id]
+        del own[prompt]
+        if not own:
+            del self._by_engine[prompt.engine_id]
         self._remove(prompt)
         self._ranked -= prompt.rank != 0
         self.stats.prompts -= 1
@@ -475,9 +480,9 @@ class InflightPrefixes:
         if hit.coming_tokens <= hit.gpu_tokens or not blocks or not (rank or self._ranked):
             return None
         first: float | None = None
-        for prompt in self._prompts:
+        for prompt in self._by_engine.get(engine_id, ()):
             keeps = prompt.keeps
-            if prompt.engine_id != engine_id or not keeps or keeps[-1][-1] < blocks:
+            if not keeps or keeps[-1][-1] < blocks:
                 continue
             if prompt.hashes[blocks - 1] != hashes[blocks - 1]:
                 continue
@@ -488,7 +493,7 @@ class InflightPrefixes:
 
     def forget(self, engine_id: str) -> None:
         """Remove all prompts of an engine that restarted or left."""
-        for prompt in [p for p in self._prompts if p.engine_id == engine_id]:
+        for prompt in list(self._by_engine.get(engine_id, ())):
             self.drop(prompt)
 
     def check_integrity(self) -> list[str]:

@@ -254,11 +254,13 @@ class Detection(StrEnum):
 
 
 class SchemeDetector:
-    """Detection for one engine; receives its root events in order."""
+    """Detection for one engine; receives its root events in order. ``known``: schemes to try first, asked
+    for when the first root is tried: with a thousand engines that restart together, not at each restart."""
 
-    def __init__(self, seeds: Iterable[str] = (), known: Iterable[HashScheme] = ()) -> None:
+    def __init__(self, seeds: Iterable[str] = (), known: Callable[[], Iterable[HashScheme]] = tuple) -> None:
         self._seeds = list(dict.fromkeys((*seeds, DEFAULT_SEED)))
-        self._known = list(known)
+        self._ask_known = known
+        self._asked_known: list[HashScheme] | None = None
         self._pending = PendingRoots()
         self._published = PublishedBlocks()
         self._search: Iterator[HashScheme | None] | None = None
@@ -436,6 +438,12 @@ class SchemeDetector:
             return False
         self._start_search(evidence, unit, Detection.WAITING)
         return True
+
+    @property
+    def _known(self) -> list[HashScheme]:
+        if self._asked_known is None:
+            self._asked_known = list(self._ask_known())
+        return self._asked_known
 
     def _try_known(self, root: RootEvent) -> bool:
         """Accept the first candidate that gives the event's hashes; False if none does.

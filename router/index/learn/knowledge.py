@@ -62,7 +62,7 @@ class EngineKnowledge:
     def _unlearn(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:
         """Reset all knowledge except the expected groups, and whether hits end inside a block of them."""
         self._groups = GroupLearner(self.facts, expected, inside_seen=inside_seen)
-        self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
+        self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes)
         self._note_kind()
         self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
         self.assumed: HashScheme | None = None

@@ -509,6 +509,7 @@ async def test_an_adapters_path_is_forgotten_with_the_last_engine_that_has_it() 
             known = rig.router.scopes.scope(MODEL).facts.lora_paths
             for left, paths in ((one, {"sql": "/a/sql"}), (other, {})):
                 rig.router.fleet.replace(left.base_url, ())
+                await asyncio.sleep(0)  # once for all engines that leave together
                 assert known == paths
 
 
