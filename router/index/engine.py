@@ -155,8 +155,8 @@ class EngineResidency(EngineKnowledge):
         """
         self._outside.age(now_s, self.facts.shared_store_ttl_s)
 
-    def apply(self, batch: DecodedBatch, before: Callable[[int], None] | None = None) -> None:
-        """Apply one batch, its events in order; ``before`` is called with the number of each.
+    def apply(self, batch: DecodedBatch) -> None:
+        """Apply one batch, its events in order.
 
         A batch may be split, but not where ``continues_series`` holds: the stores of one request's groups are
         judged together.
@@ -170,8 +170,6 @@ class EngineResidency(EngineKnowledge):
             self.unknown_types[name if known else "other"] += 1
         for self._at, event in enumerate(batch.events):
             self.events += 1
-            if before is not None:
-                before(self._at)
             if type(event) is BlockStored:
                 self._stored(event)
             elif type(event) is BlockRemoved:

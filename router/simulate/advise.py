@@ -84,7 +84,8 @@ class _Engine(msgspec.Struct, frozen=True):
 def run_advise(workload: str | None, options: AdviseOptions, *, as_json: bool) -> int:
     """Run the trials; returns the exit status. Raises ``ConfigError`` for unusable options."""
     check_numbers(options, _BOUNDS, ("load", "speed", "ttft_target"))
-    router_url(options.router)
+    if options.router is not None:
+        router_url(options.router)
     if workload is not None:
         return _advise(options, workload, workload, as_json=as_json)
     if options.router is None:

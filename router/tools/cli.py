@@ -60,64 +60,28 @@ def replay(
     *paths: Pieces,
     to_seq: Annotated[int | None, Parameter(help="Stop each engine after this sequence number.")] = None,
     source: Annotated[str | None, Parameter(help="Only this engine of the capture.")] = None,
-    speed: Annotated[
-        float | None,
-        Parameter(
-            help="Multiple of the recorded pace; 0: as fast as possible (the default; with --publish 1)."
-        ),
-    ] = None,
-    publish: Annotated[
-        list[str] | None,
-        Parameter(
-            help="Publish as the engine did, at tcp://..[,replay=tcp://..]; once per engine of the capture."
-        ),
-    ] = None,
-    stay: Annotated[
-        float | None, Parameter(help="Seconds to serve replay after the last frame; otherwise until Ctrl-C.")
-    ] = None,
     samples: Annotated[int, Parameter(help="Number of points in time at which residency is shown.")] = 10,
-    diff: Annotated[
-        Path | None, Parameter(help="Compare with this capture; status 1 if they differ.")
-    ] = None,
-    diff_seq: Annotated[
-        int | None, Parameter(help="Compare with the same capture at this seq; status 1 if they differ.")
-    ] = None,
     json: Json = False,
 ) -> int:
-    """Play a capture: show residency per engine, group and medium over time, publish it again, or compare."""
+    """Play a capture: show residency per engine, group and medium over time."""
     from router.tools.replay import ReplayOptions, run_replay
 
-    published = tuple(publish or ())
-    options = ReplayOptions(paths, to_seq, source, speed, published, stay, samples, diff, diff_seq)
-    return run_replay(options, as_json=json)
+    return run_replay(ReplayOptions(paths, to_seq, source, samples), as_json=json)
 
 
 def explain(
-    *paths: Pieces,
+    *,
     request: Annotated[Path, Parameter(help="JSON: the body of a request, or an object with token_ids.")],
+    router: Annotated[str, Parameter(help="The running router: the URL of its ops port.")],
     api: Annotated[
         str | None,
         Parameter(
             help="API of the request: chat, completions, messages, responses, batch, generate, cohere."
         ),
     ] = None,
-    router: Annotated[
-        str | None, Parameter(help="Query a running router at this ops port URL instead of a capture.")
-    ] = None,
-    at: Annotated[int | None, Parameter(help="Explain the state after this sequence number.")] = None,
-    tokenizer: Annotated[
-        str | None, Parameter(help="Directory with tokenizer.json, or ORG/NAME[@REVISION] of the hub.")
-    ] = None,
-    config: ConfigFile = None,
-    hash_scheme: Annotated[
-        str | None,
-        Parameter(help="ALGO[,seed=..][,size=N][,lookahead=N], where it cannot be detected (redacted)."),
-    ] = None,
     slo_ttft_ms: Annotated[
         float | None,
-        Parameter(
-            help="With --router: target for the first token, and by how much each engine would miss it."
-        ),
+        Parameter(help="Target for the first token; shows by how much each engine would miss it."),
     ] = None,
     json: Json = False,
 ) -> int:
@@ -126,8 +90,7 @@ def explain(
     """
     from router.tools.explain import ExplainOptions, run_explain
 
-    options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme, api, slo_ttft_ms)
-    return run_explain(options, as_json=json)
+    return run_explain(ExplainOptions(request, router, api, slo_ttft_ms), as_json=json)
 
 
 def verify(
@@ -258,21 +221,6 @@ def stats(
     from router.tools.index import run_stats
 
     return run_stats(index_settings(index, index_file, namespace), model=model, as_json=json)
-
-
-@index_app.command
-def dump(
-    *,
-    index: IndexFlag = None,
-    index_file: IndexFileFlag = None,
-    namespace: _NamespaceFlag = None,
-    model: _ModelFlag = None,
-    limit: Annotated[int, Parameter(help="Maximum number of blocks to list per model; -1: all.")] = -1,
-) -> int:
-    """Print one JSON line per block: its hash, and the engines that hold it (medium/group)."""
-    from router.tools.index import run_dump
-
-    return run_dump(index_settings(index, index_file, namespace), model=model, limit=limit)
 
 
 @index_app.command(name="verify")

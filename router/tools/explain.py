@@ -1,257 +1,120 @@
-"""``kvatlas explain``: why a prompt hits no further, from a capture or a running router."""
+"""``kvatlas explain``: why a prompt hits no further on each engine of a running router."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from rich.table import Table
 
-from publisher.block_hash import ALGORITHMS, HashScheme
 from router.admission.admission_queue import TARGET
 from router.config.errors import ConfigError
-from router.config.load import load
-from router.config.schema import Config
-from router.index.learn.layout import ModelFacts
-from router.index.model import HashedPrompt
-from router.openai.body import peek
-from router.placement.candidate import Candidate, Confidence, Hit, PolicySettings, placement_request
-from router.placement.policies import ArmState, policy
-from router.prompts.settings import ANY_MODEL
-from router.tools.capture import is_trace, read_capture, with_progress
-from router.tools.explain_state import (
-    PATHS,
-    Boundary,
-    EngineExplanation,
-    MissingBlock,
-    PromptError,
-    explain_engine,
-    read_body,
-    read_prompt,
-    router_body,
-)
+from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.tools.ops_client import ask, make_table, ops_headers, output_console, reason, router_url
-from router.tools.replay_player import Player, up_to
-from router.tools.trace_verification import RecordingError, trace_facts
-
-# The engine that would be selected, from the state in a capture. A capture has no load, so all engines count
-# as idle.
-
-
-_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "assumed": "assumed"}
-
-
-class Selection(msgspec.Struct, frozen=True):
-    """The engine selected among idle ones."""
-
-    engine: str
-    reason: str
-    hit_tokens: int
-    uncached_tokens: int
-
-
-def select_engine(
-    engines: Sequence[EngineExplanation],
-    prompt: HashedPrompt,
-    scheme: HashScheme | None,
-    settings: PolicySettings,
-) -> Selection:
-    """Select an engine by the policy. ``scheme`` gives the keys that break ties."""
-    candidates = [
-        Candidate(
-            e.engine,
-            Hit(
-                e.hit_tokens,
-                e.offloaded_tokens - e.hit_tokens - e.storage_tokens,
-                e.storage_tokens,
-                max(e.shared_prefix_tokens, e.offloaded_tokens),
-                confidence=_CONFIDENCE.get(e.mode, "none"),
-            ),
-        )
-        for e in engines
-    ]
-    hashes = prompt.hashes(scheme) if scheme is not None else ()
-    request = placement_request(prompt.num_tokens, hashes)
-    made = policy(settings.policy)(candidates, request, settings, ArmState())
-    return Selection(made.engine_id, made.reason, engines[made.index].hit_tokens, made.uncached_tokens)
-
 
 _TIMEOUT_S = 30.0
-# Of a hash block and of the look-ahead: more than any block of vLLM.
-_TOKENS_MAX = 1 << 20
 _ANSWER_BYTES_MAX = 64 << 20
-_SCHEME_KEYS = {"seed", "size", "lookahead", "tagged"}
+BODY_BYTES_MAX = 64 << 20
+# Values of ``--api``, and the path of each.
+PATHS: Final = {name: path for path, name in PROMPT_APIS.items()}
+_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class PromptError(Exception):
+    """A request that cannot be explained; the message names the file and the reason."""
+
+
+class _Fields(msgspec.Struct):
+    """The fields of a body that determine how it is read."""
+
+    token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def read_body(path: Path) -> bytes:
+    """Read the request's file. Raises ``PromptError``."""
+    try:
+        with path.open("rb") as file:
+            body = file.read(BODY_BYTES_MAX + 1)
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(body) > BODY_BYTES_MAX:
+        raise PromptError(f"{path}: over {BODY_BYTES_MAX} bytes")
+    return body
+
+
+def endpoint_of(path: Path, body: bytes, api: str | None) -> str:
+    """Return the path of ``api``; without it that of a chat, completion or response, or ``tokens``, by the
+    body's fields. Raises ``PromptError``.
+    """
+    if api is not None:
+        return PATHS[api]
+    fields = _fields(path, body)
+    if fields.token_ids is not msgspec.UNSET:
+        return "tokens"
+    if fields.messages is not msgspec.UNSET:
+        return CHAT
+    if fields.prompt is not msgspec.UNSET:
+        return COMPLETION
+    if fields.input is not msgspec.UNSET:
+        return RESPONSES
+    raise PromptError(f"{path}: expected messages, prompt, input or token_ids in it")
+
+
+def router_body(path: Path, body: bytes, api: str | None) -> bytes:
+    """Convert the body for a router's explain endpoint: token ids become a completion prompt."""
+    if endpoint_of(path, body, api) != "tokens":
+        return body
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except _BAD_JSON as error:
+        raise PromptError(f"{path}: {error}") from None
+    fields["prompt"] = fields.pop("token_ids")
+    return msgspec.json.encode(fields)
+
+
+def _fields(path: Path, body: bytes) -> _Fields:
+    try:
+        return msgspec.json.decode(body, type=_Fields)
+    except _BAD_JSON as error:
+        raise PromptError(f"{path}: {error}") from None
 
 
 class ExplainOptions(msgspec.Struct, frozen=True):
-    """Arguments of ``kvatlas explain``; the source is ``paths`` (a capture) or ``router`` (its URL)."""
+    """Arguments of ``kvatlas explain``."""
 
     request: Path
-    paths: tuple[Path, ...] = ()
-    router: str | None = None
-    at: int | None = None
-    tokenizer: str | None = None
-    config: Path | None = None
-    hash_scheme: str | None = None
+    router: str
     api: str | None = None
     slo_ttft_ms: float | None = None
 
 
 def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
-    """Returns 0 if explained, 1 if no hit can be predicted or the router refuses, 2 for unusable input."""
+    """Returns 0 if explained, 1 if the router refuses, 2 for unusable input."""
     try:
         _check(options)
         router = router_url(options.router)
-        body = read_body(options.request)
-        if router is not None:
-            asked = router_body(options.request, body, options.api)
-            return _query_router(options, router, asked, as_json=as_json)
-        return _explain(options, body, as_json=as_json)
-    except (RecordingError, ConfigError, PromptError) as error:
+        asked = router_body(options.request, read_body(options.request), options.api)
+        return _ask(options, router, asked, as_json=as_json)
+    except (ConfigError, PromptError) as error:
         print(f"kvatlas explain: {error}", file=sys.stderr)
         return 2
 
 
-def parse_scheme(text: str) -> HashScheme:
-    """Parse ``ALGO[,seed=..][,size=N][,lookahead=N][,tagged=true|false]``. Raises ``ConfigError``."""
-    algo, *options = text.split(",")
-    values: dict[str, Any] = {"algo": algo}
-    for option in options:
-        name, separator, value = option.partition("=")
-        if name not in _SCHEME_KEYS or not separator:
-            known = ", ".join(sorted(_SCHEME_KEYS))
-            raise ConfigError(f"--hash-scheme {text!r}: {option!r} is not one of {known} with =VALUE")
-        values["hash_block_size" if name == "size" else name] = value
-    try:
-        scheme = msgspec.convert(values, HashScheme, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--hash-scheme {text!r}: {error}") from None
-    if algo not in ALGORITHMS:
-        raise ConfigError(f"--hash-scheme {text!r}: algorithm {algo!r}: expected {', '.join(ALGORITHMS)}")
-    for field, given, least in (("size", scheme.hash_block_size, 1), ("lookahead", scheme.lookahead, 0)):
-        if not least <= given <= _TOKENS_MAX:
-            raise ConfigError(
-                f"--hash-scheme {text!r}: {field}={given}: expected {least} to {_TOKENS_MAX} tokens"
-            )
-    return scheme
-
-
 def _check(options: ExplainOptions) -> None:
-    if bool(options.paths) == (options.router is not None):
-        raise ConfigError("give either a capture FILE or --router URL")
     if options.api is not None and options.api not in PATHS:
         raise ConfigError(f"--api {options.api!r}: expected one of {', '.join(PATHS)}")
-    if options.router is not None and (options.at is not None or options.hash_scheme is not None):
-        raise ConfigError("--at and --hash-scheme are for captures; a router explains its present state")
-    if options.at is not None and options.at < 0:
-        raise ConfigError(f"--at: {options.at} is not a seq")
     target_ms = options.slo_ttft_ms
-    if target_ms is not None and options.router is None:
-        raise ConfigError("--slo-ttft-ms needs --router URL: a capture has no load to predict seconds from")
     if target_ms is not None and not 0 < target_ms < float("inf"):
         raise ConfigError(f"--slo-ttft-ms: {target_ms} is not a number above 0")
 
 
-def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
-    scheme = None if options.hash_scheme is None else parse_scheme(options.hash_scheme)
-    models = {ANY_MODEL: {"tokenizer": options.tokenizer}} if options.tokenizer is not None else {}
-    config = load(options.config, models=models).config
-    prompt = read_prompt(options.request, body, config, options.api)
-    player = Player(_facts(options, body, config))
-    player.learn(with_progress(read_capture(options.paths), "learning groups and hash scheme", quiet=as_json))
-    player.play_all(with_progress(up_to(read_capture(options.paths), options.at), "playing", quiet=as_json))
-    if not player.runs:
-        raise RecordingError(f"{options.paths[0]}: no frames up to that seq")
-    engines = [_hinted(player, explain_engine(player, run.source, prompt, scheme)) for run in player.runs]
-    used = scheme or next((s for s in (player.fleet.engine(e.engine).scheme for e in engines) if s), None)
-    made = select_engine(engines, prompt, used, config.policy)
-    if as_json:
-        print(msgspec.json.encode(_summary(options, prompt, engines, made)).decode())
-    else:
-        _show(prompt, engines, made)
-    return 1 if all(engine.mode == "unknown" for engine in engines) else 0
-
-
-def _facts(options: ExplainOptions, body: bytes, config: Config) -> ModelFacts:
-    if options.config is None and is_trace(options.paths[0]):
-        return trace_facts(options.paths[0])
-    return config.model(peek(body).model or ANY_MODEL).facts()
-
-
-def _hinted(player: Player, engine: EngineExplanation) -> EngineExplanation:
-    """Report that the hash scheme cannot be detected because token ids were redacted."""
-    if not player.run_of(engine.engine).redacted or engine.mode == "native":
-        return engine
-    why = "token ids are redacted: give --hash-scheme, e.g. sha256,size=16"
-    return msgspec.structs.replace(
-        engine,
-        mode="unknown",
-        why_unknown=why,
-        ended_by=None,
-        next_boundary=None,
-        shared_prefix_boundary=None,
-    )
-
-
-def _summary(
-    options: ExplainOptions, prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: Selection
-) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt.num_tokens,
-        "at": options.at,
-        "choice": msgspec.to_builtins(made),
-        "engines": [msgspec.to_builtins(engine) for engine in engines],
-    }
-
-
-def _show(prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: Selection) -> None:
-    columns = ("engine", ">seq", ">hit", ">offloaded", ">shared_prefix", "the match ended")
-    table = make_table(*columns, title=f"a prompt of {prompt.num_tokens:,} tokens")
-    for e in engines:
-        numbers = (e.hit_tokens, e.offloaded_tokens, e.shared_prefix_tokens)
-        style = "bold" if e.engine == made.engine else ""
-        table.add_row(e.engine, str(e.seq), *[f"{n:,}" for n in numbers], _ended(e), style=style)
-    console = output_console()
-    console.print(table)
-    console.print(
-        f"choice, all engines idle: {made.engine} ({made.reason}), {made.uncached_tokens:,} tokens to compute"
-    )
-
-
-def _ended(engine: EngineExplanation) -> str:
-    lines = [f"{c.spec_class} alone: {c.hit_tokens}" for c in engine.by_class]
-    if engine.mode == "unknown":
-        lines.append(engine.why_unknown)
-    elif engine.whole_prompt:
-        lines.append("complete hit: only the last tokens, which are always computed, are missing")
-    else:
-        boundaries = (engine.next_boundary, engine.shared_prefix_boundary)
-        lines += [_boundary(boundary) for boundary in boundaries if boundary is not None]
-    if engine.history:
-        lines.append(f"history incomplete: {engine.history}")
-    return "\n".join(lines)
-
-
-def _boundary(boundary: Boundary) -> str:
-    first = boundary.first
-    if first is None:
-        return f"{boundary.tokens} tokens: every block is present, but the engine's search does not get there"
-    more = f" (and {boundary.missing_blocks - 1} more)" if boundary.missing_blocks > 1 else ""
-    where = f"group {first.group} block {first.block} [{first.tokens[0]}..{first.tokens[1]})"
-    return f"{boundary.tokens} tokens need {first.spec_class}, {where}{more}: {_why(first)}"
-
-
-def _why(block: MissingBlock) -> str:
-    at = "" if block.seq is None else f" at seq {block.seq}, event {block.event}"
-    stored = "" if block.stored_seq is None else f" (stored at seq {block.stored_seq})"
-    offloaded = f", held in {'/'.join(block.offloaded)}" if block.offloaded else ""
-    return f"{block.why}{at}{stored}{offloaded}"
-
-
-def _query_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
+def _ask(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
     url = f"{router}/kvatlas/explain"
     if options.api is not None:
         url += f"?path={PATHS[options.api]}"

@@ -1,4 +1,4 @@
-"""``kvatlas index stats|dump|verify``: inspect a shared index, and compare it with the engines' feeds.
+"""``kvatlas index stats|verify``: inspect a shared index, and compare it with the engines' feeds.
 
 Status 0: done (verify: exact), 1: the index is unavailable or not exact, 2: bad arguments.
 
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -261,7 +261,6 @@ async def shown_pairs(client: Client, reader: SharedReader, model: str) -> dict[
 _CONNECT_S = 5.0
 # Number of blocks whose memory is measured: each costs one command.
 _SAMPLE = 200
-_DUMP_PAGE = 10_000
 
 
 class EngineLine(msgspec.Struct):
@@ -304,24 +303,6 @@ def run_stats(settings: IndexSettings, *, model: str | None, as_json: bool) -> i
         else:
             for line in lines:
                 _print_scope(line)
-        return 0
-
-    return _run(settings, model, show)
-
-
-def run_dump(settings: IndexSettings, *, model: str | None, limit: int) -> int:
-    """Print one JSON line per block: its hash, and the planes each engine holds it in."""
-    if limit < -1:
-        raise ConfigError(f"--limit: {limit} is not 0 or more; -1: all")
-
-    async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
-        for snapshot in scopes:
-            left = limit
-            async for line in _blocks(client, snapshot):
-                if left == 0:
-                    break
-                left -= 1
-                print(msgspec.json.encode(line).decode())
         return 0
 
     return _run(settings, model, show)
@@ -435,23 +416,6 @@ async def _bytes_per_block(
         if size is not None:
             sizes.append(int(size))
     return round(sum(sizes) / len(sizes), 1) if sizes else None
-
-
-async def _blocks(client: Client, snapshot: ScopeSnapshot) -> AsyncIterator[dict[str, Any]]:
-    reader, keys = SharedReader(client), ScopeKeys(client.settings.namespace, snapshot.model)
-    await reader.lookup((), snapshot.model, timeout_s=_CONNECT_S)
-    hashes = await block_hashes(client, keys, snapshot.view.scope)
-    for start in range(0, len(hashes), _DUMP_PAGE):
-        page = hashes[start : start + _DUMP_PAGE]
-        asked = [BlockHash(value) for value in page.tolist()]
-        found = await reader.lookup(asked, snapshot.model, timeout_s=_CONNECT_S)
-        for row, value in enumerate(asked):
-            held: dict[str, list[str]] = {}
-            for (plane, word), column in sorted(found.rows.columns.items()):
-                for engine_id, engine in found.engines.items():
-                    if word == engine.slot.word and column[row] >> np.uint64(engine.slot.bit) & np.uint64(1):
-                        held.setdefault(engine_id, []).append(f"{plane.medium}/{plane.group_idx}")
-            yield {"model": snapshot.model, "block": f"{value:016x}", "engines": held}
 
 
 async def connect(client: Client) -> None:

@@ -34,10 +34,8 @@ def ops_headers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
-def router_url(text: str | None) -> str | None:
+def router_url(text: str) -> str:
     """Return the router's base URL. Raises ``ConfigError`` if it is invalid."""
-    if text is None:
-        return None
     try:
         parts = urlsplit(text)
         usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0

@@ -8,54 +8,18 @@ counted and skipped, as by a feed without a replay socket.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import xxhash
-import zmq
 
 from publisher.event_decoder import decode_batch
-from publisher.events import (
-    AllBlocksCleared,
-    BlockHash,
-    BlockStored,
-    DecodedBatch,
-    EventDecodeError,
-    to_block_hash,
-)
-from publisher.zmq_publisher import ZmqPublisher
+from publisher.events import AllBlocksCleared, BlockHash, DecodedBatch, EventDecodeError
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
 from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
 from router.tools.capture import CapturedFrame
-
-# A journaling index: for every block of every plane it records the last change and its position. It is the
-# serving index with a journal, so what a replay counts is what the router would have held. ``at`` is the
-# position of the event being applied, set by the player. Memory grows with the distinct blocks of the capture
-# and is never freed: for tools, not for serving.
-
-
-Gone = Literal["", "evicted", "cleared", "restarted"]
-
-
-class EventPosition(NamedTuple):
-    """Position of one event of one engine: seq of its batch, and its index in the batch."""
-
-    seq: int
-    event: int
-
-
-class BlockLog(msgspec.Struct):
-    """Journal of one block in one plane: physical copies now, and the last change in either direction."""
-
-    copies: int = 0
-    stored: EventPosition | None = None
-    gone: EventPosition | None = None
-    how: Gone = ""
 
 
 class PlaneCounts(msgspec.Struct):
@@ -75,61 +39,51 @@ class PlaneCounts(msgspec.Struct):
     """Removals of blocks that were not present: history is missing."""
 
 
-class JournaledIndex(MemoryIndex):
-    """Memory index that journals the last change of every block."""
+class CountingIndex(MemoryIndex):
+    """Memory index that counts what every plane stored and removed: what the router would have held.
+
+    Memory grows with the distinct blocks of the capture and is never freed: for tools, not for serving.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.at = EventPosition(0, 0)
-        self.logs: dict[tuple[str, Plane], dict[BlockHash, BlockLog]] = {}
         self.counts: dict[tuple[str, Plane], PlaneCounts] = {}
+        self._copies: dict[tuple[str, Plane], dict[BlockHash, int]] = {}
 
     def seen_planes(self, engine_id: str) -> list[Plane]:
         """Every plane in which the engine ever stored or removed a block."""
         return sorted(plane for engine, plane in self.counts if engine == engine_id)
 
-    def log(self, engine_id: str, plane: Plane, block: BlockHash) -> BlockLog | None:
-        """Return the journal of a block; None if it was never present."""
-        return self.logs.get((engine_id, plane), {}).get(block)
-
     def held(self, engine_id: str, plane: Plane) -> dict[BlockHash, int]:
         """Blocks held now, with their number of copies."""
-        logs = self.logs.get((engine_id, plane), {})
-        return {block: log.copies for block, log in logs.items() if log.copies}
-
-    def restart_journal(self) -> None:
-        """Clear the journal but not the index."""
-        self.logs.clear()
-        self.counts.clear()
+        return dict(self._copies.get((engine_id, plane), ()))
 
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         super().store(engine_id, plane, hashes)
-        logs, counts = self._of(engine_id, plane)
+        copies, counts = self._of(engine_id, plane)
         for block in hashes:
-            log = logs.get(block)
-            if log is None:
-                log = logs[block] = BlockLog()
-            counts.blocks += not log.copies
-            log.copies += 1
-            log.stored = self.at
+            copies[block] = copies.get(block, 0) + 1
+        counts.blocks = len(copies)
         counts.copies += len(hashes)
         counts.stored += len(hashes)
 
     def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         left = super().remove(engine_id, plane, hashes)
-        logs, counts = self._of(engine_id, plane)
+        copies, counts = self._of(engine_id, plane)
         for block in hashes:
-            log = logs.get(block)
-            if log is None or not log.copies:
+            held = copies.pop(block, 0)
+            if not held:
                 counts.unknown_removals += 1
                 continue
-            self._take(log, counts, 1, "evicted")
+            if held > 1:
+                copies[block] = held - 1
+            counts.copies -= 1
             counts.removed += 1
+        counts.blocks = len(copies)
         return left
 
     def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
-        log = self.log(engine_id, plane, block)
-        held = log.copies if log is not None else 0
+        held = self._copies.get((engine_id, plane), {}).get(block, 0)
         if copies > held:
             self.store(engine_id, plane, [block] * (copies - held))
         elif copies < held:
@@ -137,34 +91,24 @@ class JournaledIndex(MemoryIndex):
 
     def clear(self, engine_id: str, medium: str) -> None:
         super().clear(engine_id, medium)
-        self._drop(
-            engine_id, "cleared", [plane for plane in self.seen_planes(engine_id) if plane.medium == medium]
-        )
+        self._drop(engine_id, [plane for plane in self.seen_planes(engine_id) if plane.medium == medium])
 
     def forget(self, engine_id: str) -> None:
         super().forget(engine_id)
-        self._drop(engine_id, "restarted", self.seen_planes(engine_id))
+        self._drop(engine_id, self.seen_planes(engine_id))
 
-    def _of(self, engine_id: str, plane: Plane) -> tuple[dict[BlockHash, BlockLog], PlaneCounts]:
+    def _of(self, engine_id: str, plane: Plane) -> tuple[dict[BlockHash, int], PlaneCounts]:
         key = engine_id, plane
         if key not in self.counts:
-            self.logs[key], self.counts[key] = {}, PlaneCounts()
-        return self.logs[key], self.counts[key]
+            self._copies[key], self.counts[key] = {}, PlaneCounts()
+        return self._copies[key], self.counts[key]
 
-    def _drop(self, engine_id: str, how: Gone, planes: list[Plane]) -> None:
+    def _drop(self, engine_id: str, planes: list[Plane]) -> None:
         for plane in planes:
-            logs, counts = self._of(engine_id, plane)
+            copies, counts = self._of(engine_id, plane)
+            copies.clear()
             counts.cleared += counts.copies
-            for log in logs.values():
-                if log.copies:
-                    self._take(log, counts, log.copies, how)
-
-    def _take(self, log: BlockLog, counts: PlaneCounts, copies: int, how: Gone) -> None:
-        log.copies -= copies
-        counts.copies -= copies
-        if not log.copies:
-            counts.blocks -= 1
-            log.gone, log.how = self.at, how
+            counts.blocks = counts.copies = 0
 
 
 _RECENT_MAX = 1024
@@ -187,16 +131,6 @@ class SourceRun(msgspec.Struct):
     undecodable: int = 0
     rejected_events: int = 0
     unknown_events: int = 0
-    redacted: bool = False
-    """Whether no token id other than 0 was seen, and some were 0."""
-
-
-class MaskedSpan(msgspec.Struct, frozen=True):
-    """A stored event that covers more blocks than it lists."""
-
-    at: EventPosition
-    event: BlockStored
-    listed: frozenset[BlockHash]
 
 
 class _Cursor:
@@ -206,27 +140,20 @@ class _Cursor:
         self.run = SourceRun(source)
         self.last_ts = float("-inf")
         self.recent: dict[int, int] = {}
-        self.saw_tokens = False
 
 
 class Player:
     """Residency of all engines of a capture."""
 
     def __init__(self, facts: ModelFacts) -> None:
-        self.ledger = JournaledIndex()
-        self.fleet = FleetResidency(facts, self.ledger)
-        # By engine and group, then by the parent of the span.
-        self.masked: dict[tuple[str, int], dict[BlockHash | None, list[MaskedSpan]]] = {}
+        self.index = CountingIndex()
+        self.fleet = FleetResidency(facts, self.index)
         self._cursors: dict[str, _Cursor] = {}
 
     @property
     def runs(self) -> list[SourceRun]:
         """One entry per engine, in the order of their first frames."""
         return [cursor.run for cursor in self._cursors.values()]
-
-    def run_of(self, source: str) -> SourceRun:
-        """Return the entry of one engine that occurs in the capture."""
-        return self._cursors[source].run
 
     def play(self, frame: CapturedFrame) -> bool:
         """Apply one frame; False if it is ignored: late, or a duplicate."""
@@ -239,31 +166,24 @@ class Player:
             batch = None
         if not self._in_order(cursor, frame, batch):
             return False
-        cursor.run.frames += 1
-        cursor.run.last_seq = frame.seq
+        run = cursor.run
+        run.frames += 1
+        run.last_seq = frame.seq
         if batch is None:
-            cursor.run.undecodable += 1
-        else:
-            cursor.last_ts = batch.ts
-            self._apply(cursor, frame, batch)
+            run.undecodable += 1
+            return True
+        cursor.last_ts = batch.ts
+        run.rejected_events += len(batch.rejected)
+        run.unknown_events += len(batch.unknown)
+        run.events += len(batch.events)
+        run.clears += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
+        self.fleet.engine(frame.source).apply(batch)
         return True
 
     def play_all(self, frames: Iterable[CapturedFrame]) -> None:
         """Apply every frame."""
         for frame in frames:
             self.play(frame)
-
-    def learn(self, frames: Iterable[CapturedFrame]) -> None:
-        """Play frames only to learn each engine's groups and hash scheme, then reset."""
-        # Equivalent to engines that ran before the capture and restarted when it began.
-        for frame in frames:
-            if self.play(frame) and not self.run_of(frame.source).redacted:
-                self.fleet.engine(frame.source).finish_detection()
-        for source in self._cursors:
-            self.fleet.forget(source)
-        self.ledger.restart_journal()
-        self.masked.clear()
-        self._cursors.clear()
 
     def _in_order(self, cursor: _Cursor, frame: CapturedFrame, batch: DecodedBatch | None) -> bool:
         """Count gaps and restarts; False for a frame that must not be applied."""
@@ -278,9 +198,7 @@ class Player:
                 run.late += 1
                 return False
             run.restarts += 1
-            self.ledger.at = EventPosition(frame.seq, 0)
             self.fleet.forget(frame.source)
-            self._forget_masked(frame.source)
             cursor.recent.clear()
             run.last_seq = -1
         if run.last_seq is not None and frame.seq > run.last_seq + 1:
@@ -290,41 +208,6 @@ class Player:
         if len(cursor.recent) > _RECENT_MAX:
             del cursor.recent[next(iter(cursor.recent))]
         return True
-
-    def _apply(self, cursor: _Cursor, frame: CapturedFrame, batch: DecodedBatch) -> None:
-        """Apply a batch; the journal attributes changes to its events."""
-        run = cursor.run
-        run.rejected_events += len(batch.rejected)
-        run.unknown_events += len(batch.unknown)
-        run.events += len(batch.events)
-
-        def before(number: int) -> None:
-            event = batch.events[number]
-            self.ledger.at = EventPosition(frame.seq, number)
-            if isinstance(event, BlockStored):
-                self._look_at(cursor, event)
-            run.clears += isinstance(event, AllBlocksCleared)
-
-        self.fleet.engine(frame.source).apply(batch, before)
-
-    def _look_at(self, cursor: _Cursor, event: BlockStored) -> None:
-        """Record the span of a masked event, and detect token ids."""
-        if not cursor.saw_tokens and event.num_tokens():
-            try:
-                cursor.saw_tokens = any(event.tokens())
-            except EventDecodeError:
-                return
-            cursor.run.redacted = not cursor.saw_tokens
-        if event.num_tokens() <= len(event.block_hashes) * event.block_size or not event.block_size:
-            return
-        parent = None if event.parent_block_hash is None else to_block_hash(event.parent_block_hash)
-        listed = frozenset(to_block_hash(wire) for wire in event.block_hashes)
-        spans = self.masked.setdefault((cursor.run.source, event.group_idx or 0), {})
-        spans.setdefault(parent, []).append(MaskedSpan(self.ledger.at, event, listed))
-
-    def _forget_masked(self, source: str) -> None:
-        for key in [key for key in self.masked if key[0] == source]:
-            del self.masked[key]
 
 
 def up_to(frames: Iterable[CapturedFrame], to_seq: int | None) -> Iterator[CapturedFrame]:
@@ -365,8 +248,8 @@ def sample(player: Player, frames: int, elapsed_s: float) -> Sample:
     """Sample the current state of a player."""
     planes = []
     for run in player.runs:
-        for plane in player.ledger.seen_planes(run.source):
-            counts = player.ledger.counts[run.source, plane]
+        for plane in player.index.seen_planes(run.source):
+            counts = player.index.counts[run.source, plane]
             numbers = msgspec.structs.asdict(counts)
             planes.append(
                 PlaneSample(run.source, run.last_seq, plane.medium, plane.group_idx, gaps=run.gaps, **numbers)
@@ -374,107 +257,15 @@ def sample(player: Player, frames: int, elapsed_s: float) -> Sample:
     return Sample(frames, round(elapsed_s, 3), planes)
 
 
-class Sampler:
-    """Plays ``total`` frames and takes ``samples`` samples at equal distances, the last one at the end."""
-
-    def __init__(self, player: Player, *, total: int, samples: int) -> None:
-        self.taken: list[Sample] = []
-        self.frames = 0
-        self.total = total
-        self._player = player
-        self._marks = {max(1, total * number // samples) for number in range(1, samples + 1)}
-        self._first_ts: float | None = None
-
-    def play(self, frame: CapturedFrame) -> None:
-        """Apply one frame, and take a sample if one is due."""
-        self._player.play(frame)
-        self.frames += 1
-        if self._first_ts is None:
-            self._first_ts = frame.recv_ts
-        if self.frames in self._marks:
-            self.taken.append(sample(self._player, self.frames, frame.recv_ts - self._first_ts))
-
-
-# Publishes a capture again as the recorded engines did: PUB sockets and replay ROUTERs. Seqs, topics and
-# payloads are the recorded ones; an engine that restarted in the capture restarts here. The pace is that of
-# the recorder's clock times ``speed`` (0: no waiting).
-
-
-_BREATHE_FRAMES = 64
-
-
-class PublishEndpoint(msgspec.Struct, frozen=True):
-    """Addresses at which one engine of a capture is published."""
-
-    events: str
-    replay: str | None = None
-
-
-def parse_endpoint(text: str) -> PublishEndpoint:
-    """Parse ``tcp://..[,replay=tcp://..]``. Raises ``ValueError``."""
-    events, *options = text.split(",")
-    replay = None
-    for option in options:
-        name, separator, replay = option.partition("=")
-        if name != "replay" or not separator:
-            raise ValueError(f"--publish {text!r}: {option!r} is not replay=tcp://..")
-    for address in (events, replay):
-        if address is not None and not address.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"--publish {text!r}: {address!r} is not a tcp:// or ipc:// address")
-    return PublishEndpoint(events, replay)
-
-
-@contextlib.contextmanager
-def publishers(
-    endpoints: Mapping[str, PublishEndpoint],
-    topics: Mapping[str, str],
-    *,
-    buffer_steps: int,
-    context: zmq.Context[zmq.Socket[bytes]] | None = None,
-) -> Iterator[dict[str, ZmqPublisher]]:
-    """Open one publisher per engine, inside a running loop. Raises ``zmq.ZMQError`` for a used address."""
-    opened: dict[str, ZmqPublisher] = {}
-    try:
-        for source, endpoint in endpoints.items():
-            opened[source] = ZmqPublisher(
-                endpoint.events,
-                replay_endpoint=endpoint.replay,
-                topic=topics[source],
-                buffer_steps=max(1, buffer_steps),
-                context=context,
-            )
-            opened[source].start()
-        yield opened
-    finally:
-        for publisher in opened.values():
-            publisher.close()
-
-
-async def paced(frames: Iterator[CapturedFrame], speed: float) -> AsyncIterator[CapturedFrame]:
-    """Yield frames at their recorded times, ``speed`` times as fast; 0: without waiting."""
-    loop = asyncio.get_running_loop()
-    began: float | None = None
-    first_ts = 0.0
-    for number, frame in enumerate(frames):
-        if began is None:
-            began, first_ts = loop.time(), frame.recv_ts
-        wait_s = (frame.recv_ts - first_ts) / speed - (loop.time() - began) if speed else 0.0
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-        elif number % _BREATHE_FRAMES == 0:
-            await asyncio.sleep(0)
-        yield frame
-
-
-def publish_frame(publisher: ZmqPublisher, frame: CapturedFrame) -> None:
-    """Send one frame under its recorded seq."""
-    publisher.renumber(frame.seq)
-    publisher.publish_payload(frame.payload)
-
-
-def topics_of(frames: Iterable[CapturedFrame]) -> dict[str, str]:
-    """Return the topic of each engine's first frame."""
-    topics: dict[str, str] = {}
-    for frame in frames:
-        topics.setdefault(frame.source, frame.topic)
-    return topics
+def samples_of(player: Player, frames: Iterable[CapturedFrame], *, total: int, samples: int) -> list[Sample]:
+    """Play ``total`` frames; ``samples`` samples at equal distances, the last one at the end."""
+    marks = {max(1, total * number // samples) for number in range(1, samples + 1)}
+    taken: list[Sample] = []
+    first_ts: float | None = None
+    for number, frame in enumerate(frames, start=1):
+        player.play(frame)
+        if first_ts is None:
+            first_ts = frame.recv_ts
+        if number in marks:
+            taken.append(sample(player, number, frame.recv_ts - first_ts))
+    return taken

@@ -53,7 +53,9 @@ def run_doctor(
     if not loaded.engines and router is None:
         raise ConfigError("nothing to check: give --engine URL (repeatable), --router URL or --config FILE")
     configure_logging("error", "console")
-    seen = collect_evidence(loaded, settings, router=router_url(router), quiet=as_json)
+    seen = collect_evidence(
+        loaded, settings, router=None if router is None else router_url(router), quiet=as_json
+    )
     findings = checks.run_checks(seen)
     if as_json:
         sys.stdout.write(report_json(findings))

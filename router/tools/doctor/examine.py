@@ -55,7 +55,7 @@ from router.tools.doctor.http import EngineGauges, Http, HttpAnswer, read_engine
 from router.tools.doctor.listener import EventListener, ReplayComparison, replay_comparison
 from router.tools.doctor.prober import EngineProber, Load, LoadPlan, compare, probe
 from router.tools.ops_client import ops_headers
-from router.tools.replay_player import JournaledIndex
+from router.tools.replay_player import CountingIndex
 
 _DETECTION_S_MAX = 20.0
 _PROBE_QUIET_S = 0.3
@@ -234,7 +234,7 @@ class _Examination:
         self._http = http
         self._settings = settings
         self._progress = progress
-        self._ledgers: dict[str, JournaledIndex] = {}
+        self._ledgers: dict[str, CountingIndex] = {}
         self._scopes = ModelIndexes(self._facts, self._new_ledger)
         self._listeners: dict[str, EventListener] = {}
         self._probed_url: str | None = None
@@ -404,8 +404,8 @@ class _Examination:
         names = {"stored": "stored", "removed": "removed", "unknown": "unknown_removals"}
         return {name: sum(getattr(count, field) for count in counts) for name, field in names.items()}
 
-    def _new_ledger(self, scope_name: str) -> JournaledIndex:
-        ledger = self._ledgers[scope_name] = JournaledIndex()
+    def _new_ledger(self, scope_name: str) -> CountingIndex:
+        ledger = self._ledgers[scope_name] = CountingIndex()
         return ledger
 
     async def _find_tokenizers(self) -> None:

@@ -19,7 +19,6 @@ from router.fleet.engines import EngineAddress
 from router.prompts.model_config import PROBES
 from router.prompts.settings import ANY_MODEL, PromptSettings
 from router.prompts.tokenizer_finder import ModelOrigin
-from router.tools.explain_state import PromptError, read_prompt
 from tests.support.front import Front, fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import until
@@ -277,14 +276,3 @@ async def test_an_engine_that_does_not_say_its_tokens(hub: StandInHub) -> None:
         config = auto(EngineAddress(front.base_url), hub=hub)
         async with routing(config) as rig:
             assert "/tokenize" in (await origin(rig, "engine", "not_compared")).problem
-
-
-def test_explain_takes_a_name_too(hub: StandInHub, tmp_path: Path) -> None:
-    body = b'{"model": "m", "prompt": "Once upon a time"}'
-    named = Config(models={ANY_MODEL: ModelConfig(tokenizer=NAME)}, prompts=settings(hub))
-    local = Config(models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))})
-    read = [read_prompt(tmp_path / "b.json", body, config, None).token_ids for config in (named, local)]
-    assert list(read[0]) == list(read[1])
-    gone = Config(models={ANY_MODEL: ModelConfig(tokenizer="org/unknown")}, prompts=settings(hub))
-    with pytest.raises(PromptError, match=r"no such repository.*HF_TOKEN"):
-        read_prompt(tmp_path / "b.json", body, gone, None)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.tools.capture import read_capture
 from router.tools.explain import ExplainOptions, run_explain
-from router.tools.record import resolve
 from router.tools.replay import facts_of
 from router.tools.replay_player import Player
-from tests.support.captures import BLOCK, CAPTURES, stored, tokens, truth, write
+from tests.support.captures import BLOCK, CAPTURES, tokens
 from tests.support.paths import ROOT
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
@@ -33,21 +28,6 @@ def test_replay_from_the_command_line(kvatlas: Callable[..., subprocess.Complete
     told = kvatlas("replay", str(CAPTURES[0]), "--samples", "2")
     assert told.returncode == 0, told.stderr
     assert "residency over time" in told.stdout
-    differs = kvatlas("replay", str(CAPTURES[0]), "--diff", str(CAPTURES[1]), "--json")
-    assert differs.returncode == 1
-    assert json.loads(differs.stdout)["same"] is False
-
-
-def test_explain_from_the_command_line(
-    tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    entry = truth(CAPTURES[0])[20]
-    body = tmp_path / "body.json"
-    body.write_text(json.dumps(entry))
-    told = kvatlas("explain", str(CAPTURES[0]), "--request", str(body), "--at", str(entry["after_seq"]))
-    assert told.returncode == 0, told.stderr
-    assert f"a prompt of {len(entry['token_ids'])} tokens" in told.stdout
-    assert "choice, all engines idle" in told.stdout
 
 
 @pytest.mark.parametrize(
@@ -58,14 +38,12 @@ def test_explain_from_the_command_line(
         (["replay"], "give a capture"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl:1: cannot be read"),
         (["replay", str(CAPTURES[0]), "--samples", "0"], "--samples: 0"),
-        (["replay", str(CAPTURES[0]), "--speed", "-1"], "--speed: -1"),
-        (["replay", str(CAPTURES[0]), "--publish", "h:1"], "'h:1' is not a tcp://"),
-        (["replay", str(CAPTURES[0]), "--publish", "tcp://256.0.0.1:1"], "--publish: "),
         (["replay", str(CAPTURES[0]), "--source", "nobody"], "no frames of nobody"),
-        (["replay", str(CAPTURES[0]), "--diff-seq", "1", "--diff", str(CAPTURES[0])], "exclude each other"),
-        (["explain", "--request", "/nowhere.json"], "either a capture FILE or --router"),
-        (["explain", str(CAPTURES[0]), "--request", "/nowhere.json"], "/nowhere.json: cannot be read"),
-        (["explain", str(CAPTURES[0])], "--request"),
+        (["explain", "--request", "/nowhere.json"], "--router"),
+        (
+            ["explain", "--router", "http://h:1", "--request", "/nowhere.json"],
+            "/nowhere.json: cannot be read",
+        ),
         (["explain", "--router", "h:1", "--request", "/nowhere.json"], "expected http://HOST:PORT"),
     ],
 )
@@ -76,73 +54,6 @@ def test_bad_arguments_end_with_status_2_and_a_reason(
     assert ended.returncode == 2, ended
     assert told in ended.stderr + ended.stdout
     assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.process
-def test_publish_serves_what_is_told_and_ends_at_ctrl_c(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.jsonl", [(3, [stored(tokens(BLOCK))]), (4, [])])
-    command = [sys.executable, "-m", "router", "replay", str(path), "--json", "--speed", "0"]
-    process = subprocess.Popen(
-        [*command, "--publish", "tcp://127.0.0.1:*,replay=tcp://127.0.0.1:*"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    with process, zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-        asking.setsockopt(zmq.RCVTIMEO, 30_000)
-        found = re.search(r"replay (tcp://\S+)", process.stderr.readline())
-        assert found is not None
-        assert "all 2 frames sent" in process.stderr.readline()
-        asking.connect(found[1])
-        asking.send_multipart([b"", (0).to_bytes(8, "big")])
-        answer = [asking.recv_multipart() for _ in range(3)]
-        assert [int.from_bytes(frames[2], "big", signed=True) for frames in answer] == [3, 4, -1]
-        assert [frames[3] for frames in answer[:2]] == [frame.payload for frame in read_capture([path])]
-        assert {frames[1] for frames in answer[:2]} == {b"kv"}
-        process.terminate()
-        assert process.stdout is not None
-        assert json.loads(process.stdout.read())["sources"][0]["frames"] == 2
-        assert process.wait(60) == 0
-
-
-def test_a_text_prompt_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Recorded from an engine's URL alone, explained by its text, as exact as by its tokens."""
-    path, body = tmp_path / "c.jsonl.gz", tmp_path / "body.json"
-    body.write_text(json.dumps({**CHAT, "max_tokens": 3}))
-
-    async def scenario() -> int:
-        async with running({}) as (engine,):
-            url = f"{engine.base_url}/v1/chat/completions"
-            headers = {"content-type": "application/json"}
-            cached = 0
-            for _ in range(2):
-                request = urllib.request.Request(url, body.read_bytes(), headers)
-                answer = await asyncio.to_thread(urllib.request.urlopen, request)
-                with answer:
-                    usage = json.load(answer)["usage"]
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-            sources = await asyncio.to_thread(resolve, [engine.base_url])
-            assert [(s.source, s.events) for s in sources] == [(engine.base_url, engine.events_endpoint)]
-            done = await asyncio.create_subprocess_exec(
-                *[sys.executable, "-m", "router", "record", "--engine", engine.base_url],
-                *["-o", str(path), "--seconds", "2", "--json"],
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-            )
-            assert await done.wait() == 0
-        return cached
-
-    cached = run(scenario())
-    assert cached > 100
-    options = ExplainOptions(body, (path,), tokenizer=str(DEMO_TOKENIZER_DIR))
-    assert run_explain(options, as_json=True) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["engines"][0]["hit_tokens"] == cached
-    without = ExplainOptions(body, (path,))
-    assert run_explain(without, as_json=True) == 2
-    assert "give --tokenizer DIR" in capsys.readouterr().err
 
 
 def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +128,6 @@ def test_what_is_recorded_replays_to_what_the_engine_held(tmp_path: Path) -> Non
     player = Player(facts_of([path]))
     player.play_all(read_capture([path]))
     (source,) = [played.source for played in player.runs]
-    for plane in player.ledger.seen_planes(source):
-        assert set(player.ledger.held(source, plane)) == held[plane.group_idx]
-    assert any(counts.removed for counts in player.ledger.counts.values())
+    for plane in player.index.seen_planes(source):
+        assert set(player.index.held(source, plane)) == held[plane.group_idx]
+    assert any(counts.removed for counts in player.index.counts.values())

@@ -56,7 +56,7 @@ def test_a_trace_that_cannot_be_read_is_named(
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
+def test_stats_and_verify_of_a_fleet_at_work() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url, engines=2) as made:
             stats = await _beside("index", "stats", "--json", index=server.url)
@@ -68,18 +68,13 @@ def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
             assert {e["holder"] for e in scope["engines"]} <= {"r0", "r1"}
             assert {e["feed"] for e in scope["engines"]} == {"ready"}
             assert all(e["generation"] > 0 and e["lease_s"] > 0 for e in scope["engines"])
-            dumped = (await _beside("index", "dump", "--limit", "5", index=server.url)).stdout.splitlines()
-            assert len(dumped) == 5
-            for line in map(msgspec.json.decode, dumped):
-                assert len(line["block"]) == 16
-                assert set(line["engines"]) <= set(made.engines)
             verified = await _beside("index", "verify", "--json", index=server.url)
             assert verified.returncode == 0, verified.stdout
             assert "wrong" in (await _beside("index", "verify", index=server.url)).stdout
             assert "generation" in (await _beside("index", "stats", index=server.url)).stdout
 
     with Server(any_program()) as server:
-        run(main(server), wait_s=280)  # five commands, two routers and two engines, one after the other
+        run(main(server), wait_s=280)  # four commands, two routers and two engines, one after the other
 
 
 @pytest.mark.process

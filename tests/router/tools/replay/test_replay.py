@@ -1,44 +1,31 @@
-"""``kvatlas replay``: the serving index's numbers, always the same, and the same bytes on the wire again."""
+"""``kvatlas replay``: the serving index's numbers, always the same, and the hits that the engine reported."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from publisher.block_hash import NO_EXTRAS
 from publisher.event_decoder import decode_batch
 from publisher.events import BlockHash
-from publisher.zmq_publisher import ZmqPublisher
 from router.feeds.base import parse_live
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
 from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
-from router.tools.capture import TRACE_SOURCE, CapturedFrame, CaptureLine, read_capture
-from router.tools.record import RecordSource, SourceRecorder
+from router.tools.capture import TRACE_SOURCE, read_capture
 from router.tools.replay import ReplayOptions, facts_of, run_replay
-from router.tools.replay_player import (
-    EventPosition,
-    JournaledIndex,
-    Player,
-    PublishEndpoint,
-    paced,
-    publish_frame,
-    publishers,
-    topics_of,
-)
-from router.tools.trace_verification import read_trace
-from tests.support.captures import BLOCK, CAPTURES, CLEARED, ENGINE, removed, stored, tokens, write
+from router.tools.replay_player import CountingIndex, Player
+from router.tools.trace_verification import ProbePrompt, read_trace
+from tests.support.captures import BLOCK, CAPTURES, CLEARED, removed, stored, tokens, truth, write
 from tests.support.examples import examples
 from tests.support.paths import TRACES
-from tests.support.waiting import until
+from tests.vllm.make_captures import RESET_AFTER
 
 PROMPT = tokens(6 * BLOCK)
 PLANES = (Plane("GPU", 0), Plane("GPU", 1), Plane("CPU", 0))
@@ -65,21 +52,47 @@ def perform(index: MemoryIndex, operation: tuple[str, Any, Any]) -> None:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(OPERATIONS, max_size=30))
-def test_the_journal_agrees_with_the_serving_index(operations: list[tuple[str, Any, Any]]) -> None:
-    ledger, plain = JournaledIndex(), MemoryIndex()
-    for number, operation in enumerate(operations):
-        ledger.at = EventPosition(number, 0)
-        perform(ledger, operation)
+def test_the_counts_agree_with_the_serving_index(operations: list[tuple[str, Any, Any]]) -> None:
+    counting, plain = CountingIndex(), MemoryIndex()
+    for operation in operations:
+        perform(counting, operation)
         perform(plain, operation)
     for plane in PLANES:
-        counts = ledger.counts.get(("e", plane))
-        held = ledger.held("e", plane)
-        assert len(held) == plain.copies("e", plane) == ledger.copies("e", plane)
+        counts = counting.counts.get(("e", plane))
+        held = counting.held("e", plane)
+        assert len(held) == plain.copies("e", plane) == counting.copies("e", plane)
         if counts is not None:
             assert (counts.blocks, counts.copies) == (len(held), sum(held.values()))
             assert counts.copies == counts.stored - counts.removed - counts.cleared
-    assert ledger.stats().extra_copies == plain.stats().extra_copies
-    assert ledger.check_integrity() == []
+    assert counting.stats().extra_copies == plain.stats().extra_copies
+    assert counting.check_integrity() == []
+
+
+@pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
+def test_hits_are_what_the_engine_reported_at_every_seq(path: Path) -> None:
+    """All but the first after the cache reset: engines publish the reset with that prompt's own blocks."""
+    player = Player(facts_of([path]))
+    for frame in read_capture([path]):
+        player.play(frame)
+        player.fleet.engine(frame.source).finish_detection()
+    (source,) = [run.source for run in player.runs]
+    player.fleet.forget(source)
+    asked = [
+        entry
+        for number, entry in enumerate(truth(path))
+        if entry["after_seq"] is not None and number != RESET_AFTER
+    ]
+    assert len(asked) > 30
+    assert sum(entry["cached_tokens"] > 0 for entry in asked) > 5
+    frames = iter(read_capture([path]))
+    seq = -1
+    for entry in asked:
+        while seq < entry["after_seq"]:
+            frame = next(frames)
+            player.fleet.engine(source).apply(decode_batch(frame.payload))
+            seq = frame.seq
+        found = player.fleet.predict(ProbePrompt(entry["token_ids"], NO_EXTRAS), [source])
+        assert found[source].hit_tokens == entry["cached_tokens"]
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
@@ -94,11 +107,11 @@ def test_committed_captures_decode_with_every_reader(path: Path) -> None:
         fleet.apply(frame.source, batch)
         player.play(frame)
     (run,) = player.runs
-    assert (run.gaps, run.restarts, run.clears, run.undecodable, run.redacted) == (0, 0, 1, 0, False)
-    for plane in player.ledger.seen_planes(run.source):
-        assert player.ledger.counts[run.source, plane].blocks == fleet.index.copies(run.source, plane) > 0
-        assert player.ledger.counts[run.source, plane].unknown_removals == 0
-    assert sum(counts.removed for counts in player.ledger.counts.values()) > 0
+    assert (run.gaps, run.restarts, run.clears, run.undecodable) == (0, 0, 1, 0)
+    for plane in player.index.seen_planes(run.source):
+        assert player.index.counts[run.source, plane].blocks == fleet.index.copies(run.source, plane) > 0
+        assert player.index.counts[run.source, plane].unknown_removals == 0
+    assert sum(counts.removed for counts in player.index.counts.values()) > 0
 
 
 @pytest.mark.parametrize("path", TRACES[::6], ids=lambda path: path.name)
@@ -110,7 +123,7 @@ def test_recorded_counts_are_reproduced(path: Path) -> None:
         if number in frames:
             player.play(frames[number])
         if line.state is not None:
-            held = [player.ledger.copies(TRACE_SOURCE, Plane("GPU", g)) for g in range(len(line.state.keys))]
+            held = [player.index.copies(TRACE_SOURCE, Plane("GPU", g)) for g in range(len(line.state.keys))]
             assert held == line.state.keys
             states += 1
     assert states or "live" in path.name
@@ -134,6 +147,13 @@ def test_equal_captures_give_equal_output(path: Path, capsys: pytest.CaptureFixt
     assert "residency over time" in capsys.readouterr().out
 
 
+def test_to_seq_ends_before_what_comes_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "c.jsonl", [(0, [stored(PROMPT)]), (1, [removed(PROMPT, 5)]), (2, [])])
+    for to_seq, blocks in ((0, 6), (1, 5), (None, 5)):
+        _, said = run(ReplayOptions((path,), to_seq=to_seq, samples=1), capsys)
+        assert said["samples"][0]["planes"][0]["blocks"] == blocks
+
+
 def test_gaps_late_frames_duplicates_and_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(
         tmp_path / "c.jsonl",
@@ -149,93 +169,3 @@ def test_gaps_late_frames_duplicates_and_restarts(tmp_path: Path, capsys: pytest
     assert (stream["duplicates"], stream["late"], stream["restarts"], stream["clears"]) == (2, 1, 0, 1)
     (plane,) = said["samples"][0]["planes"]
     assert (plane["blocks"], plane["stored"], plane["removed"], plane["cleared"]) == (6, 12, 1, 5)
-
-
-def test_to_seq_and_diff_of_two_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "c.jsonl", [(0, [stored(PROMPT)]), (1, [removed(PROMPT, 5)]), (2, [])])
-    _, said = run(ReplayOptions((path,), to_seq=0, samples=1), capsys)
-    assert said["samples"][0]["planes"][0]["blocks"] == 6
-    status, said = run(ReplayOptions((path,), diff_seq=0), capsys)
-    assert (status, said["same"]) == (1, False)
-    (plane,) = said["planes"]
-    assert (plane["same"], plane["only_a"], len(plane["only_b"])) == (5, [], 1)
-    assert run(ReplayOptions((path,), to_seq=2, diff_seq=1), capsys)[0] == 0
-
-
-def test_diff_of_two_captures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write(tmp_path / "a.jsonl", [(0, [stored(PROMPT), stored(PROMPT)])])
-    b = write(tmp_path / "b.jsonl", [(0, [stored(PROMPT)])], source="http://other:1")
-    assert run(ReplayOptions((a,), diff=a), capsys)[0] == 0
-    status, said = run(ReplayOptions((a,), diff=b), capsys)
-    assert (status, said["planes"][0]["copies"], said["planes"][0]["same"]) == (1, 6, 6)
-    assert run_replay(ReplayOptions((a,), diff=b), as_json=False) == 1
-
-
-class Kept:
-    """A sink that keeps what was recorded."""
-
-    def __init__(self) -> None:
-        self.frames: list[tuple[str, str, int, bytes]] = []
-
-    def put(self, frames: list[CaptureLine]) -> int:
-        self.frames += [(frame.source, frame.topic, frame.seq, frame.payload) for frame in frames]
-        return len(frames)
-
-
-@pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
-async def test_published_again_it_is_recorded_byte_by_byte(path: Path) -> None:
-    frames = list(read_capture([path]))
-    kept = Kept()
-    context = zmq.Context()
-    name = frames[0].source
-    endpoint = {name: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
-    with publishers(endpoint, topics_of(frames), buffer_steps=len(frames), context=context) as opened:
-        publisher: ZmqPublisher = opened[name]
-        source = RecordSource(name, publisher.endpoint, publisher.replay_endpoint, frames[0].topic)
-        early = list(frames[: len(frames) // 2])
-        async for frame in paced(iter(early), 0.0):
-            publish_frame(publisher, frame)
-        recorder = SourceRecorder(source, kept, context=context)
-        task = asyncio.create_task(recorder.run())
-        await until(lambda: recorder.stats.connected and len(kept.frames) >= len(early), "history")
-        for frame in frames[len(early) :]:
-            publish_frame(publisher, frame)
-            await asyncio.sleep(0)
-        await until(lambda: len(kept.frames) >= len(frames), "all frames")
-        recorder.finish()
-        await task
-        assert recorder.stats.history_frames >= len(early)
-    context.term()
-    assert kept.frames == [(f.source, f.topic, f.seq, f.payload) for f in frames]
-
-
-async def test_a_restart_in_the_capture_is_a_restart_on_the_wire() -> None:
-    kept = Kept()
-    frames = [
-        CapturedFrame(Path("x"), n, ENGINE, 0.0, "", seq, bytes([n])) for n, seq in enumerate([0, 1, 2, 0, 1])
-    ]
-    context = zmq.Context()
-    endpoint = {ENGINE: PublishEndpoint("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")}
-    with publishers(endpoint, {ENGINE: ""}, buffer_steps=9, context=context) as opened:
-        publisher = opened[ENGINE]
-        for frame in frames:
-            publish_frame(publisher, frame)
-        source = RecordSource(ENGINE, publisher.endpoint, publisher.replay_endpoint)
-        recorder = SourceRecorder(source, kept, context=context)
-        task = asyncio.create_task(recorder.run())
-        await until(lambda: len(kept.frames) >= 2, "what the restarted engine published")
-        recorder.finish()
-        await task
-    context.term()
-    assert [(seq, payload) for _, _, seq, payload in kept.frames] == [(0, b"\x03"), (1, b"\x04")]
-
-
-def test_publish_needs_an_address_per_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "c.jsonl", [(0, [])])
-    write(path, [(0, [])], source="http://b:1")
-    assert run_replay(ReplayOptions((path,), publish=("tcp://127.0.0.1:*",)), as_json=True) == 2
-    assert "1 addresses for 2 engines (http://engine:8000, http://b:1)" in capsys.readouterr().err
-    chosen = ReplayOptions((path,), publish=("tcp://127.0.0.1:*",), source="http://b:1", stay_s=0, speed=0)
-    status, said = run(chosen, capsys)
-    assert (status, [s["source"] for s in said["sources"]]) == (0, ["http://b:1"])
-    assert msgspec.json.encode(said)
