@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -60,6 +61,14 @@ def kind_of(
 @lru_cache(maxsize=4096)
 def _names(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
+
+
+class ModelLengths(NamedTuple):
+    """Context lengths of the engines that serve a model, in tokens: prompt and answer together."""
+
+    shortest: float
+    of: dict[str, float]
+    """By engine id; infinite where an engine does not say."""
 
 
 _T = TypeVar("_T")
@@ -173,6 +182,19 @@ class EngineStatus:
     def serves(self, model: str) -> bool:
         return model in self.served
 
+    def context_tokens(self, model: str | None) -> float:
+        """Return the context length for a model or adapter (None: its base model); infinite if unknown."""
+        # vLLM's cards of adapters have none: theirs is that of the base model.
+        base: int | None = None
+        for card in self._models:
+            tokens = card.max_model_len
+            tokens = tokens if tokens is not None and tokens > 0 else None
+            if card.id == model and tokens is not None:
+                return tokens
+            if base is None and card.parent is None:
+                base = tokens
+        return math.inf if base is None else base
+
     def close(self) -> None:
         """Release its state when it leaves the fleet. Called once, by the fleet."""
 
@@ -212,6 +234,8 @@ class Fleet(Generic[E]):
         self._identities: dict[str, str] = {}
         self._ready: dict[str | None, list[E]] = {}
         self._frontends: dict[str | None, tuple[Frontend, ...]] = {}
+        self.lengths_of: dict[str | None, ModelLengths] = {}
+        """Results of ``lengths``, until something changes."""
         self._adapters: frozenset[str] | None = None
         self._known: frozenset[str] | None = None
         self._cards: list[ModelCard] | None = None
@@ -336,6 +360,17 @@ class Fleet(Generic[E]):
                 self._frontends[model] = found
         return found
 
+    def lengths(self, model: str | None) -> ModelLengths:
+        """Return the context lengths of all engines, up or down, that serve ``model`` (None: any)."""
+        found = self.lengths_of.get(model)
+        if found is None:
+            serving = [s for s in self._status.values() if s.models and (model is None or s.serves(model))]
+            of: dict[str, float] = {status.engine_id: status.context_tokens(model) for status in serving}
+            found = ModelLengths(min(of.values(), default=math.inf), of)
+            if of:
+                self.lengths_of[model] = found
+        return found
+
     def _new(self, engine: EngineAddress) -> E:
         status = self._make(engine, fleet_changed=self._changed)
         status.held = self._why_held(engine)
@@ -356,6 +391,7 @@ class Fleet(Generic[E]):
         self._ready.clear()
         self._adapters = self._known = self._cards = None
         self._frontends.clear()
+        self.lengths_of.clear()
         self.changes += 1
 
     def _any_role(self) -> bool:

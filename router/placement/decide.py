@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 import structlog
@@ -24,7 +25,7 @@ from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit, Holders
 from router.observe.requests import LogThrottle
 from router.openai.body import cache_control_s
-from router.openai.errors import ApiError, no_ready_engine, predicted_wait
+from router.openai.errors import ApiError, predicted_wait
 from router.openai.request import MESSAGES, PROMPT_APIS, InboundRequest
 from router.pd.bodies import SplitBody
 from router.pd.handoff import DisaggState
@@ -44,6 +45,7 @@ from router.placement.eligible import (
     CandidateSets,
     EligibleEngines,
     FleetSnapshots,
+    length_of,
     slo_forecast,
     within_service_level,
 )
@@ -79,6 +81,9 @@ _NO_PULL = PullSettings()
 _LOG_EVERY_S = 1.0
 _NO_CONNECTOR_S = 60.0
 """How long a prefill engine that handed nothing over is not asked again; a connector comes with a restart."""
+# A decision looks up again where the engines changed while it waited; if they change each time, it goes by
+# what it has: those that it chooses from are always those of the moment.
+_LOOK_UPS_MAX: Final = 3
 _NONE_SKIPPED: Sequence[Candidate] = ()
 _NONE_ALIKE: Sequence[Holders] = ()
 _NO_HITS: Mapping[str, EngineHit] = {}
@@ -343,51 +348,73 @@ class Planner:
         disagg: DisaggState | None = None,
     ) -> Decision:
         """Make a decision. ``read``: the prompt, if it has been read already."""
-        fleet = self._fleet
+        fleet, accounts, scopes = self._fleet, self._accounts, self._scopes
+        # Grows with whatever makes other engines eligible, or a prompt look different to them.
+        seen = fleet.changes + accounts.breaker_changes + scopes.changes
+        # Also before the prompt is read: a request that no engine can take must not wait for that.
         engines = self._eligible.engines(request, exclude)
-        apart = self._apart(request, exclude, disagg) if fleet.has_roles else None
-        asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
-        changes = fleet.changes
+        apart = self._apart(request, disagg) if fleet.has_roles else None
         messages = messages_of(request) if self.pulls.enabled else ()
         if read is None and request.method == "POST" and request.path in PROMPT_APIS:
             if request.trace is not None:
                 request.trace.phase("read prompt")
             read = await self._reader.read(request)
-        candidate_set = NO_CANDIDATES
-        if isinstance(read, Prompt):
-            candidate_set = self._candidate_sets.get(asked_of)
-            for frontend, scheme in candidate_set.schemes:
-                variant = read.behind(frontend)
-                # Before the look-ups: hashing may move to a thread, and a decision must not wait after its
-                # look-ups. Short prompts are hashed where they are looked up.
-                if variant is not None and variant.num_tokens > INLINE_BLOCKS_MAX * scheme.hash_block_size:
-                    await self._reader.hashes(variant, scheme)
         pulling: SplitBody | None = None
-        if apart is not None:
-            await apart.read_body(read)
-        elif self.pulls.enabled and not exclude and isinstance(read, Prompt):
-            # a request that is placed again computes: it has lost time already
-            pulling = await self.pulls.body(request, messages, read)
+        if apart is not None or (self.pulls.enabled and not exclude):
+            pulling = await self._find_edits(request, apart, messages, read)
         if request.trace is not None:
             request.trace.phase("decide")
-        look = (
-            self._peer_state()
-            if self._shared is None
-            else await self._look(self._shared, read, asked_of, rehearsal)
-        )
-        self.pulls.others = look.load
-        if self.gate is not None:
-            self.gate.others(look.load)
-        # Some may have left while the prompt was being read.
-        if fleet.changes != changes:
-            engines = [engine for engine in engines if not engine.closed]
-            if not engines:
-                raise no_ready_engine(
-                    "The engines that serve this model have just been removed; retry shortly."
-                )
+        lengths = fleet.lengths_of.get(request.model) or fleet.lengths(request.model)
+        if read is None or not read.is_surely_shorter(lengths.shortest):
+            engines = self._eligible.engines(request, exclude, length_of(request, read))
+        asked_of = engines if apart is None else apart.asked_of(engines, fleet, exclude, read)
+        look, candidate_set = NO_PEER_SNAPSHOT, NO_CANDIDATES
+        for _ in range(_LOOK_UPS_MAX):
+            if isinstance(read, Prompt):
+                candidate_set = self._candidate_sets.get(asked_of)
+                if read.num_tokens > INLINE_BLOCKS_MAX:
+                    await self._hash(read, candidate_set)
+            look = (
+                self._peer_state()
+                if self._shared is None
+                else await self._look(self._shared, read, asked_of, rehearsal)
+            )
+            now = fleet.changes + accounts.breaker_changes + scopes.changes
+            if now == seen:
+                break
+            # Engines went down, fell asleep, were held, changed their model or came while we waited.
+            seen, before = now, asked_of
+            engines = self._eligible.engines(request, exclude, length_of(request, read))
+            asked_of = engines if apart is None else apart.asked_of(engines, fleet, exclude, read)
+            if isinstance(read, Prompt):
+                candidate_set = self._candidate_sets.get(asked_of)
+            if asked_of == before:
+                break
         return self._choose(
             request, read, candidate_set, engines, look, apart, pulling=pulling, rehearsal=rehearsal
         )
+
+    async def _find_edits(
+        self,
+        request: InboundRequest,
+        apart: DisaggregationPlanner | None,
+        messages: Sequence[msgspec.Raw],
+        read: Prompt | TextAffinity | None,
+    ) -> SplitBody | None:
+        """Find the places of a body where a request for two engines is edited. Returns the body if a source
+        to pull from can be added: not to a request that is placed again, which has lost time already."""
+        if apart is not None:
+            await apart.read_body(read)
+            return None
+        return await self.pulls.body(request, messages, read) if isinstance(read, Prompt) else None
+
+    async def _hash(self, read: Prompt, candidate_set: CandidateSet) -> None:
+        """Hash a long prompt before its look-ups: that may move to a thread, and a decision must not wait
+        after its look-ups. Short prompts are hashed where they are looked up."""
+        for frontend, scheme in candidate_set.schemes:
+            variant = read.behind(frontend)
+            if variant is not None and variant.num_tokens > INLINE_BLOCKS_MAX * scheme.hash_block_size:
+                await self._reader.hashes(variant, scheme)
 
     def _choose(
         self,
@@ -403,6 +430,9 @@ class Planner:
     ) -> Decision:
         """Make the decision when all look-ups are done. ``pulling``: the body, if a source can be added."""
         now = self._accounts.now()
+        self.pulls.others = look.load
+        if self.gate is not None:
+            self.gate.others(look.load)
         order = None
         if self._settings.engine_priority and apart is None and request.path in PROMPT_APIS:
             order = order_of(request.claim.priority, self._accounts.wall(), self._settings.engine_priority)
@@ -460,16 +490,12 @@ class Planner:
             *(read, tokens, engines, found, choice, look.problem), split=split, slo_forecast=forecast
         )
 
-    def _apart(
-        self, request: InboundRequest, exclude: frozenset[str], disagg: DisaggState | None
-    ) -> DisaggregationPlanner:
+    def _apart(self, request: InboundRequest, disagg: DisaggState | None) -> DisaggregationPlanner:
         changes = self._fleet.changes, self._scopes.changes
         if changes != self._completed or self._shared is not None:
             complete_layouts([engine for engine in self._fleet if engine.up])
             self._completed = changes
-        apart = DisaggregationPlanner(request, disagg, self._pd, self._settings)
-        apart.find_helpers(self._fleet.ready(request.model), exclude, self._accounts.now())
-        return apart
+        return DisaggregationPlanner(request, disagg, self._pd, self._settings, self._accounts.now)
 
     async def _look(
         self, shared: SharedView, read: Prompt | TextAffinity | None, engines: list[Engine], detail: bool

@@ -1,10 +1,10 @@
 """Eligible engines of a request, and their state as parallel lists of numbers.
 
 Eligible are the engines ready for its model, and of these the ones that can answer it. Excluded are engines
-that only prefill, that were tried, or whose breakers are open, unless all are. A gateway's subset, a client's
-own choice and the engine that holds an earlier response narrow the set further. Most requests have the same
-eligible engines, so what follows from the set is kept until it changes: the ``CandidateSet``, with which a
-prompt is looked up, and the ``FleetSnapshot``.
+that only prefill, that were tried, whose context is too short, or whose breakers are open, unless all are. A
+gateway's subset, a client's own choice and the engine that holds an earlier response narrow the set further.
+Most requests have the same eligible engines, so what follows from the set is kept until it changes: the
+``CandidateSet``, with which a prompt is looked up, and the ``FleetSnapshot``.
 
 A decision asks every engine for the same values: its queue, its rate, what it holds of the prompt. Most of
 them are as they were at the decision before, so a snapshot keeps a row of each engine, and reads it again
@@ -22,11 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from publisher.block_hash import HashScheme
+from router.admission.tenants import estimated_tokens
 from router.feeds.base import FeedState
 from router.fleet.engines import EngineId, endpoint_of
 from router.fleet.status import Fleet, Frontend
@@ -41,9 +42,39 @@ from router.placement.cost import Choice, within_level
 from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
 from router.placement.load import HeadProgress
 from router.placement.others import NO_OTHERS, OthersLoad
+from router.prompts.prompt import Prompt, TextAffinity
 
 _RECOUNT_S: Final = 1.0
 _SALTED_BY_VLLM: Final = SALTED - SALTED_BY_SGLANG
+
+
+class Length(NamedTuple):
+    """Tokens that an engine's context must have room for, of the longest prompt of a request: with the answer
+    that it ``asked`` for, which vLLM wants to fit too unless it shortens it; and with the ``least`` that may
+    come, without which every engine refuses the prompt. ``least`` 0: it is not known, and keeps no engine
+    out."""
+
+    asked: int
+    least: int
+
+
+NO_LENGTH: Final = Length(0, 0)
+
+
+def length_of(request: InboundRequest, read: Prompt | TextAffinity | None) -> Length:
+    """Return the length of a request that was read."""
+    if isinstance(read, Prompt):
+        tokens, rest, least = read.num_tokens, read.rest, read.answer_tokens_min
+        if read.variants:
+            tokens = max([variant.num_tokens for variant in read.variants.values()])
+        longest = tokens
+        if rest.longest > tokens:
+            longest, tokens = rest.longest, rest.longest if rest.given else tokens
+        answer = read.answer_tokens_max
+        return Length(longest + (answer if answer > least else least), tokens + least)  # noqa: FURB136
+    if read is None or read.num_prompts > 1 or read.reason == "truncation":
+        return NO_LENGTH
+    return Length(estimated_tokens(request, read.reason) + 1, 0)
 
 
 class EligibleEngines:
@@ -54,14 +85,16 @@ class EligibleEngines:
         self._accounts = accounts
         self._recount_s = -math.inf
 
-    def engines(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
+    def engines(
+        self, request: InboundRequest, exclude: frozenset[str], length: Length = NO_LENGTH
+    ) -> list[Engine]:
         """Return the engines. Raises ``ApiError`` if there are none."""
-        engines = self._ready(request, exclude)
-        if request.among is None and request.pinned is None and request.earlier_response is None:
+        engines = self._ready(request, exclude, length)
+        if request.pinned is None and request.earlier_response is None:
             return engines
         return self._holders(request, engines, exclude)
 
-    def _ready(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
+    def _ready(self, request: InboundRequest, exclude: frozenset[str], length: Length) -> list[Engine]:
         model, client = request.model, request.client
         ready = self._fleet.ready(model)
         if self._fleet.has_roles:
@@ -73,6 +106,8 @@ class EligibleEngines:
             untried = self._salting(request.path, untried)
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
+        if length is not NO_LENGTH or request.among is not None:
+            untried = self._fitting(request, untried, length)
         accounts = self._accounts
         now = accounts.now()
         if now < accounts.free_until:
@@ -98,6 +133,28 @@ class EligibleEngines:
             )
         return willing
 
+    def _fitting(self, request: InboundRequest, engines: list[Engine], length: Length) -> list[Engine]:
+        """Return those that the gateway allows, with room for the prompt and its answer. If no engine of the
+        model has, those with the longest context, whose own refusal tells the client."""
+        of, among = self._fleet.lengths(request.model).of, request.among
+        if among is not None:
+            engines = _among(among, engines)
+        # Where only one engine can take it anyway, that one tells the client what is too long.
+        if request.pinned is not None or request.earlier_response is not None:
+            return engines
+        for tokens in length:
+            if found := [engine for engine in engines if of[engine.engine_id] >= tokens]:
+                return found
+        for engine in self._fleet:
+            allowed = among is None or endpoint_of(engine.engine.base_url) in among
+            if allowed and engine.engine.answers and of.get(engine.engine_id, 0) >= length.least:
+                raise no_ready_engine(
+                    f"The engines whose context has room for {length.least} tokens cannot take this request "
+                    "now; retry shortly."
+                )
+        longest = max([of[engine.engine_id] for engine in engines])
+        return [engine for engine in engines if of[engine.engine_id] == longest]
+
     def _salting(self, path: str, engines: list[Engine]) -> list[Engine]:
         """Return those that read the salt in requests for this path."""
         if engines and all(engine.kind == "sglang" for engine in self._fleet):
@@ -112,10 +169,6 @@ class EligibleEngines:
         """Return the engines that can continue from an earlier response: the one that made it, if it is
         known."""
         # Any other one would answer that the response does not exist.
-        if request.among is not None:
-            engines = _among(request.among, engines)
-        elif request.pinned is None and request.earlier_response is None:
-            return engines
         if request.pinned is not None:
             return _pinned(request.pinned, engines)
         holder = self._accounts.responses.holder(request.earlier_response)

@@ -215,6 +215,8 @@ class Accounts:
 
         self.free_until = -math.inf
         """Before this time no breaker keeps any engine out."""
+        self.breaker_changes = 0
+        """Changes with each change of a breaker."""
         self.integrity_problems = 0
         """Contradictions found so far (``server.check_every``)."""
 
@@ -232,6 +234,7 @@ class Accounts:
 
     def breaker_changed(self, free_until: float) -> None:
         """Note when a breaker must be asked again."""
+        self.breaker_changes += 1
         self.free_until = min(self.free_until, free_until)
 
     def leave(self, engine_id: EngineId) -> None:

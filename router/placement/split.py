@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from router.fleet.engines import endpoint_of
+from router.fleet.status import Fleet
 from router.index.learn.layout import CacheLayout
 from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import PROMPT_APIS, InboundRequest
@@ -21,7 +22,7 @@ from router.pd.handoff import DisaggState, Handoff
 from router.pd.settings import PdSettings
 from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
 from router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
-from router.placement.eligible import candidates
+from router.placement.eligible import Length, candidates, length_of
 from router.placement.engine import Engine, PromptView
 from router.placement.placement import Decision, Split, read_by
 from router.placement.split_legs import lacking
@@ -262,11 +263,17 @@ class DecodeCandidates(msgspec.Struct, frozen=True, gc=False):
 class DisaggregationPlanner:
     """One request in one decision. ``why``: known reason for not splitting; "": none so far."""
 
-    __slots__ = ("_body", "_disagg", "_messages", "_pd", "_policy", "_request", "helpers", "why")
+    __slots__ = ("_body", "_disagg", "_messages", "_now", "_pd", "_policy", "_request", "helpers", "why")
 
     def __init__(
-        self, request: InboundRequest, disagg: DisaggState | None, pd: PdSettings, policy: PolicySettings
+        self,
+        request: InboundRequest,
+        disagg: DisaggState | None,
+        pd: PdSettings,
+        policy: PolicySettings,
+        now: Callable[[], float],
     ) -> None:
+        self._now = now
         self._request = request
         self._disagg = disagg
         self._pd = pd
@@ -276,19 +283,30 @@ class DisaggregationPlanner:
         self._body: SplitBody | None = None
         self._messages = messages_of(request)
         self.why = _bound_to_one(request)
-
-    def find_helpers(self, ready: list[Engine], exclude: frozenset[str], now: float) -> None:
-        """Fill ``helpers``."""
-        if self.why:
-            return
-        if self._disagg is not None and not self._disagg.may_split and self._disagg.handoff(now) is None:
+        if not self.why and disagg is not None and not disagg.may_split and disagg.handoff(now()) is None:
             self.why = "retried"
-            return
-        self.helpers = [
+
+    def asked_of(
+        self,
+        engines: list[Engine],
+        fleet: Fleet[Engine],
+        exclude: frozenset[str],
+        read: Prompt | TextAffinity | None,
+    ) -> list[Engine]:
+        """Return these engines, which may answer, with those that may compute the prompt for them now
+        (``helpers``)."""
+        length = length_of(self._request, read)
+        self.helpers = [] if self.why else self._helpers(fleet, exclude, length)
+        return list(dict.fromkeys([*engines, *self.helpers]))
+
+    def _helpers(self, fleet: Fleet[Engine], exclude: frozenset[str], length: Length) -> list[Engine]:
+        lengths, now = fleet.lengths(self._request.model).of, self._now()
+        return [
             engine
-            for engine in ready
+            for engine in fleet.ready(self._request.model)
             if engine.engine.prefills
             and engine.engine_id not in exclude
+            and lengths[engine.engine_id] >= length.least
             and (not self._request.carried or self._can_be_named(engine))
             and now >= engine.rests_until
             and engine.breaker.allows(now, self._request.client)

@@ -5,6 +5,7 @@ A chat is decoded once, for the proxy and for its prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -54,6 +55,8 @@ TOKENS_MAX: Final = 1 << 31
 ANSWERS_MAX: Final = 1 << 14
 # Larger bodies may have too many values to be decoded: each takes two bytes.
 _DECODED_BYTES_MAX: Final = 2 * VALUES_MAX
+# Between two texts of a list, as clients write them.
+_NEXT_TEXT: Final = re.compile(rb'",[ \n]{0,16}"')
 _FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"input"'}
 
 
@@ -114,23 +117,40 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
     return msgspec.structs.replace(look, session=session)
 
 
-def answer_tokens_max(parsed: Parsed) -> int:
-    """Return the limit that a request sets to its answer, in tokens; 0 if it sets none."""
+def answer_tokens(parsed: Parsed) -> tuple[int, int]:
+    """Return the shortest answer that a request takes (``min_tokens``), at least 1, and the limit that it
+    sets to its answer, 0 if it sets none; in tokens."""
     limits: Iterable[Any]
     if isinstance(parsed, ChatFields):
-        limits = parsed.max_completion_tokens, parsed.max_tokens
+        least, limits = parsed.min_tokens, (parsed.max_completion_tokens, parsed.max_tokens)
     else:
-        limits = map(_given(parsed), ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+        given = _given(parsed)
+        least, limits = (
+            given("min_tokens"),
+            map(given, ("max_completion_tokens", "max_tokens", "max_output_tokens")),
+        )
+    least = min(least, TOKENS_MAX) if type(least) is int and least > 1 else 1
     for limit in limits:
         if type(limit) is int and limit > 0:
-            return min(limit, TOKENS_MAX)
-    return 0
+            return least, min(limit, TOKENS_MAX)
+    return least, 0
 
 
 def num_answers(parsed: Parsed) -> int:
     """Return how many answers a request wants to its prompt (``n``), at most ``ANSWERS_MAX``."""
     count = parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n")
     return min(count, ANSWERS_MAX) if type(count) is int and count > 1 else 1
+
+
+def num_prompts(parsed: Parsed) -> int:
+    """Return about how many prompts a request has, without reading them."""
+    if isinstance(parsed, BatchBody):
+        return max(1, len(parsed.messages))
+    if isinstance(parsed, CompletionBody):
+        raw = bytes(parsed.prompt)
+        # Quotes within texts are escaped.
+        return 1 + len(_NEXT_TEXT.findall(raw)) if raw.startswith(b"[") else 1
+    return 1
 
 
 def _given(parsed: Parsed) -> Callable[[str], Any]:

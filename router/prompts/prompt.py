@@ -12,6 +12,7 @@ process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final, Literal
@@ -24,7 +25,7 @@ from publisher.events import BlockHash
 from router.fleet.status import Frontend
 from router.prompts.cuts import Ids
 from router.prompts.prompt_cache import Entry
-from router.prompts.request import ChatBody, CompletionBody, decode_message, decode_prompt
+from router.prompts.request import NO_REST, ChatBody, CompletionBody, Rest, decode_message, decode_prompt
 from router.prompts.settings import PromptStats
 
 
@@ -32,19 +33,21 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     """Token ids of a request's (first) prompt, in the order in which the engine computes them.
 
     ``source``: computed here, or by a render server or an engine; ``by`` describes the tokenizer.
-    ``num_prompts`` above 1: the request has further prompts, which are not in ``token_ids``. ``skips_cache``:
-    the engine does not read its prefix cache for this request (it asks for prompt log-probabilities), so its
-    hit is 0.
+    ``rest``: further prompts of the request, which are not in ``token_ids``. ``skips_cache``: the engine does
+    not read its prefix cache for this request (it asks for prompt log-probabilities), so its hit is 0.
     """
 
     _entry: Entry
     _stats: PromptStats
     source: Literal["local", "renderer", "engine"]
     by: str = ""
-    num_prompts: int = 1
+    rest: Rest = NO_REST
+    """Its tokens, and their longest prompt."""
     skips_cache: bool = False
     answer_tokens_max: int = 0
     """Limit that the request sets to its answer; 0: none."""
+    answer_tokens_min: int = 1
+    """Shortest answer that the request takes."""
     num_answers: int = 1
     """Number of answers (``n``). Each is a request of its own in the engine, which reports the cached tokens
     of any one of them; all but the first also hit what the first stores (``ParentRequest``, vLLM 0.32)."""
@@ -54,10 +57,18 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     """In a fleet with several frontends: this prompt and the others, as far as they are known."""
     num_tokens: int = 0
     """Length of the prompt in tokens, from its entry."""
+    num_prompts: int = 1
+    """Number of prompts of the request, from ``rest``."""
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self._entry.ids)
+        self.num_prompts = 1 + self.rest.prompts
+
+    def is_surely_shorter(self, tokens: float) -> bool:
+        """Whether the prompt and the answer that is asked for are no longer than this."""
+        whole = self.num_tokens + self.answer_tokens_max + self.answer_tokens_min
+        return whole <= tokens and self.rest is NO_REST and not self.variants
 
     def behind(self, frontend: Frontend) -> Prompt | None:
         """Return the prompt of engines with this frontend; None: unknown."""
@@ -129,6 +140,12 @@ class TextAffinity(msgspec.Struct, frozen=True):
 
     keys: tuple[int, ...]
     reason: str
+    num_prompts: int = 1
+    num_answers: int = 1
+
+    def is_surely_shorter(self, tokens: float) -> bool:
+        """Whether the text has certainly no more tokens than this."""
+        return tokens == math.inf
 
 
 def affinity_keys(pieces: Iterable[bytes], scope: bytes) -> tuple[int, ...]:

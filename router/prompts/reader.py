@@ -30,9 +30,10 @@ from router.prompts.bodies import (
     ModelNames,
     ModelTarget,
     Parsed,
-    answer_tokens_max,
+    answer_tokens,
     decode_body,
     num_answers,
+    num_prompts,
     pieces_of,
     prompt_field,
 )
@@ -56,6 +57,7 @@ from router.prompts.remote import (
 from router.prompts.request import (
     INLINE_BYTES_MAX,
     INLINE_VALUES_MAX,
+    NO_REST,
     VALUES_MAX,
     BatchBody,
     ChatBody,
@@ -65,6 +67,7 @@ from router.prompts.request import (
     decode_prompt,
     first_prompt,
     has_many_values,
+    rest_of,
 )
 from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings, PromptStats
 from router.prompts.tokenizer import ModelDirError, ids_of, load_model_dir, truncated
@@ -353,15 +356,18 @@ class PromptReader:
         if family is not None and not local.renderer.reads(path):
             # the engine has separate code for this API, which is not reproduced
             raise NotLocalError("renderer")
-        count = 1
+        rest = NO_REST
         if isinstance(parsed, ChatBody):
             entry = await local.chat(parsed, extras, scope, long=long)
         elif isinstance(parsed, CompletionBody):
-            first, count = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
+            first, rest = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
             entry = await local.completion(parsed, first, extras, scope)
+            rest = rest.in_tokens(len(entry.ids), len(first)).cut(parsed.truncate_prompt_tokens)
         elif isinstance(parsed, BatchBody):
-            count = len(parsed.messages)
             entry = await local.chat(parsed.first(), extras, scope, long=long)
+            sizes = parsed.sizes()
+            rest = rest_of(sizes[1:], given=False).in_tokens(len(entry.ids), sizes[0])
+            rest = rest.cut(parsed.truncate_prompt_tokens)
         else:
             chat, long = await self._converted(parsed, local, long=long)
             entry = await local.chat(chat, extras, scope, long=long)
@@ -369,18 +375,20 @@ class PromptReader:
         by = local.tokenizer.name if family is None else local.library_names(chat=is_chat)
         if entry.media:
             found = self._media.expanded(target.name, entry.media, entry.ids)
-            if found is None or count > 1:
+            if found is None or rest.prompts:
                 raise _UnknownImagesError(entry)
             return self._prompt_of(found, target, extras, parsed, source="local", by=by)
-        self.stats.multi_prompt += count > 1
+        self.stats.multi_prompt += rest.prompts > 0
+        least, most = answer_tokens(parsed)
         return Prompt(
             entry,
             self.stats,
             source="local",
             by=by,
-            num_prompts=count,
+            rest=rest,
             skips_cache=parsed.skips_cache(),
-            answer_tokens_max=answer_tokens_max(parsed),
+            answer_tokens_max=most,
+            answer_tokens_min=least,
             num_answers=num_answers(parsed),
             frontend=frontend,
         )
@@ -437,7 +445,8 @@ class PromptReader:
             return prompt
         keys = affinity_keys(_pieces(request, parsed), _affinity_scope(request, parsed))
         self._count_affinity(path, reason)
-        return TextAffinity(keys, reason)
+        prompts, answers = (1, 1) if parsed is None else (num_prompts(parsed), num_answers(parsed))
+        return TextAffinity(keys, reason, prompts, answers)
 
     def _count_affinity(self, path: str, reason: str) -> None:
         self.stats.affinity[reason] += 1
@@ -461,7 +470,7 @@ class PromptReader:
         if answer is None:
             return None
         found, source, by = answer
-        if marked is not None and found.num_prompts == 1:
+        if marked is not None and not found.rest.prompts:
             self._media.learn(target.name, marked.media, marked.ids, found)
         try:
             prompt = self._prompt_of(found, target, extras, parsed, source=source, by=by)
@@ -485,15 +494,17 @@ class PromptReader:
             raise NotLocalError("multimodal")
         extras = msgspec.structs.replace(extras, multimodal=found.multimodal)
         entry = cached_ids(self._cache, self.stats, found.ids, extras, target.scope(extras))
-        self.stats.multi_prompt += found.num_prompts > 1
+        self.stats.multi_prompt += found.rest.prompts > 0
+        least, most = (1, 0) if parsed is None else answer_tokens(parsed)
         return Prompt(
             entry,
             self.stats,
             source=source,
             by=by,
-            num_prompts=found.num_prompts,
+            rest=found.rest,
             skips_cache=parsed is not None and parsed.skips_cache(),
-            answer_tokens_max=0 if parsed is None else answer_tokens_max(parsed),
+            answer_tokens_max=most,
+            answer_tokens_min=least,
             num_answers=1 if parsed is None else num_answers(parsed),
         )
 
@@ -525,11 +536,11 @@ def _completion_tokens(body: CompletionBody) -> EngineTokens:
         raise NotLocalError("field")
     if not bytes(body.prompt).lstrip().startswith(b"["):
         raise NotLocalError("no_tokenizer")
-    first, count = first_prompt(decode_prompt(body.prompt))
+    first, rest = first_prompt(decode_prompt(body.prompt))
     if isinstance(first, str):
         raise NotLocalError("no_tokenizer")
     ids = truncated(ids_of(first), body, max_model_len=None, from_text=False)
-    return EngineTokens(ids, num_prompts=count)
+    return EngineTokens(ids, rest=rest.cut(body.truncate_prompt_tokens))
 
 
 def _given_tokens(body: GenerateBody) -> EngineTokens:

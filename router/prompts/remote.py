@@ -28,7 +28,7 @@ from router.prompts.bodies import Parsed
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.cuts import Ids
 from router.prompts.families.base import is_unlike_sglang
-from router.prompts.request import SHARE, ChatBody, CompletionBody, NotLocalError
+from router.prompts.request import NO_REST, SHARE, ChatBody, CompletionBody, NotLocalError, Rest, rest_of
 from router.prompts.settings import PromptSettings, PromptStats
 from router.prompts.tokenizer import ids_of
 
@@ -54,11 +54,11 @@ _RESTS_MAX: Final = 1024
 
 
 class EngineTokens(msgspec.Struct, frozen=True):
-    """Tokens from an engine: ids of the first prompt, multimodal items by place, number of prompts."""
+    """Tokens from an engine: ids of the first prompt, multimodal items by place, the other prompts."""
 
     ids: Ids
     multimodal: tuple[MultimodalItem, ...] = ()
-    num_prompts: int = 1
+    rest: Rest = NO_REST
 
 
 class _Range(msgspec.Struct):
@@ -217,8 +217,9 @@ def _is_empty(body: ChatBody | CompletionBody) -> bool:
 def _rendered(answer: bytes) -> EngineTokens:
     found = _RENDERED.decode(answer)
     first = found[0] if isinstance(found, list) else found
-    count = len(found) if isinstance(found, list) else 1
-    return EngineTokens(ids_of(first.token_ids), _items(first.features), count)
+    others = found[1:] if isinstance(found, list) else []
+    rest = rest_of([len(one.token_ids) for one in others], given=True)
+    return EngineTokens(ids_of(first.token_ids), _items(first.features), rest)
 
 
 def _tokenized(answer: bytes) -> EngineTokens:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
@@ -33,6 +34,44 @@ class NotLocalError(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Rest(msgspec.Struct, frozen=True, gc=False):
+    """The prompts of a request behind its first one: how many, how long together, and the longest. In tokens
+    if the request gives tokens, else in characters, from which ``in_tokens`` estimates them."""
+
+    prompts: int = 0
+    size: int = 0
+    longest: int = 0
+    given: bool = True
+    """The sizes are exact numbers of tokens."""
+
+    def in_tokens(self, tokens: int, chars: int) -> Rest:
+        """Estimate the tokens of texts by those of the first prompt, of this many characters."""
+        if self.given:
+            return self
+        # At least a token for four characters: the first text may be an unusual one.
+        share = max(_TOKENS_PER_CHAR_MIN, min(1.0, tokens / max(chars, _CHARS_MIN)))
+        return Rest(self.prompts, round(self.size * share), round(self.longest * share), given=False)
+
+    def cut(self, keep: Any) -> Rest:
+        """Apply ``truncate_prompt_tokens``; -1: to what the engine takes."""
+        if type(keep) is not int or not self.prompts:
+            return self
+        if keep < 0:
+            return Rest(self.prompts, self.size, 0, self.given)
+        return Rest(self.prompts, min(self.size, self.prompts * keep), min(self.longest, keep), self.given)
+
+
+NO_REST: Final = Rest()
+_TOKENS_PER_CHAR_MIN: Final = 0.25
+# Shorter texts say little of others: their special tokens count among theirs.
+_CHARS_MIN: Final = 64
+
+
+def rest_of(sizes: Sequence[int], *, given: bool) -> Rest:
+    """Return the prompts of these sizes, behind the first."""
+    return Rest(len(sizes), sum(sizes), max(sizes), given) if sizes else NO_REST
 
 
 class ChatFields(msgspec.Struct, gc=False, kw_only=True):
@@ -60,6 +99,7 @@ class ChatFields(msgspec.Struct, gc=False, kw_only=True):
     prompt_logprobs: Any = None
     echo: Any = False
     n: Any = None
+    min_tokens: Any = None
 
     def skips_cache(self) -> bool:
         """Whether prompt log-probabilities are computed, also for ``echo``: the engine reads no cache
@@ -101,6 +141,10 @@ class BatchBody(ChatFields, gc=False, kw_only=True):
             raise NotLocalError("empty")
         fields = {name: getattr(self, name) for name in ChatFields.__struct_fields__ if name != "tools"}
         return ChatBody(messages=self.messages[0], **fields)
+
+    def sizes(self) -> list[int]:
+        """Characters of each chat, about."""
+        return [sum(map(len, messages)) for messages in self.messages]
 
     def pieces(self) -> Iterator[bytes]:
         """The messages of the first chat, unchanged."""
@@ -149,6 +193,7 @@ class CompletionBody(msgspec.Struct, gc=False):
     echo: Any = False
     logprobs: Any = None
     n: Any = None
+    min_tokens: Any = None
 
     def skips_cache(self) -> bool:
         """Whether prompt log-probabilities are computed: the engine reads no cache then."""
@@ -266,16 +311,17 @@ def decode_prompt(raw: msgspec.Raw) -> TextOrTokens:
     raise _wrong_type("prompt", prompt, "a string, a list of strings, or lists of token ids")
 
 
-def first_prompt(prompt: TextOrTokens) -> tuple[str | list[int], int]:
-    """The first of the prompts, and how many there are. Raises ``NotLocalError`` where there is none."""
+def first_prompt(prompt: TextOrTokens) -> tuple[str | list[int], Rest]:
+    """The first of the prompts, and the others. Raises ``NotLocalError`` where there is none."""
     if not prompt:
         raise NotLocalError("empty")
     if isinstance(prompt, str):
-        return prompt, 1
+        return prompt, NO_REST
     first = prompt[0]
-    if not isinstance(first, int):
-        return first, len(prompt)
-    return [token for token in prompt if isinstance(token, int)], 1
+    if isinstance(first, int):
+        return [token for token in prompt if isinstance(token, int)], NO_REST
+    sizes = [0 if isinstance(one, int) else len(one) for one in islice(prompt, 1, None)]
+    return first, rest_of(sizes, given=isinstance(first, list))
 
 
 def decode_any(raw: msgspec.Raw) -> Any:

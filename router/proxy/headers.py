@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import MutableMapping
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -95,6 +95,8 @@ def read_request_headers(
     kept = [field for field in headers if field[0] not in _NOT_FORWARDED]
     request_id = by_name.get(b"x-request-id", b"")
     length = by_name.get(b"content-length")
+    if length is not None and len(length) > _LENGTH_DIGITS_MAX:
+        _no_length(length)
     encoding = forwarded_for = b""
     if b"content-encoding" in by_name:
         values = _values(headers, b"content-encoding")
@@ -119,19 +121,17 @@ def read_request_headers(
     return RequestHead(
         kept,
         request_id,
-        None if length is None else _length(length),
+        None if length is None else int(length) if length.isdigit() else _no_length(length),
         encoding,
         forwarded_for,
         None if by_name.keys().isdisjoint(SESSION_FIELDS) else session_in_headers(by_name),
     )
 
 
-def _length(value: bytes) -> int:
+def _no_length(value: bytes) -> NoReturn:
     # A gateway's streams come without the checks of an HTTP/1.1 parser.
-    if not value.isdigit() or len(value) > _LENGTH_DIGITS_MAX:
-        text = echoed(value.decode("latin-1"))
-        raise bad_request("invalid_content_length", f"content-length: {text} is no number of bytes.")
-    return int(value)
+    text = echoed(value.decode("latin-1"))
+    raise bad_request("invalid_content_length", f"content-length: {text} is no number of bytes.")
 
 
 def _values(headers: list[Header], name: bytes) -> list[bytes]:

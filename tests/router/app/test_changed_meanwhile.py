@@ -1,0 +1,169 @@
+"""What happens to engines while a request waits counts when it is placed: none gets it that may not.
+
+Each wait of the request path is held open here while an engine changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.fleet.engines import DesiredFleet
+from router.fleet.settings import FleetSettings
+from router.placement.engine import NO_PEER_SNAPSHOT, Engine
+from tests.router.app.test_prefill_decode import completion, prompt
+from tests.support.whole_router import MODEL, Rig, routed
+
+SELDOM = FleetSettings(poll_interval_s=600.0, gauge_interval_s=600.0)
+Change = Callable[[Rig, Engine], None]
+
+
+def down(rig: Rig, engine: Engine) -> None:
+    engine.up = False
+
+
+def held(rig: Rig, engine: Engine) -> None:
+    engine.held = "drained"
+
+
+def asleep(rig: Rig, engine: Engine) -> None:
+    engine.asleep = True
+
+
+def other_model(rig: Rig, engine: Engine) -> None:
+    engine.models = tuple(msgspec.structs.replace(card, id="another") for card in engine.models)
+
+
+def shorter(rig: Rig, engine: Engine) -> None:
+    engine.models = tuple(msgspec.structs.replace(card, max_model_len=20) for card in engine.models)
+
+
+def gone(rig: Rig, engine: Engine) -> None:
+    others = [other.engine for other in rig.router.fleet if other is not engine]
+    rig.router.fleet.assign(DesiredFleet(tuple(others)))
+
+
+def broken(rig: Rig, engine: Engine) -> None:
+    while engine.breaker.allows(rig.router.accounts.now()):
+        engine.breaker.record(False, rig.router.accounts.now())
+
+
+CHANGES: list[Change] = [down, held, asleep, other_model, shorter, gone, broken]
+
+
+@asynccontextmanager
+async def waiting_in(holder: Any, name: str, meanwhile: Callable[[], None]) -> AsyncIterator[list[int]]:
+    """``meanwhile`` is called within the next wait of ``holder.name``."""
+    whole, entered = getattr(holder, name), list[int]()
+
+    async def wait(*args: Any, **named: Any) -> Any:
+        found = await whole(*args, **named)
+        if not entered:
+            entered.append(1)
+            await asyncio.sleep(0)
+            meanwhile()
+        return found
+
+    setattr(holder, name, wait)
+    try:
+        yield entered
+    finally:
+        setattr(holder, name, whole)
+
+
+class Shared:
+    """An index of other replicas that knows nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    async def look(self, prompt: Any, engines: Any, *, detail: bool = False) -> Any:
+        self.asked.append(list(engines))
+        return NO_PEER_SNAPSHOT
+
+
+def served(rig: Rig, engine: Engine) -> int:
+    """Requests that it answered."""
+    return sum(one.engine_id == engine.engine_id for one in rig.router.accounts.receipts.latest)
+
+
+async def favourite(rig: Rig, body: dict[str, Any]) -> Engine:
+    """The engine that the next such request would get: it holds the prompt."""
+    await rig.ok("POST", "/v1/completions", body)
+    await rig.over()
+    (one,) = [engine for engine in rig.router.fleet if served(rig, engine)]
+    return one
+
+
+@pytest.mark.parametrize("wait", ["read", "hashes", "look"])
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_prompt_goes_to_no_engine_that_changed_while_it_was_read(
+    monkeypatch: pytest.MonkeyPatch, wait: str, change: Change
+) -> None:
+    # Hashes of longer prompts are waited for.
+    monkeypatch.setattr("router.placement.decide.INLINE_BLOCKS_MAX", 4)
+    body = {"model": MODEL, "prompt": prompt(1, 300), "max_tokens": 2}
+    async with routed({}, {}, fleet=SELDOM) as (rig, _):
+        planner = rig.router.planner
+        chosen = await favourite(rig, body)
+        holder: Any = planner._reader
+        if wait == "look":
+            holder = planner._shared = Shared()  # type: ignore[assignment]
+        async with waiting_in(holder, wait, lambda: change(rig, chosen)) as entered:
+            status, answer = await rig.ask("POST", "/v1/completions", body)
+        assert entered
+        assert status == 200, answer
+        await rig.over()
+        assert served(rig, chosen) == 1, "the one that changed has not got it"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_where_no_other_engine_is_left_the_client_may_come_back(change: Change) -> None:
+    body = completion(1)
+    async with routed({}, fleet=SELDOM) as (rig, _engines):
+        (engine,) = rig.router.fleet
+        async with waiting_in(rig.router.planner._reader, "read", lambda: change(rig, engine)):
+            status, answer = await rig.ask("POST", "/v1/completions", body)
+        # A breaker keeps nobody from the only engine; whether a prompt is too long for it, it says itself.
+        expected = {other_model: 404, gone: 503, broken: 200, shorter: 200}.get(change, 503)
+        assert status == expected, answer
+        assert rig.router.accounts.load_stats.admitted == (expected == 200)
+
+
+async def test_an_engine_that_comes_meanwhile_may_be_chosen_and_is_looked_up() -> None:
+    async with routed({}, {}, fleet=SELDOM) as (rig, _):
+        one, other = rig.router.fleet
+        shared = rig.router.planner._shared = Shared()  # type: ignore[assignment]
+        one.held = "drained"
+
+        def swap() -> None:
+            one.held, other.held = "", "drained"
+
+        async with waiting_in(rig.router.planner._reader, "read", swap):
+            assert (await rig.ask("POST", "/v1/completions", completion(1)))[0] == 200
+        await rig.over()
+        assert (served(rig, one), served(rig, other)) == (1, 0)
+        assert one.engine_id in shared.asked[-1]
+
+
+async def test_engines_that_change_all_the_time_do_not_keep_a_request_from_being_placed() -> None:
+    async with routed({}, {}, {}, fleet=SELDOM) as (rig, _):
+        engines = list(rig.router.fleet)
+        shared = rig.router.planner._shared = Shared()  # type: ignore[assignment]
+        look, turns = shared.look, [0]
+
+        async def change_and_look(*args: Any, **named: Any) -> Any:
+            for at, engine in enumerate(engines):
+                engine.held = "drained" if at == turns[0] % 3 else ""
+            turns[0] += 1
+            return await look(*args, **named)
+
+        shared.look = change_and_look  # type: ignore[method-assign]
+        assert (await rig.ask("POST", "/v1/completions", completion(1)))[0] == 200
+        assert turns[0] <= 3
+        await rig.over()
+        assert [served(rig, engine) for engine in engines if engine.held] == [0]
