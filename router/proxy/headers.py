@@ -62,6 +62,7 @@ _NOT_RETURNED = frozenset(
 )
 # What the router says itself, in ``own``.
 _OWN_PREFIXES = (b"x-kvatlas-", b"x-ratelimit-")
+_HAS_OWN = re.compile(b"^(?:%b)" % b"|".join(map(re.escape, _OWN_PREFIXES)), re.MULTILINE).search
 # Connection options that are no fields, and fields that naming in ``Connection`` must not remove.
 _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"))
 _NOTHING: frozenset[bytes] = frozenset()
@@ -198,7 +199,8 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
         fields = list(headers)
     else:
         fields = [field for field in headers if field[0] not in _NOT_RETURNED]
-    if any(name.startswith(_OWN_PREFIXES) for name in by_name):
+    # One search over all names: a call for each of them costs more than the rest.
+    if _HAS_OWN(b"\n".join(by_name)):
         fields = [field for field in fields if not field[0].startswith(_OWN_PREFIXES)]
     if b"connection" in by_name and (named := _named(headers)):
         fields = [field for field in fields if field[0] not in named]
