@@ -400,3 +400,24 @@ def test_a_request_is_recorded_once_and_its_prompt_is_not_kept(tmp_path: Path) -
     log.close()
     (line,) = written(tmp_path / "a.jsonl")
     assert (line["hashed_tokens"], line["duration_s"]) == (700, 1.0)
+
+
+def test_a_long_queue_is_written_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.observe.usage._BATCH_BYTES", 2000)
+    sizes: list[int] = []
+    write = UsageLog._write_batch
+
+    def watched(log: UsageLog) -> None:
+        sizes.append(sum(map(len, log._batch)))
+        write(log)
+
+    monkeypatch.setattr(UsageLog, "_write_batch", watched)
+    log = UsageLog(UsageSettings(path=str(tmp_path / "usage.jsonl")))
+    for number in range(50):
+        log.add(record(request_id=f"r{number}"), 11.0)
+    log.start()
+    log.close()
+    lines = written(tmp_path / "usage.jsonl")
+    assert len(lines) == 50
+    longest = max(map(len, (tmp_path / "usage.jsonl").read_bytes().splitlines())) + 1
+    assert max(sizes) < 2000 + longest

@@ -270,3 +270,10 @@ def test_what_is_taken_two_other_parsers_read_the_same(body: bytes) -> None:
     bare = re.compile(rb"\r(?!\n)|(?<!\r)\n")  # which that one turns into whole line ends
     if not bare.search(body):
         assert by_email(body) == ours
+
+
+@pytest.mark.parametrize("boundary", [b"", b"x" * 71, b"x7 ", b"x7;", b"x*7", b"x7\xff"])
+def test_a_boundary_that_parsers_read_differently_is_refused(boundary: bytes) -> None:
+    """The body has it where it belongs, so that nothing else is wrong."""
+    kind = b'multipart/form-data; boundary="' + boundary + b'"'
+    assert refused(PLAIN.replace(b"--x7", b"--" + boundary), kind)

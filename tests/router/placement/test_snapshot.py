@@ -14,6 +14,7 @@ from publisher.events import GroupSpec
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import EngineAddress
 from router.index.query_plan import EngineHit, Holders
+from router.placement import eligible
 from router.placement.candidate import Candidate, PolicySettings, columns
 from router.placement.cost import choose, predicted_wait_s, score, within_level
 from router.placement.eligible import FleetSnapshot, FleetSnapshots
@@ -351,3 +352,23 @@ def test_lists_with_the_same_engines_share_a_snapshot() -> None:
     assert snapshots.of(list(world.engines)) is first
     assert snapshots.of(world.engines[1:]) is not first
     assert snapshots.of(world.engines) is first
+
+
+def test_snapshots_of_more_lists_than_are_kept_leave_no_reader() -> None:
+    world = World(4)
+    snapshots = FleetSnapshots(world.accounts.changes)
+    lists = [world.engines[:number] for number in (1, 2, 3, 4)]
+    for _ in range(20):
+        for engines in lists:
+            for _ in range(eligible._SNAPSHOTS_MAX):
+                snapshots.of([*engines, *world.engines[: len(snapshots._kept) % 3]])
+    assert len(world.accounts.changes._readers) == len(snapshots._kept) <= eligible._SNAPSHOTS_MAX
+
+
+def test_the_earliest_breaker_decides_when_breakers_are_asked_again() -> None:
+    accounts = World(2).accounts
+    accounts.free_until = 50.0
+    accounts.breaker_changed(20.0)
+    assert accounts.free_until == 20.0
+    accounts.breaker_changed(30.0)
+    assert accounts.free_until == 20.0

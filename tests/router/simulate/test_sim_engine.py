@@ -147,3 +147,11 @@ def test_with_an_order_every_request_ends_once_too(drawn: Drawn, ranks: list[flo
     assert sorted(bench.of("ended") + bench.of("refused")) == list(range(len(runs)))
     bench.engine.pool.check_integrity()
     assert bench.engine.pool.num_free_blocks == 23
+
+
+def test_with_an_order_the_last_in_rank_is_preempted_whenever_it_came() -> None:
+    """By priority, regardless of state (Scheduler.schedule, vLLM 0.32)."""
+    for ranks, preempted in (([9.0, 1.0], 0), ([1.0, 9.0], 1)):
+        bench = Bench(num_blocks=21)
+        runs = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100)], ranks=ranks)
+        assert [index for index, run in enumerate(runs) if run.preempted] == [preempted]

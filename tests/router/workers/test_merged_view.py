@@ -17,7 +17,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.openai.request import Session, Usage
 from router.workers.context import PortTakenError, WorkerSockets, cores
-from router.workers.merged_view import AggregateView, SiblingCalls, encoded_family, encoded_page
+from router.workers.merged_view import AggregateView, SiblingCalls, _joined, encoded_family, encoded_page
 
 
 class LateSibling:
@@ -185,3 +185,13 @@ def test_a_worker_keeps_its_own_sockets_and_closes_all_others() -> None:
 def test_cores_are_no_more_than_the_containers_quota(tmp_path: Path, text: str, most: int) -> None:
     (tmp_path / "cpu.max").write_text(text)
     assert cores(tmp_path / "cpu.max") == min(most, cores(tmp_path / "missing"))
+
+
+def test_workers_margins_of_first_tokens_are_joined_by_the_largest() -> None:
+    """Each worker has compared others: the bound that holds for all of them is the larger one."""
+    few = {"held": 1, "compared": 2, "median_s": 0.5, "margin_s": 0.25}
+    many = {"held": 3, "compared": 9, "median_s": 0.1, "margin_s": 0.05}
+    for one, two in ((few, many), (many, few)):
+        assert _joined(one, two) == {"held": 4, "compared": 11, "median_s": 0.1, "margin_s": 0.25}
+    assert _joined(few, many | {"margin_s": None})["margin_s"] == 0.25
+    assert _joined(few | {"margin_s": None}, many | {"margin_s": None})["margin_s"] is None

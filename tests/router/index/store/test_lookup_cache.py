@@ -161,3 +161,15 @@ def test_a_next_turn_knows_what_was_found_of_its_beginning() -> None:
     assert len(turn.hashes.found.numbers) == 30
     assert turn.extend(tokens) == HashChain(scheme).extend(tokens)
     assert same(index.lookup(turn.hashes), index.lookup(list(turn.hashes)))
+
+
+def test_look_ups_are_counted_beyond_what_a_stamp_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stamps have 32 bits: a router that has looked up 2^32 times begins again, and forgets what it knew."""
+    monkeypatch.setattr(recall, "_LOOKUPS_MAX", (1 << 32) - 1)
+    index, prompt = MemoryIndex(), PromptHashes(BLOCKS)
+    index.lookup(prompt)
+    index._lookup_cache.now = (1 << 32) - 3
+    for held in range(1, 6):
+        index.store("a", PLANES[0], BLOCKS[held - 1 : held])
+        assert same(index.lookup(prompt), index.lookup(list(prompt)))
+    assert index._lookup_cache.now < 10
