@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from publisher.block_hash import HashScheme
 from publisher.events import AllBlocksCleared, DecodedBatch
 from publisher.zmq_publisher import ZmqPublisher
 from router.feeds import manager as module
-from router.feeds.base import FeedSettings
-from router.feeds.manager import FeedManager
+from router.feeds.base import FeedSettings, FeedState, FeedStats
+from router.feeds.manager import FeedManager, ResidencyAudit
 from router.fleet.engines import EngineAddress
+from router.fleet.status import EngineStatus
+from router.index.base import GPU
+from router.index.learn.layout import ModelFacts
+from router.index.model import ModelIndexes
 from tests.router.feeds.feed_harness import NoSnapshots
+from tests.support.event_writer import Writer, batch, tokens
 from tests.support.waiting import until
 
 
@@ -97,3 +105,33 @@ async def test_a_feed_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch)
         await until(lambda: len(sink.forgotten) > 2, "begun again and again")
         feeds.stop_all()
     assert sink.applied == []
+
+
+def test_an_engine_with_more_blocks_than_its_pool_is_read_again() -> None:
+    """Once, and not again for a minute; never while its feed is not ready or its pool unknown."""
+    now, distrusted = [100.0], list[tuple[str, str]]()
+    scopes = ModelIndexes(lambda model: ModelFacts())
+    engine = scopes.assign("e", "m")
+    engine.apply(batch(Writer(HashScheme()).stored(tokens(160))))
+    held = scopes.scope("m").index.physical("e", GPU)
+    assert held > 5
+    feeds = FeedManager(scopes, clock=lambda: now[0], settings=FeedSettings())
+    feeds.distrust = lambda engine_id, reason: distrusted.append((engine_id, reason))  # type: ignore[method-assign]
+    stats = FeedStats(state=FeedState.READY)
+    feeds._followed["e"] = cast("module._Followed", SimpleNamespace(feed=SimpleNamespace(stats=stats)))
+    audit = ResidencyAudit((), scopes, feeds, clock=lambda: now[0])
+
+    def look(pool_blocks: int | None) -> int:
+        before = len(distrusted)
+        audit.audit(cast("EngineStatus", SimpleNamespace(engine_id="e", pool_blocks=pool_blocks)))
+        return len(distrusted) - before
+
+    assert [look(None), look(held), look(held - 1)] == [0, 0, 1]
+    assert (distrusted, stats.phantom_alarms) == ([("e", "phantom")], 1)
+    now[0] += 59.0
+    assert look(held - 1) == 0
+    now[0] += 2.0
+    stats.state = FeedState.REPLAYING
+    assert look(held - 1) == 0
+    stats.state = FeedState.READY
+    assert look(held - 1) == 1

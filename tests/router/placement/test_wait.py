@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import AsyncMock
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import TenantRules
+from router.fleet.engines import EngineAddress
+from router.fleet.status import Fleet, ModelCard
+from router.index.learn.layout import ModelFacts
+from router.index.model import ModelIndexes
 from router.openai.errors import predicted_wait
-from router.placement.candidate import Candidate
+from router.openai.request import InboundRequest
+from router.placement.candidate import Candidate, PolicySettings
 from router.placement.cost import late_first_token, long_wait, predicted_wait_s
+from router.placement.decide import Planner
+from router.placement.engine import Accounts, Engine, PeerSnapshot
+from router.placement.others import OthersLoad
+from router.prompts.reader import PromptReader
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples
 
@@ -99,3 +113,32 @@ def test_a_prompt_too_long_for_its_target_is_refused_only_where_it_waits() -> No
     hopeless = late_first_token(4.0, 0.5, 1.0)
     assert hopeless is not None
     assert hopeless.excess_s == pytest.approx(0.5), "until the engine is idle"
+
+
+def test_other_routers_load_keeps_an_engine_saturated_while_it_is_fresh() -> None:
+    """A decision hands the load of the others to the queue, which counts it for a second."""
+    now = [100.0]
+    accounts = Accounts(lambda: now[0])
+    fleet: Fleet[Engine] = Fleet(
+        [EngineAddress("http://e:1")], lambda address, *, fleet_changed: Engine(address, accounts)
+    )
+    (engine,) = fleet
+    engine.models, engine.up = (ModelCard("m"),), True
+    loads = {engine.engine_id: OthersLoad(running=1, tokens=1_000_000)}
+    planner = Planner(
+        fleet=fleet,
+        scopes=ModelIndexes(lambda model: ModelFacts()),
+        reader=cast("PromptReader", SimpleNamespace(read=AsyncMock(return_value=None))),
+        accounts=accounts,
+        settings=PolicySettings(),
+        expose_decision=False,
+        peer_state=lambda: PeerSnapshot(load=loads),
+        queue=QueueSettings(saturation_s=1.0),
+    )
+    gate = planner.gate
+    assert gate is not None
+    assert gate._gap_at(engine, now[0]) < 0, "it has room"
+    asyncio.run(planner.explain(InboundRequest("POST", "/v1/chat/completions", b"", [], b"{}", "m")))
+    assert gate._gap_at(engine, now[0]) > 10.0
+    now[0] += 1.1
+    assert gate._gap_at(engine, now[0]) < 0, "older statements are not believed"

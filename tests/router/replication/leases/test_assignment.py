@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+from unittest.mock import AsyncMock
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.replication.leases import Member, plan_assignment
+from router.replication.leases import Held, LeaseManager, Member, ModelLeases, plan_assignment
 from tests.support.examples import examples
 
 ENGINES = [f"http://e{number}" for number in range(9)]
@@ -99,3 +102,22 @@ def test_every_engine_that_somebody_wants_is_followed_whatever_the_others_want(w
     moves = world.moves
     world.settle()
     assert world.moves == moves  # nothing goes round in circles
+
+
+def test_a_lease_is_exclusive_until_it_may_have_expired() -> None:
+    now = [10.0]
+    leases = LeaseManager(
+        "r0",
+        lambda model: cast("ModelLeases", None),
+        on_acquired=AsyncMock(),
+        on_ended=lambda model, engine: None,
+        lease_s=3.0,
+        renew_s=1.0,
+        clock=lambda: now[0],
+    )
+    assert not leases.holds_exclusively("e")
+    leases.held["e"] = Held("m", 1, until_s=13.0)
+    assert leases.holds_exclusively("e")
+    now[0] = 13.0
+    assert leases.follows("e"), "its feed runs on until the server says that the lease is lost"
+    assert not leases.holds_exclusively("e"), "another replica may follow it from now on"
