@@ -93,12 +93,7 @@ def top_level(body: bytes, names: Sequence[str]) -> dict[str, bytes]:
         if state.in_string and b'"' not in window:
             continue
         strings = _top_strings(np.frombuffer(window.translate(_KINDS), np.int8), start, state)
-        ends: dict[str, int] = {}  # behind the last key of each name
-        for name in names:
-            key = f'"{name}"'.encode()
-            end = _last_key(body, whole, _equal(whole, strings, key) + len(key))
-            if end is not None:
-                ends[name] = end
+        ends = _last_keys(body, whole, strings, names)
         for at in _with_escapes(window, start, strings):
             escaped += 1
             if escaped > _ESCAPED_MAX:
@@ -162,6 +157,25 @@ def _equal(whole: npt.NDArray[np.uint8], at: Positions, text: bytes) -> Position
     for offset, byte in enumerate(text):
         at = at[whole[at + offset] == byte]
     return at
+
+
+def _last_keys(
+    body: bytes, whole: npt.NDArray[np.uint8], strings: Positions, names: Sequence[str]
+) -> dict[str, int]:
+    """Where the last key of each name ends, of the strings that begin at these positions."""
+    found: dict[str, int] = {}
+    strings = strings[strings < len(whole) - 1]
+    letters = whole[strings + 1]
+    # Many names share few first letters: each is looked for once.
+    begin = {letter: strings[letters == letter] for letter in {ord(name[0]) for name in names}}
+    for name in names:
+        key, at = f'"{name}"'.encode(), begin[ord(name[0])]
+        if not len(at) or not len(at := _equal(whole, at, key)):
+            continue
+        end = _last_key(body, whole, at + len(key))
+        if end is not None:
+            found[name] = end
+    return found
 
 
 def _last_key(body: bytes, whole: npt.NDArray[np.uint8], ends: Positions) -> int | None:
