@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from router.admission.gate import Isolation, KeyGate, sidecar_secret
+from router.admission.gate import Isolation, KeyGate, ids_secret, sidecar_secret
 from router.admission.key_file import KeyFile, KeyStats
 from router.api.admin_app import AdminApi, FleetActions
 from router.api.app import Application, Front, OpsPort, create_control, ops_authenticator
@@ -43,6 +43,7 @@ from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.observe.usage import UsageLog
 from router.openai.members import run_cooperatively
+from router.openai.response_ids import ResponseIds
 from router.pd.settings import PdStats
 from router.placement.decide import Planner
 from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
@@ -85,16 +86,12 @@ class PeerSharing:
             self.index.share_limits(gate, "" if worker is None else worker.folder.name)
         if worker is not None:
             self.gossip = self._gossip_of(worker, gate)
-        if self.index is not None:
-            secrets = tuple if gate is None else lambda: gate.keys.secrets
-            self.index.share_responses(self._accounts.responses, secrets)
 
     def _gossip_of(self, worker: WorkerContext, gate: KeyGate | None) -> SiblingGossip:
         alone = self.index is None
         gossip = SiblingGossip(
             worker, self.own_load, clock=self._clock, whole=alone, served=self._served_elsewhere, gate=gate
         )
-        self._accounts.responses = gossip.responses
         if alone:
             self._accounts.inflight, self._accounts.affinity = gossip.inflight, gossip.affinity
         return gossip
@@ -353,7 +350,7 @@ class Router:
             tls=self._engine_tls,
             claims=planner.reads_claims,
             targets=self.config.policy.targets,
-            responses=self.accounts.responses,
+            responses=ResponseIds(tuple if self.gate is None else self.gate.secrets),
             pd=self.config.pd,
             pd_stats=pd_stats,
         )
@@ -375,6 +372,7 @@ class Router:
             engine_fields=fields,
             stats=stats,
             isolation=None if keys.isolate == "off" else Isolation(keys, stats, clock=self.clock),
+            secret=ids_secret(keys, stats, self.clock),
         )
 
     def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Awaitable[None]:

@@ -115,6 +115,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     kv_transfer_params: TransferParams | None = None
     priority: int = 0
+    request_id: str | None = None
+    """Id of the response."""
 
     @property
     def runs_tools(self) -> bool:

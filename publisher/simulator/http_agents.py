@@ -223,7 +223,7 @@ class AgentEndpoints:
         call.apply_headers(chat)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         name, stream = chat.model or self._model.name, bool(chat.stream)
-        response_id = f"resp_{uuid.uuid4().hex}"
+        response_id = body.request_id or f"resp_{uuid.uuid4().hex}"
         answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), body.previous_response_id)
         running = self._begin(answer, prepared, runs_tools=body.runs_tools)
         stored = StoredResponse(answer.queued(), chat.messages, running.abort, streams=stream)

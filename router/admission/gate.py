@@ -37,6 +37,8 @@ _SECRET_BYTES_MIN: Final = 32
 _SECRET_BYTES_MAX: Final = 4096
 # As often as the key file is looked at.
 _LOOK_EVERY_S: Final = 1.0
+# Under which ids of responses still count.
+_SECRETS_KEPT: Final = 8
 # Of a client's own salt; vLLM 0.32 takes at most 128.
 _SALT_CHARS_MAX: Final = 1024
 
@@ -51,17 +53,24 @@ class SharedSecret:
         self._setting = setting
         self._failed = failed
         self._watched = WatchedFile(Path(path), clock=clock, every_s=_LOOK_EVERY_S)
-        self._secret = read_secret(self._watched.path, setting)
+        self.known: tuple[bytes, ...] = (read_secret(self._watched.path, setting),)
+        """The secret, then earlier ones."""
 
     def __call__(self) -> bytes:
         if self._watched.changed():
             try:
-                self._secret = read_secret(self._watched.path, self._setting)
+                secret = read_secret(self._watched.path, self._setting)
+                self.known = tuple(dict.fromkeys((secret, *self.known)))[:_SECRETS_KEPT]
                 _log.info("secret reloaded", setting=self._setting)
             except KeyFileError as error:
                 self._failed()
                 _log.warning("secret not reloaded, the last one stays in use", problem=str(error))
-        return self._secret
+        return self.known[0]
+
+    def all(self) -> tuple[bytes, ...]:
+        """The secret, then earlier ones of this process."""
+        self()
+        return self.known
 
 
 class Isolation:
@@ -72,14 +81,14 @@ class Isolation:
         self._combines = settings.client_salts == "combine"
         self.stats = stats
         path = settings.isolate_secret_file or ""
-        self._secret = SharedSecret("keys.isolate_secret_file", path, clock=clock, failed=self._not_read)
+        self.secret = SharedSecret("keys.isolate_secret_file", path, clock=clock, failed=self._not_read)
 
     def salt(self, tenant: str, rules: TenantRules, own: bytes) -> str:
         """The salt of a request with this JSON value of its own ``cache_salt`` (empty: none): 43 characters.
 
         Raises ``ApiError`` (400) for a salt of its own that is refused, or is none.
         """
-        secret = self._secret()
+        secret = self.secret()
         given = self._given(own)
         # JSON keeps the parts apart: no name and salt can spell another name and salt.
         message = msgspec.json.encode([*self.group(tenant, rules), given])
@@ -127,6 +136,17 @@ class Isolation:
         self.stats.isolate_secret_failures += 1
 
 
+def ids_secret(settings: KeySettings, stats: KeyStats, clock: Callable[[], float]) -> SharedSecret | None:
+    """The configured secret of ids; None without a file. Raises ``KeyFileError``."""
+    if settings.secret_file is None:
+        return None
+
+    def failed() -> None:
+        stats.isolate_secret_failures += 1
+
+    return SharedSecret("keys.secret_file", settings.secret_file, clock=clock, failed=failed)
+
+
 def sidecar_secret(path: str | None, stats: PdStats, clock: Callable[[], float]) -> SharedSecret | None:
     """The secret of pickers and sidecars; None without a file. Raises ``KeyFileError``."""
     if path is None:
@@ -168,9 +188,11 @@ class KeyGate:
         engine_fields: Sequence[tuple[bytes, bytes]] = (),
         stats: KeyStats | None = None,
         isolation: Isolation | None = None,
+        secret: SharedSecret | None = None,
     ) -> None:
         self.configure(keys, forward=forward, engine_priorities=engine_priorities)
         self.isolation = isolation
+        self._secret = secret
         self._clock = clock
         self._engine_fields = tuple(engine_fields)
         self._tenants: dict[str, Tenant] = {}
@@ -182,6 +204,13 @@ class KeyGate:
         self.keys = keys
         self._forward = forward
         self.engine_priorities = engine_priorities
+
+    def secrets(self) -> tuple[bytes, ...]:
+        """Secrets for ids that prove their tenant: the first one makes them, each of them proves. A
+        configured one comes first; those of the key file change with its keys."""
+        files = (self._secret, None if self.isolation is None else self.isolation.secret)
+        configured = [secret for file in files if file is not None for secret in file.all()]
+        return (*configured, *self.keys.secrets)
 
     def enter(self, tenant: Tenant) -> TenantRequest:
         """A request of this tenant. Raises ``ApiError`` (429)."""

@@ -49,6 +49,11 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Isolate caches: the router sets `cache_salt` in every prompt, one for each tenant, or one for each
     `cache_group` of the key file (a tenant without one is its own group). Needs `keys.file` and
     `keys.isolate_secret_file` ([tenants.md](tenants.md#cache-isolation))."""
+    secret_file: str | None = None
+    """File with a secret, at least 32 bytes, the same for all routers of a fleet, under which ids of
+    responses (`/v1/responses`) prove their tenant. Not set: `isolate_secret_file`, else one derived from the
+    key file; ids made before a change of the keys then end with the next restart. Read again when it changes;
+    ids under earlier secrets count until a restart."""
     isolate_secret_file: str | None = None
     """File with the secret that salts are derived from, at least 32 bytes; the same for all routers of a
     fleet. Read again when it changes: prompts are then cached under new salts."""
@@ -151,7 +156,8 @@ class KeyStats(msgspec.Struct):
     """Requests refused for a `cache_salt` or names of media of their own, or since their API takes no salt
     (`keys.isolate`)."""
     isolate_secret_failures: Annotated[int, "kvatlas_keys_isolate_secret_failures_total"] = 0
-    """Failed attempts to read the changed `keys.isolate_secret_file`; the last secret stays in use."""
+    """Failed attempts to read the changed `keys.isolate_secret_file` or `keys.secret_file`; the last secret
+    stays in use."""
 
 
 class KeyFile:

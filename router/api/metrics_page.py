@@ -172,8 +172,6 @@ class RouterCollector:
             yield from of_stats(s.shared.lease_manager.stats)
             yield from of_stats(s.shared.lookup.stats)
             yield from of_stats(s.shared.inflight.gossip_stats)
-            if s.shared.responses is not None:
-                yield from of_stats(s.shared.responses.stats)
             if s.shared.limits is not None:
                 yield from of_stats(s.shared.limits.stats)
             yield from of_each("model", s.shared.mirror_stats())

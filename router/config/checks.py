@@ -83,7 +83,8 @@ def _address(text: str) -> str:
     *("fleet.client_key_file", "fleet.file.path", "fleet.kubernetes.kubeconfig"),
     *("fleet.kubernetes.credentials_dir", "admin.token_file", "admin.tls_cert_file"),
     *("admin.tls_key_file", "admin.client_ca_file", "epp.tls_cert_file", "epp.tls_key_file"),
-    *("epp.client_ca_file", "keys.file", "keys.isolate_secret_file", "sidecar.secret_file"),
+    *("epp.client_ca_file", "keys.file", "keys.secret_file", "keys.isolate_secret_file"),
+    "sidecar.secret_file",
     *("usage.path", "usage.key_file"),
 )
 def _path(text: str) -> str:

@@ -17,7 +17,7 @@ from router.fleet.engines import endpoint_of
 from router.http.listener import Capacity
 from router.http.sockets import NEVER, Sweeper
 from router.observe.requests import LogThrottle
-from router.openai.request import PROMPT_APIS, RESPONSES
+from router.openai.request import PROMPT_APIS
 from router.proxy.attempt import Attempt
 from router.proxy.settings import ProxySettings
 
@@ -55,10 +55,9 @@ class PickerContext(msgspec.Struct):
 
     def watches(self, path: str) -> bool:
         """Whether the answer to this request is observed. Completions are sampled evenly."""
-        # Answers of the Responses API are always observed, because their ids are needed, and other paths are
-        # rare.
+        # Other paths are rare.
         share = self.settings.answers_watched_share
-        if share >= 1.0 or path not in PROMPT_APIS or path == RESPONSES:
+        if share >= 1.0 or path not in PROMPT_APIS:
             return True
         if share <= 0.0:
             return False

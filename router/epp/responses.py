@@ -26,6 +26,7 @@ from router.http.listener import Capacity
 from router.http.request_cycle import Message
 from router.http.upstream import UpstreamError
 from router.openai.request import Carried
+from router.openai.response_ids import of_engine, with_id
 from router.pd.settings import read_prefilled
 from router.proxy.attempt import Answer, Attempt, Outbound
 from router.proxy.headers import NAMES_ENGINE, REDIRECTS, read_answer_headers
@@ -441,9 +442,12 @@ class GatewayCarrier:
         self._chosen = endpoint_of(attempt.base_url)
         buffered = body.expected and writer.buffers
         sent = out.request.body if attempt.sent_body is None else attempt.sent_body
+        if body.expected and out.request.response_id:
+            sent = b"".join(with_id(sent, of_engine(out.request.response_id, attempt.engine_id)))
         changed = None if not buffered or sent is body.latest else sent
         length = None if changed is None or out.head.content_length is None else len(changed)
-        fallbacks = context.settings.fallbacks
+        # The id of a response names one engine.
+        fallbacks = 0 if out.request.response_id else context.settings.fallbacks
         target = None if out.target == self._target else out.target
         headers, metadata = request_changes(
             self._head, out.head.fields, attempt, fallbacks, length=length, target=target

@@ -8,15 +8,13 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
 from router.fleet.engines import DesiredFleet, EngineAddress, EngineKind
-from router.fleet.marks import EngineMark, EngineMarks
 from router.fleet.statement import EngineStatement, SleepState
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
@@ -439,81 +437,3 @@ def _by_server(engines: Iterable[EngineAddress]) -> dict[str, list[EngineAddress
     for engine in engines:
         found.setdefault(engine.base_url, []).append(engine)
     return found
-
-
-# Engine and tenant of each response of the Responses API. Follow-ups, GET and cancel must go to that engine,
-# and are allowed only to the tenant that made the response.
-#
-# Learned from responses made through this router, and looked up at others that may know (``sources``: sibling
-# workers, a shared index). Bounded: the oldest are dropped first, and an engine's responses are dropped when
-# it leaves. Invariant: a response stays with the tenant that it was first seen with.
-
-
-RESPONSES_MAX: Final = 100_000
-_ID_CHARS_MAX: Final = 128
-
-
-class HeldResponse(NamedTuple):
-    """A response's engine, and the tenant whose key made it; "" without client keys."""
-
-    engine_id: str
-    tenant: str = ""
-
-
-class ResponseHolders:
-    """Response id -> engine id and tenant."""
-
-    def __init__(self, responses_max: int = RESPONSES_MAX) -> None:
-        self._max = responses_max
-        self._marks = EngineMarks()
-        self._held: OrderedDict[str, tuple[HeldResponse, EngineMark]] = OrderedDict()
-        # Queried in turn for unknown responses; they end in time and raise nothing.
-        self.sources: list[Callable[[str], Awaitable[HeldResponse | None]]] = []
-        # Called for each response recorded here.
-        self.listeners: list[Callable[[str, HeldResponse], None]] = []
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def record(self, response_id: str, engine_id: str, tenant: str = "") -> None:
-        """Record that this engine made this response. Ids longer than any engine makes are ignored."""
-        held = HeldResponse(engine_id, tenant)
-        if self.learn(response_id, held):
-            for listener in self.listeners:
-                listener(response_id, held)
-
-    def learn(self, response_id: str, held: HeldResponse) -> bool:
-        """Record a response reported by another worker or replica. False if it already has another tenant."""
-        known = self.known(response_id)
-        if len(response_id) > _ID_CHARS_MAX or (known is not None and known.tenant != held.tenant):
-            return False
-        self._held[response_id] = held, self._marks.of(held.engine_id)
-        self._held.move_to_end(response_id)
-        if len(self._held) > self._max:
-            self._held.popitem(last=False)
-        return True
-
-    def known(self, response_id: str) -> HeldResponse | None:
-        """Look a response up in this process only."""
-        found = self._held.get(response_id)
-        return None if found is None or not found[1].here else found[0]
-
-    def holder(self, response_id: str | None) -> str | None:
-        """Return the engine that made it, if known in this process."""
-        held = None if response_id is None else self.known(response_id)
-        return None if held is None else held.engine_id
-
-    async def find(self, response_id: str) -> HeldResponse | None:
-        """Look a response up in this process, then at ``sources``."""
-        known = self.known(response_id)
-        if known is not None or len(response_id) > _ID_CHARS_MAX:
-            return known
-        for source in self.sources:
-            held = await source(response_id)
-            if held is not None:
-                self.learn(response_id, held)
-                return self.known(response_id)
-        return None
-
-    def forget(self, engine_id: str) -> None:
-        self._marks.forget(engine_id)

@@ -37,6 +37,7 @@ from router.index.query_plan import EngineHit
 from router.observe.receipts import SloStats
 from router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
 from router.openai.request import SALTED, SALTED_BY_SGLANG, InboundRequest
+from router.openai.response_ids import digits_of, engine_digits
 from router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
 from router.placement.cost import Choice, within_level
 from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
@@ -166,15 +167,17 @@ class EligibleEngines:
     def _holders(
         self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
     ) -> list[Engine]:
-        """Return the engines that can continue from an earlier response: the one that made it, if it is
-        known."""
+        """Return the engines that can continue from an earlier response: the one that made it."""
         # Any other one would answer that the response does not exist.
         if request.pinned is not None:
             return _pinned(request.pinned, engines)
-        holder = self._accounts.responses.holder(request.earlier_response)
-        found = None if holder is None else self._fleet.get(holder)
-        if found is None:
+        wanted = None if request.earlier_response is None else engine_digits(request.earlier_response)
+        if wanted is None:
+            # No router made the id.
             return engines
+        found = next((engine for engine in self._fleet if digits_of(engine.engine_id) == wanted), None)
+        if found is None:
+            raise no_ready_engine("The engine that holds this response is not here now; retry shortly.")
         elsewhere = request.among is not None and found not in engines
         if not (found.up or found.silent) or found.engine_id in exclude or elsewhere:
             raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")

@@ -25,7 +25,7 @@ from router.admission.admission_queue import AdmissionQueue
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.position import expected_hit
 from router.fleet.engines import EngineAddress, EngineId
-from router.fleet.status import EngineStatus, ResponseHolders
+from router.fleet.status import EngineStatus
 from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout, retained_tokens
 from router.index.model import HashedPrompt, Residency
@@ -205,7 +205,6 @@ class Accounts:
         self.retention = RetentionHints()
         self.sessions = SessionLedger()
         self.group_prefixes = GroupPrefixes()
-        self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts_so_far = ReceiptLog()
         """Those of ``receipts`` that are counted already."""
@@ -242,7 +241,6 @@ class Accounts:
         self.deferred.apply()
         self.inflight.forget(engine_id)
         self.affinity.forget(engine_id)
-        self.responses.forget(engine_id)
         self.sessions.forget(engine_id)
         self.changes.forget(engine_id)
 

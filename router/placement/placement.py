@@ -376,11 +376,6 @@ class Placement(Attempt):
         self._answered = self._unseen = True
         return self.engine.load.unseen(self._ticket, self.now(), ended)
 
-    def made_response(self, response_id: str | None) -> None:
-        """Implement ``Attempt``."""
-        if response_id is not None and not self.engine.closed:
-            self._accounts.responses.record(response_id, self.engine_id, self.request.tenant)
-
     def _begun(self, now: float) -> None:
         self._answered = True
         engine = self.engine

@@ -175,9 +175,8 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Part(msgspec.Struct, gc=False):
-    """Member of an event that may carry the usage; ``id`` is a response's."""
+    """Member of an event that may carry the usage."""
 
-    id: Any = None
     usage: _Usage | None = None
 
 
@@ -234,16 +233,6 @@ def _in_other_terms(usage: _Usage) -> Usage | None:
     return Usage(usage.input_tokens + more, usage.output_tokens or 0, cached)
 
 
-def read_response_id(body: bytes) -> str | None:
-    """The id of a Responses answer, whole or in its first event's data; None where there is none."""
-    try:
-        answer = _DECODER.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    found = answer.id if answer.response is None else answer.response.id
-    return found if isinstance(found, str) else None
-
-
 # A longer unfinished line is passed on in parts.
 _LINE_BYTES_MAX = 256 * 1024
 # Enough of what was passed on to recognise its end.
@@ -263,16 +252,14 @@ class SseRelay:
     """One event stream on its way through. Feed it pieces, pass on what it gives back."""
 
     __slots__ = (
-        *("_abort_mark", "_held", "_holds", "_last", "_path", "_seeks_id", "_tail", "_usual_end", "aborted"),
-        *("begun", "first", "response_id", "unread_usages", "usage"),
+        *("_abort_mark", "_held", "_holds", "_last", "_path", "_tail", "_usual_end", "aborted"),
+        *("begun", "first", "unread_usages", "usage"),
     )
 
     def __init__(self, path: str = "", *, replaceable: bool = False) -> None:
         """``path``: the API's, where it is known; ``replaceable``: another engine may be asked while nothing
         has been passed on."""
         self._path = path
-        # Its first event names the response.
-        self._seeks_id = path == RESPONSES
         self._holds = replaceable
         self._held = b""
         self._abort_mark = _MARKS.get(path, b"") if replaceable else b""
@@ -280,7 +267,6 @@ class SseRelay:
         self._usual_end = _UNKNOWN_END if replaceable and path in _IN_CHOICES else b""
         self.aborted = False
         """The engine gave up: nothing more is to be passed on."""
-        self.response_id: str | None = None
         self.begun = False
         """A data line has been seen that is no opening: the first token, or an error."""
         self.first = b""
@@ -309,8 +295,6 @@ class SseRelay:
         has_usage = data.find(b'"usage"') >= 0
         if has_usage or not data.endswith(self._usual_end):
             data = self._watch(data)
-        if self._seeks_id:
-            self._read_id(data)
         if has_usage:
             self._read_usage(data)
         self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
@@ -402,10 +386,3 @@ class SseRelay:
                 if usage.cached_tokens is None and self.usage is not None:
                     usage.cached_tokens = self.usage.cached_tokens  # told at the beginning only
                 self.usage = usage
-
-    def _read_id(self, data: bytes) -> None:
-        for line in data.splitlines():
-            if line.startswith(b"data:"):
-                self._seeks_id = False
-                self.response_id = read_response_id(line[5:])
-                return

@@ -1,6 +1,7 @@
 """The proxied path as a raw ASGI application: reads the request whole, has it forwarded, answers errors.
 
-No framework in between: bytes in, bytes out. The request body is forwarded byte-identical; of the two
+No framework in between: bytes in, bytes out. The request body is forwarded byte-identical, but for fields
+that only the router may send and for ids of responses; of the two
 completion endpoints it is peeked at (model, stream), of other JSON bodies leniently. Everything a client sees
 that is not an engine's own answer is an ``ApiError`` in OpenAI's shape and carries the request id.
 """
@@ -25,7 +26,6 @@ from router.admission.admission_queue import (
 from router.admission.gate import Isolation, KeyGate
 from router.admission.key_file import TenantRules
 from router.admission.tenants import TenantRequest
-from router.fleet.status import ResponseHolders
 from router.http.request_cycle import (
     CYCLE_EXTENSION,
     HEADERS_BY_NAME,
@@ -62,6 +62,7 @@ from router.openai.request import (
     InboundRequest,
     error_body,
 )
+from router.openai.response_ids import FIELD, PREFIX, ResponseIds
 from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
 from router.proxy.attempt import Outbound
@@ -71,6 +72,7 @@ from router.proxy.headers import (
     RequestHead,
     Verdict,
     judge,
+    keeps_nothing,
     read_request_headers,
     remedy,
     response_named,
@@ -80,6 +82,7 @@ from router.proxy.screen import Rules, may_be_object, names_media, screen, scree
 from router.proxy.settings import Aliases, ProxySettings, ProxyStats
 
 T = TypeVar("T")
+_CHOSEN_ID = frozenset({FIELD})
 PIN = b"x-kvatlas-engine"
 """A client's choice of an engine; the same name tells it in the answer."""
 CARRIER = "kvatlas.carrier"
@@ -112,7 +115,7 @@ class ProxyApp:
         tls: ssl.SSLContext | None = None,
         claims: bool = False,
         targets: Targets | None = None,
-        responses: ResponseHolders | None = None,
+        responses: ResponseIds | None = None,
         pd: PdSettings | None = None,
         pd_stats: PdStats | None = None,
     ) -> None:
@@ -255,8 +258,8 @@ class ProxyApp:
         earlier = None if prompts else response_named(method, path)
         if earlier is None and path.startswith(RESPONSES):
             earlier = look.previous_response
-        if entry is not None or earlier is not None:
-            await self._check_tenant(path, method, look, earlier, entry)
+        if entry is not None:
+            self._check_tenant(path, method, look, earlier, entry)
         model, session = look.model, head.session or look.session
         if self._aliases is not None and (behind := self._aliases.model_for(model, session)):
             named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
@@ -264,8 +267,9 @@ class ProxyApp:
         number = look.priority
         if entry is not None and form is None and (look.prioritized or self._engine_priorities):
             body, number = await self._prioritized(path, method, body, look, entry.tenant.rules)
-        if look.guarded:
-            body = await self._screen(body, entry)
+        ids = self._responses if path == RESPONSES else None
+        if look.guarded or look.request_id is not None:
+            body = await self._screen(body, entry, _CHOSEN_ID if ids is not None else frozenset())
         isolation, cache_group = None if self._gate is None else self._gate.isolation, ""
         if isolation is not None and entry is not None and method == "POST" and body:
             body, cache_group = await self._isolated(isolation, path, body, entry, is_form=form is not None)
@@ -277,6 +281,7 @@ class ProxyApp:
         request.client = hash(record.tenant or tuple(head.forwarded_for.rsplit(b",", 2)[-2:]))
         request.trace, request.earlier_response = record.trace, earlier
         request.prompt = look.prompt if body is seen else None
+        request.response_id = "" if ids is None else ids.make(record.tenant)
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         by_name = scope.get(HEADERS_BY_NAME)
@@ -304,29 +309,26 @@ class ProxyApp:
             request.among, request.carried = carrier.among, carrier.carried
         return Outbound(request, head, target, record, entry, carrier)
 
-    async def _check_tenant(
-        self, path: str, method: str, look: Peek, earlier: str | None, entry: TenantRequest | None
+    def _check_tenant(
+        self, path: str, method: str, look: Peek, earlier: str | None, entry: TenantRequest
     ) -> None:
         """Raises ``ApiError`` for what is not this tenant's: a model (403), a response (404), or what engines
         do not keep apart by tenant (403)."""
-        responses = self._responses
-        held = None if responses is None or earlier is None else await responses.find(earlier)
-        if entry is None:
-            return
-        if earlier is not None and (held is None or held.tenant != entry.tenant.name):
+        if earlier is not None and not self._owns(earlier, entry):
             raise response_not_found(earlier)
         if response_named(method, path) is not None:
             return
-        apart = path in POST_PATHS or (method == "POST" and look.model is not None)
-        if not apart and path not in self.settings.passed_paths:
+        if not (method == "POST" and keeps_nothing(path)) and path not in self.settings.passed_paths:
             self.stats.paths_refused += 1
             raise path_not_kept_apart()
         if method == "POST":
             entry.tenant.allow(look.model)
-        if responses is not None and look.request_id is not None and path.startswith(RESPONSES):
-            held = await responses.find(look.request_id)
-            if held is not None and held.tenant != entry.tenant.name:
-                raise id_in_use(look.request_id)
+        chosen = look.request_id if path.startswith(RESPONSES) else None
+        if chosen is not None and chosen.startswith(PREFIX) and not self._owns(chosen, entry):
+            raise id_in_use(chosen)
+
+    def _owns(self, response_id: str, entry: TenantRequest) -> bool:
+        return self._responses is not None and self._responses.is_of(response_id, entry.tenant.name)
 
     async def _prioritized(
         self, path: str, method: str, body: bytes, look: Peek, rules: TenantRules
@@ -388,9 +390,9 @@ class ProxyApp:
         except TooManyStepsError:
             raise body_too_complex(STEPS_MAX) from None
 
-    async def _screen(self, body: bytes, entry: TenantRequest | None) -> bytes:
+    async def _screen(self, body: bytes, entry: TenantRequest | None, also: frozenset[bytes]) -> bytes:
         may_use = (lambda model: True) if entry is None else entry.tenant.may_use
-        found = await self._changed(screen(body, self._rules, may_use))
+        found = await self._changed(screen(body, self._rules, may_use, also))
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
 

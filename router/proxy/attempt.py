@@ -22,6 +22,7 @@ from router.http.upstream import UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
 from router.observe.usage import PlacementFacts
 from router.openai.request import InboundRequest, Usage
+from router.openai.response_ids import of_engine, with_id
 from router.pd.bodies import SplitBody
 from router.pd.handoff import Handoff, NotFetchedError
 from router.pd.settings import Prefilled
@@ -235,9 +236,6 @@ class Attempt:
         self._breaker.record(False, self.now())
         return self._end(None, reason)
 
-    def made_response(self, response_id: str | None) -> None:
-        """The engine answers with this response, which later requests may name; None: with none."""
-
     def finished(self, usage: Usage | None) -> None:
         """The answer ended (also when the client went away: ``usage`` is None then)."""
         if self.open:
@@ -341,6 +339,10 @@ class OwnConnections:
         if body is None:
             body = request.body if attempt.sent_body is None else attempt.sent_body
         origin = self._client.origins.get(attempt.base_url) or self._client.origin(attempt.base_url)
+        named: bytes | memoryview = body
+        begin = b""
+        if request.response_id:
+            begin, named = with_id(body, of_engine(request.response_id, attempt.engine_id))
         has_body = body or out.head.content_length is not None or request.method == "POST"
         head = request_head(
             request.method,
@@ -348,9 +350,10 @@ class OwnConnections:
             origin.host_header,
             out.head.fields,
             own=attempt.engine_headers,
-            length=len(body) if has_body else None,
+            length=len(begin) + len(named) if has_body else None,
         )
-        return self._client.request(origin, request.method, head, body, timeout_s, once=once)
+        # The body's beginning goes out with the head: nothing of it is copied.
+        return self._client.request(origin, request.method, head + begin, named, timeout_s, once=once)
 
     def may_retry(self) -> bool:
         """Implement ``Carrier``."""

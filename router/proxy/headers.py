@@ -16,7 +16,15 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from router.openai.errors import bad_request, echoed
-from router.openai.request import PROMPT_APIS, RESPONSES, SESSION_FIELDS, Session, session_in_headers
+from router.openai.request import (
+    PROMPT_APIS,
+    RESPONSES,
+    SALTED,
+    SESSION_FIELDS,
+    UNCACHED,
+    Session,
+    session_in_headers,
+)
 from router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS, RETENTION
 
 Header = tuple[bytes, bytes]
@@ -246,6 +254,25 @@ POST_PATHS = (
         }
     )
 )
+
+
+# Where engines keep nothing that another request could name, nor list it.
+_KEEP_NOTHING = (
+    POST_PATHS
+    | SALTED
+    | UNCACHED
+    | frozenset(
+        {
+            *("/v1/classify", "/v1/moderations", "/v1/audio/speech", "/v2/embed"),
+            *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+        }
+    )
+)
+
+
+def keeps_nothing(path: str) -> bool:
+    """Whether no request to this path names or lists what others left in an engine. Unknown paths may."""
+    return path in _KEEP_NOTHING
 
 
 class Verdict(Enum):

@@ -17,7 +17,7 @@ from router.http.upstream import UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import stream_broken
 from router.openai.request import PROMPT_APIS, RESPONSES, error_event
-from router.proxy.answers import SseRelay, aborted, error_status, read_response_id, read_usage
+from router.proxy.answers import SseRelay, aborted, error_status, read_usage
 from router.proxy.attempt import REFUSALS, Answer, Attempt, EventRefusedError, broke_off
 from router.proxy.headers import AnswerHead
 from router.proxy.settings import ProxyStats
@@ -143,7 +143,6 @@ class StreamRelay(msgspec.Struct, eq=False):
                 raise EventRefusedError(named, self._head.fields, first.strip())
             self._success, status = False, named
         attempt.first_byte(status)  # an error's events are no tokens
-        attempt.made_response(self._events.response_id)
 
     async def _break(self, error: UpstreamError) -> None:
         """It broke off: tell the client."""
@@ -247,8 +246,6 @@ class AnswerRelay(msgspec.Struct, eq=False):
         """The answer ended, with this whole body."""
         attempt, usage = self._attempt, None
         if self._wants_usage and len(body) <= self._usage_bytes_max:
-            if attempt.request.path == RESPONSES:
-                attempt.made_response(read_response_id(body))
             try:
                 usage = read_usage(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -75,6 +75,7 @@ class Screened(msgspec.Struct):
     body: bytes
     transfer: int = 0
     report_mode: int = 0
+    taken: int = 0
 
 
 def may_be_object(body: bytes) -> bool:
@@ -84,18 +85,20 @@ def may_be_object(body: bytes) -> bool:
     return bool(start) and (text[:1] in (b"{", b"") or not _is_utf8(start))
 
 
-def screen(body: bytes, rules: Rules, may_use: MayUse = _none) -> Generator[None, None, Screened]:
-    """Steps to the body that may be forwarded, for ``run_cooperatively``. Raises ``ApiError`` 400, and 403
-    for an adapter."""
-    if rules.idle:
+def screen(
+    body: bytes, rules: Rules, may_use: MayUse = _none, also: frozenset[bytes] = frozenset()
+) -> Generator[None, None, Screened]:
+    """Steps to the body that may be forwarded, for ``run_cooperatively``; members of the body itself named in
+    ``also`` are taken out too. Raises ``ApiError`` 400, and 403 for an adapter."""
+    if rules.idle and not also:
         return Screened(body)
     if not _is_utf8(bytes(body[:4])):
         text = _transcoded(body)
-        found = yield from _screened(text, rules, may_use)
-        if found.transfer or found.report_mode:
+        found = yield from _screened(text, rules, may_use, also)
+        if found.transfer or found.report_mode or found.taken:
             raise bad_request("invalid_json", "Send the request body in UTF-8.")
         return Screened(body)
-    return (yield from _screened(body, rules, may_use))
+    return (yield from _screened(body, rules, may_use, also))
 
 
 def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
@@ -113,7 +116,9 @@ def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
         value = form.value(outer)  # refuses any other spelling
         if value is None:
             raise _field_refused(field.name)
-        found = yield from _screened(b'{"%b":%b}' % (outer.encode(), value.encode()), rules, _none)
+        found = yield from _screened(
+            b'{"%b":%b}' % (outer.encode(), value.encode()), rules, _none, frozenset()
+        )
         if found.transfer or found.report_mode:
             raise _field_refused(field.name)
 
@@ -174,12 +179,15 @@ def _field_refused(name: str) -> ApiError:
     )
 
 
-def _screened(body: bytes, rules: Rules, may_use: MayUse) -> Generator[None, None, Screened]:
-    cutter = _Cutter(body, rules, may_use)
+def _screened(
+    body: bytes, rules: Rules, may_use: MayUse, also: frozenset[bytes]
+) -> Generator[None, None, Screened]:
+    cutter = _Cutter(body, rules, may_use, also)
     try:
         yield from cutter.run()
     except MalformedError:
-        if (yield from has_any(body, _HINTS)):
+        hints = (*_HINTS, *(b'"%b"' % name for name in also))
+        if (yield from has_any(body, hints)):
             raise bad_request("invalid_json", "The request body is not a JSON object.") from None
         return Screened(body)
     if not cutter.cuts:
@@ -189,18 +197,19 @@ def _screened(body: bytes, rules: Rules, may_use: MayUse) -> Generator[None, Non
         pieces.append(view[done:start])
         done = end
     left = yield from joined((*pieces, view[done:]))
-    return Screened(left, cutter.transfer, cutter.report_mode)
+    return Screened(left, cutter.transfer, cutter.report_mode, cutter.taken)
 
 
 class _Cutter:
     """Finds what is to be cut out of one body."""
 
-    def __init__(self, body: bytes, rules: Rules, may_use: MayUse) -> None:
+    def __init__(self, body: bytes, rules: Rules, may_use: MayUse, also: frozenset[bytes]) -> None:
         self._scan = Scan(body)
         self._rules = rules
         self._may_use = may_use
+        self._also = also
         self.cuts: list[tuple[int, int]] = []
-        self.transfer = self.report_mode = 0
+        self.transfer = self.report_mode = self.taken = 0
 
     def run(self) -> Generator[None, None, None]:
         start = self._scan.start()
@@ -230,6 +239,9 @@ class _Cutter:
 
     def _goes(self, member: BodyMember, *, top: bool) -> bool:
         name, rules = member.name, self._rules
+        if top and name in self._also:
+            self.taken += 1
+            return True
         # A salt of the body itself is seen to where caches are isolated.
         if name in _REMOVED or (name == _SALT and not top):
             self.transfer += rules.transfer

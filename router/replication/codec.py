@@ -157,11 +157,6 @@ def schema_key(namespace: str) -> bytes:
     return f"{namespace}:schema".encode()
 
 
-def response_key(namespace: str, response_id: str) -> bytes:
-    """Key of the entry with the engine and the tenant of a response."""
-    return f"{namespace}:response:{response_id}".encode(errors="replace")
-
-
 def limits_key(namespace: str) -> bytes:
     """Key of the tenants' usage reported by all replicas."""
     return f"{namespace}:limits".encode()

@@ -3,37 +3,27 @@
 One per router. It owns the connections (one client for writing, one for lookups) and a ``MirroredIndex`` per
 model, which the feeds write to. Invariants: a feed runs only while its engine's lease is held here; no
 failure in here ends the router.
-
-``ResponseDirectory`` keeps engine and tenant of each response for all replicas: one key per response in the
-shared index, written when the response is created, and read by a replica that does not know it. No
-request waits for a write, and a read has a deadline; the index's content is untrusted. With a key file each
-entry is signed with a secret derived from all keys' digests, which no tenant knows and the index does not
-hold: an entry is accepted only if a router wrote it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import structlog
 
 from router.admission.gate import KeyGate
 from router.feeds.manager import FeedManager
 from router.fleet.engines import EngineAddress
-from router.fleet.status import HeldResponse, ResponseHolders
 from router.index.model import ModelIndexes
 from router.placement.others import OthersLoad
-from router.replication.codec import ScopeKeys, limits_key, response_key
+from router.replication.codec import ScopeKeys, limits_key
 from router.replication.gossip import GossipedInflight, LoadGossip
 from router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
 from router.replication.limits import SharedLimits
@@ -45,118 +35,6 @@ from router.replication.redis_connection import IndexUnavailable, pack
 from router.replication.registry import Registry
 from router.replication.settings import IndexSettings
 from router.replication.write_queue import MirrorStats
-
-# Seconds for which other replicas can find a response.
-KEPT_S = 3600
-# Entries that wait for the server; beyond it they are dropped.
-_WAITING_MAX = 4096
-_SEND_S = 0.5
-_ENTRY_BYTES_MAX = 4096
-_NO_SECRET = b""
-
-
-class ResponseStats(msgspec.Struct):
-    """Counters for metrics."""
-
-    written: Annotated[int, "kvatlas_responses_written_total"] = 0
-    """Responses (`/v1/responses`) whose engine and tenant were written for other replicas."""
-    found: Annotated[int, "kvatlas_responses_found_total"] = 0
-    """Responses that were not known here and were found in the shared index."""
-    missing: Annotated[int, "kvatlas_responses_missing_total"] = 0
-    """Responses that were not known here and not found in the shared index, or not in time."""
-    dropped: Annotated[int, "kvatlas_responses_dropped_total"] = 0
-    """Responses not reported to other replicas, because too many were queued or the index did not respond."""
-    refused: Annotated[int, "kvatlas_responses_refused_total"] = 0
-    """Entries for responses that were not written by a router with these keys, or could not be decoded."""
-
-
-class _Entry(msgspec.Struct, array_like=True):
-    engine_id: Annotated[str, msgspec.Meta(max_length=512)]
-    tenant: Annotated[str, msgspec.Meta(max_length=64)]
-    signature: Annotated[bytes, msgspec.Meta(max_length=32)]
-
-
-_DECODE = msgspec.msgpack.Decoder(_Entry)
-
-
-class ResponseDirectory:
-    """Directory of responses.
-
-    ``secrets``: the current signing secret, then earlier accepted ones; none without keys.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        namespace: str,
-        secrets: Callable[[], Sequence[bytes]] = tuple,
-        *,
-        timeout_s: float,
-    ) -> None:
-        self.stats = ResponseStats()
-        self._client = client
-        self._namespace = namespace
-        self._secrets = secrets
-        self._timeout_s = timeout_s
-        self._waiting: asyncio.Queue[tuple[str, HeldResponse]] = asyncio.Queue(_WAITING_MAX)
-
-    def put(self, response_id: str, held: HeldResponse) -> None:
-        """Queue an entry to be written soon."""
-        try:
-            self._waiting.put_nowait((response_id, held))
-        except asyncio.QueueFull:
-            self.stats.dropped += 1
-
-    async def run(self) -> None:
-        """Write queued entries until cancelled, without waiting for replies."""
-        while True:
-            response_id, held = await self._waiting.get()
-            key = response_key(self._namespace, response_id)
-            secret = next(iter(self._secrets()), _NO_SECRET)
-            entry = msgspec.msgpack.encode(_Entry(*held, _signed(secret, response_id, held)))
-            try:
-                connection = self._client.pipelined(key)
-                await connection.send(pack("SET", key, entry, "EX", KEPT_S), 1, _SEND_S)
-                self.stats.written += 1
-            except IndexUnavailable:
-                self.stats.dropped += 1
-
-    async def find(self, response_id: str) -> HeldResponse | None:
-        """Return the entry written by a router; None also if the index does not respond in time."""
-        found = await self._read(response_id)
-        if found is None:
-            self.stats.missing += 1
-        else:
-            self.stats.found += 1
-        return found
-
-    async def _read(self, response_id: str) -> HeldResponse | None:
-        entry: object = None
-        with suppress(IndexUnavailable, TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                entry = await self._client.command("GET", response_key(self._namespace, response_id))
-        if not isinstance(entry, bytes):
-            return None
-        try:
-            if len(entry) > _ENTRY_BYTES_MAX:
-                raise msgspec.ValidationError("too long")
-            said = _DECODE.decode(entry)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            self.stats.refused += 1
-            return None
-        held = HeldResponse(said.engine_id, said.tenant)
-        secrets = self._secrets() or (_NO_SECRET,)
-        if not any(hmac.compare_digest(said.signature, _signed(one, response_id, held)) for one in secrets):
-            self.stats.refused += 1
-            return None
-        return held
-
-
-def _signed(secret: bytes, response_id: str, held: HeldResponse) -> bytes:
-    if not secret:
-        return b""
-    return hmac.digest(secret, msgspec.msgpack.encode((response_id, *held)), hashlib.sha256)
-
 
 _log = structlog.get_logger()
 # Delay in seconds until a feed's new state or an engine's new layout is published to other replicas.
@@ -237,7 +115,6 @@ class SharedIndex:
         self._reader: SharedReader | None = None
         # Tenants' usage across replicas, if tenants have limits.
         self.limits: SharedLimits | None = None
-        self.responses: ResponseDirectory | None = None
         self._descriptions = Descriptions()
         self.load_gossip = LoadGossip(
             self.replica, own_load, started=self._started, refused=self._load_refused
@@ -287,20 +164,6 @@ class SharedIndex:
             clock=self._clock,
             group=group,
         )
-
-    def share_responses(self, holders: ResponseHolders, secrets: Callable[[], Sequence[bytes]]) -> None:
-        """Make responses created here findable by other replicas, and theirs here.
-
-        ``secrets`` as in ``ResponseDirectory``.
-        """
-        self.responses = ResponseDirectory(
-            self._write_client,
-            self.settings.namespace,
-            secrets,
-            timeout_s=self.settings.lookup_timeout_s,
-        )
-        holders.listeners.append(self.responses.put)
-        holders.sources.append(self.responses.find)
 
     def scope(self, model: str) -> _Scope:
         """Return the shared index of a model, created on first use."""
@@ -405,8 +268,6 @@ class SharedIndex:
                 self._stream.run,
             ):
                 self._tasks.create_task(_restarting(work), name=f"shared index: {work.__name__}")
-            if self.responses is not None:
-                self._tasks.create_task(_restarting(self.responses.run), name="shared index: responses")
             if self.limits is not None:
                 self._tasks.create_task(_restarting(self.limits.run), name="shared index: limits")
 

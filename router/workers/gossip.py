@@ -1,9 +1,9 @@
-"""State exchanged between workers of one machine: prompts in flight, load, the engine of a response.
+"""State exchanged between workers of one machine: prompts in flight and load.
 
 The messages are those that replicas exchange through Redis (``replication/gossip``), sent over the mesh.
 Changes within ``FLUSH_S`` are sent together, so a sibling learns of a placement after ``FLUSH_S`` and the
 time it needs to read (measured by ``kvatlas_worker_gossip_delay_seconds``). If replicas share an index,
-prompts and load go through it, also between workers; responses always go over the mesh. Invariants: sending
+prompts and load go through it, also between workers. Invariants: sending
 never blocks and never fails a request; the entries of a dead worker expire when its replacement sends its
 first message, at the latest after ``SILENCE_S`` (load) and ``AGE_S_MAX`` (prompts).
 """
@@ -20,7 +20,6 @@ import numpy as np
 
 from router.admission.gate import KeyGate
 from router.admission.tenants import OthersUse, Uses
-from router.fleet.status import HeldResponse, ResponseHolders
 from router.observe.receipts import Histogram
 from router.placement.affinity import AffinityMap
 from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
@@ -51,8 +50,6 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     sent_s: float
     flights: list[bytes] = []
     load: bytes = b""
-    responses: list[tuple[str, HeldResponse]] = []
-    """(response id, engine and tenant)."""
     texts: list[tuple[bytes, str]] = []
     """(keys of a text's prefixes, 8 bytes each, engine id)."""
     uses: Uses | None = None
@@ -129,8 +126,6 @@ class SiblingGossip:
         self.inflight = GossipedInflight(
             self._name, started, self._add_inflight, served=served, publishes_prefills=False
         )
-        self.responses = ResponseHolders()
-        self.responses.listeners.append(self._add_response)
         self.affinity = SharedAffinity(self._add_text)
         self._lives: dict[int, int] = {}
         self._fields: dict[str, bytes] = {}
@@ -179,7 +174,6 @@ class SiblingGossip:
     def _begin(self) -> None:
         """Start a new, empty message."""
         self._flights: list[bytes] = []
-        self._responses: list[tuple[str, HeldResponse]] = []
         self._texts: list[tuple[bytes, str]] = []
         self._bytes = 0
         self._since_s = 0.0
@@ -189,10 +183,6 @@ class SiblingGossip:
             return False
         self._flights.append(entry)
         return True
-
-    def _add_response(self, response_id: str, held: HeldResponse) -> None:
-        if self._room(len(response_id) + len(held.engine_id) + len(held.tenant)):
-            self._responses.append((response_id, held))
 
     def _add_text(self, keys: Sequence[int], engine_id: str) -> None:
         if self._whole and keys and self._room(8 * min(len(keys), _KEYS_MAX)):
@@ -220,9 +210,7 @@ class SiblingGossip:
         uses = None if self._gate is None or self._loop is None else self._uses(self._gate, now)
         if not (self._bytes or load or uses or hello):
             return
-        message = WorkerMessage(
-            self._life, self._since_s or now, self._flights, load, self._responses, self._texts, uses
-        )
+        message = WorkerMessage(self._life, self._since_s or now, self._flights, load, self._texts, uses)
         self._begin()
         encoded = _ENCODE.encode(message)
         if len(encoded) > MESSAGE_BYTES_MAX:  # load of a very large fleet
@@ -287,8 +275,6 @@ class SiblingGossip:
             self._count_at_s = 0.0
         if message.flights:
             self.inflight.receive(message.flights, now)
-        for response_id, held in message.responses:
-            self.responses.learn(response_id, held)
         for keys, engine_id in message.texts:
             self.affinity.receive(np.frombuffer(keys, "<u8").tolist(), engine_id)
         if message.uses is not None and self._others is not None:

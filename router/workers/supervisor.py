@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import selectors
 import signal
 import sys
@@ -25,7 +24,6 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,7 +33,6 @@ from starlette.responses import Response
 
 from router.api.metrics_page import Sources
 from router.fleet.engines import AdminDecisions, DesiredState
-from router.fleet.status import HeldResponse, ResponseHolders
 from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.workers.context import LEAD, WorkerContext, WorkerSockets
 from router.workers.gossip import SiblingGossip
@@ -115,9 +112,6 @@ class SharedDecisions:
 
 
 PREFIX = "/worker/"
-_RESPONSES = "/worker/responses/"
-_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
-_HELD = msgspec.msgpack.Decoder(HeldResponse)
 
 
 class ControlPort:
@@ -128,12 +122,10 @@ class ControlPort:
         worker: WorkerContext,
         view: AggregateView,
         decisions: SharedDecisions,
-        responses: ResponseHolders,
         whole: Any,
     ) -> None:
         self._view = view
         self._decisions = decisions
-        self._responses = responses
         self._whole = whole
         self._server = SideServer(
             listen_config(self, listen=SIDE_LISTEN, lifespan="off"),
@@ -166,24 +158,9 @@ class ControlPort:
             except msgspec.MsgspecError:
                 return Response(status_code=400)
             return Response(status_code=204)
-        if asked[0] == "GET" and asked[1].startswith(_RESPONSES):
-            held = self._responses.known(asked[1].removeprefix(_RESPONSES))
-            return Response(status_code=404) if held is None else Response(msgspec.msgpack.encode(held))
         name = request.url.path.removeprefix(PREFIX)
         part = await self._view.own_part(name, request.query_params.get("wanted", ""))
         return Response(status_code=404) if part is None or request.method != "GET" else Response(part)
-
-
-async def find_response(calls: SiblingCalls, response_id: str) -> HeldResponse | None:
-    """Find a response that another worker made before this one started."""
-    if not _PLAIN.fullmatch(response_id):
-        return None
-    for answer in (await calls.call_all(_RESPONSES + response_id)).values():
-        try:
-            return _HELD.decode(answer)
-        except msgspec.MsgspecError:
-            continue
-    return None
 
 
 _log = structlog.get_logger()
@@ -409,7 +386,6 @@ class WorkerGroup:
         self.worker = worker
         self.gossip = gossip
         self.calls = SiblingCalls(worker, body_bytes_max=body_bytes_max)
-        gossip.responses.sources.append(partial(find_response, self.calls))
         self.decisions = SharedDecisions(worker, desired, self.calls, applied=applied, unsynced=unsynced)
 
     @property
@@ -429,9 +405,7 @@ class WorkerGroup:
             await self.decisions.restore()
             background.append(tasks.create_task(self.decisions.run()))
             try:
-                async with ControlPort(
-                    self.worker, view, self.decisions, self.gossip.responses, whole
-                ).listening():
+                async with ControlPort(self.worker, view, self.decisions, whole).listening():
                     yield
             finally:
                 for task in background:

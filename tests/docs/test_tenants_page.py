@@ -20,12 +20,15 @@ HELD_BY = {
     "responses (`/v1/responses`)": (
         "app/test_tenants_apart.py::test_a_response_is_there_for_its_tenant_alone "
         "app/test_tenants_apart.py::test_no_spelling_of_a_path_or_body_gets_at_a_response "
+        "app/test_rights.py::test_the_owner_alone_reaches_a_response_whatever_happens "
+        "app/test_rights.py::test_the_engine_that_has_it_is_waited_for "
+        "app/test_rights.py::test_a_configured_secret_outlives_new_keys_and_a_restart "
         "replication/test_responses.py::test_a_response_is_found_by_another_replica_for_its_tenant_alone "
         "workers/test_workers.py::test_a_response_is_found_by_the_successor_of_a_worker"
     ),
     "an id chosen by the client": (
         "app/test_tenants_apart.py::test_no_spelling_of_a_path_or_body_gets_at_a_response "
-        "placement/test_responses.py::test_a_response_stays_with_the_tenant_it_was_first_seen_of"
+        "app/test_rights.py::test_no_id_that_a_router_did_not_make_is_passed_on"
     ),
     "files, batches, conversations, stored chats": (
         "app/test_tenants_apart.py::test_what_engines_do_not_keep_apart_by_key_is_refused"

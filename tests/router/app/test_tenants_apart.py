@@ -103,6 +103,13 @@ async def test_no_spelling_of_a_path_or_body_gets_at_a_response(tmp_path: Path) 
         ("GET", "/v1/batches/batch_1", None),
         ("POST", "/v1/batches", {"input_file_id": "file_1"}),
         ("POST", "/v1/conversations", {}),
+        # A model named beside makes nothing one's own.
+        ("POST", "/v1/batches", {"input_file_id": "file_1", "model": MODEL}),
+        ("POST", "/v1/batches/batch_1/cancel", {"model": MODEL}),
+        ("POST", "/v1/conversations", {"model": MODEL}),
+        ("POST", "/v1/chat/completions/chat_1", {"model": MODEL, "metadata": {}}),
+        ("POST", "/v1//responses", {"model": MODEL, "input": "x", "request_id": "resp_1"}),
+        ("POST", "/v1/vector_stores/vs_1/search", {"model": MODEL, "query": "x"}),
         ("GET", "/v1/conversations/conv_1/items", None),
         ("DELETE", "/v1/files/file_1", None),
         ("GET", "/v1/chat/completions/chat_1", None),

@@ -138,7 +138,7 @@ async def test_what_happens_to_all_engines_together_grows_with_their_number(name
     assert await growth(name) < 1.3
 
 
-@pytest.mark.parametrize("table", ["texts", "responses", "sessions", "counts", "in flight"])
+@pytest.mark.parametrize("table", ["texts", "sessions", "counts", "in flight"])
 def test_an_engine_that_leaves_is_not_looked_for_in_large_tables(table: str) -> None:
     accounts = ManyEngines(3).router.accounts
     names = [f"http://10.0.0.{number}:8000" for number in range(3)]
@@ -147,8 +147,6 @@ def test_an_engine_that_leaves_is_not_looked_for_in_large_tables(table: str) -> 
         for number in range(count):
             if table == "texts":
                 accounts.affinity.record([number], names[number % 2])
-            elif table == "responses":
-                accounts.responses.record(f"resp_{number}", names[number % 2])
             elif table == "sessions":
                 accounts.sessions.stored(names[number % 2], f"session {number}", [number])  # type: ignore[list-item]
             elif table == "in flight":

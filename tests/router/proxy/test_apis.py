@@ -10,8 +10,8 @@ import pytest
 
 from router.openai.errors import no_ready_engine, stream_broken
 from router.openai.members import at_once
-from router.openai.request import RESPONSES, Usage, error_body, error_event
-from router.proxy.answers import SseRelay, read_response_id, read_usage
+from router.openai.request import Usage, error_body, error_event
+from router.proxy.answers import SseRelay, read_usage
 from router.proxy.headers import Verdict, judge
 from router.proxy.screen import Rules, screen
 from tests.support.clients import openai_client
@@ -76,16 +76,6 @@ def test_cached_tokens_of_a_streams_beginning_hold_until_its_end() -> None:
     end = {"type": "message_delta", "usage": {"input_tokens": 9, "output_tokens": 3}}
     relay.feed(b"event: message_delta\ndata: %b\n\n" % json.dumps(end).encode())
     assert relay.usage == Usage(9, 3, 4)
-
-
-def test_a_response_is_named_by_its_first_event() -> None:
-    relay = SseRelay(RESPONSES)
-    relay.feed(b'event: response.created\ndata: {"response":{"id":"resp_1","usage":null}}\n\n')
-    relay.feed(b'event: x\ndata: {"response":{"id":"resp_2"}}\n\n')
-    assert relay.response_id == "resp_1"
-    assert read_response_id(b'{"id":"resp_3","usage":null}') == "resp_3"
-    assert read_response_id(b'{"id":3}') is None
-    assert read_response_id(b"no json") is None
 
 
 def test_error_bodies_are_the_apis_own() -> None:

@@ -1,4 +1,4 @@
-"""Workers tell each other of their requests over real sockets: load, prompts in flight, responses, texts."""
+"""Workers tell each other of their requests over real sockets: load, prompts in flight, texts."""
 
 from __future__ import annotations
 
@@ -183,17 +183,15 @@ async def test_a_link_that_a_sibling_s_pull_uses_is_waited_for() -> None:
             )
 
 
-async def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> None:
+async def test_a_prompt_in_flight_and_a_text_are_known_at_the_sibling() -> None:
     with seats(2) as places:
         one, two = (Worker(place) for place in places)
         async with one.running(), two.running():
             prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(range(2, 5, 2),))
-            one.gossip.responses.record("resp_1", E, "acme")
             one.gossip.affinity.record([7, 1 << 63], E)
             await until(lambda: two.gossip.stats.received >= 2, "heard")
             common = two.gossip.inflight.common(HASHES, time.monotonic())
             assert (common.blocks, common.coming) == ({E: 4}, {E: 4})
-            assert two.gossip.responses.known("resp_1") == (E, "acme")
             assert two.gossip.affinity.match([7, 1 << 63, 9]) == {E: 2}
             assert two.served == []
             one.gossip.inflight.end(prompt, time.monotonic())
