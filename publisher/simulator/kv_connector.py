@@ -439,6 +439,9 @@ class TransferLink:
                     return Reply(error=f"this engine is {connector.engine_id}, not {engine_id}")
                 return Reply(error="" if common == self._common else f"incompatible: {self._common}")
             case Read(request_id, end, digest):
+                if end and not (connector.keeps(request_id) or connector.released(request_id)):
+                    # Restarted during the transfer: a real one breaks off, and nothing of it is read.
+                    return Reply(error=f"unknown request {request_id}")
                 return Reply(intact=connector.read(request_id, end, digest))
             case Heartbeat(request_ids):
                 connector.renew(request_ids)

@@ -18,8 +18,8 @@ import pytest
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockStored, Event, GroupSpec
-from publisher.simulator.kv_connector import KvConnector
-from publisher.simulator.kv_messages import TransferParams
+from publisher.simulator.kv_connector import KvConnector, RefusedError, exchange
+from publisher.simulator.kv_messages import Read, TransferParams
 from publisher.simulator.model import WRONG_MARK, WrongContinuation
 from publisher.simulator.request import SimRequest
 from publisher.simulator.server import SimulatedEngine
@@ -535,3 +535,16 @@ async def test_messages_that_are_none_do_not_disturb_the_side_channel() -> None:
             writer.close()
         status, _ = await pair.answer(json.loads(json.dumps(params)))
         assert status == 200
+
+
+async def test_a_read_of_a_request_that_is_not_known_is_refused_and_gives_no_wrong_text() -> None:
+    # As after a restart during the transfer: the engine has none of the blocks, and no answer may come of them.
+    async with split() as pair:
+        params = (await pair.leg())["kv_transfer_params"]
+        address = params["remote_host"], params["remote_port"]
+        with pytest.raises(RefusedError, match="unknown request"):
+            await exchange(address, Read("never-computed", end=16, digest=1))
+        await exchange(address, Read("never-computed"))
+        status, right = await pair.answer(params)
+        assert status == 200
+        assert WRONG_MARK not in text(right)
