@@ -5,7 +5,7 @@
 #   SEED=7              other random examples in another order (default 1: what failed here fails everywhere)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all world test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -41,6 +41,10 @@ test: $(DEV) ## The fast tests: no long ones, an eighth of the random examples, 
 
 test-all: $(DEV) ## All tests but those that need a real vLLM
 	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy" $(ARGS)
+
+world: $(DEV) ## The whole fleet on virtual time: plans of found defects, then 60 seeds (SEED=5000 SEEDS=200 KIND=pd)
+	@PYTHONHASHSEED=0 $(BIN)/python -m tests.world $(call demo_option,SEED,seed) $(call demo_option,SEEDS,seeds) \
+		$(call demo_option,KIND,kind) $(ARGS)
 
 test-vllm: $(DEV) ## Tests against real vLLM engines on the CPU (installs vLLM on first use)
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_overlay_env.sh 0.33.0 || true) && \

@@ -115,14 +115,19 @@ def install() -> None:
 def _replace_clocks() -> None:
     monotonic, wall, wall_ns, sleep, urandom = time.monotonic, time.time, time.time_ns, time.sleep, os.urandom
 
+    thread = threading.get_ident
+
     def look() -> float:
-        return monotonic() if _State.loop is None else _State.loop.look()
+        loop = _State.loop
+        return monotonic() if loop is None or loop._thread_id != thread() else loop.look()
 
     def look_wall() -> float:
-        return wall() if _State.loop is None else _State.loop.wall()
+        loop = _State.loop
+        return wall() if loop is None or loop._thread_id != thread() else loop.wall()
 
     def look_wall_ns() -> int:
-        return wall_ns() if _State.loop is None else int(_State.loop.wall() * 1e9)
+        loop = _State.loop
+        return wall_ns() if loop is None or loop._thread_id != thread() else int(loop.wall() * 1e9)
 
     def random_bytes(size: int, /) -> bytes:
         return urandom(size) if _State.loop is None else _State.entropy.randbytes(size)

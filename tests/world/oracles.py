@@ -1,0 +1,421 @@
+"""What must hold in every world. Each oracle yields texts of violations, under its name in
+``Violation.oracle``.
+
+``ends``: every request ends once, within bounded virtual time, with an answer, a clear error or an end that a
+fault explains. ``text``: an answer is what the engine's model computes for that prompt. ``left``: after
+quiet, nothing is left of any request, and after the end nothing of a router. ``receipts``: in quiet, every
+prediction is exact. ``tenants``: a tenant's cached tokens are of prompts that it sent itself. ``work``:
+charges, usage lines and metrics are equal to each other, to what clients were told, and to what engines did.
+``turns``: no turn of the loop makes more calls than ``CALLS_MAX``. ``faults``: no exception is left
+unhandled, and the fleet is whole again after all faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from prometheus_client.samples import Sample
+
+from publisher.simulator.model import WRONG_MARK
+from router.api.metrics_page import RouterCollector
+from router.observe.usage import UsageLine
+from tests.world.clients import PATIENCE_S, Exchange, Told, told
+from tests.world.faults import Faults
+from tests.world.fleet import Fleet, Serving, engine_host
+from tests.world.plan import Plan
+from tests.world.truth import Expected
+
+CALLS_MAX = 60_000
+"""Calls of Python functions in one turn of the loop: some 6 ms. The slowest turns are polls of the metrics of
+engines and the first look at a tokenizer."""
+BEFORE_S = 6.0
+"""A request that began so long after a fault's window may still meet connections of before."""
+_SHOWN_CHARS = 60
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """``oracle``: which; ``text``: what was seen, where and when."""
+
+    oracle: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.oracle}: {self.text}"
+
+
+class Judged(msgspec.Struct):
+    """One exchange beside what it should be."""
+
+    exchange: Exchange
+    expected: Expected
+    told: Told | None = None
+
+
+# Answers.
+
+
+def excused_codes(plan: Plan) -> frozenset[str]:
+    """Codes of refusals that this configuration asks for."""
+    codes: set[str] = set()
+    queue, policy = plan.config.get("queue", {}), plan.config.get("policy", {})
+    if queue.get("saturation_s") is not None:
+        codes |= {"queue_full", "queue_timeout"}
+    if policy.get("slo_refuse", "off") != "off" or any(name.startswith("wait_target") for name in queue):
+        codes.add("predicted_wait")
+    limits = {"requests_per_minute", "uncached_tokens_per_minute", "concurrent_requests"}
+    if any(limits & rules.keys() for rules in plan.tenants.values()):
+        codes.add("rate_limit_exceeded")
+    return frozenset(codes)
+
+
+def judge_answer(judged: Judged, plan: Plan, faults: Faults) -> Iterator[Violation]:
+    """One exchange: its end, and its text."""
+    one, answer, expected = judged.exchange, judged.exchange.answer, judged.expected
+    where = _where(judged, faults.begin_s)
+
+    def explained(end: str) -> bool:
+        return faults.explain(end, one.began_s - BEFORE_S, one.ended_s)
+
+    if answer.end == "left":
+        return
+    if answer.end == "silent":
+        if not explained("silent"):
+            yield Violation("ends", f"no end in {PATIENCE_S:.0f} s: {where}")
+        return
+    if answer.more:
+        yield Violation(
+            "ends", f"{len(answer.more)} bytes after the end, {answer.more[:_SHOWN_CHARS]!r}: {where}"
+        )
+    if answer.end in {"cut", "refused"}:
+        if not explained("cut"):
+            yield Violation("ends", f"{answer.end} without a fault: {where}")
+        return
+    if answer.status != 200:
+        yield from _judge_error(judged, plan, where, explained("error"))
+        return
+    try:
+        judged.told = said = told(one.request.api, answer.body, stream=one.request.stream)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        yield Violation("ends", f"unreadable answer ({error!r}) {answer.body[-_SHOWN_CHARS:]!r}: {where}")
+        return
+    yield from _judge_text(said, expected, plan, where)
+    if said.reason not in {"length", "stop"} and not explained("cut"):
+        yield Violation("ends", f"ended by {said.error or said.reason!r} without a fault: {where}")
+    if not said.whole and not said.error:
+        yield Violation("ends", f"stream without its end, reason {said.reason!r}: {where}")
+
+
+def _judge_error(judged: Judged, plan: Plan, where: str, explained: bool) -> Iterator[Violation]:
+    answer = judged.exchange.answer
+    try:
+        error = json.loads(answer.body)["error"]
+        message, code = error["message"], error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        yield Violation("ends", f"unclear error {answer.status} {answer.body[:_SHOWN_CHARS]!r}: {where}")
+        return
+    if not message:
+        yield Violation("ends", f"error {answer.status} without a message: {where}")
+    if code in excused_codes(plan) or (
+        judged.exchange.request.api == "messages" and answer.status == 429 and excused_codes(plan)
+    ):
+        return
+    if answer.status == 400 or not explained:
+        yield Violation("ends", f"{answer.status} {code} without a fault, {message[:120]!r}: {where}")
+
+
+def _judge_text(said: Told, expected: Expected, plan: Plan, where: str) -> Iterator[Violation]:
+    whole, text = expected.text, said.text
+    shown = f"{text[:_SHOWN_CHARS]!r} for {whole[:_SHOWN_CHARS]!r}"
+    if WRONG_MARK in text:
+        yield Violation("text", f"from the KV cache of another prompt, {shown}: {where}")
+    elif not whole.startswith(text):
+        yield Violation("text", f"wrong text {shown}: {where}")
+    elif said.reason in {"length", "stop"} and text != whole and not _filled(said, expected, plan):
+        yield Violation("text", f"a part of the text as the whole ({said.reason}), {shown}: {where}")
+
+
+def _filled(said: Told, expected: Expected, plan: Plan) -> bool:
+    """Whether the answer ended since the engine's longest context was full."""
+    used = len(expected.prompt) + (said.generated_tokens or 0)
+    return said.reason == "length" and any(one.get("max_model_len") == used for one in plan.engines)
+
+
+def _where(judged: Judged, begin_s: float) -> str:
+    one = judged.exchange
+    request = one.request
+    stream = "stream" if request.stream else "whole"
+    times = f"{one.began_s - begin_s:.3f}-{one.ended_s - begin_s:.3f}"
+    length = f"{len(judged.expected.prompt)}+{request.answer_tokens}"
+    return f"{one.request_id} {one.path} {length} {stream} at {times} from {one.engine or 'no engine'}"
+
+
+# Tenants.
+
+
+class Prompts:
+    """What each tenant has sent, with the answers it may have got."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, list[tuple[str, list[int]]]] = {}
+
+    def sent(self, tenant: str, request_id: str, expected: Expected) -> None:
+        self._sent.setdefault(tenant, []).append((request_id, [*expected.prompt, *expected.answer]))
+
+    def own(self, tenant: str, request_id: str, prompt: list[int]) -> int:
+        """The longest prefix that another prompt of this tenant shares, in tokens."""
+        return max(
+            (common(ids, prompt) for name, ids in self._sent.get(tenant, ()) if name != request_id), default=0
+        )
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def judge_isolation(judged: Judged, prompts: Prompts, begin_s: float) -> Iterator[Violation]:
+    """With isolation, cached tokens are at most what this tenant itself has sent."""
+    one, said = judged.exchange, judged.told
+    cached = 0 if said is None else said.cached_tokens or 0
+    if cached:
+        own = prompts.own(one.request.tenant, one.request_id, judged.expected.prompt)
+        if cached > own:
+            where = _where(judged, begin_s)
+            yield Violation(
+                "tenants", f"{cached} cached tokens, prompts of {one.request.tenant} share {own}: {where}"
+            )
+
+
+# Work: charges, usage lines, metrics and engines.
+
+
+def judge_work(judged: Iterable[Judged], fleet: Fleet, plan: Plan) -> Iterator[Violation]:
+    """All requests of the world, after quiet."""
+    by_id = {one.exchange.request_id: one for one in judged}
+    lines: dict[str, list[UsageLine]] = {}
+    for serving in (*fleet.past, *fleet.serving.values()):
+        for line in serving.lines:
+            lines.setdefault(line.request_id, []).append(line)
+    calm = not plan.faults
+    for request_id, one in by_id.items():
+        yield from _judge_line(one, lines.get(request_id, []), fleet, plan)
+        if not plan.gateway:
+            yield from _judge_engines(one, lines.get(request_id, []), fleet, plan, calm=calm)
+    for serving in fleet.serving.values():
+        yield from _judge_charges(serving, calm=calm)
+        if calm:
+            yield from _judge_metrics(serving)
+
+
+def _judge_line(one: Judged, lines: list[UsageLine], fleet: Fleet, plan: Plan) -> Iterator[Violation]:
+    """A request has one line, and it says what the client was told."""
+    exchange = one.exchange
+    answer, request_id = exchange.answer, exchange.request_id
+    if len(lines) > 1:
+        yield Violation("work", f"{len(lines)} usage lines of {request_id}")
+        return
+    if answer.end != "complete":
+        return
+    if not lines:
+        if not (plan.gateway and not exchange.engine):
+            yield Violation("work", f"no usage line of {request_id}, status {answer.status}")
+        return
+    (line,) = lines
+    if plan.gateway and b'"code": "gateway"' in answer.body:
+        return  # the gateway's own error beside the picker's
+    if line.status != answer.status:
+        yield Violation(
+            "work", f"usage line with status {line.status} of {request_id}, which got {answer.status}"
+        )
+    if exchange.request.tenant != line.tenant:
+        yield Violation("work", f"usage line of {line.tenant!r} for a request of {exchange.request.tenant!r}")
+    said = one.told
+    if said is None or said.prompt_tokens is None or not said.whole or said.error:
+        return
+    hits = {said.cached_tokens, *_prefill_hits(exchange, fleet, plan)}
+    pairs: dict[str, tuple[int | None, set[int | None]]] = {
+        "prompt_tokens": (line.prompt_tokens, {said.prompt_tokens}),
+        "cached_tokens": (line.cached_tokens, hits),
+        "generated_tokens": (line.generated_tokens, {said.generated_tokens}),
+        "computed_tokens": (
+            line.computed_tokens,
+            {None if hit is None else said.prompt_tokens - hit for hit in hits},
+        ),
+    }
+    for name, (written, right) in pairs.items():
+        if written not in right and right != {None}:
+            yield Violation(
+                "work", f"usage line of {request_id}: {name} {written}, the client was told {right}"
+            )
+
+
+def _prefill_hits(exchange: Exchange, fleet: Fleet, plan: Plan) -> set[int | None]:
+    """Of a request that was split: the decode engine's report may count what came from the prefill engine as
+    cached; the work is what the prefill engine had not cached."""
+    works = fleet.works.get(exchange.request_id, ())
+    return {
+        work.request.cached_tokens
+        for work in works
+        if plan.engines[work.engine].get("role") == "prefill" and work.request.finish_reason == "length"
+    }
+
+
+def _judge_engines(
+    one: Judged, lines: list[UsageLine], fleet: Fleet, plan: Plan, *, calm: bool
+) -> Iterator[Violation]:
+    """Engines did what the line says, and, without a fault, nothing twice."""
+    request_id, said = one.exchange.request_id, one.told
+    if one.exchange.request.api not in ("chat", "completions", "tokens"):
+        return
+    works = fleet.works.get(request_id, [])
+    legs = 2 if plan.kind == "pd" else 1
+    if calm and len(works) > legs:
+        yield Violation("work", f"{request_id} was computed {len(works)} times")
+    if said is None or not said.whole or said.error or said.reason not in ("length", "stop"):
+        return
+    done = [work.request for work in works if work.request.finish_reason in ("length", "stop")]
+    if not done:
+        yield Violation("work", f"no engine finished {request_id}")
+        return
+    last = done[-1]
+    generated, prompt = len(last.output), len(last.prompt)
+    if said.generated_tokens not in (None, generated) or said.prompt_tokens not in (None, prompt):
+        text = f"{said.prompt_tokens}+{said.generated_tokens} told, {prompt}+{generated} computed"
+        yield Violation("work", f"{request_id}: {text}")
+
+
+def _judge_charges(serving: Serving, *, calm: bool) -> Iterator[Violation]:
+    gate = serving.router.gate
+    if gate is not None:
+        for name, stats in gate.tenants().items():
+            charged = sum(line.computed_tokens or 0 for line in serving.lines if line.tenant == name)
+            if stats.uncached_tokens != charged:
+                text = f"{name} is charged {stats.uncached_tokens} tokens, its lines say {charged}"
+                yield Violation("work", text)
+    if not calm:
+        return
+    claims: dict[int, list[float]] = {}
+    for claim, tokens in serving.charges:
+        claims.setdefault(id(claim), []).append(tokens)
+    for claim, _ in serving.charges:
+        if len(charges := claims.pop(id(claim), [])) > 1:
+            yield Violation("work", f"a request of {claim.tenant} is charged {len(charges)} times: {charges}")
+
+
+def _judge_metrics(serving: Serving) -> Iterator[Violation]:
+    """The page's counts of requests are those of the lines."""
+    samples: list[Sample] = []
+    for family in RouterCollector(serving.router.sources).collect():
+        if family.name == "kvatlas_requests":
+            samples += family.samples
+    shown = Counter[str]()
+    for sample in samples:
+        if sample.name == "kvatlas_requests_total":
+            shown[sample.labels["status"]] += int(sample.value)
+    written = Counter(line.outcome for line in serving.lines)
+    if shown != written:
+        yield Violation("work", f"metrics count {dict(shown)}, usage lines {dict(written)}")
+
+
+# Nothing is left.
+
+
+def judge_books(fleet: Fleet) -> Iterator[Violation]:
+    """After quiet: no request is open in any account of a router, nor at an engine."""
+    for serving in fleet.serving.values():
+        for text in _books(serving, fleet.loop.time()):
+            yield Violation("left", f"router {serving.number}: {text}")
+    for i, engine in fleet.engines.items():
+        if i in fleet.down:
+            continue
+        gauges = engine.scheduler.gauges()
+        if gauges.num_running or gauges.num_waiting:
+            yield Violation("left", f"engine {i}: {gauges.num_running} running, {gauges.num_waiting} waiting")
+        if engine.connector is not None and (awaited := engine.connector.awaited()):
+            yield Violation("left", f"engine {i} keeps blocks for {awaited}")
+
+
+def _books(serving: Serving, now: float) -> Iterator[str]:
+    router = serving.router
+    accounts, proxy = router.accounts, router.proxy
+    yield from (f"prompts in flight: {text}" for text in accounts.inflight.check_integrity())
+    for engine in router.fleet:
+        yield from (f"load of {engine.engine_id}: {text}" for text in engine.load.check_integrity())
+        load = engine.load.current(now)
+        open_ = load.running + load.waiting - load.foreign
+        if open_ or load.awaited_tokens:
+            yield f"load of {engine.engine_id}: {open_} requests, {load.awaited_tokens} tokens"
+    stats = accounts.load_stats
+    if stats.admitted != stats.finished + stats.failed:
+        yield f"admitted {stats.admitted}, finished {stats.finished}, failed {stats.failed}"
+    if proxy.stats.requests_active or proxy.requests.live:
+        yield f"{proxy.stats.requests_active} requests active, {len(proxy.requests.live)} records open"
+    if accounts.room is not None and len(accounts.room):
+        yield f"{len(accounts.room)} requests in the queue"
+    if accounts.integrity_problems:
+        yield f"{accounts.integrity_problems} problems of integrity"
+    for name, origin in proxy.client.origins.items():
+        if origin.open != len(origin.idle):
+            yield f"{origin.open} connections to {name}, {len(origin.idle)} idle"
+    if router.gate is not None:
+        for name, tenant in router.gate.tenants().items():
+            if tenant.active:
+                yield f"{tenant.active} requests of {name} active"
+
+
+def judge_stopped(fleet: Fleet) -> Iterator[Violation]:
+    """After the regular end of all routers: no socket, connection or timer of theirs."""
+    hosts = {router for router in fleet.hosts() if router.startswith("10.1.")}
+    for socket in list(fleet.loop.zmq.open):
+        if socket.machine in hosts and not fleet.killed(socket.process):
+            yield Violation("left", f"a ZMQ socket of kind {socket.kind} of {socket.machine}")
+    for transport in list(fleet.net.transports):
+        if transport.machine in hosts and transport.here[0] in hosts:
+            yield Violation("left", f"a connection {transport.here} to {transport.there}")
+    for timer in fleet.timers():
+        yield Violation("left", f"a timer: {timer}")
+
+
+def judge_end(fleet: Fleet) -> Iterator[Violation]:
+    """After the end of everything: no task, and no exception that nobody handled."""
+    me = asyncio.current_task()
+    for task in asyncio.all_tasks():
+        if task is not me and not fleet.loop.is_killed(task):
+            coro: Any = task.get_coro()
+            yield Violation("left", f"a task: {coro.__qualname__}")
+    for text in fleet.loop.errors:
+        yield Violation("faults", f"unhandled: {text}")
+
+
+# Receipts.
+
+
+def outcomes(fleet: Fleet) -> Counter[str]:
+    """Receipts by outcome, of all routers that run."""
+    found = Counter[str]()
+    for serving in fleet.serving.values():
+        serving.router.accounts.deferred.apply()
+        for engine in serving.router.fleet:
+            found.update({str(word): number for word, number in engine.receipts.outcomes.items()})
+    return found
+
+
+def judge_receipts(
+    before: Counter[str], after: Counter[str], fleet: Fleet, plan: Plan
+) -> Iterator[Violation]:
+    """In quiet, a prediction is exact; of an engine that has stored nothing since its start nothing is known
+    yet."""
+    got = after - before
+    inexact = {word: number for word, number in got.items() if word != "exact"}
+    silent = [i for i, one in enumerate(plan.engines) if not one.get("publish_events", True)]
+    if silent:
+        return  # an estimate by design
+    if inexact.get("unpredicted", 0) <= len(plan.engines) * plan.routers:
+        inexact.pop("unpredicted", None)
+    if inexact:
+        hosts = [engine_host(i) for i in sorted(fleet.listed)]
+        yield Violation("receipts", f"in quiet: {dict(got)} at {hosts}")
