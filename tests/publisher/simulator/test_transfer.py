@@ -538,7 +538,7 @@ async def test_messages_that_are_none_do_not_disturb_the_side_channel() -> None:
 
 
 async def test_a_read_of_a_request_that_is_not_known_is_refused_and_gives_no_wrong_text() -> None:
-    # As after a restart during the transfer: the engine has none of the blocks, and no answer may come of them.
+    # As after a restart during the transfer: the engine has none of the blocks.
     async with split() as pair:
         params = (await pair.leg())["kv_transfer_params"]
         address = params["remote_host"], params["remote_port"]
