@@ -20,12 +20,13 @@ from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
 from router.feeds.sockets import LoadReading, LoadSockets
 from router.fleet.engines import EngineAddress, EngineKind
-from router.fleet.statement import EngineStatement, load_source
+from router.fleet.statement import EVENTS_OPTION, EngineStatement, load_source
 from router.fleet.status import Fleet
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.model import ModelIndexes
 from router.placement.engine import Accounts, Engine
+from router.placement.shadow import PoolEvidence, estimated_spec
 from router.prompts.model_config import ModelConfigFile
 from router.prompts.reader import AdapterPaths
 from router.prompts.settings import ModelPrompts
@@ -128,6 +129,10 @@ class EngineLifecycle:
             self._control.stop(engine.engine_id)
             self.scopes.remove(engine.engine_id)
         shadow = None if engine.publishes_events else self._config.model(base).shadow_spec()
+        if shadow is not None and engine.shadow is None:
+            _log.warning(
+                f"estimate: start the engine with {EVENTS_OPTION[engine.kind]}", engine=engine.engine_id
+            )
         engine.learn_from(self.scopes.assign(engine.engine_id, base), shadow=shadow)
         self._learn_setup(engine)
         if engine.publishes_events and not self._control.follows(address, base):
@@ -218,6 +223,15 @@ class EngineLifecycle:
         file = self._files.get(model, ModelConfigFile())
         evidence = setup_evidence(engine.kind, (engine.server_info, engine.stated), file, configured, facts)
         engine.residency.writer.learn_setup(evidence)
+        if engine.shadow is not None:
+            known = PoolEvidence(
+                setup=evidence,
+                facts=facts,
+                pool_blocks=engine.pool_blocks,
+                kinds=file.likely_kinds,
+                window=file.sliding_window,
+            )
+            engine.size_shadow(estimated_spec(self._config.model(model).shadow, known))
 
     def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         """Make an engine and register its cleanup. The only place where engines are made."""

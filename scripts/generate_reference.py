@@ -31,7 +31,7 @@ from router.api.metrics_page import ReloadStats, RouterCollector, Sources
 from router.app import Router
 from router.cli import app
 from router.config.load import ENV_PREFIX, LIVE, SECTIONS, plain_keys, variable
-from router.config.schema import Config, ModelConfig, ShadowConfig
+from router.config.schema import Config, ModelConfig
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import EngineAddress
@@ -44,6 +44,7 @@ from router.pd.settings import PdStats
 from router.placement import policies
 from router.placement.candidate import PullSettings
 from router.placement.pull import Pulls
+from router.placement.shadow import ShadowSettings
 from router.replication.settings import IndexSettings
 from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
 from router.workers.merged_view import group_families, worker_families
@@ -203,8 +204,8 @@ def configuration_page() -> str:
         f"{prose(ModelConfig.__doc__)}\n",
         _keys(ModelConfig),
         '### `[models."NAME".shadow]`\n',
-        f"{prose(ShadowConfig.__doc__)}\n",
-        _keys(ShadowConfig),
+        f"{prose(ShadowSettings.__doc__)}\n",
+        _keys(ShadowSettings),
         "## `[aliases]`\n",
         f"{prose(_text_of(Config, 'aliases'))}\n",
         _ALIASES,

@@ -12,9 +12,12 @@ from functools import partial
 
 from router.api.metrics_page import Sources
 from router.feeds.base import FeedState
+from router.fleet.engines import EngineKind
+from router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from router.observe.findings import ROUTER, Finding, Severity
 from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN
 from router.placement.engine import Engine
+from router.placement.shadow import Shadow
 
 _info = partial(Finding, severity=Severity.INFO)
 _warning = partial(Finding, severity=Severity.WARNING)
@@ -153,15 +156,47 @@ def _unusable(engine: Engine) -> Finding:
     )
 
 
+def _estimate(engine_id: str, kind: EngineKind, shadow: Shadow) -> Finding:
+    spec, sizes = shadow.spec, []
+    for name, value in (("num_blocks", shadow.num_blocks), ("block_size", spec.block_size)):
+        sizes.append(f"{name} {value}{' (assumed)' if name in shadow.assumed else ''}")
+    windows = sorted({group.sliding_window for group in spec.groups if group.sliding_window is not None})
+    sizes += [f"windows {', '.join(map(str, windows))}"] if windows else []
+    return _warning(
+        "predictions.estimate",
+        subject=engine_id,
+        seen=f"estimate: hits are predicted from this router's own requests to it, with {', '.join(sizes)}",
+        cause="it publishes no KV events: it was started without --kv-events-config, or the router was given "
+        "no address",
+        remedy=f"start the engine with {EVENTS_OPTION[kind]}",
+    )
+
+
 def _predictions(engine: Engine) -> Iterator[Finding]:
     receipts = engine.receipts
+    if engine.shadow is not None:
+        yield _estimate(engine.engine_id, engine.kind, engine.shadow)
+    if receipts.tells_no_hits:
+        yield _warning(
+            "predictions.unreported",
+            subject=engine.engine_id,
+            seen=f"estimate: the latest {receipts.undetailed} response(s) did not report cached tokens, so "
+            "that predictions are neither checked nor corrected",
+            cause=f"the engine runs without {REPORT_OPTION[engine.kind]}",
+            remedy=f"start the engine with {REPORT_OPTION[engine.kind]}",
+        )
     if receipts.drifting:
+        cause = "tokenizer or chat template differ from the engine's, or events are lost"
+        remedy = "kvatlas doctor --probe compares them (cache.facts, tokens.parity)"
+        if engine.shadow is not None:
+            cause = "its cache is an estimate: other clients' prompts and generated tokens take a part of it"
+            remedy = f"start the engine with {EVENTS_OPTION[engine.kind]}"
         yield _warning(
             "predictions.drift",
             subject=engine.engine_id,
             seen="predictions drift: more than a quarter of the latest ones were wrong",
-            cause="tokenizer or chat template differ from the engine's, or events are lost",
-            remedy="kvatlas doctor --probe compares them (cache.facts, tokens.parity)",
+            cause=cause,
+            remedy=remedy,
         )
     if evidence := receipts.contradicting:
         shown = "; ".join(

@@ -29,8 +29,8 @@ from router.fleet.sources import check_address
 from router.http.settings import ListenSettings
 from router.http.sockets import base_url_fault, is_host, split_address
 from router.observe.usage import UsageSettings
-from router.placement.affinity import Shadow
 from router.placement.policies import POLICIES
+from router.placement.shadow import Shadow
 from router.prompts.hub import download_command, has_tokenizer, parse_source
 from router.prompts.settings import zone_of
 from router.proxy.settings import Aliases

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec
 from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import KeySettings
 from router.api.admin_auth import AdminSettings
@@ -21,12 +19,12 @@ from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.settings import CorsSettings, ListenSettings
 from router.http.sockets import TlsFiles, check_tls_files
-from router.index.learn.layout import ModelFacts, retained_tokens
+from router.index.learn.layout import ModelFacts
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
-from router.placement.affinity import ShadowSpec
 from router.placement.candidate import PolicySettings, PullSettings
+from router.placement.shadow import PoolEvidence, ShadowSettings, ShadowSpec, estimated_spec
 from router.prompts.hub import AUTO, parse_source
 from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
 from router.proxy.settings import ProxySettings
@@ -38,17 +36,6 @@ WORKERS_MAX = 32
 EPP_LISTEN = "0.0.0.0:9002"
 # Default of ``server.ops_port``.
 OPS_PORT = 9001
-
-
-class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of the block pool of engines without events."""
-
-    num_blocks: int | None = None
-    """Blocks of the engine's KV cache, all groups together; vLLM logs it at start."""
-    block_size: int | None = None
-    """Tokens per block."""
-    sliding_window: int | None = None
-    """Adds a sliding-window group of this many tokens to the full-attention group."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,8 +118,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_connector_loads: bool = False
     """Set if the engines combine connectors with vLLM's MultiConnector: the first connector that has
     anything loads. Unset, the connector with the most tokens loads, as in ``HybridMultiConnector``."""
-    shadow: ShadowConfig = ShadowConfig()
-    """Block pool assumed for engines without events."""
+    shadow: ShadowSettings = ShadowSettings()
+    """Block pool of engines without events."""
 
     def facts(self) -> ModelFacts:
         """Return the facts that the index needs."""
@@ -149,21 +136,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return ModelPrompts(tokenizer_dir=directory, **_common(self, ModelPrompts))
 
     def shadow_spec(self) -> ShadowSpec:
-        """Return the pool assumed for engines of this model without events. Raises ``ValueError``."""
-        given = self.shadow
-        size = 16 if given.block_size is None else given.block_size
-        groups = [GroupSpec(0, "full_attention", size)]
-        if given.sliding_window is not None:
-            groups.append(GroupSpec(1, "sliding_window", size, sliding_window=given.sliding_window))
-        return ShadowSpec(
-            groups=tuple(groups),
-            num_blocks=ShadowSpec().num_blocks if given.num_blocks is None else given.num_blocks,
-            scheme=HashScheme(hash_block_size=size),
-            retention_interval=(
-                retained_tokens(self.retention_interval) if given.sliding_window is not None else 0
-            ),
-            assumed=tuple(name for name in ("block_size", "num_blocks") if getattr(given, name) is None),
-        )
+        """Return the pool assumed for engines of this model that state nothing of theirs. Raises
+        ``ValueError``."""
+        return estimated_spec(self.shadow, PoolEvidence(facts=self.facts()))
 
 
 def _common(settings: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:

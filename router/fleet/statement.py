@@ -26,6 +26,17 @@ _RANKS_MAX: Final = 1024
 _TOKENS_MAX: Final = 1 << 24
 _METHOD: Final = re.compile(r"[\w-]{1,40}", re.ASCII)
 _BOOLS: Final = {"True": True, "False": False}
+# Options without which hits are estimated, or predictions cannot be checked, by software.
+EVENTS_OPTION: Final[dict[EngineKind, str]] = {
+    "vllm": '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": '
+    '"tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'',
+    "sglang": '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": '
+    '"tcp://*:5558"}\'',
+}
+REPORT_OPTION: Final[dict[EngineKind, str]] = {
+    "vllm": "--enable-prompt-tokens-details",
+    "sglang": "--enable-cache-report",
+}
 
 
 class EventPorts(msgspec.Struct, frozen=True, rename={"host": "endpoint_host", "ranks": "dp_size"}):
@@ -66,6 +77,8 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     """Lookups drop no block, by option or by the method of its release."""
     attention_block_size: int | None = None
     """Block size of its full-attention layers, over all ranks of decode context parallelism."""
+    block_size: int | None = None
+    """The option of this name. Models with Mamba states have other blocks of full attention."""
     mamba_cache_mode: str | None = None
     mamba_block_size: int | None = None
     decode_ranks: int | None = None
@@ -109,6 +122,7 @@ def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> Engin
         source="metrics",
         drafts=drafts,
         attention_block_size=_label_tokens(cache_config.get("effective_attention_block_size")),
+        block_size=_label_tokens(cache_config.get("block_size")),
         mamba_cache_mode=mode if mode in {"align", "all"} else None,
         mamba_block_size=_label_tokens(cache_config.get("mamba_block_size")),
         retention_interval=_label_retention(cache_config.get("prefix_cache_retention_interval")),
@@ -142,6 +156,7 @@ def server_info_statement(body: bytes) -> EngineStatement | None:
         keeps_last_block=drafter.get("disable_eagle_block_drop") is True
         or (method in {"dflash", "dspark"} and "disable_lookahead_block_hashes" in drafter),
         attention_block_size=_tokens(cache.get("effective_attention_block_size")),
+        block_size=_tokens(cache.get("block_size")),
         mamba_cache_mode=mode if mode in {"align", "all"} else None,
         mamba_block_size=_tokens(cache.get("mamba_block_size")),
         decode_ranks=_tokens(_part(config, "parallel_config").get("decode_context_parallel_size")),

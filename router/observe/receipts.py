@@ -186,6 +186,8 @@ DRIFT_MIN = 20
 EVIDENCE_KEPT = 4
 # Found by request id; pages show the latest few.
 RECEIPTS_KEPT = 4096
+# Consecutive reports without cached tokens that show that an engine never tells them, and where it once did.
+UNDETAILED_MIN, UNDETAILED_AFTER_MIN = 3, 50
 # Pairs of model and tenant with separate counts.
 FUNNELS_MAX = 1024
 # Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones.
@@ -350,6 +352,8 @@ class EngineReceipts(msgspec.Struct):
     abs_error_tokens: int = 0
     prompt_mismatches: int = 0
     """Prompts with another length at the engine than here: tokenizer or chat template differ."""
+    undetailed: int = 0
+    """Latest consecutive reports of usage that say nothing of cached tokens."""
     errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
     """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -370,6 +374,10 @@ class EngineReceipts(msgspec.Struct):
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if reported is not None and reported != receipt.prompt_tokens:
             self.prompt_mismatches += 1
+        if receipt.actual_tokens is not None:
+            self.undetailed = 0
+        elif reported is not None:
+            self.undetailed += 1
         if receipt.predicted_ttft_s is not None and receipt.ttft_s is not None:
             self.first_tokens.add(receipt.model, receipt.predicted_ttft_s, receipt.ttft_s)
         predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
@@ -425,6 +433,12 @@ class EngineReceipts(msgspec.Struct):
         wrong = sum(kind != "" for kind in self.checked)
         many = len(self.checked) >= DRIFT_MIN and wrong > DRIFT_SHARE * len(self.checked)
         return list(self.evidence) if many or "impossible" in self.checked else []
+
+    @property
+    def tells_no_hits(self) -> bool:
+        """Whether the engine reports usage without cached tokens (old releases leave out a hit of 0)."""
+        told = any(outcome in self.outcomes for outcome in COMPARED)
+        return self.undetailed >= (UNDETAILED_AFTER_MIN if told else UNDETAILED_MIN)
 
     @property
     def wrong_share(self) -> float:

@@ -30,7 +30,7 @@ from router.openai.request import MESSAGES, PROMPT_APIS, InboundRequest
 from router.pd.bodies import SplitBody
 from router.pd.handoff import DisaggState
 from router.pd.settings import PdSettings, PdStats
-from router.placement.affinity import ShadowPrompt, text_tokens
+from router.placement.affinity import text_tokens
 from router.placement.candidate import (
     Candidate,
     PlacementRequest,
@@ -62,6 +62,7 @@ from router.placement.placement import Decision, Placement, Split, read_by
 from router.placement.policies import ArmState, policy
 from router.placement.pull import Pulls, any_waits
 from router.placement.saturation import SaturationGate
+from router.placement.shadow import ShadowPrompt
 from router.placement.split import DecodeCandidates, DisaggregationPlanner, complete_layouts, messages_of
 from router.placement.split_legs import (
     DecodePlacement,

@@ -33,7 +33,7 @@ from router.index.query_plan import EngineHit, Holders
 from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.observe.requests import DeferredUpdates, SessionLedger
-from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from router.placement.affinity import AffinityMap
 from router.placement.candidate import Confidence, Hit
 from router.placement.cost import AdmissionStats
 from router.placement.evictions import EvictionForecast
@@ -41,6 +41,7 @@ from router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_p
 from router.placement.load import LoadAccount, LoadStats
 from router.placement.others import OthersLoad
 from router.placement.rates import FleetRates
+from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
@@ -410,6 +411,16 @@ class Engine(EngineStatus):
         elif self.shadow is None:
             self.shadow = Shadow(shadow, self._accounts.shadow_stats)
         self.fleet_changed()
+
+    def size_shadow(self, spec: ShadowSpec) -> None:
+        """Give its shadow, if it has one, the size that is known now."""
+        if self.shadow is not None and self.shadow.size(spec):
+            self.fleet_changed()
+
+    def reported(self, predicted: int, actual: int) -> None:
+        """Correct its shadow, if it has one, by a report on a prompt that was predicted by it."""
+        if self.shadow is not None and self.shadow.reported(predicted, actual):
+            self.fleet_changed()
 
     @property
     def feed_state(self) -> str:

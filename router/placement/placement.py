@@ -461,6 +461,8 @@ class Placement(Attempt):
         if not self._predicted or engine.residency is None:
             return
         mode, predicted = "native" if hit.confidence == "exact" else hit.mode, hit.whole_tokens
+        if mode == "shadow" and hit.coming_tokens <= hit.gpu_tokens:
+            engine.reported(predicted, actual)
         if mode == "assumed" and actual > predicted:
             engine.residency.writer.doubt()
         if mode == "native" and feed == "ready" and usage.prompt_tokens == decision.prompt_tokens:

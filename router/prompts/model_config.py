@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -67,19 +67,25 @@ class ModelConfigFile(msgspec.Struct, frozen=True):
     def group_kinds(self, groups: int) -> tuple[str, ...]:
         """Kind of each KV cache group of an engine with this number of groups; empty if these layers make
         another number, as with vLLM's hybrid cache manager off."""
+        return next((kinds for kinds in self._groupings() if len(kinds) == groups), ())
+
+    @property
+    def likely_kinds(self) -> tuple[str, ...]:
+        """Kind of each group in the latest release of vLLM; empty if the file does not say."""
+        return next(self._groupings(), ())
+
+    def _groupings(self) -> Iterator[tuple[str, ...]]:
+        """Yield the groups that these layers make, by release of vLLM, the latest first."""
         # In order of first appearance, as vLLM numbers its groups.
         layers = dict[str, int]()
         for kind in self.layer_kinds:
             layers[kind] = layers.get(kind, 0) + 1
         if not layers:
-            return ()
+            return
         fewest, most = min(layers.values()), max(layers.values())
         for factor in _PADDING:
             size = most if most < fewest * factor else fewest
-            kinds = tuple(kind for kind, count in layers.items() for _ in range(-(-count // size)))
-            if len(kinds) == groups:
-                return kinds
-        return ()
+            yield tuple(kind for kind, count in layers.items() for _ in range(-(-count // size)))
 
     def other_windows(self, groups: Iterable[GroupSpec]) -> list[int]:
         """Windows of these groups that are not in the file."""

@@ -16,11 +16,11 @@ import msgspec
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, Family, GroupSpec
 from router.pd.settings import PdSettings
-from router.placement.affinity import Shadow, ShadowPrompt, ShadowSpec
 from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from router.placement.cost import Choice, make_choice
 from router.placement.inflight import InflightPrompt
 from router.placement.load import Ticket
+from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec
 from router.placement.split import Pick, Side, plan
 from router.simulate.setup import Fetch, FleetSetup, RequestRun, Variant
 from router.simulate.tiers import EngineTiers

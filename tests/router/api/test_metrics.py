@@ -41,10 +41,11 @@ from router.observe.requests import RequestTracker
 from router.observe.usage import UsageStats
 from router.openai.members import at_once, run_cooperatively
 from router.pd.settings import PdStats
-from router.placement.affinity import AffinityStats, ShadowStats
+from router.placement.affinity import AffinityStats
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
 from router.placement.load import LoadStats
+from router.placement.shadow import ShadowStats
 from router.prompts.settings import PromptStats
 from router.proxy.settings import ProxyStats
 from router.replication.gossip import GossipStats

@@ -19,10 +19,10 @@ from publisher.events import GroupSpec
 from publisher.simulator.server import SimulatedEngine
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.load import parse_engine
-from router.config.schema import ShadowConfig
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
+from router.placement.shadow import ShadowSettings
 from router.prompts.settings import ANY_MODEL, PromptSettings
 from tests.support.front import Front, fronting
 from tests.support.ports import free_ports
@@ -93,7 +93,7 @@ def own_ports() -> dict[str, int]:
 
 async def test_engines_without_events_are_predicted_by_a_shadow_of_their_pool() -> None:
     settings = {"publish_events": False, "groups": "gptoss-like", "num_blocks": 150}
-    shadow = ShadowConfig(block_size=16, sliding_window=128, num_blocks=150)
+    shadow = ShadowSettings(block_size=16, sliding_window=128, num_blocks=150)
     models = {ANY_MODEL: msgspec.structs.replace(LOCAL, shadow=shadow)}
     async with running(settings, settings) as engines, routing(configure(*engines, models=models)) as rig:
         rng = random.Random(3)

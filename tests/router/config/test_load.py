@@ -17,7 +17,7 @@ from router.config.load import LIVE, SECTIONS, changes, describe, load, parse_en
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FileSettings, FleetSettings
-from router.placement.affinity import Shadow
+from router.placement.shadow import Shadow
 from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings

@@ -47,13 +47,14 @@ def test_each_rank_states_its_own() -> None:
         source="metrics",
         drafts=True,
         attention_block_size=544,
+        block_size=544,
         mamba_cache_mode="align",
         mamba_block_size=544,
         retention_interval="dense",
         bounded_replay=True,
     )
     assert second == EngineStatement(
-        source="metrics", drafts=False, retention_interval=0, bounded_replay=False
+        source="metrics", drafts=False, block_size=16, retention_interval=0, bounded_replay=False
     )
 
 

@@ -14,9 +14,9 @@ from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.status import Fleet, ModelCard
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
-from router.placement.affinity import ShadowSpec
 from router.placement.eligible import CandidateSets, candidate_set
 from router.placement.engine import Accounts, Engine
+from router.placement.shadow import ShadowSpec
 from tests.support.event_writer import Writer, batch
 from tests.support.examples import examples
 

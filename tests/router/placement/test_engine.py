@@ -17,13 +17,13 @@ from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.query_plan import EngineHit
-from router.placement.affinity import ShadowPrompt, ShadowSpec
 from router.placement.candidate import Hit
 from router.placement.eligible import candidates
 from router.placement.engine import Accounts, Engine, PromptView
 from router.placement.inflight import InflightPrefixes
 from router.placement.others import OthersLoad
 from router.placement.rates import PrefillSample
+from router.placement.shadow import ShadowPrompt, ShadowSpec
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 
 NOW = 100.0

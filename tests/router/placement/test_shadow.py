@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, GroupSpec
-from router.placement.affinity import HashesOf, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from router.fleet.statement import EngineStatement
+from router.index.learn.facts import SetupEvidence
+from router.placement.shadow import (
+    HashesOf,
+    PoolEvidence,
+    Shadow,
+    ShadowPrompt,
+    ShadowSettings,
+    ShadowSpec,
+    ShadowStats,
+    estimated_spec,
+)
 
 HYBRID = (
     GroupSpec(0, "full_attention", 16),
@@ -121,3 +133,191 @@ def test_a_reset_empties() -> None:
 def test_look_ahead_schemes_are_refused() -> None:
     with pytest.raises(ValueError, match="look ahead"):
         Shadow(ShadowSpec(scheme=HashScheme(lookahead=1)))
+
+
+STATED = EngineStatement(source="metrics", block_size=128)
+STATES = EngineStatement(
+    source="metrics", attention_block_size=544, mamba_cache_mode="align", mamba_block_size=544, block_size=544
+)
+PAGES = EngineStatement(source="server_info", kind="sglang", attention_block_size=1)
+DRAFTS = EngineStatement(source="server_info", drafts=True, method="eagle3", block_size=16)
+Known = dict[str, Any]
+
+
+def spec_of(given: ShadowSettings | None = None, *statements: EngineStatement, **known: Any) -> ShadowSpec:
+    evidence = PoolEvidence(setup=SetupEvidence(statements=statements), **known)
+    return estimated_spec(given or ShadowSettings(), evidence)
+
+
+def kinds_of(spec: ShadowSpec) -> list[tuple[str, int, int | None]]:
+    return [(group.kind, group.block_size, group.sliding_window) for group in spec.groups]
+
+
+FULL = ("full_attention", 16, None)
+WINDOWED = ("sliding_window",) * 5 + ("full_attention",)
+
+
+@pytest.mark.parametrize(
+    ("given", "statements", "known", "groups", "blocks", "assumed"),
+    [
+        (None, (), {}, [FULL], 16_384, ("block_size", "num_blocks")),
+        (None, (STATED,), {"pool_blocks": 200}, [("full_attention", 128, None)], 200, ()),
+        (None, (STATED,), {}, [("full_attention", 128, None)], 16_384, ("num_blocks",)),
+        (ShadowSettings(block_size=32), (STATED,), {"pool_blocks": 9}, [("full_attention", 32, None)], 9, ()),
+        (ShadowSettings(num_blocks=100_000), (), {"pool_blocks": 9}, [FULL], 100_000, ("block_size",)),
+        (None, (), {"pool_blocks": 1_000_000}, [FULL], 65_536, ("block_size",)),
+        (None, (PAGES,), {"pool_blocks": 160_000}, [FULL], 10_000, ()),
+        (
+            None,
+            (),
+            {"pool_blocks": 900, "kinds": WINDOWED, "window": 512},
+            [("sliding_window", 16, 512)] * 5 + [FULL],
+            900,
+            ("block_size",),
+        ),
+        (None, (), {"kinds": WINDOWED}, [FULL], 16_384, ("block_size", "num_blocks")),
+        (
+            ShadowSettings(sliding_window=64),
+            (),
+            {"kinds": WINDOWED, "window": 512},
+            [FULL, ("sliding_window", 16, 64)],
+            16_384,
+            ("block_size", "num_blocks"),
+        ),
+        (
+            None,
+            (STATES,),
+            {"pool_blocks": 50},
+            [("full_attention", 544, None), ("mamba", 544, None)],
+            50,
+            (),
+        ),
+    ],
+)
+def test_the_size_is_what_configuration_engine_and_model_tell(
+    given: ShadowSettings | None,
+    statements: tuple[EngineStatement, ...],
+    known: Known,
+    groups: list[Any],
+    blocks: int,
+    assumed: tuple[str, ...],
+) -> None:
+    spec = spec_of(given, *statements, **known)
+    assert (kinds_of(spec), spec.num_blocks, spec.assumed) == (groups, blocks, assumed)
+    Shadow(spec)
+
+
+def test_a_drafter_drops_its_block_in_a_shadow_too() -> None:
+    shadow, prompt = Shadow(spec_of(None, DRAFTS)), tokens(random.Random(6), 100)
+    shadow.served(prompt, hashes_of(prompt))
+    assert look(shadow, [*prompt, 1])[0] == 80
+
+
+class TrueEngine:
+    """An engine's own pool, with generated tokens and the prompts of others, which no router sees."""
+
+    def __init__(self, groups: tuple[GroupSpec, ...], num_blocks: int, rng: random.Random) -> None:
+        self._scheme = HashScheme(hash_block_size=groups[0].block_size)
+        self._pool = HybridBlockPool(
+            groups, num_blocks=num_blocks, scheme=self._scheme, chunk_tokens_max=2048
+        )
+        self._rng = rng
+
+    def serve(self, prompt: list[int], generated: int = 0) -> int:
+        """Return the hit."""
+        request = self._pool.request(prompt)
+        hit = self._pool.find_prefix(request)[0]
+        if self._pool.start(request) is None:
+            return 0
+        while chunk := self._pool.next_chunk(request):
+            assert self._pool.compute(request, chunk)
+        self._pool.finish(request)
+        if generated:
+            self.serve([*prompt, *tokens(self._rng, generated)])
+        return hit
+
+    def others(self) -> None:
+        """Serve a prompt of another client."""
+        self.serve(tokens(self._rng, 400))
+
+
+def over(
+    groups: tuple[GroupSpec, ...], num_blocks: int, *, busy: float, seed: int, **known: Any
+) -> list[bool]:
+    """Whether predictions were too high: conversations of several turns and single prompts, in any order."""
+    rng = random.Random(seed)
+    engine, shadow = TrueEngine(groups, num_blocks, rng), Shadow(spec_of(None, **known))
+    systems, found = [tokens(rng, 512) for _ in range(3)], []
+    chats = [rng.choice(systems) + tokens(rng, 200) for _ in range(8)]
+    for _ in range(240):
+        at = rng.randrange(len(chats))
+        prompt = chats[at]
+        predicted, actual = look(shadow, prompt)[0], engine.serve(prompt, rng.randrange(40))
+        shadow.served(prompt, hashes_of(prompt))
+        found.append(predicted > actual)
+        shadow.reported(predicted, actual)
+        long = len(prompt) > 1500
+        chats[at] = (rng.choice(systems) if long else prompt) + tokens(rng, rng.randrange(60, 240))
+        if rng.random() < busy:
+            engine.others()
+    return found
+
+
+LAYOUTS = {
+    "full": ((GroupSpec(0, "full_attention", 16),), {}),
+    "full, large blocks": ((GroupSpec(0, "full_attention", 128),), {}),
+    "windows": (
+        (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=64)),
+        {"kinds": ("full_attention", "sliding_window"), "window": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.7])
+@pytest.mark.parametrize("pool_tokens", [6_000, 40_000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_receipts_correct_a_shadow_of_which_nothing_is_known(
+    layout: str, pool_tokens: int, busy: float
+) -> None:
+    """The assumed pool is 262,144 tokens in blocks of 16."""
+    groups, known = LAYOUTS[layout]
+    blocks = pool_tokens // groups[0].block_size
+    latest = over(groups, blocks, busy=busy, seed=0, **known)[120:]
+    assert sum(latest) <= 0.12 * len(latest)
+
+
+@pytest.mark.parametrize("pool_tokens", [6_000, 40_000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_shadow_of_stated_size_is_seldom_too_high_from_the_first_prompt(
+    layout: str, pool_tokens: int
+) -> None:
+    groups, known = LAYOUTS[layout]
+    size = groups[0].block_size
+    blocks = pool_tokens // size
+    stated = EngineStatement(source="metrics", block_size=size)
+    evidence: Known = {"setup": SetupEvidence(statements=(stated,)), "pool_blocks": blocks, **known}
+    rng = random.Random(1)
+    engine, shadow = (
+        TrueEngine(groups, blocks, rng),
+        Shadow(estimated_spec(ShadowSettings(), PoolEvidence(**evidence))),
+    )
+    wrong = 0
+    prompts = [tokens(rng, 800) for _ in range(12)]
+    for _ in range(100):
+        prompt = rng.choice(prompts) + tokens(rng, 50)
+        predicted, actual = look(shadow, prompt)[0], engine.serve(prompt)
+        shadow.served(prompt, hashes_of(prompt))
+        shadow.reported(predicted, actual)
+        wrong += predicted > actual
+    assert wrong <= 2
+
+
+def test_a_stated_size_ends_the_assumption_and_an_equal_one_changes_nothing() -> None:
+    shadow, prompt = Shadow(spec_of()), tokens(random.Random(6), 300)
+    shadow.served(prompt, hashes_of(prompt))
+    assert not shadow.size(spec_of())
+    assert look(shadow, prompt)[0]
+    assert shadow.size(spec_of(None, STATED, pool_blocks=10))
+    assert look(shadow, prompt)[0] == 0
+    shadow.served(prompt, hashes_of(prompt))
+    assert (look(shadow, prompt)[0], shadow.num_blocks, shadow.assumed) == (256, 10, ())

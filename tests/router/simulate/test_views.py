@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
-from router.placement.affinity import ShadowSpec
+from router.placement.shadow import ShadowSpec
 from router.simulate.requests import block_hashes
 from router.simulate.router_view import (
     NOTHING,

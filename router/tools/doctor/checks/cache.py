@@ -10,7 +10,7 @@ import msgspec
 
 from publisher.block_hash import DEFAULT_SEED, SGLANG, HashScheme
 from publisher.events import Family, GroupSpec
-from router.fleet.statement import EngineStatement
+from router.fleet.statement import EVENTS_OPTION, EngineStatement
 from router.index.base import GPU
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
@@ -113,8 +113,7 @@ def _sglang_options(engine: EngineEvidence, stated: EngineStatement) -> Iterator
         yield warning(
             "the engine publishes no events",
             "it was started without --kv-events-config",
-            'start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
-            '"replay_endpoint": "tcp://*:5558"}\'; else its cache is estimated',
+            f"start it with {EVENTS_OPTION['sglang']}; else its cache is estimated",
         )
     if stated.attention_block_size == 1:
         yield warning(

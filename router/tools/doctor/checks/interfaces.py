@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.fleet.statement import EVENTS_OPTION
 from router.tools.doctor.findings import (
     EVENT_SOURCES_SINCE,
     NEWEST_KNOWN,
@@ -383,8 +384,7 @@ def event_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield warning(
             "the engine publishes no events",
             "it was started without --kv-events-config, or with events disabled",
-            'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
-            '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'; else its cache is estimated',
+            f"start it with {EVENTS_OPTION['vllm']}; else its cache is estimated",
         )
     elif answer.ok:
         yield warning(

@@ -191,13 +191,6 @@ def predictions(seen: Evidence) -> Iterator[CheckResult]:
             share = outcomes.get("exact", 0) / compared
             partial = " (mode partial)" if theirs.get("mode") == "partial" else ""
             yield ok(f"{share:.0%} of {compared} predictions were exact{partial}", subject=engine_id)
-        if outcomes.get("unreported", 0) and not compared:
-            yield warning(
-                f"{outcomes['unreported']} responses without cached_tokens",
-                "the engine runs without --enable-prompt-tokens-details, or clients stream without usage",
-                "start the engine with that flag",
-                subject=engine_id,
-            )
     yield from _metrics(router)
 
 
