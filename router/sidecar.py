@@ -192,10 +192,10 @@ class SidecarPlacer:
         if body is None or found is None:
             if why:
                 self._stats.count(self._stats.aggregated, why)
+            # Before the attempt, which would never end if this were cancelled.
+            source = await self._kv_source(request) if not exclude and disagg is None else None
             attempt = self._alone(request)
-            attempt.retention = hints.own
-            if not exclude and disagg is None:
-                attempt.kv_source = await self._kv_source(request)
+            attempt.retention, attempt.kv_source = hints.own, source
             return attempt
         helper = _Helper(found, f"{self._scheme}://{found}", self._known(found), request, now=self._clock)
         place = named.index(found)

@@ -87,6 +87,9 @@ class GatewayAnswer:
             await self.next_event()
         return data
 
+    def kept_alive(self) -> None:
+        """Implement ``Answer``: gateways have time-outs of their own."""
+
     async def check_origin(self) -> None:
         """Raise ``UpstreamError`` if the gateway answered for an engine that it could not reach."""
         if self.status not in (503, 504) or (b"content-type", b"text/plain") not in self.headers:

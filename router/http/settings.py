@@ -110,10 +110,10 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """Streams: time-out until the engine's status line, in seconds. vLLM sends it before the prefill, so
     an engine that is silent for longer hangs."""
     first_byte_timeout_s: float = 600.0
-    """Time-out until the first byte of the answer's body, in seconds: queue and prefill; without
-    streaming, the whole generation."""
+    """Time-out until the answer begins, in seconds: of a stream the first token (queue and prefill;
+    comments and openings do not count), without streaming the whole generation."""
     idle_timeout_s: float = 120.0
-    """Longest pause between two pieces of an answer that has begun, in seconds."""
+    """Longest pause between two pieces of an answer that has begun, in seconds; comments do not count."""
     engine_connections_max: int = 4096
     """Most open connections to one server; requests beyond it try another engine, or get 503."""
     keepalive_s: float = 4.0

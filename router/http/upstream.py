@@ -117,7 +117,7 @@ class UpstreamConnection(asyncio.Protocol):
             "_transport",
             "_unparsed_bytes",
         ),
-        *("_waiter", "connecting", "deadline", "headers", "on_body", "status"),
+        *("_waiter", "_waits_until", "connecting", "deadline", "headers", "on_body", "status"),
     )
 
     def __init__(
@@ -139,7 +139,7 @@ class UpstreamConnection(asyncio.Protocol):
         # Called by the parser without a Python frame in between.
         self.on_body = self._chunks.append
         self._parser = httptools.HttpResponseParser(self)
-        self.deadline = NEVER
+        self.deadline = self._waits_until = NEVER
         self.connecting: asyncio.Timeout | None = None  # ended by ``expire``
         self._state = _NEW
         self._reset("GET")
@@ -310,7 +310,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None and self._state is not _CLOSED:
             self._transport.resume_reading()
         if self._response is not _COMPLETE:
-            self.deadline = self._clock() + self._settings.idle_timeout_s
+            self.deadline = self._waits_until = self._clock() + self._settings.idle_timeout_s
 
     # asyncio.Protocol
 
@@ -375,7 +375,14 @@ class UpstreamConnection(asyncio.Protocol):
             # Waiting for the client, not for the engine.
             self.deadline = NEVER
         else:
+            self._waits_until = self.deadline
             self.deadline = self._clock() + self._settings.idle_timeout_s
+
+    def kept_alive(self) -> None:
+        """Forget that the last piece came: it was no part of an answer, and the time-out of the wait for one
+        goes on."""
+        if self._response is _BODY and not self._paused:
+            self.deadline = self._waits_until
 
     def _fail(self, cause: Exception | None = None) -> None:
         """Fail the request, and close: the connection is lost or its bytes are invalid."""
@@ -429,7 +436,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._response = _BODY
         self._keep_alive = self._parser.should_keep_alive()
         # The head came, the body may be computed for long: a time-out of its own.
-        self.deadline = self._clock() + self._settings.first_byte_timeout_s
+        self.deadline = self._waits_until = self._clock() + self._settings.first_byte_timeout_s
         if self._method == "HEAD":
             self._end_response()
 

@@ -132,6 +132,21 @@ def stream_broken(message: str) -> ApiError:
     return ApiError(502, "engine_stream_broken", message, kind="service_unavailable_error")
 
 
+_TOLD_CHARS_MAX = 1000
+
+
+def engine_refused(status: int, body: bytes) -> ApiError:
+    """Sent as an SSE event: the engine that was to go on with an answer refused with this status and body."""
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        said = None
+    error = said.get("error", said) if isinstance(said, dict) else None
+    text = error.get("message") if isinstance(error, dict) else None
+    text = text if isinstance(text, str) else f"The engine answered with status {status}."
+    return ApiError(status if status >= 400 else 502, "engine_refused", text[:_TOLD_CHARS_MAX])
+
+
 def unknown_path(path: str, status: int = 404, remedy: str = "") -> ApiError:
     """404: no engine answers this path."""
     message = f"Unknown path {echoed(path)}{': ' + remedy if remedy else ''}."

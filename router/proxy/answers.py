@@ -1,12 +1,10 @@
-"""Parts of an answer that the proxy reads while passing it on, in the shape of each API: line ends, the first
-token, the usage, and whether an event is an error, or says that the engine gave the request up.
+"""Parts of an answer that the proxy reads while passing it on: usage, beginning, and end.
 
-``SseRelay`` gives every piece of an event stream back at once and unchanged, except that the beginning of a
-line whose end has not arrived yet waits for it. So a client has only ever been given whole lines, and if the
-engine dies in the middle of one, an error event can still be added that the client understands. Chunks are
-not parsed; only lines that contain ``"usage"`` are, the first one of a Responses stream, for its id, and
-those before the first token. Where another engine could be asked instead, events that come before anything is
-generated wait for the first one that is. Pure.
+``SseRelay`` gives every event of a stream back at once and unchanged; what has come of an event waits for its
+end. So a client has only ever been given whole events, and if the engine dies in the middle of one, an error
+event can still be added that the client understands. Chunks are not decoded, but for those that have
+``"usage"``, those that may be an error or an abort, and those before the first token. Where another engine
+could be asked instead, openings wait for the first token (``events``), and comments pass. Pure.
 """
 
 from __future__ import annotations
@@ -17,121 +15,20 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, Usage
-
-# Beginning and end of an answer: whether an event is generated already, is an error, or says that the engine
-# gave the request up.
-#
-# An engine that ends by SIGTERM aborts what it was asked and answers 200 (vLLM 0.32 and 0.33 with
-# ``shutdown_timeout = 0``: entrypoints/launchers/launcher.py): ``finish_reason`` is ``abort`` in ``choices``;
-# a message has no ``stop_reason`` (entrypoints/anthropic/serving.py); a response is ``cancelled``, or
-# ``completed`` with what had been generated, if anything (entrypoints/openai/responses/serving.py).
-
-
-# APIs whose aborts are a ``finish_reason``, null in the events before.
-_IN_CHOICES: Final = frozenset({CHAT, COMPLETION, GENERATE, BATCH})
-# Events that come before anything is generated, or say nothing of it.
-_OPENINGS: Final = {
-    CHAT: re.compile(
-        rb'"role": ?"assistant", ?"content": ?""(?!.*(?:"finish_reason": ?"|"tool_calls": ?\[\{))'
-    ),
-    MESSAGES: re.compile(rb'"type": ?"(?:message_start|ping|content_block_start)"(?!.*"tool_use")'),
-    RESPONSES: re.compile(rb'"type": ?"response\.(?:created|in_progress|queued)"'),
-}
-_IN_BACKGROUND: Final = re.compile(rb'"background": ?true')
-# In every event that says that the engine gave up, as vLLM writes it; within a string its quotes would be
-# escaped. Few other texts share their last letters, which makes looking for them quick.
-_MARKS: Final = {
-    **dict.fromkeys(_IN_CHOICES, b'reason":"abort'),
-    MESSAGES: b'"message_delta"',
-    RESPONSES: b'"response.completed"',
-}
-_ERROR_MIN, _ERROR_MAX = 400, 599
-
-
-class _Choice(msgspec.Struct, gc=False):
-    finish_reason: Any = None
-
-
-class _OutputCount(msgspec.Struct, gc=False):
-    output_tokens: int | None = None
-
-
-class _Response(msgspec.Struct, gc=False):
-    status: Any = None
-    usage: _OutputCount | None = None
-
-    @property
-    def aborted(self) -> bool:
-        """Also one that is complete without a token: a whole answer has at least its last one."""
-        nothing = self.usage is not None and self.usage.output_tokens == 0
-        return self.status == "cancelled" or (self.status == "completed" and nothing)
-
-
-class _Said(_Response, gc=False):
-    type: Any = None
-    choices: list[_Choice] | None = None
-    delta: Any = None
-    stop_reason: Any = None
-    response: _Response | None = None
-    error: Any = None
-
-
-_ENDING_DECODER: Final = msgspec.json.Decoder(_Said)
-
-
-def _read_ending(text: bytes) -> _Said | None:
-    try:
-        return _ENDING_DECODER.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def aborted(path: str, body: bytes) -> bool:
-    """Whether this whole answer of success is one that the engine gave up."""
-    if path in _IN_CHOICES:
-        if body.find(_MARKS[path]) < 0:
-            return False
-    elif path == MESSAGES:
-        if body.find(b'"stop_reason":"') >= 0:
-            return False
-    elif path != RESPONSES or (body.find(b'"cancelled"') < 0 and body.find(b'"output_tokens":0') < 0):
-        return False
-    said = _read_ending(body)
-    if said is None:
-        return False
-    if path == MESSAGES:
-        return said.type == "message" and said.stop_reason is None
-    return said.aborted if path == RESPONSES else _gave_up(said)
-
-
-def _gave_up(said: _Said) -> bool:
-    return any(choice.finish_reason == "abort" for choice in said.choices or ())
-
-
-def event_aborted(path: str, data: bytes) -> bool:
-    """Whether the engine gives up with this event, which has the API's mark."""
-    said = _read_ending(data)
-    if said is None:
-        return False
-    if path == MESSAGES:
-        stops = isinstance(said.delta, dict) and said.delta.get("stop_reason", "") is None
-        return said.type == "message_delta" and stops
-    if path == RESPONSES:
-        return said.response is not None and said.response.aborted
-    return _gave_up(said)
-
-
-def error_status(data: bytes) -> int:
-    """The status that an event of an error names, 500 where it names none; 0: it is no error."""
-    if data.find(b'"error"') < 0:
-        return 0
-    said = _read_ending(data)
-    if said is None or not (said.error or said.type == "error"):
-        return 0
-    code = said.error.get("code") if isinstance(said.error, dict) else None
-    return code if isinstance(code, int) and _ERROR_MIN <= code <= _ERROR_MAX else 500
-
+from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, Usage
+from router.proxy.events import (
+    ERROR_MARK,
+    Kind,
+    Said,
+    abort_mark,
+    blocks,
+    data_of,
+    ends_event,
+    in_background,
+    is_comment,
+    last_event_end,
+    read_event,
+)
 
 # What an answer says of its prompt, in the shape of each API, whole or as one event of a stream.
 #
@@ -233,67 +130,85 @@ def _in_other_terms(usage: _Usage) -> Usage | None:
     return Usage(usage.input_tokens + more, usage.output_tokens or 0, cached)
 
 
-# A longer unfinished line is passed on in parts.
-_LINE_BYTES_MAX = 256 * 1024
+# A longer unfinished event is passed on in parts, and so are openings that are longer together.
+_EVENT_BYTES_MAX = 256 * 1024
+_HELD_BYTES_MAX = 4 << 20
 # Enough of what was passed on to recognise its end.
 _MARK_BYTES = 256
+# APIs whose events have a ``finish_reason``, null but in the last one.
+_IN_CHOICES: Final = frozenset({CHAT, COMPLETION, GENERATE, BATCH})
 _GOES_ON = b'"finish_reason":null'
-_UNKNOWN_END = b"\0"  # of no line
-_END_MARKS = (
-    b"data: [DONE]",
-    b"event: message_stop",
-    b"event: response.completed",
-    b"event: response.incomplete",
-    b"event: response.failed",
+_UNKNOWN_END = b"\0"  # of no event
+# Of a stream that has said its end: nothing is missing.
+_ENDED = re.compile(
+    rb"^data: ?\[DONE\]|^event: ?(?:message_stop|message-end|response\.(?:completed|incomplete|failed))",
+    re.MULTILINE,
 )
 
 
 class SseRelay:
-    """One event stream on its way through. Feed it pieces, pass on what it gives back."""
+    """One event stream on its way through. Feed it pieces, pass on what it gives back.
+
+    Invariants: what is given back are whole events, but for one that is too long to wait for its end; while
+    openings are held, comments pass, so that they keep the connection open.
+    """
 
     __slots__ = (
-        *("_abort_mark", "_held", "_holds", "_last", "_path", "_tail", "_usual_end", "aborted"),
-        *("begun", "first", "unread_usages", "usage"),
+        *("_abort_mark", "_held", "_held_bytes", "_holds", "_last", "_opened", "_partial", "_path"),
+        *("_replaceable", "_tail", "_tail_seen", "_usual_end", "aborted", "begun", "count", "error"),
+        *("exposed", "failed", "given_up", "progress", "said", "unread_usages", "usage"),
     )
 
     def __init__(self, path: str = "", *, replaceable: bool = False) -> None:
-        """``path``: the API's, where it is known; ``replaceable``: another engine may be asked while nothing
-        has been passed on."""
+        """``path``: the API's, where it is known; ``replaceable``: another engine may be asked while no
+        opening and no token has been passed on."""
         self._path = path
-        self._holds = replaceable
-        self._held = b""
-        self._abort_mark = _MARKS.get(path, b"") if replaceable else b""
+        self._replaceable = self._holds = replaceable
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        # The beginning of an opening too long to wait for its end has been passed on.
+        self._partial = False
+        self._abort_mark = abort_mark(path)
         # The last event of what aborts a message or a response has the usage; of choices, it has another end.
-        self._usual_end = _UNKNOWN_END if replaceable and path in _IN_CHOICES else b""
+        self._usual_end = _UNKNOWN_END
         self.aborted = False
         """The engine gave up: nothing more is to be passed on."""
+        self.given_up = False
+        """It gave up an answer that cannot be replaced, and has been passed on."""
+        self.failed = 0
+        """Status of the first error; 0: there was none."""
+        self.exposed = False
+        """An opening has been passed on: only the engine that it names can go on."""
         self.begun = False
-        """A data line has been seen that is no opening: the first token, or an error."""
-        self.first = b""
-        """Its data."""
+        """A token has come, an error, or the end."""
+        self.said = Said(Kind.OPENING)
+        """By what it began."""
+        self.error = b""
+        """Data of the first error."""
+        self.progress = False
+        """The last piece had more than comments."""
+        self.count = 0
+        """Events in the last piece, about one for each token."""
         self.usage: Usage | None = None
         self.unread_usages = 0
-        self._tail = b""
-        self._last = b"\n\n"
+        self._tail = bytearray()
+        self._tail_seen = 0
+        self._last = self._opened = b"\n\n"
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes to pass on now; empty if only the beginning of a line has come."""
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
-        if not data.endswith((b"\n", b"\r")) and len(data) < _LINE_BYTES_MAX:
-            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-            self._tail = data[end:]
-            data = data[:end]
-            if not data:
-                return data
-        if not self.begun:
-            data = self._begin(data)
-            if not data:
-                return data
+        """The bytes to pass on now; empty if no event has ended, or openings are held."""
+        # By far the most pieces are whole events.
+        if (self._tail or not ends_event(data)) and not (data := self._whole(data)):
+            self.count, self.progress = 0, self.begun
+            return data
+        self.count = count = data.count(b"\n\n")
+        if self.begun:
+            self.progress = not data.startswith(b":") or not all(map(is_comment, blocks(data)))
+        elif not (data := self._begin(data)):
+            return data
         # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
         has_usage = data.find(b'"usage"') >= 0
-        if has_usage or not data.endswith(self._usual_end):
+        if has_usage or count != 1 or not data.endswith(self._usual_end):
             data = self._watch(data)
         if has_usage:
             self._read_usage(data)
@@ -303,7 +218,11 @@ class SseRelay:
     @property
     def done(self) -> bool:
         """The stream's own end mark has been passed on: nothing is missing."""
-        return any(mark in self._last for mark in _END_MARKS)
+        return _ENDED.search(self._last.replace(b"\r", b"\n")) is not None
+
+    def take_back(self) -> None:
+        """Note that the piece with the first token has not been passed on."""
+        self._last = self._opened
 
     @property
     def passed_on(self) -> bytes:
@@ -311,16 +230,27 @@ class SseRelay:
         return self._last
 
     def end(self) -> bytes:
-        """The stream ended as it should: what is left of it."""
-        tail, self._held, self._tail = self._held + self._tail, b"", b""
-        if b'"usage"' in tail:
-            self._read_usage(tail)
-        return tail
+        """The stream ended as it should: what is left of it. An event without its blank line counts too."""
+        rest = bytes(self._tail)
+        self._tail.clear()
+        if not self.begun:
+            rest = self._begin(rest)
+            held = b"".join(self._held)
+            self._held.clear()
+            rest, self.begun = held + rest, True
+        if rest:
+            rest = self._watch(rest)
+        if rest.find(b'"usage"') >= 0:
+            self._read_usage(rest)
+        return rest
 
     def broken(self, error: bytes, name: bytes = b"") -> bytes:
-        """The stream broke off: an event with ``error`` (a JSON object), after closing an open one."""
-        last = self._last
-        if last.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
+        """The stream broke off: an event with ``error`` (a JSON object), after the whole lines that came."""
+        came = b""
+        if self._tail and not self._holds:
+            came = bytes(self._tail[: max(self._tail.rfind(b"\n"), self._tail.rfind(b"\r")) + 1])
+        last = came or self._last
+        if last.endswith((b"\n\n", b"\n\r\n", b"\r\r", b"\n\r")):
             closing = b""
         elif last.endswith(b"\n"):
             closing = b"\n"
@@ -328,57 +258,84 @@ class SseRelay:
             # Also after CR, which may be a line end or half of one.
             closing = b"\n\n"
         head = b"event: %b\n" % name if name else b""
-        return b"%b%bdata: %b\n\n" % (closing, head, error)
+        return b"%b%b%bdata: %b\n\n" % (came, closing, head, error)
+
+    def _whole(self, data: bytes) -> bytes:
+        """The whole events up to here; what follows them is kept for the next piece."""
+        tail = self._tail
+        tail += data
+        # A blank line may have begun in the piece before.
+        end = last_event_end(tail, max(0, self._tail_seen - 2))
+        if not end and len(tail) >= (_HELD_BYTES_MAX if self._holds else _EVENT_BYTES_MAX):
+            end, self._holds, self._partial = len(tail), False, not self.begun
+        whole = bytes(tail[:end])
+        del tail[:end]
+        self._tail_seen = len(tail)
+        return whole
 
     def _begin(self, data: bytes) -> bytes:
-        """Return the lines to pass on up to here, while only openings have come."""
-        data, self._held = self._held + data, b""
-        for line in data.splitlines():
-            if line.startswith(b"data:"):
-                opening = _OPENINGS.get(self._path)
-                if opening is None or opening.search(line) is None:
-                    self.begun, self.first = True, line[5:]
-                    return data
-                # A background response's opening names what goes on without its client, who gets it at once.
-                self._holds = self._holds and _IN_BACKGROUND.search(line) is None
-            elif line.startswith(b":"):
-                # A comment keeps the connection open.
+        """Whole events, of which none before was a token: those to be passed on now."""
+        self.progress = False
+        out: list[bytes] = []
+        found = blocks(data)
+        for block in found:
+            if self._partial:
+                self.exposed, self._partial = True, last_event_end(block) < len(block)
+                out += (*self._held, block)
+                self._held.clear()
+                continue
+            if is_comment(block):
+                out.append(block)
+                continue
+            value = data_of(block)
+            said = read_event(self._path, value)
+            if said.kind is Kind.ABORT and self._replaceable:
+                self.aborted = True
+                break
+            if said.kind is not Kind.OPENING:
+                self.begun, self.said, self._opened = True, said, self._last
+                out += (*self._held, block, *found)
+                self._held.clear()
+                self.progress = True
+                break
+            self._held.append(block)
+            self._held_bytes += len(block)
+            # A background response goes on without its client, who gets its name at once.
+            if self._held_bytes > _HELD_BYTES_MAX or in_background(value):
                 self._holds = False
-        if self._holds and len(data) < _LINE_BYTES_MAX:
-            self._held = data
-            return b""
-        self._holds = False
-        return data
+            if not self._holds:
+                self.exposed = True
+                out += self._held
+                self._held.clear()
+        return b"".join(out)
 
     def _watch(self, data: bytes) -> bytes:
-        """Lines that may have the end of an answer."""
-        if not self._abort_mark:
+        """Events that may have an error or the end of an answer: those to be passed on."""
+        if data.find(ERROR_MARK) < 0 and data.find(self._abort_mark) < 0:
+            # The next one that ends like this one needs no second look.
+            if self._path in _IN_CHOICES and self.begun:
+                at = data.rfind(_GOES_ON)
+                self._usual_end = data[at:] if at >= 0 else self._usual_end
             return data
-        if data.find(self._abort_mark) >= 0:
-            return self._until_aborted(data)
-        if self._usual_end:
-            at = data.rfind(_GOES_ON)
-            self._usual_end = data[at:] if at >= 0 else self._usual_end
-        return data
-
-    def _until_aborted(self, data: bytes) -> bytes:
-        """The lines before the event by which the engine gave up, if one of them does."""
         passed: list[bytes] = []
-        for line in data.splitlines(keepends=True):
-            if line.startswith(b"data:") and event_aborted(self._path, line[5:]):
-                self.aborted = True
-                if passed and passed[-1].startswith(b"event:"):
-                    passed.pop()
-                break
-            passed.append(line)
+        for block in blocks(data):
+            value = data_of(block)
+            said = read_event(self._path, value)
+            if said.kind is Kind.ABORT:
+                self.aborted, self.given_up = self._replaceable, not self._replaceable
+                if self.aborted:
+                    break
+            elif said.kind is Kind.ERROR and not self.failed:
+                self.failed, self.error = said.status, value or b""
+            passed.append(block)
         return b"".join(passed)
 
     def _read_usage(self, data: bytes) -> None:
-        for line in data.splitlines():
-            if b'"usage"' not in line or not line.startswith(b"data:"):
+        for block in blocks(data):
+            if block.find(b'"usage"') < 0 or (value := data_of(block)) is None:
                 continue
             try:
-                usage = read_usage(line[5:])
+                usage = read_usage(value)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self.unread_usages += 1
                 continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from enum import IntEnum
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -256,6 +257,18 @@ class Attempt:
         fail."""
 
 
+class Had(IntEnum):
+    """The part of its answer that the client has had."""
+
+    NOTHING = 0
+    COMMENTS = 1
+    """The head of an event stream, and comments: any engine may go on."""
+    ANSWER = 2
+    """A part of one engine's answer."""
+    END = 3
+    """The end of it, which is an error."""
+
+
 # Who takes a request to its engine and brings the answer: our own connections, or a gateway that has the
 # client already and learns where to send it.
 
@@ -276,6 +289,7 @@ class Outbound(msgspec.Struct, gc=False):
     """Where it came from, if that is our own listener."""
     task: asyncio.Task[Any] | None = None
     """The one that answers it."""
+    had: Had = Had.NOTHING
 
 
 class Answer(Protocol):
@@ -301,6 +315,9 @@ class Answer(Protocol):
 
     async def read(self) -> bytes:
         """At least one byte of the body; ``b""`` at its end. Raises ``UpstreamError``."""
+
+    def kept_alive(self) -> None:
+        """Note that the last piece was no part of an answer: the time-out of the wait for one goes on."""
 
 
 class Carrier(Protocol):
@@ -406,10 +423,24 @@ def abandoned(attempt: Attempt, stats: ProxyStats) -> UpstreamError | None:
     return error
 
 
-def broke_off(attempt: Attempt, record: RequestRecord, error: UpstreamError, stats: ProxyStats) -> None:
-    """The answer ended before its end, and the client has had a part of it."""
+def broke_off(
+    attempt: Attempt, record: RequestRecord, problem: UpstreamError | int, stats: ProxyStats
+) -> None:
+    """The answer ended before its end, and the client has had a part of it. ``problem``: why, or the status
+    of the error by which the engine ended it."""
+    if isinstance(problem, UpstreamError):
+        engine_failed(attempt, problem, stats)
+        client_told(attempt, record, problem.reason, stats)
+        return
+    # Like a refusal: requests may have errors of their own, which must not exclude an engine.
+    if problem in REFUSALS and attempt.refused(problem, 0.0):
+        stats.count_failure("status")
+    client_told(attempt, record, f"status {problem}", stats)
+
+
+def client_told(attempt: Attempt, record: RequestRecord, problem: str, stats: ProxyStats) -> None:
+    """The client has had a part of an answer, and an error instead of its end."""
     stats.streams_broken += 1
-    engine_failed(attempt, error, stats)
-    engine_id = attempt.engine_id
     record.broken = True
-    record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)
+    engine_id = attempt.engine_id
+    record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=problem)

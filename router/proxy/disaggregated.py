@@ -30,7 +30,7 @@ from router.pd.transfer import (
     expired_leases,
     without_blocks,
 )
-from router.proxy.answers import aborted, read_usage
+from router.proxy.answers import read_usage
 from router.proxy.attempt import (
     BROKEN,
     REFUSALS,
@@ -42,6 +42,7 @@ from router.proxy.attempt import (
     await_first_byte,
     engine_failed,
 )
+from router.proxy.events import aborted
 from router.proxy.headers import read_answer_headers, request_head
 from router.proxy.settings import ProxySettings, ProxyStats
 
@@ -155,11 +156,11 @@ class DisaggForwarder:
         self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, transfer_id: str
     ) -> None:
         params = self.connector.prefill_params(transfer_id)
-        prefill_body = await run_cooperatively(body.prefill(params, attempt.retention))
         asked_s = self._idle.begin()
         usage: Usage | None = None
         answer: Any = None
         try:
+            prefill_body = await run_cooperatively(body.prefill(params, attempt.retention))
             timeout_s = self.proxy.first_byte_timeout_s
             await_first_byte(attempt, self._carrier)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=prefill_body)
@@ -297,19 +298,28 @@ class DisaggForwarder:
         blocks were fetched. They were in time if no lease expired at the prefill engine between shortly
         before the end of this one and the answer."""
         came = asyncio.Event()
+        owned: Answer | None = None
 
         async def ask() -> Answer:
+            nonlocal owned
             try:
-                return await asking
+                owned = await asking
             finally:
                 came.set()
+            return owned
 
-        answer, before = await asyncio.gather(ask(), self._count_before(handoff, came))
-        # An unstreamed answer begins when it is complete. Its blocks were fetched in time if no lease at all
-        # expired at the prefill engine meanwhile.
-        late = before is not None and self._clock() >= handoff.lease_end_s
-        if late and await self._expired_leases(handoff.source_url) == before:
-            handoff.fetched()
+        try:
+            answer, before = await asyncio.gather(ask(), self._count_before(handoff, came))
+            # An unstreamed answer begins when it is complete. Its blocks were fetched in time if no lease at
+            # all expired at the prefill engine meanwhile.
+            late = before is not None and self._clock() >= handoff.lease_end_s
+            if late and await self._expired_leases(handoff.source_url) == before:
+                handoff.fetched()
+        except BaseException:
+            # Owned here until it is returned: the client may leave during the second wait.
+            if owned is not None:
+                self._carrier.done(owned)
+            raise
         return answer
 
     async def _count_before(self, handoff: Handoff, came: asyncio.Event) -> float | None:

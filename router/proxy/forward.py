@@ -1,8 +1,9 @@
 """One request to one engine after another, until an answer can be given: attempts and retries.
 
 The answer's head is held until its first body bytes are there, so that an engine that dies during its prefill
-can still be replaced without the client noticing; from the first byte given to the client on there is no
-retry. A placement ends exactly once, with ``finished`` or ``failed``, also when this is cancelled.
+can still be replaced without the client noticing. Where a stream's comments had to be passed on meanwhile,
+another engine goes on in the same response; from the first token given to the client on there is no retry. A
+placement ends exactly once, with ``finished`` or ``failed``, also when this is cancelled.
 
 A placement on two engines has the first one asked (``split/``) while the second one's place is held;
 what the second one may be told, and what comes after a failure, is for the request's ``DisaggState``.
@@ -17,23 +18,25 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from router.http.request_cycle import AsgiSink, Send
+from router.http.request_cycle import AsgiSink, ResponseSink, Send
 from router.http.upstream import REPEATABLE, UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import (
     ApiError,
     engine_redirects,
+    engine_refused,
     engine_timeout,
     engine_unreachable,
     no_ready_engine,
     retry_after_s,
 )
 from router.openai.members import run_cooperatively, with_first, with_value
-from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest
+from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest, error_event
 from router.pd.bodies import hint_params
 from router.pd.handoff import DisaggState, NotFetchedError
 from router.pd.settings import PdSettings, PdStats
 from router.pd.transfer import KvSource, connector_of
+from router.proxy.answers import SseRelay
 from router.proxy.attempt import (
     BROKEN,
     REFUSALS,
@@ -41,6 +44,7 @@ from router.proxy.attempt import (
     Attempt,
     Carrier,
     EventRefusedError,
+    Had,
     Outbound,
     OwnConnections,
     abandoned,
@@ -134,6 +138,27 @@ class Forwarder:
 
         Returning without having completed the answer means that the connection must be cut.
         """
+        try:
+            await self._forward(out, send)
+        except ApiError as error:
+            if out.had is Had.NOTHING:
+                raise
+            await self._end_stream(error, out, send)
+
+    async def _end_stream(self, error: ApiError, out: Outbound, send: Send) -> None:
+        """The client has had comments, and no engine goes on: tell it so in the stream."""
+        self._stats.streams_broken += 1
+        out.record.broken = True
+        self._stats.count_error(error.status, error.code)
+        out.record.tracker.warn(
+            "answer broke off", out.record, error.code, engine=out.record.engine, problem=error.code
+        )
+        data = SseRelay(out.request.path).broken(*error_event(error, out.request.path, b""))
+        out.record.bytes_out += len(data)
+        if (waits := _sink(out, send).write(data, more=False)) is not None:
+            await waits
+
+    async def _forward(self, out: Outbound, send: Send) -> None:
         retry_end = self._clock() + self._settings.retry_time_s_max
         exclude: frozenset[str] = frozenset()
         # Engines that went down, or gave no connection in time, without failing this request: better than no
@@ -149,18 +174,13 @@ class Forwarder:
             if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
-                placement = await (
-                    self._place_again(out, exclude, left, disagg)
-                    if disagg is not None or left
-                    else self._planner.place(out.request, exclude=exclude)
-                )
+                placement = await self._place(out, exclude, left, disagg)
             except ApiError:
                 if outcome is None:
                     raise
                 break
             if attempt:
-                self._stats.retries += 1
-                self._log_retry(out.record, outcome, placement.engine_id)
+                self._note_retry(out.record, outcome, placement.engine_id)
             if disagg is None and placement.body is not None:
                 disagg = self._legs.disagg()
             try:
@@ -174,10 +194,9 @@ class Forwarder:
                 # Not an attempt of its own: the failure was the prefill's, and the decode engine may be used
                 # again.
                 breaks += again.broke
-                if breaks < _BREAKS_MAX:
+                if breaks < _BREAKS_MAX and out.had is not Had.END:
                     continue
-                self._stats.requests_quarantined += 1
-                outcome = outcome or UpstreamError("reset")
+                outcome = self._not_again(out, outcome)
                 break
             if outcome is None:
                 return
@@ -192,12 +211,28 @@ class Forwarder:
             # A gateway that carries the request decides itself whether it can be sent again.
             if breaks >= _BREAKS_MAX or not carrier.may_retry():
                 break
-        await self._give_up(outcome, out.record, send)
+        await self._give_up(outcome, out, send)
+
+    def _not_again(
+        self, out: Outbound, outcome: Refusal | UpstreamError | None
+    ) -> Refusal | UpstreamError | None:
+        """End a request that is not placed again: the client has its error, or it broke engines."""
+        if out.had is Had.END:
+            return None
+        self._stats.requests_quarantined += 1
+        return outcome or UpstreamError("reset")
+
+    def _place(
+        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
+    ) -> Awaitable[Attempt]:
+        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
+        if disagg is None and not left:
+            return self._planner.place(out.request, exclude=exclude)
+        return self._place_again(out, exclude, left, disagg)
 
     async def _place_again(
         self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
     ) -> Attempt:
-        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
         if disagg is not None:
             exclude |= disagg.failed
         try:
@@ -236,10 +271,11 @@ class Forwarder:
         if record.trace is not None:
             placement.engine_headers += record.trace.asks(placement.engine_id, placement.facts())
 
-    def _log_retry(
+    def _note_retry(
         self, record: RequestRecord, outcome: Refusal | UpstreamError | None, engine_id: str
     ) -> None:
         """Before ``record`` gets the next engine."""
+        self._stats.retries += 1
         if outcome is not None and not _broke(outcome):  # that is said elsewhere
             record.tracker.warn(
                 "request retried",
@@ -282,10 +318,13 @@ class Forwarder:
             problem=_why(outcome),
         )
 
-    async def _give_up(
-        self, outcome: Refusal | UpstreamError | None, record: RequestRecord, send: Send
-    ) -> None:
+    async def _give_up(self, outcome: Refusal | UpstreamError | None, out: Outbound, send: Send) -> None:
+        record = out.record
+        if out.had is Had.END:
+            return
         if isinstance(outcome, Refusal):
+            if out.had is not Had.NOTHING:
+                raise engine_refused(outcome.status, outcome.body)
             record.status, record.bytes_out = outcome.status, len(outcome.body)
             await send({"type": "http.response.start", "status": outcome.status, "headers": outcome.fields})
             await send({"type": "http.response.body", "body": outcome.body})
@@ -328,18 +367,7 @@ class Forwarder:
             if connection.status in _NOT_PASSED_ON:
                 return await self._refuse(placement, out, connection, head, disagg)
             placement.answered(connection.status)
-            relay = AnswerRelay(
-                connection,
-                placement,
-                out.record,
-                head,
-                out.own if out.own is not None and send == out.own.send else AsgiSink(send),
-                self._stats,
-                USAGE_BYTES_MAX,
-                carrier is self._own,
-            )
-            if (rest := relay.run()) is not None:
-                await rest
+            await self._pass_on(placement, out, connection, head, send)
         except UpstreamError as error:
             self._legs.failed(placement, out, disagg, _status_of(error, out.request))
             engine_failed(placement, error, self._stats)
@@ -357,6 +385,36 @@ class Forwarder:
             placement.finished(None)
             if connection is not None:
                 carrier.done(connection)
+
+    async def _pass_on(
+        self, placement: Attempt, out: Outbound, connection: Answer, head: AnswerHead, send: Send
+    ) -> None:
+        """Give the client this answer, behind what it has had."""
+        if out.had is not Had.NOTHING and not (head.sse and 200 <= connection.status < 300):
+            raise await self._not_a_stream(placement, connection)
+        relay = AnswerRelay(
+            connection,
+            placement,
+            out.record,
+            head,
+            _sink(out, send),
+            self._stats,
+            USAGE_BYTES_MAX,
+            out.carrier is None,
+            out.had,
+        )
+        try:
+            if (rest := relay.run()) is not None:
+                await rest
+        finally:
+            out.had = relay.had
+
+    async def _not_a_stream(self, placement: Attempt, connection: Answer) -> ApiError:
+        """The error for an answer that cannot go on in the stream that has begun."""
+        body = await self._read_refusal(connection)
+        placement.first_byte(connection.status)
+        placement.finished(None)
+        return engine_refused(connection.status, body)
 
     async def _refuse(
         self,
@@ -450,6 +508,10 @@ class Forwarder:
             if len(body) > _KEPT_ANSWER_BYTES_MAX:
                 raise UpstreamError("reset")
         return body
+
+
+def _sink(out: Outbound, send: Send) -> ResponseSink:
+    return out.own if out.own is not None and send == out.own.send else AsgiSink(send)
 
 
 def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:

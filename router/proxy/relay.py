@@ -1,9 +1,10 @@
 """Passes one engine's answer on to the client as it comes, and reads of it what the accounts need.
 
-Whole answers and event streams; neither is decoded but for the usage, a response's id and what says that the
-engine gave it up. Invariants: the head is sent with the first bytes of the body, so an engine that
-dies before them raises ``UpstreamError`` with nothing sent, and can be replaced; an answer that ends early is
-told to the client, by an error event or by a cut connection.
+Whole answers and event streams; neither is decoded but for what ``answers`` and ``events`` name. Invariants:
+the head is sent with the first bytes of the body, so an engine that dies before them raises ``UpstreamError``
+with nothing sent, and can be replaced; of a stream also after comments, until its first token or an opening
+that must not wait; an answer that ends early, or with an error, is counted so, and told to the client by an
+error event or by a cut connection.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from router.http.upstream import UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import stream_broken
 from router.openai.request import PROMPT_APIS, RESPONSES, error_event
-from router.proxy.answers import SseRelay, aborted, error_status, read_usage
-from router.proxy.attempt import REFUSALS, Answer, Attempt, EventRefusedError, broke_off
+from router.pd.handoff import NotFetchedError
+from router.proxy.answers import SseRelay, read_usage
+from router.proxy.attempt import REFUSALS, Answer, Attempt, EventRefusedError, Had, broke_off, client_told
+from router.proxy.events import Kind, aborted
 from router.proxy.headers import AnswerHead
 from router.proxy.settings import ProxyStats
 
@@ -42,18 +45,20 @@ class StreamRelay(msgspec.Struct, eq=False):
     _success: bool
     """The engine's status says so, and its first event is no error."""
     _replaceable: bool = False
-    """Another engine may be asked while nothing has been sent."""
+    """Another engine may be asked while nothing of an answer has been sent."""
+    had: Had = Had.NOTHING
     _begun: bool = False
     """Its first token came."""
-    _started: bool = False
-    """The client has had something."""
+    _named: bool = False
+    """An opening has been passed on."""
     _more: bool = True
     _waits: Awaitable[None] | None = None
     """To be awaited before the next piece."""
 
     async def run(self, first: bytes) -> None:
-        """Pass everything on. Raises ``UpstreamError``, ``EventRefusedError`` and ``NotFetchedError`` where
-        nothing has been sent."""
+        """Pass everything on. Raises ``UpstreamError`` and ``EventRefusedError`` where nothing of an answer
+        has been sent, ``NotFetchedError`` where its first token must not be: the client has been told if it
+        has had an opening."""
         events = self._events
         try:
             self._pass_on(first)
@@ -65,12 +70,18 @@ class StreamRelay(msgspec.Struct, eq=False):
                     # switch.
                     await self._connection.next_event(self._take)
         except UpstreamError as error:
-            if not self._started:
+            if self.had < Had.ANSWER:
                 raise
             if not events.done:
                 await self._break(error)
                 return
             self._waits = self._answer.write(events.end(), more=False)
+        except NotFetchedError:
+            if self.had is Had.ANSWER:
+                events.take_back()
+                client_told(self._attempt, self._record, "late answer", self._stats)
+                await self._tell("computed its answer too late")
+            raise
         await self._caught_up()
         self._stats.usage_unreadable += events.unread_usages
         self._record.usage = self._attempt.corrected(events.usage)
@@ -100,57 +111,85 @@ class StreamRelay(msgspec.Struct, eq=False):
 
     def _pass_on(self, data: bytes) -> None:
         """Pass a piece on."""
-        events, record = self._events, self._record
+        events = self._events
         out = events.feed(data) if data else events.end()
         if self._connection.complete:
             self._more = False
             out += events.end()
-        if events.aborted:
-            self._give_up(out)
-        if not self._begun and events.begun:
-            self._begin(events.first)
+        if not self._begun and (events.begun or events.exposed):
+            self._begin()
+        if events.aborted or events.failed or events.given_up:
+            self._failed(out)
+        if not events.progress:
+            self._connection.kept_alive()
         if self._begun and self._success:
-            record.piece()
-            # An event ends with a blank line, and engines send one token per event: cheaper than parsing.
-            self._attempt.streamed(data.count(b"\n\n"))
-        # Nothing is sent before a whole line has come, so that an engine that dies first can be replaced.
-        if not out and self._more:
-            return
-        record.bytes_out += len(out)
-        if not self._started:
-            self._started = True
-            self._answer.start(self._connection.status, self._head.fields, self._head.length)
+            self._record.piece()
+            # Engines send one token per event: cheaper than parsing.
+            self._attempt.streamed(events.count)
+        # Nothing is sent before a whole event has come, so that an engine that dies first can be replaced.
+        if out or not self._more:
+            self._send(out)
+
+    def _send(self, out: bytes) -> None:
+        self._record.bytes_out += len(out)
+        if self.had is Had.NOTHING:
+            fields, length = self._head.fields, self._head.length
+            if length and self._more:
+                # Events may be added to it, or left out.
+                fields, length = [field for field in fields if field[0] != b"content-length"], b""
+            self._answer.start(self._connection.status, fields, length)
+        self.had = Had.ANSWER if self._begun or self._named else Had.COMMENTS
         self._waits = self._answer.write(out, more=self._more)
 
-    def _give_up(self, out: bytes) -> None:
-        """End the answer: the engine gave up behind ``out``, which is not needed if another engine
-        answers."""
-        # What came before the abort is the client's; unsent, it is dropped for the other engine's answer.
-        if self._started and out:
-            self._record.bytes_out += len(out)
-            self._waits = self._answer.write(out, more=True)
-        raise UpstreamError("aborted")
-
-    def _begin(self, first: bytes) -> None:
-        """The first event that is no opening came."""
-        attempt, status = self._attempt, self._connection.status
-        self._begun = True
-        if self._replaceable and not self._started:
+    def _begin(self) -> None:
+        """The first event came that is passed on: an opening that is not held, a token, an error."""
+        attempt, events, status = self._attempt, self._events, self._connection.status
+        if events.exposed and not self._named:
+            self._named = True
+            attempt.arrived()
+        if not events.begun or events.aborted:
+            return
+        if self._replaceable:
+            if self.had < Had.ANSWER and self._success and events.said.status in REFUSALS:
+                # vLLM reports an error of a stream as its first event, behind a status of 200.
+                raise EventRefusedError(events.said.status, self._head.fields, events.error.strip())
             attempt.check_fetched()
-        if self._success and (named := error_status(first)):
-            # vLLM reports an error of a stream as its first event, behind a status of 200.
-            if self._replaceable and not self._started and named in REFUSALS:
-                raise EventRefusedError(named, self._head.fields, first.strip())
-            self._success, status = False, named
-        attempt.first_byte(status)  # an error's events are no tokens
+        self._begun = True
+        attempt.arrived()
+        if self._success and events.said.status:
+            # An error's events are no tokens. Without an opening it is the whole answer, and nothing broke.
+            status, self._success = events.said.status, self.had is Had.ANSWER
+        # A stream that ends without one is no sign that the engine generates.
+        attempt.first_byte(status if events.said.kind is not Kind.OPENING else 0)
+
+    def _failed(self, out: bytes) -> None:
+        """The engine says that it gave up, or that its answer failed. Raises ``UpstreamError`` where it gave
+        up behind ``out``, which is not needed if another engine answers; an error is passed on as it is."""
+        if not self._success:
+            return
+        events, error = self._events, UpstreamError("aborted")
+        if not events.aborted:
+            self._success = False
+            broke_off(self._attempt, self._record, events.failed or error, self._stats)
+        else:
+            # What came before the abort is the client's; unsent, it is dropped for the other engine's answer.
+            if out and self.had is Had.ANSWER:
+                self._more = True
+                self._send(out)
+            raise error
 
     async def _break(self, error: UpstreamError) -> None:
         """It broke off: tell the client."""
-        await self._caught_up()
         broke_off(self._attempt, self._record, error, self._stats)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
-        told = stream_broken(f"The engine {said} before its answer was complete.")
+        await self._tell(f"{said} before its answer was complete")
+
+    async def _tell(self, what: str) -> None:
+        """End the stream with an event that is an error."""
+        await self._caught_up()
+        told = stream_broken(f"The engine {what}.")
         event = error_event(told, self._attempt.request.path, self._events.passed_on)
+        self.had = Had.END
         self._waits = self._answer.write(self._events.broken(*event), more=False)
         await self._caught_up()
 
@@ -170,9 +209,16 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _stats: ProxyStats
     _usage_bytes_max: int
     _replaceable: bool = False
-    """Another engine may be asked while nothing has been sent."""
+    """Another engine may be asked while nothing of an answer has been sent."""
+    _had: Had = Had.NOTHING
     _success: bool = False
     _wants_usage: bool = False
+    _stream: StreamRelay | None = None
+
+    @property
+    def had(self) -> Had:
+        """The client's share so far, of a stream, or before this answer."""
+        return self._had if self._stream is None else self._stream.had
 
     def run(self, first: bytes | None = None) -> Awaitable[None] | None:
         """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
@@ -181,11 +227,11 @@ class AnswerRelay(msgspec.Struct, eq=False):
         connection, head, attempt = self._connection, self._head, self._attempt
         if first is None and (first := connection.read_nowait()) is None:
             return self._run_later()
-        attempt.arrived()
         self._record.status = status = connection.status
         self._success = 200 <= status < 300
-        if head.sse:
+        if head.sse and not head.encoded:
             return self._pass_events(first)
+        attempt.arrived()
         request = attempt.request
         self._wants_usage = (
             self._success
@@ -207,7 +253,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     def _pass_events(self, first: bytes) -> Awaitable[None]:
         events = SseRelay(self._attempt.request.path, replaceable=self._replaceable and self._success)
-        stream = StreamRelay(
+        self._stream = StreamRelay(
             self._connection,
             self._attempt,
             self._record,
@@ -217,8 +263,9 @@ class AnswerRelay(msgspec.Struct, eq=False):
             events,
             self._success,
             self._replaceable,
+            self._had,
         )
-        return stream.run(first)
+        return self._stream.run(first)
 
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
         """Pass a body that came in one piece on in one."""
@@ -246,6 +293,9 @@ class AnswerRelay(msgspec.Struct, eq=False):
         """The answer ended, with this whole body."""
         attempt, usage = self._attempt, None
         if self._wants_usage and len(body) <= self._usage_bytes_max:
+            if attempt.open and aborted(attempt.request.path, body):
+                # It was too long to be kept back, or a gateway's.
+                broke_off(attempt, self._record, UpstreamError("aborted"), self._stats)
             try:
                 usage = read_usage(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -258,7 +308,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
     async def _pass_body(self, data: bytes) -> None:
         connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
         if self._replaceable:
-            if self._wants_usage and self._head.json:
+            if attempt.handoff is not None or (self._wants_usage and self._head.json):
                 # Kept back until its end is known: vLLM writes an abort at the end of an answer with status
                 # 200.
                 data = await self._gathered(data)

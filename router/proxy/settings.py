@@ -93,7 +93,7 @@ class ProxyStats(ClientStats):
     )
     """Failed attempts at engines, by reason."""
     streams_broken: Annotated[int, "kvatlas_proxy_streams_broken_total"] = 0
-    """Answers that broke off after their first byte had been given to the client."""
+    """Answers that broke off, or ended with an error, after a part had been given to the client."""
     engines_broken: Annotated[int, "kvatlas_proxy_engines_broken_total"] = 0
     """Requests whose engine answered 500 or ended the connection before the first byte, each time."""
     requests_quarantined: Annotated[int, "kvatlas_proxy_requests_quarantined_total"] = 0

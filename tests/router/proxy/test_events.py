@@ -1,0 +1,286 @@
+"""What an event says, in every API and framing; and what a relay gives back while no token has come."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.proxy.answers import SseRelay
+from router.proxy.events import Kind, aborted, blocks, data_of, last_event_end, read_event
+from tests.support.api_streams import LINE_ENDS, SGLANG, STREAMS, event_of, stream_of
+
+PATHS = sorted(STREAMS)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("end", LINE_ENDS.values(), ids=LINE_ENDS)
+def test_an_event_says_the_same_in_every_framing(path: str, space: str, lines: bool, end: bytes) -> None:
+    parts = STREAMS[path]
+
+    def kind(named: Any) -> Kind:
+        block = event_of(named, end, lines=lines, space=space)
+        assert list(blocks(block)) == [block]
+        assert last_event_end(block) == len(block)
+        return read_event(path, data_of(block)).kind
+
+    assert {kind(one) for one in parts.openings} == {Kind.OPENING}
+    assert kind(parts.token) is Kind.TOKEN
+    assert kind(parts.abort) is Kind.ABORT
+    assert kind(parts.error) is Kind.ERROR
+    last = parts.end[-1]
+    assert kind(last) is Kind.TOKEN
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "kind"),
+    [
+        (CHAT, b"", Kind.OPENING),
+        (CHAT, b"  ", Kind.OPENING),
+        (CHAT, b"{}", Kind.OPENING),
+        (CHAT, b"[DONE]", Kind.TOKEN),
+        (CHAT, b"no json", Kind.TOKEN),
+        (CHAT, b"[1]", Kind.TOKEN),
+        (CHAT, b'{"other": 1}', Kind.TOKEN),
+        (CHAT, b'{"choices":[{"delta":{"reasoning":"a"}}]}', Kind.TOKEN),
+        (CHAT, b'{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}', Kind.TOKEN),
+        (CHAT, b'{"choices":[{"delta":{"content":""},"token_ids":[5]}]}', Kind.TOKEN),
+        (CHAT, b'{"choices":[{"delta":{"content":""},"logprobs":{"content":[]}}]}', Kind.OPENING),
+        (CHAT, b'{"choices":[{"delta":{"content":""},"logprobs":{"content":[{"token":""}]}}]}', Kind.TOKEN),
+        (CHAT, b'{"choices":[{"delta":{}},{"index":1,"delta":{"content":"x"}}]}', Kind.TOKEN),
+        (CHAT, b'{"choices":[],"usage":{"prompt_tokens":5}}', Kind.OPENING),
+        (CHAT, b'{"object":"chat.completion.chunk","usage":{"prompt_tokens":5}}', Kind.OPENING),
+        (CHAT, b'{"choices":[{"delta":{},"finish_reason":"error"}]}', Kind.ERROR),
+        (COMPLETION, b'{"choices":[{"text":"","finish_reason":"stop"}]}', Kind.TOKEN),
+        (COMPLETION, b'{"choices":[{"text":"","prompt_token_ids":[5,6]}]}', Kind.OPENING),
+        (
+            MESSAGES,
+            b'{"type":"content_block_start","content_block":{"type":"tool_use","id":"t"}}',
+            Kind.TOKEN,
+        ),
+        (
+            MESSAGES,
+            b'{"type":"content_block_start","content_block":{"type":"thinking","thinking":""}}',
+            Kind.OPENING,
+        ),
+        (
+            MESSAGES,
+            b'{"type":"content_block_delta","delta":{"type":"thinking_delta","thinking":"a"}}',
+            Kind.TOKEN,
+        ),
+        (RESPONSES, b'{"type":"response.queued","response":{"status":"queued"}}', Kind.OPENING),
+        (
+            RESPONSES,
+            b'{"type":"response.output_item.added","item":{"type":"function_call","name":"f"}}',
+            Kind.TOKEN,
+        ),
+        (
+            RESPONSES,
+            b'{"type":"response.output_item.added","item":{"type":"reasoning","summary":[]}}',
+            Kind.OPENING,
+        ),
+        (RESPONSES, b'{"type":"response.reasoning_text.delta","delta":"a"}', Kind.TOKEN),
+        (RESPONSES, b'{"type":"response.web_search_call.searching"}', Kind.TOKEN),
+        (RESPONSES, b'{"type":"error","code":"server_error","message":"m"}', Kind.ERROR),
+        (RESPONSES, b'{"type":"response.completed","response":{"status":"cancelled"}}', Kind.ABORT),
+        (
+            "/cohere/v2/chat",
+            b'{"type":"message-start","delta":{"message":{"role":"assistant"}}}',
+            Kind.OPENING,
+        ),
+        (
+            "/cohere/v2/chat",
+            b'{"type":"content-start","delta":{"message":{"content":{"type":"text","text":""}}}}',
+            Kind.OPENING,
+        ),
+        (
+            "/cohere/v2/chat",
+            b'{"type":"content-delta","delta":{"message":{"content":{"text":"a"}}}}',
+            Kind.TOKEN,
+        ),
+        ("", b'{"choices":[{"delta":{"content":""}}]}', Kind.OPENING),
+        (SGLANG, b'{"text":"","meta_info":{"finish_reason":null,"completion_tokens":0}}', Kind.OPENING),
+        (SGLANG, b'{"text":"","meta_info":{"finish_reason":null,"completion_tokens":1}}', Kind.TOKEN),
+    ],
+)
+def test_what_an_event_says(path: str, data: bytes, kind: Kind) -> None:
+    assert read_event(path, data).kind is kind
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b'{"error":{"message":"m","code":503}}', 503),
+        (b'{"error":{"message":"m","code":"odd"}}', 500),
+        (b'{"error":"gone"}', 500),
+        (b'{"object":"error","message":"m","code":400}', 400),
+        (b'{"type":"response.failed","response":{"status":"failed","error":{"code":"server_error"}}}', 500),
+        (b'{"error":null,"choices":[]}', 0),
+        (b'{"type":"response.created","response":{"error":null}}', 0),
+    ],
+)
+def test_the_status_that_an_error_names(data: bytes, status: int) -> None:
+    assert read_event(CHAT, data).status == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (CHAT, b'{"choices":[{"finish_reason": "abort"}]}', True),
+        (CHAT, b'{"choices":[{"message":{"content":"\\"abort\\""},"finish_reason":"stop"}]}', False),
+        (MESSAGES, b'{"type": "message", "content": []}', True),
+        (MESSAGES, b'{"type": "message", "stop_reason": "end_turn"}', False),
+        (RESPONSES, b'{"status": "cancelled"}', True),
+        (RESPONSES, b'{"status":"completed","usage":{"output_tokens": 0}}', True),
+        (RESPONSES, b'{"status":"completed","usage":{"output_tokens": 10}}', False),
+        (GENERATE, b'{"choices":[{"finish_reason":"abort","token_ids":[]}]}', True),
+        (SGLANG, b'{"text":"","meta_info":{"finish_reason":{"type":"abort"}}}', True),
+        (SGLANG, b'[{"text":"","meta_info":{"finish_reason":{"type":"abort"}}}]', True),
+        (SGLANG, b'[{"text":"\\"abort\\"","meta_info":{"finish_reason":{"type":"stop"}}}]', False),
+        (CHAT, b'"abort"', False),
+    ],
+)
+def test_whole_answers_that_the_engine_gave_up(path: str, body: bytes, expected: bool) -> None:
+    assert aborted(path, body) is expected
+
+
+@given(st.data())
+def test_openings_wait_for_the_first_token_and_comments_do_not(data: st.DataObject) -> None:
+    """However the stream is framed and split: nothing but comments comes out before the whole token is there;
+    then every byte does, comments perhaps earlier than the openings around them."""
+    path = data.draw(st.sampled_from(PATHS))
+    end = data.draw(st.sampled_from(sorted(LINE_ENDS.values())))
+    lines, space = data.draw(st.booleans()), data.draw(st.sampled_from(["", " "]))
+    comment = b": keep-alive" + end + end
+    openings = [event_of(one, end, lines=lines, space=space) for one in STREAMS[path].openings]
+    empty = [b"data:" + end + end, b"data" + end + end, b"event: x" + end + end, b"retry: 5" + end + end]
+    before = data.draw(st.lists(st.sampled_from([comment, *openings, *empty]), max_size=6))
+    token = event_of(STREAMS[path].token, end, lines=lines, space=space)
+    after = event_of(STREAMS[path].end[-1], end)
+    body = b"".join(before) + token + after
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=12)))
+    relay = SseRelay(path, replaceable=True)
+    out, fed = b"", 0
+    # The last line end may be one more byte of CR LF, or be no part of it.
+    begins = len(b"".join(before)) + len(token)
+    for start, stop in zip([0, *cuts], [*cuts, len(body)], strict=True):
+        if start == stop:
+            continue
+        out += relay.feed(body[start:stop])
+        fed = stop
+        if fed < begins - 1:
+            assert not relay.begun
+            assert set(out.splitlines()) <= {b": keep-alive", b""}
+        elif fed >= begins:
+            assert relay.begun
+    out += relay.end()
+    assert sorted(out.splitlines()) == sorted(body.splitlines())
+    assert len(out) == len(body)
+    if comment not in before:
+        assert out == body
+    assert not relay.aborted
+    assert not relay.failed
+    assert not relay.exposed
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_byte_by_byte_begins_with_its_token(path: str) -> None:
+    for end in LINE_ENDS.values():
+        body = stream_of(path, end=end)
+        secret = body.index(b"SECRET")
+        relay = SseRelay(path, replaceable=True)
+        for at in range(len(body)):
+            relay.feed(body[at : at + 1])
+            if at <= secret:
+                assert not relay.begun
+        assert relay.begun
+
+
+@pytest.mark.parametrize("size", [300_000, 3_000_000])
+@pytest.mark.parametrize("piece", [1400, 65_536])
+def test_an_opening_of_any_size_is_none_the_less_one(size: int, piece: int) -> None:
+    opening = b'data: {"prompt_token_ids":[%b5],"choices":[{"delta":{"role":"assistant"}}]}\n\n' % (
+        b"5," * (size // 2)
+    )
+    relay = SseRelay(CHAT, replaceable=True)
+    for at in range(0, len(opening), piece):
+        assert relay.feed(opening[at : at + piece]) == b""
+    assert (relay.begun, relay.exposed) == (False, False)
+    token = event_of(STREAMS[CHAT].token)
+    assert relay.feed(token) == opening + token
+
+
+def test_openings_beyond_the_bound_pass_and_are_no_tokens() -> None:
+    opening = b'data: {"prompt_token_ids":[%b5],"choices":[]}\n\n' % (b"5," * 2_500_000)
+    relay = SseRelay(CHAT, replaceable=True)
+    out = b"".join(relay.feed(opening[at : at + 65_536]) for at in range(0, len(opening), 65_536))
+    assert out == opening
+    assert (relay.begun, relay.exposed) == (False, True)
+    relay.feed(event_of(STREAMS[CHAT].token))
+    assert relay.begun
+
+
+def test_the_name_of_a_background_response_does_not_wait() -> None:
+    created = {"type": "response.created", "response": {"id": "resp_x", "background": True}}
+    relay = SseRelay(RESPONSES, replaceable=True)
+    opening = event_of(("response.created", created))
+    assert relay.feed(opening) == opening
+    assert (relay.begun, relay.exposed) == (False, True)
+
+
+def _events(path: str, *names: str) -> list[bytes]:
+    parts = STREAMS[path]
+    return [
+        event_of({"token": parts.token, "abort": parts.abort, "error": parts.error}[name]) for name in names
+    ]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("end", LINE_ENDS.values(), ids=LINE_ENDS)
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("kind", ["error", "abort"])
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_an_end_that_is_none_is_seen_behind_tokens(
+    path: str, end: bytes, lines: bool, kind: str, size: int
+) -> None:
+    """An error is passed on as it is; an abort, and what follows it, is not."""
+    parts = STREAMS[path]
+    good = event_of(parts.token, end, lines=lines) * 3
+    bad = event_of(getattr(parts, kind), end, lines=lines)
+    body = good + bad + (event_of(("", None), end) if kind == "error" else b"")
+    relay = SseRelay(path, replaceable=True)
+    out = b""
+    for at in range(0, len(body), size):
+        out += relay.feed(body[at : at + size])
+        if relay.aborted:
+            break
+    if not relay.aborted:
+        out += relay.end()
+    assert relay.aborted == (kind == "abort")
+    assert bool(relay.failed) == (kind == "error")
+    assert out == (good if kind == "abort" else body)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_text_that_speaks_of_errors_is_text(path: str) -> None:
+    """A token that is a mark itself, or quotes one."""
+    for word in ("error", "abort", '"error"', '{"error":{"code":500}}', 'finish_reason":"abort"'):
+        data = json.loads(json.dumps(STREAMS[path].token[1]).replace("SECRET", json.dumps(word)[1:-1]))
+        relay = SseRelay(path, replaceable=True)
+        body = event_of(STREAMS[path].token) + event_of((STREAMS[path].token[0], data))
+        assert relay.feed(body) == body
+        assert (relay.aborted, relay.failed) == (False, 0)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.sampled_from(PATHS), st.booleans())
+def test_no_bytes_of_an_engine_raise_or_are_lost(pieces: list[bytes], path: str, replaceable: bool) -> None:
+    relay = SseRelay(path, replaceable=replaceable)
+    out = b"".join(relay.feed(piece) for piece in pieces if piece) + relay.end()
+    if not relay.aborted:
+        assert sorted(out) == sorted(b"".join(pieces))
