@@ -16,6 +16,7 @@ import msgspec
 
 from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
 from router.admission.key_file import TenantRules, WaitTargets
+from router.admission.work import Work
 from router.openai.errors import bad_request, echoed, queue_full, queue_timeout
 from router.openai.numbers import whole_number
 from router.openai.request import QueueTicketRequest, Usage
@@ -190,17 +191,14 @@ class AdmissionQueue:
         return self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
 
     def settle(
-        self, claim: QueueTicketRequest, pool: str, charge: Charge | None, predicted: int, usage: Usage | None
+        self, claim: QueueTicketRequest, pool: str, charge: Charge | None, work: Work, usage: Usage | None
     ) -> None:
-        """Its engine has ended a request that was to compute ``predicted`` tokens; ``usage``: what the engine
-        reported."""
+        """Its engine has ended a request; ``usage``: what the engine reported."""
         # The prompt is corrected where it was charged, the generated tokens are charged now.
         if usage is None:
             return
-        known = usage.cached_tokens is not None
-        prompt = max(0, usage.prompt_tokens - (usage.cached_tokens or 0)) if known else predicted
         if charge is not None:
-            charge.correct(prompt)
+            charge.correct(work.computed(usage))
         self.charge(claim, pool, GENERATED_WORTH * usage.completion_tokens)
 
     def _enter(self, ticket: Ticket, engines: int) -> None:

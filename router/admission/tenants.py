@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from router.admission.key_file import TenantRules
+from router.admission.work import NO_WORK, Work
 from router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
-from router.openai.request import InboundRequest, Usage
+from router.openai.request import Usage
 
 SILENCE_S = 5.0
 REMEMBERED_S = 300.0
@@ -357,19 +358,22 @@ class Tenant:
         limit = self.rules.concurrent_requests
         if limit is not None and self.stats.active + self._active_elsewhere >= limit:
             raise self._refuse("concurrent_requests", limit, 1.0, now)
-        for bucket, setting, amount in (
-            (self._requests, "requests_per_minute", 1.0),
-            (self._tokens, "uncached_tokens_per_minute", 1.0),
-        ):
-            wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now)
-            if bucket is not None and wait_s:
-                raise self._refuse(setting, int(bucket.capacity), wait_s, now)
+        self._check(self._requests, "requests_per_minute", now)
+        self.check_tokens(now)
         if self._requests is not None:
             self._requests.take(1.0, now)
         self._requests_total += 1
         self.stats.requests += 1
         self.stats.active += 1
         self._changed(self.name)
+
+    def check_tokens(self, now: float) -> None:
+        """Raises ``ApiError`` (429) if the tenant has no tokens left."""
+        self._check(self._tokens, "uncached_tokens_per_minute", now)
+
+    def _check(self, bucket: TokenBucket | None, setting: str, now: float) -> None:
+        if bucket is not None and (wait_s := bucket.wait_s(1.0, now)):
+            raise self._refuse(setting, int(bucket.capacity), wait_s, now)
 
     def leave(self) -> None:
         """One request ended."""
@@ -429,21 +433,23 @@ class Tenant:
 class TenantRequest:
     """One request of a tenant, from when it was let in until it leaves."""
 
-    __slots__ = ("_charged", "_clock", "_known", "_open", "tenant")
+    __slots__ = ("_charged", "_clock", "_open", "_work", "tenant")
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float]) -> None:
         tenant.enter(clock())
         self.tenant = tenant
         self._clock = clock
         self._charged = 0
-        self._known = False
+        self._work: Work | None = None
         self._open = True
 
-    def placed(self, uncached_tokens: int, known: bool = True) -> None:
-        """An engine gets it now, and should compute these tokens of its prompt; not ``known``: by its size.
-        Asked again after a retry, the last one counts."""
-        self._known = known
-        self._charge(uncached_tokens)
+    def placed(self, work: Work) -> None:
+        """An engine gets it now. Asked again after a retry, the last one counts. Raises ``ApiError`` (429) if
+        other requests of the tenant have reached its limit since this one came."""
+        if self._work is None:
+            self.tenant.check_tokens(self._clock())
+        self._work = work
+        self._charge(work.uncached_tokens)
 
     @property
     def charged_tokens(self) -> int:
@@ -469,11 +475,9 @@ class TenantRequest:
         if usage is None:
             return
         stats.generated_tokens += usage.completion_tokens
-        if usage.cached_tokens is not None:
-            stats.cached_tokens += usage.cached_tokens
-            self._charge(max(0, usage.prompt_tokens - usage.cached_tokens))
-        elif not self._known:
-            self._charge(max(0, usage.prompt_tokens))
+        work = self._work or NO_WORK
+        stats.cached_tokens += work.cached(usage)
+        self._charge(work.computed(usage))
 
     def _charge(self, uncached_tokens: int) -> None:
         more, self._charged = uncached_tokens - self._charged, uncached_tokens
@@ -504,32 +508,3 @@ def _duration(seconds: float) -> bytes:
     minutes, rest = divmod(seconds, 60)
     text = f"{rest:.3f}".rstrip("0").rstrip(".") + "s"
     return (f"{int(minutes)}m{text}" if minutes else text).encode()
-
-
-# Estimates of a request's tokens by its size, charged until an engine reports usage.
-#
-# Where a prompt's tokens are known they count. Else these estimates do: of the order of what engines
-# report, rather above it, so that no tenant gets far ahead of a limit while many requests are under way.
-
-
-# Bytes of text for a token.
-_TEXT_BYTES: Final = 4
-# The same by reason why a prompt was not read: images in base64 (a JPEG of 1 MB is some 2,500 tokens), and
-# prompt embeddings (4,096 values of 16 bits, in base64, are 11 kB).
-_BYTES: Final = {"multimodal": 512, "embeds": 8192}
-# Audio at 16 kHz with 16 bits, 50 tokens a second.
-_FORM_BYTES: Final = 640
-# No model runs for these.
-_FREE: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-
-
-def estimated_tokens(request: InboundRequest, reason: str | None) -> int:
-    """Prompt tokens by the size of the body; ``reason``: why its prompt was not read, None where its API has
-    none that is read here."""
-    size = len(request.body)
-    if request.path in _FREE or request.path.endswith(("/render", "/derender")) or request.method != "POST":
-        return 0
-    if reason is not None:
-        return size // _BYTES.get(reason, _TEXT_BYTES)
-    is_form = bytes(request.body[:2]) == b"--"
-    return size // (_FORM_BYTES if is_form else _TEXT_BYTES)

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.admission.tenants import estimated_tokens
+from router.admission.work import estimated_tokens
 from router.feeds.base import FeedState
 from router.fleet.engines import EngineId, endpoint_of
 from router.fleet.status import Fleet, Frontend

@@ -108,6 +108,8 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     """Expected computing and loading when it was sent."""
     pages: int = 0
     """Blocks of the cache that it takes, if it shared none."""
+    sequences: int = 1
+    """Requests that the engine makes of it: prompts times answers."""
     rank_s: float = 0.0
     """Its place among waiting prompts: lower goes first, equals in the order of admission."""
     awaited: bool = True
@@ -145,7 +147,7 @@ class LoadAccount:
         *("_answer_s", "_assumed", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
         *("_foreign", "_fresh_until_s", "_gauges_s", "_head_s", "last_admit_s", "_late_s", "link_free_s"),
         *("_late_seen_s", "_others_waiting", "_recent_at_s", "_recent_s", "_running", "_settings"),
-        *("_startable", "_stuck", "_sure", "_unseen", "pages", "rates", "stats", "touched"),
+        *("_startable", "_stuck", "_sure", "_unseen", "_waiting", "pages", "rates", "stats", "touched"),
     )
 
     def __init__(
@@ -171,7 +173,8 @@ class LoadAccount:
         # Latest known number of other routers' prompts that wait there.
         self._others_waiting = 0
         self._awaited_tokens, self._awaited_load_s = 0, 0.0
-        self._running = 0
+        # Sequences of the awaited, and of those that run.
+        self._waiting = self._running = 0
         self._unseen: dict[Ticket, Callable[[], None]] = {}  # in the order of admission
         # mean, from a first token to the end.
         self._answer_s = settings.answer_s
@@ -198,6 +201,7 @@ class LoadAccount:
         waiting: int = 0,
         prompt_tokens: int = 0,
         rank_s: float = 0.0,
+        sequences: int = 1,
     ) -> Ticket:
         """Add a request sent to this engine, which has ``uncached_tokens`` to compute before its first token,
         and offloaded blocks to load for ``load_s``.
@@ -205,7 +209,8 @@ class LoadAccount:
         ``streams``: whether the first byte will show the end of the prefill; ``expected_s``: after what
         computing and loading time. ``prompt_tokens``: of the whole prompt, for its share of the pool.
         ``running`` and ``waiting``: requests there already, including others'. ``rank_s``: key in the
-        engine's order (``router.placement.engine``), constant for order of arrival.
+        engine's order (``router.placement.engine``), constant for order of arrival. ``sequences``: requests
+        that the engine makes of it.
         """
         if self._awaited:
             self._advance(now)
@@ -214,13 +219,14 @@ class LoadAccount:
             self._startable, self._stuck = 1, False
         # At least 1: vLLM always computes the last token of a prompt, for its logits.
         tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
-        ticket = Ticket(tokens, streams, load_s, now, now + expected_s, rank_s=rank_s)
+        ticket = Ticket(tokens, streams, load_s, now, now + expected_s, rank_s=rank_s, sequences=sequences)
         # A first token that waited for other clients' prompts would count their prefill as its own: four
         # workers would believe equal engines to differ by half.
-        ticket.alone = waiting <= len(self._awaited)
+        ticket.alone = waiting <= self._waiting
         if running > self._running:
             ticket.beside = running - self._running
         self._enqueue(ticket)
+        self._waiting += sequences
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
         ticket.pages = self.pages.need(prompt_tokens)
@@ -320,15 +326,15 @@ class LoadAccount:
         """Set the engine's own gauges (``vllm:num_requests_running``, ``..._waiting``,
         ``vllm:kv_cache_usage_perc``), polled at ``now``."""
         self._advance(now)
-        own = self._running + len(self._awaited)
+        own = self._running + self._waiting
         self._end_unseen(own - running - waiting, now)
         self._believe(max(0, waiting - self._others_waiting), now)
         self._recent_s, self._recent_at_s = self.recent_s(now), now
         if usage is not None:
             self.pages.report(usage)
         self._foreign.report(
-            beyond=running + waiting - self._running - len(self._awaited),
-            beyond_waiting=waiting - len(self._awaited),
+            beyond=running + waiting - self._running - self._waiting,
+            beyond_waiting=waiting - self._waiting,
             now=now,
         )
         self.touched()
@@ -337,11 +343,16 @@ class LoadAccount:
         """Assume that ``waiting`` of our requests wait there: the last of those not seen to begin."""
         # Prompts that ``vllm:num_requests_waiting`` counts have not begun, so those assumed to have begun are
         # put back, the last ones first: vLLM starts them in order.
-        again = min(waiting - len(self._awaited), len(self._assumed))
-        if again > 0:
-            self._unassume(list(self._assumed)[-again:])
+        again, back = waiting - self._waiting, list[Ticket]()
+        for ticket in reversed(self._assumed) if again > 0 else ():
+            if again <= 0:
+                break
+            again -= ticket.sequences
+            back.append(ticket)
+        if back:
+            self._unassume(back[::-1])
         self._gauges_s, self._fresh_until_s = now, now + self._settings.gauge_fresh_s
-        self._startable = max(0, len(self._awaited) - waiting)
+        self._startable = max(0, self._waiting - waiting)
         self._stuck = bool(self._awaited) and not self._startable
         if self._stuck:
             self._head_s, self._sure, self._carried_tokens = now, False, 0
@@ -353,7 +364,7 @@ class LoadAccount:
         for ticket, ended in list(self._unseen.items()) if count > 0 else ():
             if count <= 0 or ticket.sent_s > before_s:
                 break
-            count -= 1
+            count -= ticket.sequences
             self.stats.ended_by_gauges += 1
             self.finish(ticket, now)
             ended()
@@ -373,7 +384,7 @@ class LoadAccount:
         queue_s, running, waiting, idle_s, _, recent_s, _, _ = self.ahead(now, others, rate)
         # Only decisions settle foreign load: a page or a scrape may see an older state of the others.
         self._foreign.unsettled = unsettled
-        own = self._running + len(self._awaited)
+        own = self._running + self._waiting
         queue_s = max(queue_s, self.pages.wait_s(0))
         return EngineLoad(
             queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s, recent_s
@@ -391,7 +402,7 @@ class LoadAccount:
         all requests that only gauges show are foreign."""
         # Plain comparisons: this runs for each engine that changed since the decision before.
         until_s = self._advance(now, rate) if self._awaited else math.inf
-        running, waiting, foreign, beyond_s = self._running, len(self._awaited), self._foreign, 0.0
+        running, waiting, foreign, beyond_s = self._running, self._waiting, self._foreign, 0.0
         head: HeadProgress | None = None
         # The first decision after a poll settles what is foreign (``ForeignLoad.settle``).
         if foreign.unsettled and others is not None:
@@ -456,7 +467,7 @@ class LoadAccount:
             moves = not (self._stuck and now < self._fresh_until_s)
             done_s = min(now - found.head_at_s, found.head_s) if moves else 0.0
             tokens = round((found.whole_s - done_s) / rate)
-        return OthersLoad.bounded(self._running, len(self._awaited), tokens, recent_ms, link_ms)
+        return OthersLoad.bounded(self._running, self._waiting, tokens, recent_ms, link_ms)
 
     def _progress(self, rate: float, beyond_s: float = 0.0) -> HeadProgress:
         """How the seconds of prefill and loads of our awaited prompts there (at least one) fall with time."""
@@ -471,6 +482,8 @@ class LoadAccount:
     def check_integrity(self) -> list[str]:
         """Recount; an empty list, or one sentence per contradiction."""
         problems = []
+        if self._waiting != sum(t.sequences for t in self._awaited):
+            problems.append(f"waiting sequences {self._waiting} are not their sum")
         if self._awaited_tokens != sum(t.uncached_tokens for t in self._awaited):
             problems.append(f"awaited tokens {self._awaited_tokens} are not their sum")
         if not math.isclose(self._awaited_load_s, sum(t.load_s for t in self._awaited), abs_tol=1e-6):
@@ -519,9 +532,10 @@ class LoadAccount:
         # The sort is stable: without an order all ranks are equal, and the put-back prompts stay before those
         # sent after them.
         self._awaited = dict.fromkeys(sorted([*tickets, *self._awaited], key=_rank_s))
-        self._running -= len(tickets)
         for ticket in tickets:
             del self._assumed[ticket]
+            self._running -= ticket.sequences
+            self._waiting += ticket.sequences
             ticket.awaited = True
             self._awaited_tokens += ticket.uncached_tokens
             self._awaited_load_s += ticket.load_s
@@ -555,13 +569,14 @@ class LoadAccount:
         """Move from awaited to running, after ``touched``."""
         ticket.begun_s = now
         del self._awaited[ticket]
+        self._waiting -= ticket.sequences
         self._awaited_tokens -= ticket.uncached_tokens
         # No awaited prompts, nothing to load: rounding errors do not add up.
         self._awaited_load_s = self._awaited_load_s - ticket.load_s if self._awaited else 0.0
         ticket.awaited = False
-        self._startable -= 1
+        self._startable -= ticket.sequences
         self.pages.start(ticket.pages)
-        self._running += 1
+        self._running += ticket.sequences
 
     def _end(self, ticket: Ticket, now: float) -> None:
         if ticket.ended:
@@ -575,6 +590,6 @@ class LoadAccount:
         self._assumed.pop(ticket, None)
         # Pages are held from the start of the prefill, which is ``work_s`` before the first token.
         self.pages.end(ticket.pages, now - ticket.begun_s + ticket.work_s, now)
-        self._running -= 1
+        self._running -= ticket.sequences
         self.touched()
         ticket.ended = True

@@ -100,8 +100,12 @@ class PageAccount:
             self._settle()
 
     def need(self, tokens: int) -> int:
-        """Return the pages of a prompt, shared ones included; 0 while the layout is unknown."""
-        return prompt_pages(self._groups, tokens) if self._groups and tokens > 0 else 0
+        """Return the pages of a prompt, shared ones included; 0 while the layout is unknown. Prompts that do
+        not fit the pool together take it one after the other."""
+        if not self._groups or tokens <= 0:
+            return 0
+        pages = prompt_pages(self._groups, tokens)
+        return min(pages, self._blocks) if self._blocks else pages
 
     def wait_s(self, tokens: int, behind: int = 0) -> float:
         """Return the seconds until a prompt sent now has room, if it precedes ``behind`` pages of waiting

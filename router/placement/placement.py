@@ -7,14 +7,14 @@ Invariants: a placement is removed from every account exactly once (``Attempt``)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from publisher.events import BlockHash
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
-from router.admission.tenants import estimated_tokens
+from router.admission.work import Work, estimated_tokens
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
@@ -145,6 +145,28 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
                 missed = "load" if holder.queue_s > chosen.queue_s else "choice"
         return MostHeld(most, missed, sole, sole_s)
 
+    def work(self, request: InboundRequest) -> Work:
+        """Return the work of the request at the chosen engine: all its prompts, times all its answers."""
+        read, uncached, tokens = self.read, self.choice.uncached_tokens, self.prompt_tokens
+        if isinstance(read, Prompt):
+            if read.num_prompts == 1 == read.num_answers:
+                return Work(uncached, tokens)
+            return _work_of_many(read, self.engine, uncached, tokens)
+        size = estimated_tokens(request, None if read is None else read.reason)
+        # of a text, without the tokens assumed to be cached
+        uncached += max(0, size - tokens)
+        if read is None or read.num_prompts == 1 == read.num_answers:
+            return Work(uncached, max(size, tokens), known=False)
+        prompts, answers = read.num_prompts, read.num_answers
+        again = (answers - 1) * prompts * _BLOCK_TOKENS
+        return Work(uncached + again, max(size, tokens), prompts, answers, again, known=False)
+
+    def more_s(self, work: Work) -> float:
+        """Return the seconds of ``work`` that the choice did not count: those of prompts behind the first, of
+        further answers, and of what is not read."""
+        more = work.uncached_tokens - self.choice.uncached_tokens
+        return more * self.candidate.prefill_s_per_token if more > 0 else 0.0
+
     def wait_s(self) -> float:
         """Return the predicted wait for an engine; for a split request that of the prefill or of the decode
         engines, whichever is longer."""
@@ -156,6 +178,27 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     def first_token(self) -> FirstTokenParts | None:
         """Return the predicted time to first token; None without a prediction of the hit."""
         return predicted_first_token(self.read, self.candidate, self.choice.cost, self.engine)
+
+
+# The usual block of engines whose blocks are not known.
+_BLOCK_TOKENS: Final = 16
+
+
+def _work_of_many(read: Prompt, engine: Engine, uncached: int, tokens: int) -> Work:
+    """Return the work of several prompts, or of several answers."""
+    rest, answers = read.rest, read.num_answers
+    whole = tokens + rest.size
+    again = 0
+    if answers > 1:
+        stated, block = engine.stated, engine.scheme.hash_block_size
+        if read.skips_cache or (stated is not None and stated.caches_prefixes is False):
+            again = whole
+        else:
+            # The siblings of a prompt's first answer hit its whole blocks, but never its last token.
+            again = tokens - (tokens - 1) // block * block + min(rest.size, rest.prompts * block)
+    again *= answers - 1
+    # The prompts behind the first are not looked up: nothing of them is taken to be cached.
+    return Work(uncached + rest.size + again, whole, read.num_prompts, answers, again)
 
 
 def predicted_first_token(
@@ -218,11 +261,14 @@ class Placement(Attempt):
         address = engine.engine
         rank, cost = address.dp_rank, choice.cost
         self._cost = cost
-        self._first_token_s = first_token_s = cost.first_token_s
         fields: Fields = () if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),)
         hit = candidate.hit if decision.pull is None else decision.pull.hit
         order = decision.order if engine.takes_order else None
-        work_s = cost.prefill_s
+        work = decision.work(request)
+        more_s = 0.0 if work.uncached_tokens == choice.uncached_tokens else decision.more_s(work)
+        # Of several prompts, that of the last one.
+        self._first_token_s = first_token_s = cost.first_token_s + more_s
+        work_s = cost.prefill_s + more_s
         place = float(request.priority) if order is None else order.rank_s(work_s)
         if isinstance(read, Prompt):
             scheme = engine.scheme
@@ -242,7 +288,7 @@ class Placement(Attempt):
             request,
             now=accounts.now,
             expected_s=first_token_s + cost.decode_s,
-            uncached_tokens=choice.uncached_tokens,
+            work=work,
             engine_headers=fields,
             client_headers=client_headers,
             waited_s=waited_s,
@@ -261,10 +307,11 @@ class Placement(Attempt):
         )
         self._ticket = self._admit()
         accounts.load_stats.admitted_silent += not engine.up
+        # Of two engines for one request the one that answers is charged, until the request's end.
         self._charged: Charge | None = None
-        if accounts.room is not None:
+        if accounts.room is not None and self._is_answer:
             base_model = engine.base_model or ""
-            self._charged = accounts.room.charge(request.claim, base_model, self.uncached_tokens)
+            self._charged = accounts.room.charge(request.claim, base_model, work.uncached_tokens)
         self._flying: InflightPrompt | None = None
         self._pooled: PooledPrompt | None = None
         self._seen_tokens = 0
@@ -298,17 +345,19 @@ class Placement(Attempt):
 
     def _admit(self) -> Ticket:
         """Open its entry in the load account."""
-        choice, cost, candidate = self.decision.choice, self._cost, self._candidate
+        cost, candidate, work = self._cost, self._candidate, self.work
         return self.engine.load.admit(
-            uncached_tokens=choice.uncached_tokens,
+            uncached_tokens=work.uncached_tokens,
             now=self.asked_s,
-            streams=self.request.stream,
+            # The first token of several prompts says nothing of the others.
+            streams=self.request.stream and work.prompts == 1,
             load_s=cost.load_s,
             expected_s=self._first_token_s,
             running=candidate.running,
             waiting=candidate.waiting,
-            prompt_tokens=self.decision.prompt_tokens,
+            prompt_tokens=work.prompt_tokens,
             rank_s=self._rank_s,
+            sequences=work.prompts * work.answers,
         )
 
     def streamed(self, events: int) -> None:
@@ -323,15 +372,6 @@ class Placement(Attempt):
     def _keeps(self, read: Prompt) -> Kept:
         """Prefixes of the prompt that the engine will be able to hit."""
         return self.engine.kept(read.num_tokens, self._candidate.hit)
-
-    def price(self) -> tuple[int, bool]:
-        """Implement ``Attempt``."""
-        read, request = self.decision.read, self.request
-        if isinstance(read, Prompt):
-            return self.uncached_tokens, True
-        size = estimated_tokens(request, None if read is None else read.reason)
-        # for a text, subtract the tokens assumed to be cached
-        return self.uncached_tokens + max(0, size - self.decision.prompt_tokens), False
 
     def facts(self) -> dict[str, Any]:
         """Implement ``Attempt``."""
@@ -472,9 +512,9 @@ class Placement(Attempt):
 
     def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
         """Settle the tenant's charge, and wake the queue, which may have room now."""
-        if self._answered:
+        if self._answered and self._is_answer:
             pool = self.engine.base_model or ""
-            room.settle(self.request.claim, pool, self._charged, self.uncached_tokens, usage)
+            room.settle(self.request.claim, pool, self._charged, self.work, usage)
         elif self._charged is not None:
             self._charged.correct(0)
         room.changed()

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
 from router.admission.fair_queue import Lane
 from router.fleet.status import Fleet
-from router.openai.request import PROMPT_APIS, InboundRequest
+from router.openai.request import SALTED, UNCACHED, InboundRequest
 from router.placement.candidate import Candidate, columns
 from router.placement.engine import Engine
 from router.placement.others import OthersLoad, others_at
 from router.placement.placement import Decision
+from router.proxy.headers import POST_PATHS
 
+# What engines compute, render or tokenize; all else is answered at once.
+_QUEUED: Final = POST_PATHS | SALTED | UNCACHED
 # A prompt that shares enough with one in flight is sent at once: its prefix will be there, and most of the
 # work is done once. But no engine's queue may grow beyond this multiple of ``saturation_s`` that way.
 PILE = 4.0
@@ -84,7 +88,7 @@ class SaturationGate:
 
     def must_queue(self, request: InboundRequest, decision: Decision) -> bool:
         """Whether the request must wait for its turn."""
-        if request.method != "POST" or request.path not in PROMPT_APIS:
+        if request.method != "POST" or request.path not in _QUEUED:
             return False
         settings, candidates = self._settings, decision.candidates
         if not len(self.room) and any_room(
@@ -105,10 +109,10 @@ class SaturationGate:
         engines = decision.engines
         bound = request.pinned is not None or request.earlier_response is not None
         only = engines[0].engine_id if bound and len(engines) == 1 else None
-        cost = decision.choice.cost
+        cost, work = decision.choice.cost, decision.work(request)
         return await self.room.wait(
             request.claim,
-            work_s=cost.prefill_s + cost.load_s,
+            work_s=cost.prefill_s + cost.load_s + decision.more_s(work),
             pool=pool_of(decision),
             lane=(request.model, only),
             engines=len(engines),

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from publisher.events import Family
-from router.admission.admission_queue import AdmissionQueue
 from router.fleet.engines import endpoint_of
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import Receipt
@@ -76,12 +75,6 @@ class PrefillPlacement(Placement):
     def facts(self) -> dict[str, Any]:
         """Implement ``Attempt``."""
         return super().facts() | {"kvatlas.leg": "prefill"}
-
-    def _charge(self, room: AdmissionQueue) -> None:
-        """Charge nothing: the other placement is charged, until the request's end."""
-
-    def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
-        room.changed()
 
 
 class DecodePlacement(Placement):

@@ -18,6 +18,7 @@ import xxhash
 
 from router.admission.admission_queue import ENGINE_PRIORITY
 from router.admission.tenants import TenantRequest
+from router.admission.work import NO_WORK, Work
 from router.http.request_cycle import RequestCycle
 from router.http.upstream import UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
@@ -53,8 +54,7 @@ class Attempt:
         ),
         *("engine_id", "expected_s", "handoff", "kv_source", "now", "open", "prefill", "request"),
         *("retention", "sent_body"),
-        *("uncached_tokens", "version"),
-        *("waited_s", "watched"),
+        *("version", "waited_s", "watched", "work"),
     )
 
     def __init__(
@@ -66,7 +66,7 @@ class Attempt:
         *,
         now: Callable[[], float],
         expected_s: float = 0.0,
-        uncached_tokens: int = 0,
+        work: Work = NO_WORK,
         engine_headers: Fields = (),
         client_headers: Fields = (),
         waited_s: float = 0.0,
@@ -79,8 +79,8 @@ class Attempt:
         self.engine_headers = engine_headers
         self.client_headers = client_headers
         self.expected_s = expected_s
-        self.uncached_tokens = uncached_tokens
-        """Prompt tokens that the engine should have to compute."""
+        self.work = work
+        """Work that the engine should have with it."""
         self.waited_s = waited_s
         """Seconds that it waited in the router for an engine with room."""
         self.now = now
@@ -135,11 +135,6 @@ class Attempt:
 
     def order_refused(self) -> None:
         """The engine refuses any priority: it takes without one what it refused with it."""
-
-    def price(self) -> tuple[int, bool]:
-        """Prompt tokens that its tenant is charged with until the engine reports what it computed, and
-        whether they rest on the prompt's tokens."""
-        return self.uncached_tokens, False
 
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""

@@ -247,8 +247,16 @@ class Forwarder:
     ) -> Refusal | UpstreamError | None:
         """Charge the tenant, then implement ``_attempt``; before it, the prompt is computed by another
         engine, where the placement says so. Raises ``AgainError``."""
-        if out.entry is not None:
-            out.entry.placed(*placement.price())
+        # One that takes over a prompt that has been computed costs what that did.
+        takes_over = placement.body is not None and placement.prefill is None
+        if out.entry is not None and not takes_over:
+            try:
+                out.entry.placed(placement.work)
+            except ApiError:
+                placement.finished(None)
+                if placement.prefill is not None:
+                    placement.prefill.finished(None)
+                raise
         if disagg is None:
             return await self._attempt(placement, out, carrier, None, send)
         try:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from router.admission.key_file import TenantRules
 from router.admission.tenants import SILENCE_S, OthersUse, Tenant, TenantRequest, Use, Uses
+from router.admission.work import Work
 from router.openai.errors import ApiError
 from tests.support.examples import examples
 
@@ -49,11 +50,11 @@ class Process:
         """A request begins, or the oldest one ends and turns out to have cost that."""
         if tokens % 2 and self.requests:
             request = self.requests.pop(0)
-            request.placed(tokens // 2)
+            request.placed(Work(tokens // 2, tokens))
             request.leave(None)
             return
         request = TenantRequest(self.tenant, lambda: 0.0)
-        request.placed(tokens)
+        request.placed(Work(tokens, tokens))
         self.requests.append(request)
 
     @property

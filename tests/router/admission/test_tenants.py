@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from router.admission.key_file import TenantRules
 from router.admission.tenants import Tenant, TenantRequest, TokenBucket
+from router.admission.work import Work
 from router.openai.errors import ApiError
 from router.openai.request import Usage
 
@@ -61,7 +62,7 @@ def test_only_uncached_tokens_are_charged() -> None:
     """Predicted when placed, corrected by what the engine reports: who has cached prefixes pays little."""
     tenant, clock = account(uncached_tokens_per_minute=600)
     entry = TenantRequest(tenant, clock)
-    entry.placed(500)
+    entry.placed(Work(500, 2000))
     assert dict(entry.answer_headers())[b"x-ratelimit-remaining-tokens"] == b"100"
     entry.leave(Usage(prompt_tokens=10_000, completion_tokens=7, cached_tokens=9_900))
     assert dict(entry.answer_headers())[b"x-ratelimit-remaining-tokens"] == b"500"
@@ -72,7 +73,7 @@ def test_only_uncached_tokens_are_charged() -> None:
 def test_one_long_prompt_is_let_in_and_paid_for() -> None:
     tenant, clock = account(uncached_tokens_per_minute=600)
     entry = TenantRequest(tenant, clock)
-    entry.placed(1200)
+    entry.placed(Work(1200, 2000))
     entry.leave(None)
     error = refusal(tenant, clock)
     assert (error.kind, dict(error.headers)[b"retry-after"]) == ("tokens", b"61")
@@ -83,8 +84,8 @@ def test_one_long_prompt_is_let_in_and_paid_for() -> None:
 def test_of_several_attempts_the_last_counts() -> None:
     tenant, clock = account()
     entry = TenantRequest(tenant, clock)
-    entry.placed(500)
-    entry.placed(800)
+    entry.placed(Work(500, 2000))
+    entry.placed(Work(800, 2000))
     assert tenant.stats.uncached_tokens == 800
 
 
@@ -156,7 +157,7 @@ def test_what_no_engine_answered_is_refunded() -> None:
     tenant, clock = account(uncached_tokens_per_minute=600, requests_per_minute=5)
     for _ in range(10):
         entry = TenantRequest(tenant, clock)
-        entry.placed(500)
+        entry.placed(Work(500, 2000))
         entry.leave(None, served=False)
         assert tokens_left(tenant, clock) == 600
         assert tenant.stats.uncached_tokens == 0
@@ -182,6 +183,6 @@ def test_what_an_engine_reports_replaces_an_estimate_by_size(
     """Where the prompt's tokens are known and no cached ones are reported, the prediction knows more."""
     tenant, clock = account()
     entry = TenantRequest(tenant, clock)
-    entry.placed(100, known)
+    entry.placed(Work(100, 3000, known=known))
     entry.leave(usage)
     assert tenant.stats.uncached_tokens == charged

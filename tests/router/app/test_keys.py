@@ -229,7 +229,7 @@ CHARGED = [
     ("/v1/audio/transcriptions", None, {"text": "x", "usage": {"type": "duration", "seconds": 61}}, 3050),
     ("/v1/embeddings", {"model": "m", "input": WORDS}, {"no": "usage"}, 5250),
     ("/v1/completions", {"model": "m", "prompt_embeds": WORDS}, {"usage": {"prompt_tokens": 7}}, 7),
-    ("/tokenize", {"model": "m", "prompt": WORDS}, {"tokens": [1], "count": 1}, 1),
+    ("/tokenize", {"model": "m", "prompt": WORDS}, {"tokens": [1], "count": 1}, 328),
 ]
 
 

@@ -12,6 +12,7 @@ from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.status import Fleet, ModelCard
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
+from router.openai.response_ids import ResponseIds, of_engine
 from router.placement.eligible import NO_LENGTH, EligibleEngines, Length, length_of
 from router.placement.engine import Accounts, Engine
 from router.prompts.prompt import Prompt, TextAffinity
@@ -131,10 +132,8 @@ def test_a_gateways_engines_are_compared_with_each_other_only() -> None:
 
 def test_where_only_one_engine_can_take_it_that_one_refuses_it() -> None:
     fleet, eligible = fleet_of(1000, 4000)
-    accounts = eligible._accounts
-    accounts.responses.record("resp_1", of(0))
     assert places(eligible, 2000, 2000, pinned=of(0)) == [0]
-    assert places(eligible, 2000, 2000, earlier_response="resp_1") == [0]
+    assert places(eligible, 2000, 2000, earlier_response=of_engine(ResponseIds().make(""), of(0))) == [0]
     assert len(fleet) == 2
 
 

@@ -436,3 +436,27 @@ def test_an_unseen_request_is_no_evidence_that_its_engine_is_silent(unseen: bool
         if unseen:
             breaker.unseen(now)
     assert breaker.allows(21.0) is unseen
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 256])
+def test_a_request_counts_as_the_requests_that_the_engine_makes_of_it(sequences: int) -> None:
+    """Its engine's gauges show each: none of them is another client's, and no slot is counted as free."""
+    load = LoadAccount(FleetRates(RateSettings(prefill_s_per_token=RATE)).engine())
+    ticket = load.admit(uncached_tokens=1000, now=0.0, streams=False, sequences=sequences)
+    assert (load.current(0.0).waiting, load.current(0.0).running) == (sequences, 0)
+    load.report(running=0, waiting=sequences, now=0.1)
+    found = load.current(0.1)
+    assert (found.waiting, found.foreign) == (sequences, 0)
+    load.report(running=sequences, waiting=0, now=0.2)
+    assert load.current(0.2).foreign == 0
+    found = load.current(1000 * RATE + 0.3)
+    assert (found.waiting, found.running) == (0, sequences)
+    # By the gauges some of them wait again: so does the request.
+    load.report(running=sequences - 1, waiting=1, now=1000 * RATE + 0.4)
+    assert load.check_integrity() == []
+    own = load.own(1000 * RATE + 0.4)
+    assert own is not None
+    assert own.running + own.waiting == sequences
+    load.finish(ticket, 1000 * RATE + 0.5)
+    assert (load.current(2000 * RATE).waiting, load.current(2000 * RATE).running) == (0, 0)
+    assert load.check_integrity() == []

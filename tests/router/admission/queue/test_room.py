@@ -9,6 +9,7 @@ import pytest
 
 from router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
 from router.admission.fair_queue import Lane
+from router.admission.work import Work
 from router.openai.errors import ApiError
 from router.openai.request import QueueTicketRequest, Usage
 from tests.support.waiting import until
@@ -136,7 +137,7 @@ async def test_what_the_engine_reports_corrects_what_was_charged() -> None:
     acme, beta = QueueTicketRequest("acme"), QueueTicketRequest("beta")
     charge = room.charge(acme, "tiny", 1000)
     room.charge(beta, "tiny", 500)
-    room.settle(acme, "tiny", charge, 1000, Usage(1000, 10, 900))  # 100 and twice 10
+    room.settle(acme, "tiny", charge, Work(1000, 1000), Usage(1000, 10, 900))  # 100 and twice 10
     order = []
     engines.gap_s = 0.0
     room.changed()

@@ -1,0 +1,71 @@
+"""The work of a request is counted whole, and once: all prompts, all answers, in every account."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.admission.key_file import TenantRules
+from router.admission.tenants import Tenant, TenantRequest
+from router.admission.work import Work, estimated_tokens
+from router.openai.errors import ApiError
+from router.openai.request import InboundRequest, Usage
+
+
+@pytest.mark.parametrize(
+    ("work", "usage", "computed"),
+    [
+        # One prompt, one answer: the report is right.
+        (Work(100, 1000), None, 100),
+        (Work(100, 1000), Usage(1000, 5, 700), 300),
+        (Work(100, 1000), Usage(1000, 5), 100),
+        (Work(100, 1000, known=False), Usage(800, 5), 800),
+        (Work(100, 1000), Usage(10, 5, 700), 0),
+        # Three answers: the cached tokens are those of a sibling, which hit what the first one stored.
+        (Work(278, 274, 1, 3, 4), Usage(274, 9, 256), 278),
+        (Work(278, 274, 1, 3, 4), Usage(274, 9), 278),
+        (Work(24, 274, 1, 3, 4), Usage(274, 9, 272), 24),
+        (Work(278, 274, 1, 3, 4), Usage(300, 9, 256), 304),
+        (Work(40, 60, 1, 3, 32, known=False), Usage(274, 9, 256), 306),
+        # Many prompts: their number of tokens is right, the cached ones are those of the last.
+        (Work(9000, 10_000, 256), Usage(11_000, 256, 16), 10_000),
+        (Work(9000, 10_000, 256, known=False), Usage(11_000, 256, 16), 11_000),
+        (Work(10, 10_000, 256), Usage(5, 256, 16), 0),
+    ],
+)
+def test_what_was_computed(work: Work, usage: Usage | None, computed: int) -> None:
+    assert work.computed(usage) == computed
+    if usage is not None and work.sequences == 1:
+        assert work.cached(usage) == (usage.cached_tokens or 0) or computed == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body", "reason", "tokens"),
+    [
+        ("/v1/embeddings", "POST", b"x" * 4000, None, 1000),
+        ("/v1/completions", "POST", b"x" * 4000, "no_tokenizer", 1000),
+        ("/v1/chat/completions", "POST", b"x" * 5120, "multimodal", 10),
+        ("/v1/audio/transcriptions", "POST", b"--" + b"x" * 6398, None, 10),
+        ("/tokenize", "POST", b"x" * 60_000, None, 938),
+        ("/v1/messages/count_tokens", "POST", b"x" * 6400, None, 101),
+        ("/v1/chat/completions/render", "POST", b"x" * 6400, None, 101),
+        ("/detokenize", "POST", b"x", None, 1),
+        ("/v1/models", "GET", b"", None, 0),
+        ("/reset_prefix_cache", "POST", b"", None, 0),
+    ],
+)
+def test_an_estimate_by_size(path: str, method: str, body: bytes, reason: str | None, tokens: int) -> None:
+    assert estimated_tokens(InboundRequest(method, path, b"", [], body), reason) == tokens
+
+
+def test_requests_that_came_together_are_not_all_let_in_before_the_first_is_charged() -> None:
+    tenant = Tenant("acme", TenantRules(uncached_tokens_per_minute=1000), 0.0)
+    entries = [TenantRequest(tenant, lambda: 0.0) for _ in range(12)]
+    entries[0].placed(Work(60_000, 60_000, 256))
+    for entry in entries[1:]:
+        with pytest.raises(ApiError) as refused:
+            entry.placed(Work(60_000, 60_000, 256))
+        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+        entry.leave(None, served=False)
+    # A retry of one that was let in is no new request.
+    entries[0].placed(Work(50_000, 60_000, 256))
+    assert tenant.stats.uncached_tokens == 50_000
