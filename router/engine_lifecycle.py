@@ -170,6 +170,9 @@ class EngineLifecycle:
     def engine_restarted(self, engine: Engine) -> None:
         """Implement ``FleetListener``."""
         engine.reset()
+        if engine.feed is not None and engine.feed.disconnects == engine.polled_disconnects:
+            # The feed's connection is that to the old process, which was still there at the last poll.
+            self.feeds.reconnect(engine.engine_id)
         self.feeds.suspect(engine.engine_id)
 
     def engine_asleep(self, engine: Engine, *, woke: bool) -> None:
@@ -181,6 +184,7 @@ class EngineLifecycle:
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """Implement ``FleetListener``."""
         engine.polled_clears = engine.clears
+        engine.polled_disconnects = 0 if engine.feed is None else engine.feed.disconnects
         self._learn_setup(engine)
         layout = engine.layout
         if layout is not None and engine.base_model in self._files:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -174,6 +175,7 @@ class EngineModel:
         self.release = release(settings.version)
         self._dp_rank = settings.dp_rank
         self._cache = _cache_config(settings)
+        self._started_s = time.time()
         self._drafts = any(group.is_eagle for group in resolve_groups(settings))
         self._turn = asyncio.Lock()
         self._tokenizer = shared_tokenizer(settings.tokenizer_dir)
@@ -278,6 +280,7 @@ class EngineModel:
             dp_rank=self._dp_rank,
             transfers=transfers,
             drafts=self._drafts,
+            started_s=self._started_s,
         )
 
     async def _chat_tokens(self, request: ChatRequest) -> list[int]:

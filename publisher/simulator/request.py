@@ -145,6 +145,7 @@ def _families(
     transfers: TransferStats | None,
     *,
     drafts: bool,
+    started_s: float,
 ) -> Iterator[Metric]:
     names, values = list(labels), list(labels.values())
 
@@ -177,6 +178,12 @@ def _families(
     yield success
     name = "vllm:time_to_first_token_seconds"
     yield histogram(name, "Time to first token.", labels, stats.ttft, TTFT_BUCKETS_S)
+    # Of prometheus_client's ProcessCollector, whose other metrics nobody reads.
+    started = GaugeMetricFamily(
+        "process_start_time_seconds", "Start of the process, seconds since the epoch."
+    )
+    started.add_metric([], started_s)
+    yield started
 
 
 def render(
@@ -188,15 +195,18 @@ def render(
     dp_rank: int,
     transfers: TransferStats | None = None,
     drafts: bool = False,
+    started_s: float = 1.0,
 ) -> bytes:
     """The body of ``GET /metrics``.
 
-    ``transfers`` is None for an engine without a connector. ``drafts``: the engine has a drafter's layers
-    (which draft nothing here).
+    ``started_s``: start of the process, seconds since the epoch. ``transfers`` is None for an engine without
+    a connector. ``drafts``: the engine has a drafter's layers (which draft nothing here).
     """
     registry = CollectorRegistry()
     labels = {"model_name": model, "engine": str(dp_rank)}
-    registry.register(_Scrape(list(_families(stats, gauges, cache, labels, transfers, drafts=drafts))))
+    registry.register(
+        _Scrape(list(_families(stats, gauges, cache, labels, transfers, drafts=drafts, started_s=started_s)))
+    )
     return generate_latest(registry)
 
 
@@ -209,9 +219,10 @@ def render_sglang(
     dp_rank: int,
     transfers: TransferStats | None = None,
     drafts: bool = False,
+    started_s: float = 1.0,
 ) -> bytes:
     """The body of SGLang's ``GET /metrics``: its gauges (srt/observability/metrics_collector.py, 0.5.23)."""
-    del stats, transfers, drafts  # other names and no connectors
+    del stats, transfers, drafts, started_s  # other names, no connectors, no collector of processes
     registry = CollectorRegistry()
     labels = {"dp_rank": str(dp_rank), "engine_type": "unified", "model_name": model, "tp_rank": "0"}
     values = {

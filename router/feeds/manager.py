@@ -97,6 +97,12 @@ class FeedManager:
         if followed is not None and followed.feed is not None:
             followed.feed.suspect()
 
+    def reconnect(self, engine_id: str) -> None:
+        """Handle an engine that has restarted without an end of its connections."""
+        followed = self._followed.get(engine_id)
+        if followed is not None and followed.feed is not None:
+            followed.feed.reconnect()
+
     def computed(self, engine_id: str, since: float) -> None:
         """Handle a response that shows that the engine stored blocks since then (clock seconds)."""
         followed = self._followed.get(engine_id)

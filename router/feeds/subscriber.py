@@ -96,6 +96,8 @@ class Feed:
         self._actions: deque[Action] = deque()
         self._performing = asyncio.Lock()
         self._parsing = asyncio.Lock()
+        self._live: zmq.Socket[bytes] | None = None
+        """While it is connected."""
         self._tasks: asyncio.TaskGroup | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
@@ -117,6 +119,8 @@ class Feed:
             monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
             stack.callback(reader.socket.disable_monitor)
             reader.socket.connect(self.events_endpoint)
+            self._live = reader.socket
+            stack.callback(setattr, self, "_live", None)
             async with asyncio.TaskGroup() as self._tasks:
                 running = [
                     self._tasks.create_task(self._read_live(reader, monitor)),
@@ -148,6 +152,15 @@ class Feed:
     def suspect(self) -> None:
         """Tell the feed that the engine's process may have ended. Its blocks count once it is confirmed."""
         self._actions.extend(self._machine.suspect(self._clock()))
+
+    def reconnect(self) -> None:
+        """Connect to the engine again: its process has ended, and the connection was never closed. So it is
+        when a machine loses power; libzmq would notice at the next probe, up to half a minute later."""
+        if self._live is None:
+            return
+        self._actions.extend(self._machine.disconnected(self._clock()))
+        self._live.disconnect(self.events_endpoint)
+        self._live.connect(self.events_endpoint)
 
     # Tasks.
 

@@ -275,7 +275,7 @@ class Engine(EngineStatus):
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving", "has_unseen_caches"),
         *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts_so_far", "residency"),
-        *("rests_until", "shadow", "polled_clears", "takes_order", "waiting"),
+        *("rests_until", "shadow", "polled_clears", "polled_disconnects", "takes_order", "waiting"),
     )
 
     def __init__(
@@ -317,6 +317,8 @@ class Engine(EngineStatus):
         self.takes_order = True
         """It has not refused a request for its priority."""
         self.polled_clears = 0
+        # Disconnects of its feed when its metrics were last read.
+        self.polled_disconnects = 0
         """Of ``clears``, those known at the last poll."""
         self.closed = False
         """It has left the fleet: nothing more is recorded for it."""

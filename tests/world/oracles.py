@@ -23,10 +23,12 @@ from prometheus_client.samples import Sample
 
 from publisher.simulator.model import WRONG_MARK
 from router.api.metrics_page import RouterCollector
+from router.http.request_cycle import RequestCycle
 from router.observe.usage import UsageLine
 from tests.world.clients import PATIENCE_S, Exchange, Told, told
 from tests.world.faults import Faults
 from tests.world.fleet import Fleet, Serving, engine_host
+from tests.world.machines import PROCESS
 from tests.world.plan import Plan
 from tests.world.truth import Expected
 
@@ -384,11 +386,20 @@ def judge_end(fleet: Fleet) -> Iterator[Violation]:
     """After the end of everything: no task, and no exception that nobody handled."""
     me = asyncio.current_task()
     for task in asyncio.all_tasks():
-        if task is not me and not fleet.loop.is_killed(task):
-            coro: Any = task.get_coro()
+        coro: Any = task.get_coro()
+        if task is not me and not fleet.loop.is_killed(task) and not fleet.killed(_process(coro)):
             yield Violation("left", f"a task: {coro.__qualname__}")
     for text in fleet.loop.errors:
         yield Violation("faults", f"unhandled: {text}")
+
+
+def _process(coro: Any) -> int:
+    """The process of a request's task, which the listener makes without the loop; 0 for all others."""
+    owner = coro.cr_frame.f_locals.get("self") if coro.cr_frame is not None else None
+    if not isinstance(owner, RequestCycle):
+        return 0
+    transport: Any = owner._connection.transport
+    return int(transport.context.get(PROCESS, 0))
 
 
 # Receipts.

@@ -372,3 +372,24 @@ async def test_no_piece_of_a_large_batch_divides_the_stores_of_one_request(
     assert len(pieces) > 3
     assert [len(piece) % groups for piece in pieces] == [0] * len(pieces)
     publisher.close()
+
+
+async def test_a_feed_that_connects_again_asks_for_what_it_missed(
+    context: zmq.Context, sink: RecordingSink
+) -> None:
+    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
+    publisher.start()
+    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+        await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
+        await until(lambda: feed.state is FeedState.READY and feed.stats.batches == publisher.next_seq)
+        feed.reconnect()
+        publish(publisher, 20)
+        await until(
+            lambda: feed.state is FeedState.READY and len(sink.batches) == publisher.next_seq,
+            meanwhile=lambda: publish(publisher, publisher.next_seq < 200),
+        )
+        assert feed.stats.disconnects == 1
+        assert feed.stats.lost_batches == 0
+        assert sink.stamps == stamps(publisher.next_seq)
+    feed.reconnect()  # has ended: nothing to connect
+    publisher.close()
