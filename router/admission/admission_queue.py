@@ -77,16 +77,20 @@ class QueueStats(msgspec.Struct):
 
 
 class AdmissionQueue:
-    """``gap_s`` tells for a lane how many seconds of work are in the way of the next request; 0 or less:
-    there is room."""
+    """``look`` looks at all engines, and returns what tells for a lane how many seconds of work are in the
+    way of the next request; 0 or less: there is room."""
 
     def __init__(
-        self, settings: QueueSettings, *, clock: Callable[[], float], gap_s: Callable[[Lane], float]
+        self,
+        settings: QueueSettings,
+        *,
+        clock: Callable[[], float],
+        look: Callable[[], Callable[[Lane], float]],
     ) -> None:
         self.settings = settings
         self.stats = QueueStats()
         self._clock = clock
-        self._gap_s = gap_s
+        self._look = look
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(
             settings.requests_max, ageing=settings.ageing
         )
@@ -170,7 +174,8 @@ class AdmissionQueue:
             self._timer = None
         if self._released is not None or not self._queue:
             return
-        one = self._queue.take(lambda lane: self._gap_s(lane) <= 0)
+        gap_s = self._look()
+        one = self._queue.take(lambda lane: gap_s(lane) <= 0)
         if one is not None:
             self.stats.waiting = len(self._queue)
             self._released = one
@@ -178,8 +183,7 @@ class AdmissionQueue:
             if not one.item.done():
                 one.item.set_result(None)
             return
-        gap_s = min(self._gap_s(lane) for lane in self._queue.lanes())
-        later_s = min(max(gap_s, _LOOK_S_MIN), _LOOK_S_MAX)
+        later_s = min(max(min(map(gap_s, self._queue.lanes())), _LOOK_S_MIN), _LOOK_S_MAX)
         self._timer = asyncio.get_running_loop().call_later(later_s, self.changed)
 
     def queued_s(self, priority: int, pool: str, engines: int) -> float:
@@ -219,7 +223,7 @@ class AdmissionQueue:
     def _ahead_s(self, ticket: Ticket, engines: int) -> float:
         """Until a request like this one could be placed."""
         waits_s = self.queued_s(ticket.priority, ticket.pool, engines)
-        gap_s = self._gap_s(ticket.lane)
+        gap_s = self._look()(ticket.lane)
         return waits_s + (gap_s if 0 < gap_s < math.inf else 0.0)
 
     def _count(self, reason: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
@@ -73,7 +73,11 @@ _T = TypeVar("_T")
 
 
 class _Noted(Generic[_T]):
-    """An attribute of ``EngineStatus``, whose changes the fleet notes."""
+    """An attribute of ``EngineStatus``, whose changes the fleet notes. ``comes_and_goes``: it tells whether
+    the engine can be asked now, and nothing of what it is."""
+
+    def __init__(self, *, comes_and_goes: bool) -> None:
+        self._comes_and_goes = comes_and_goes
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -85,7 +89,10 @@ class _Noted(Generic[_T]):
     def __set__(self, status: EngineStatus, value: _T) -> None:
         if value != getattr(status, self._name):
             setattr(status, self._name, value)
-            status.fleet_changed()
+            if self._comes_and_goes:
+                status.usable_changed()
+            else:
+                status.fleet_changed()
 
 
 class EngineStatus:
@@ -93,11 +100,10 @@ class EngineStatus:
     use according to its metrics (0..1). Values that every request needs are computed when they change."""
 
     __slots__ = (
-        *("_asleep", "_held", "_models", "_server_info", "_silent", "_up", "adapters", "answers"),
+        *("_asleep", "_held", "_lengths", "_models", "_server_info", "_silent", "_up", "adapters", "answers"),
         *("base_model", "engine", "engine_id", "served"),
         *("fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "sleep", "started"),
-        *("stated", "transfers"),
-        "version",
+        *("stated", "transfers", "usable_changed", "version"),
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -131,8 +137,10 @@ class EngineStatus:
         self._models: tuple[ModelCard, ...] = ()
         # Names of all its models, and of its adapters; engines with the same ones share these objects.
         self.served = self.adapters = _names(())
+        # Context lengths by model; None: of the base model.
+        self._lengths: dict[str | None, float] = {}
         # Called after each change that the fleet notes.
-        self.fleet_changed = fleet_changed
+        self.fleet_changed = self.usable_changed = fleet_changed
 
     @property
     def frontend(self) -> Frontend:
@@ -146,14 +154,14 @@ class EngineStatus:
         """Return its software."""
         return kind_of(self.engine, self._server_info, self._models)
 
-    server_info: _Noted[EngineStatement | None] = _Noted()
+    server_info: _Noted[EngineStatement | None] = _Noted(comes_and_goes=False)
     """Its set-up according to ``/server_info``, if it serves that."""
-    up: _Noted[bool] = _Noted()
-    silent: _Noted[bool] = _Noted()
+    up: _Noted[bool] = _Noted(comes_and_goes=True)
+    silent: _Noted[bool] = _Noted(comes_and_goes=True)
     """Whether it is down only because polls timed out: it may just be busy."""
-    held: _Noted[str] = _Noted()
+    held: _Noted[str] = _Noted(comes_and_goes=True)
     """Why it gets no new requests even if it is up; "": it gets them."""
-    asleep: _Noted[bool] = _Noted()
+    asleep: _Noted[bool] = _Noted(comes_and_goes=True)
     """Whether it reports that it sleeps, so that it cannot answer."""
 
     @property
@@ -169,6 +177,13 @@ class EngineStatus:
     def models(self, models: tuple[ModelCard, ...]) -> None:
         self._models = models
         self.base_model = next((card.id for card in models if card.parent is None), None)
+        # The first card with a length counts.
+        self._lengths = {}
+        for card in models:
+            if card.max_model_len is not None and card.max_model_len > 0:
+                self._lengths.setdefault(card.id, card.max_model_len)
+                if card.parent is None:
+                    self._lengths.setdefault(None, card.max_model_len)
         self.served = _names(tuple([card.id for card in models]))
         self.adapters = _names(tuple([card.id for card in models if card.parent is not None]))
         self.fleet_changed()
@@ -183,15 +198,7 @@ class EngineStatus:
     def context_tokens(self, model: str | None) -> float:
         """Return the context length for a model or adapter (None: its base model); infinite if unknown."""
         # vLLM's cards of adapters have none: theirs is that of the base model.
-        base: int | None = None
-        for card in self._models:
-            tokens = card.max_model_len
-            tokens = tokens if tokens is not None and tokens > 0 else None
-            if card.id == model and tokens is not None:
-                return tokens
-            if base is None and card.parent is None:
-                base = tokens
-        return math.inf if base is None else base
+        return self._lengths.get(model, self._lengths.get(None, math.inf))
 
     def close(self) -> None:
         """Release its state when it leaves the fleet. Called once, by the fleet."""
@@ -230,7 +237,16 @@ class Fleet(Generic[E]):
         self._configured = _by_server(engines)
         self._holds: dict[str, str] = {}
         self._identities: dict[str, str] = {}
-        self._ready: dict[str | None, list[E]] = {}
+        self._serving: dict[str | None, list[E]] = {}
+        """Engines by a model that they serve; models of the same engines share one list."""
+        self._of_alike: dict[tuple[int, ...], list[E]] = {}
+        self._names: dict[int, frozenset[str]] | None = None
+        self._up: set[E] = set()
+        """Engines that can be asked now."""
+        self._up_or_silent: set[E] = set()
+        self._ready: dict[int, list[E]] = {}
+        """By the identity of a list in ``_serving``."""
+        self._empty: list[E] = []
         self._frontends: dict[str | None, tuple[Frontend, ...]] = {}
         self.lengths_of: dict[str | None, ModelLengths] = {}
         """Results of ``lengths``, until something changes."""
@@ -239,6 +255,8 @@ class Fleet(Generic[E]):
         self._cards: list[ModelCard] | None = None
         # Changes whenever an answer of this class may have changed.
         self.changes = 0
+        # The same without engines that only come up, go down, fall asleep or are held.
+        self.setups = 0
         self._status: dict[str, E] = {}
         self._servers: dict[str, list[E]] = {}
         for base_url, listed in self._configured.items():
@@ -278,8 +296,11 @@ class Fleet(Generic[E]):
         gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
         left = [self._status.pop(engine_id) for engine_id in gone]
         if left:
+            self._up.difference_update(left)
+            self._up_or_silent.difference_update(left)
             self._changed()  # requests that move away from one must not find another one that has left
         for one in left:
+            one.usable_changed = self._usable_changed
             one.close()
         changed: list[str] = []
         for engine_id, engine in wanted.items():
@@ -328,25 +349,49 @@ class Fleet(Generic[E]):
     def ready(self, model: str | None) -> list[E]:
         """Return the engines that answer, are awake, not held, and serve ``model`` (None: any), in a stable
         order; do not modify the result. If none of them responds to clients, silent engines are included."""
-        found = self._ready.get(model)
+        serving = self.serving(model)
+        found = self._ready.get(id(serving))
         if found is None:
-            # Names come from clients: one that no engine has costs no look at every engine.
-            if model is not None and not self.knows(model):
-                return []
-            serving = [
-                status
-                for status in self._status.values()
-                if (model in status.served if model is not None else status.served)
-                and not status.held
-                and not status.asleep
-            ]
-            found = [status for status in serving if status.up]
+            found = list(filter(self._up.__contains__, serving))
             if not any(status.engine.answers for status in found):
-                found = [status for status in serving if status.up or status.silent]
-            # Do not store unknown names: they come from clients and are unbounded in number.
-            if found:
-                self._ready[model] = found
+                found = list(filter(self._up_or_silent.__contains__, serving))
+            self._ready[id(serving)] = found
         return found
+
+    def serving(self, model: str | None) -> list[E]:
+        """Return the engines that serve ``model`` (None: any), whether they answer or not, in the fleet's
+        order; do not modify the result."""
+        found = self._serving.get(model)
+        if found is None:
+            # Names come from clients: one that no engine has costs no look at every engine, and is not kept.
+            if model is not None and not self.knows(model):
+                return self._empty
+            # Adapters that the same engines have, which is usual, share one list, and so all that follows.
+            alike = tuple(
+                [key for key, names in self._served().items() if model in names or (model is None and names)]
+            )
+            found = self._of_alike.get(alike)
+            if found is None:
+                keys = set(alike)
+                found = [one for one in self._status.values() if id(one.served) in keys]
+                self._of_alike[alike] = found
+            self._serving[model] = found
+        return found
+
+    def _served(self) -> dict[int, frozenset[str]]:
+        """Sets of names, by identity: engines with the same names share one."""
+        if self._names is None:
+            self._names = {id(one.served): one.served for one in self._status.values()}
+        return self._names
+
+    def _note_usable(self, status: E) -> None:
+        """Note that this engine came up, went down, fell asleep, or is held; or no longer."""
+        for engines, usable in ((self._up, status.up), (self._up_or_silent, status.up or status.silent)):
+            if usable and not status.held and not status.asleep:
+                engines.add(status)
+            else:
+                engines.discard(status)
+        self._usable_changed()
 
     def frontends(self, model: str | None) -> tuple[Frontend, ...]:
         """Return the distinct frontends of the ready engines of ``model``; Python's first."""
@@ -362,8 +407,9 @@ class Fleet(Generic[E]):
         """Return the context lengths of all engines, up or down, that serve ``model`` (None: any)."""
         found = self.lengths_of.get(model)
         if found is None:
-            serving = [s for s in self._status.values() if s.models and (model is None or s.serves(model))]
-            of: dict[str, float] = {status.engine_id: status.context_tokens(model) for status in serving}
+            of: dict[str, float] = {
+                status.engine_id: status.context_tokens(model) for status in self.serving(model)
+            }
             found = ModelLengths(min(of.values(), default=math.inf), of)
             if of:
                 self.lengths_of[model] = found
@@ -371,6 +417,7 @@ class Fleet(Generic[E]):
 
     def _new(self, engine: EngineAddress) -> E:
         status = self._make(engine, fleet_changed=self._changed)
+        status.usable_changed = partial(self._note_usable, status)
         status.held = self._why_held(engine)
         return status
 
@@ -386,10 +433,17 @@ class Fleet(Generic[E]):
         return self._adapters
 
     def _changed(self) -> None:
-        self._ready.clear()
-        self._adapters = self._known = self._cards = None
-        self._frontends.clear()
+        self._serving.clear()
+        self._of_alike.clear()
         self.lengths_of.clear()
+        self._names = self._adapters = self._known = None
+        self.setups += 1
+        self._usable_changed()
+
+    def _usable_changed(self) -> None:
+        self._ready.clear()
+        self._cards = None
+        self._frontends.clear()
         self.changes += 1
 
     def _any_role(self) -> bool:
@@ -398,7 +452,7 @@ class Fleet(Generic[E]):
     def knows(self, model: str) -> bool:
         """Whether any engine, up or down, was ever seen to serve ``model``."""
         if self._known is None:
-            self._known = _union([status.served for status in self._status.values()])
+            self._known = frozenset[str]().union(*self._served().values())
         return model in self._known
 
     def model_cards(self) -> list[ModelCard]:

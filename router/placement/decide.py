@@ -159,7 +159,7 @@ class Planner:
         if self.gate is not None:
             self.gate.configure(queue)
         elif queue.saturation_s is not None:
-            self.gate = SaturationGate(queue, self._fleet, now=self._accounts.now)
+            self.gate = SaturationGate(queue, self._fleet, self._accounts)
             self._accounts.room = self.gate.room
 
     async def place(

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import msgspec
@@ -32,6 +33,7 @@ from router.feeds.base import FeedState
 from router.fleet.engines import EngineId, endpoint_of
 from router.fleet.status import Fleet, Frontend
 from router.index.hit_rules import hits_behind
+from router.index.learn.layout import CacheLayout
 from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit
 from router.observe.receipts import SloStats
@@ -222,39 +224,75 @@ NO_CANDIDATES = CandidateSet()
 
 
 class CandidateSets:
-    """Candidate sets of one fleet. Hash schemes are known from ``scopes``, or from other replicas."""
+    """Candidate sets of one fleet. Hash schemes are known from ``scopes``, or from other replicas.
+
+    A list of most engines of a model is looked up with the set of all of them: what an engine has that is not
+    in the list is found and left aside. So a retry, a breaker, or an engine that goes down or is drained
+    makes no set, and the index no plan, of nearly all engines anew.
+    """
 
     def __init__(self, fleet: Fleet[Engine], scopes: ModelIndexes) -> None:
         self._fleet = fleet
         self._scopes = scopes
-        self._last = NO_CANDIDATES
-        self._engines: Sequence[Engine] = ()
         self._changes = -1, -1
+        self._last = _KeptSet([], NO_CANDIDATES)
+        self._whole: dict[str, _KeptSet | None] = {}
+        """By model, of all its engines; None: not made yet."""
 
     def get(self, engines: Sequence[Engine]) -> CandidateSet:
-        """Return the set of these engines; it must not be changed."""
-        changes = self._fleet.changes, self._scopes.changes
-        if changes != self._changes or (engines is not self._engines and engines != self._engines):
-            self._last, self._engines = candidate_set(engines), engines
-            lasts = all(engine.lasting_scheme is not None for engine in engines)
-            self._changes = changes if lasts else (-1, -1)
-        return self._last
+        """Return a set that has these engines, and perhaps others; it must not be changed."""
+        changes = self._fleet.setups, self._scopes.changes
+        if changes != self._changes:
+            self._changes = changes
+            self._whole.clear()
+            self._last = _KeptSet([], NO_CANDIDATES)
+        model = engines[0].base_model if engines else None
+        if model is not None:
+            serving = self._fleet.serving(model)
+            if 2 * len(engines) >= len(serving):
+                kept = self._whole.get(model)
+                if kept is None or not kept.holds:
+                    kept = self._whole[model] = _KeptSet(serving, candidate_set(serving))
+                if kept.engines.issuperset(engines):
+                    return kept.found
+        if self._last.listed != engines or not self._last.holds:
+            self._last = _KeptSet(engines, candidate_set(engines))
+        return self._last.found
+
+
+class _KeptSet:
+    """A set of these engines."""
+
+    def __init__(self, engines: Sequence[Engine], found: CandidateSet) -> None:
+        self.listed = engines
+        self.engines = frozenset(engines)
+        self.found = found
+        # Schemes that may change without a change of fleet and scopes.
+        self._passing = [(one, one.scheme) for one in engines if one.lasting_scheme is None]
+
+    @property
+    def holds(self) -> bool:
+        """Whether no engine has another scheme by now."""
+        return not self._passing or all(engine.scheme == scheme for engine, scheme in self._passing)
 
 
 def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
     """Build the set."""
     found = CandidateSet()
+    hashed: dict[tuple[Frontend, HashScheme], None] = {}
+    layouts: dict[tuple[CacheLayout, HashScheme], None] = {}
     for engine in engines:
-        hashed, model = (engine.frontend, engine.scheme), engine.base_model
-        if hashed not in found.schemes:
-            found.schemes.append(hashed)
+        frontend, scheme, model = engine.frontend, engine.scheme, engine.base_model
+        hashed[frontend, scheme] = None
         layout = engine.layout
-        if layout is not None and hits_behind(layout):
-            found.dropping.add(engine.scheme)
+        if layout is not None:
+            layouts[layout, scheme] = None
         if engine.shadow is not None:
             found.guessed = True
         if model is not None and engine.publishes_events:
-            found.by_model.setdefault((model, engine.frontend), []).append(engine.engine_id)
+            found.by_model.setdefault((model, frontend), []).append(engine.engine_id)
+    found.schemes.extend(hashed)
+    found.dropping.update([scheme for layout, scheme in layouts if hits_behind(layout)])
     return found
 
 
@@ -266,9 +304,11 @@ _SNAPSHOTS_MAX = 8
 
 
 class FleetSnapshot:
-    """Rows of some engines, in their order. ``changes``: of all engines; None: the rows are read once."""
+    """Rows of some engines, in their order. ``changes``: of all engines; None: the rows are read once.
+    ``like``: a snapshot of many of these engines, whose rows are taken over."""
 
     __slots__ = (
+        "_at",
         "_borrowed",
         "_borrowing",
         "_decode_s",
@@ -294,15 +334,21 @@ class FleetSnapshot:
         "engines",
     )
 
-    def __init__(self, engines: Sequence[Engine], changes: EngineChanges | None = None) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        changes: EngineChanges | None = None,
+        like: FleetSnapshot | None = None,
+    ) -> None:
         count = len(engines)
         self.engines = engines
+        self._at: dict[Engine, int] = dict(zip(engines, range(count), strict=True))
         self.changed: set[EngineId] = set() if changes is None else changes.follow()
         """Engines whose rows are to be read again."""
         # Whether the rows have been read.
         self._known = False
         self._engine_ids = [engine.engine_id for engine in engines]
-        self._position: dict[str, int] = {name: at for at, name in enumerate(self._engine_ids)}
+        self._position: dict[str, int] = dict(zip(self._engine_ids, range(count), strict=True))
         # By the identity of the names, which the plans of the index keep: a hash walks over all names.
         self._positions: dict[int, tuple[tuple[str, ...], list[int]]] = {}
         self._rows: list[EngineState] = [EngineState()] * count
@@ -321,16 +367,43 @@ class FleetSnapshot:
         self._fleet_rates = engines[0].rates.fleet if engines else None
         self._medians: tuple[float, float, float] | None = None
         self._others: Mapping[str, OthersLoad] | None = {}
+        if like is not None:
+            self._take_over(like)
+
+    def holds_any(self, engines: Sequence[Engine]) -> bool:
+        """Whether it has the first or the last of these engines: then it has most of them, usually."""
+        return bool(engines) and (engines[0] in self._at or engines[-1] in self._at)
+
+    def _take_over(self, like: FleetSnapshot) -> None:
+        """Copy the rows of engines that both have; the others are to be read."""
+        if not like._known:  # of the same class
+            return
+        missing = len(like.engines)
+        places = list(map(like._at.get, self.engines, repeat(missing)))
+        for name in ("_rows", "_queue_s", "_rates", "_decode_s", "_recent_s", "_fits_tokens", "_until_s"):
+            values = [*getattr(like, name), getattr(self, name)[0]]
+            setattr(self, name, list(map(values.__getitem__, places)))
+        self.changed.update(like.changed)
+        if missing in places:
+            self.changed.update(
+                [name for name, place in zip(self._engine_ids, places, strict=True) if place == missing]
+            )
+        at = self._at
+        self._moving = {
+            at[engine]: head for old, head in like._moving.items() if (engine := like.engines[old]) in at
+        }
+        self._borrowing = {at[one] for one in map(like.engines.__getitem__, like._borrowing) if one in at}
+        self._scheduled_s = self._until_s[:]
+        self._due = list(zip(self._until_s, range(len(places)), strict=True))
+        heapify(self._due)
+        self._borrowed, self._medians, self._others = like._borrowed, like._medians, like._others
+        self._fastest, self._surely_fits = min(self._rates), min(self._fits_tokens)
+        self._known = True
 
     def candidates(self, asked: PromptView, now: float) -> Candidates:
         """Return the engines as candidates for one prompt, in order."""
-        self._refresh(asked.others, now)
-        # Copies: requests keep their decision until they end.
-        rows, queue_s, engines, engine_ids = self._rows[:], self._queue_s[:], self.engines, self._engine_ids
-        for at, head in self._moving.items():
-            done_s, head_s, beyond_s = now - head.head_at_s, head.head_s, head.beyond_s
-            own_s = head.whole_s - min(done_s, head_s)
-            queue_s[at] = own_s + beyond_s if own_s > 0.0 else beyond_s
+        rows, queue_s = self.loads(asked.others, now)
+        engines, engine_ids = self.engines, self._engine_ids
         groups = self._groups(asked)
         rooms: dict[int, tuple[float, float]] = {}
         behind_pages = {} if asked.order is None else self._pass(asked, rows, groups, queue_s)
@@ -352,6 +425,24 @@ class FleetSnapshot:
             nothing=lambda at: engines[at].hit(asked),
             now=now,
         )
+
+    def loads(
+        self, others: Mapping[str, OthersLoad] | None, now: float
+    ) -> tuple[list[EngineState], list[float]]:
+        """Return the rows, and the seconds of prompts queued at each engine."""
+        self._refresh(others, now)
+        # Copies: requests keep their decision until they end.
+        rows, queue_s = self._rows[:], self._queue_s[:]
+        for at, head in self._moving.items():
+            done_s, head_s, beyond_s = now - head.head_at_s, head.head_s, head.beyond_s
+            own_s = head.whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
+            queue_s[at] = own_s + beyond_s if own_s > 0.0 else beyond_s
+        return rows, queue_s
+
+    @property
+    def rates(self) -> list[float]:
+        """Seconds per prompt token of each engine, as of the latest ``loads``."""
+        return self._rates
 
     def _pass(
         self,
@@ -544,7 +635,8 @@ class FleetSnapshots:
                 return snapshot
         for left in kept[_SNAPSHOTS_MAX - 1 :]:
             self._changes.leave(left.changed)
-        made = FleetSnapshot(engines, self._changes)
+        like = next((one for one in kept if one.holds_any(engines)), None)
+        made = FleetSnapshot(engines, self._changes, like)
         self._kept = [made, *kept[: _SNAPSHOTS_MAX - 1]]
         return made
 

@@ -9,7 +9,7 @@ comparisons; with no engine left the waiting requests are released and fail in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -19,8 +19,9 @@ from router.admission.fair_queue import Lane
 from router.fleet.status import Fleet
 from router.openai.request import SALTED, UNCACHED, InboundRequest
 from router.placement.candidate import Candidate, columns
-from router.placement.engine import Engine
-from router.placement.others import OthersLoad, others_at
+from router.placement.eligible import FleetSnapshot
+from router.placement.engine import Accounts, Engine
+from router.placement.others import OthersLoad
 from router.placement.placement import Decision
 from router.proxy.headers import POST_PATHS
 
@@ -44,10 +45,14 @@ def gap_s(queue_s: float, requests: int, *, saturation_s: float, requests_max: i
 def any_room(candidates: Sequence[Candidate], *, saturation_s: float, requests_max: int | None) -> bool:
     """Whether at least one of them is not saturated."""
     found = columns(candidates)
-    for queue_s, state in zip(found.queue_s, found.states, strict=True):
-        if queue_s <= saturation_s and (requests_max is None or state.running + state.waiting < requests_max):
-            return True
-    return False
+    if not found.queue_s or min(found.queue_s) > saturation_s:
+        return False
+    if requests_max is None:
+        return True
+    return any(
+        queue_s <= saturation_s and state.running + state.waiting < requests_max
+        for queue_s, state in zip(found.queue_s, found.states, strict=True)
+    )
 
 
 def joins_sibling(candidates: Sequence[Candidate], tokens: int, *, share: float, saturation_s: float) -> bool:
@@ -63,16 +68,49 @@ def joins_sibling(candidates: Sequence[Candidate], tokens: int, *, share: float,
 _OTHERS_FRESH_S = 1.0
 
 
+class _Look:
+    """Room of every engine at one moment, for all lanes: each engine is looked at once, and each list of
+    engines once, however many lanes have it."""
+
+    def __init__(self, fleet: Fleet[Engine], gaps: Mapping[Engine, float]) -> None:
+        self._fleet = fleet
+        self._gaps = gaps
+        self._of_lists: dict[int, float] = {}
+        self._members: dict[int, set[Engine]] = {}
+
+    def gap_s(self, lane: Lane) -> float:
+        """Seconds until an engine of the lane has room; 0 without engines."""
+        assert isinstance(lane, tuple)  # noqa: S101  # set in ``wait``
+        model, only = lane
+        ready = self._fleet.ready(model)
+        if only is not None:
+            engine = self._fleet.get(only)
+            found = math.inf if engine is None else self._gaps.get(engine, math.inf)
+            if id(ready) not in self._members:
+                self._members[id(ready)] = set(ready)
+            return found if found < math.inf and engine in self._members[id(ready)] else 0.0
+        known = self._of_lists.get(id(ready))
+        if known is None:
+            least = min(map(self._gaps.__getitem__, ready), default=math.inf)
+            known = self._of_lists[id(ready)] = least if least < math.inf else 0.0
+        return known
+
+
 class SaturationGate:
     """The queue of a fleet. Without ``saturation_s`` no engine is ever saturated: waiting requests go, and no
     others wait."""
 
-    def __init__(self, settings: QueueSettings, fleet: Fleet[Engine], *, now: Callable[[], float]) -> None:
+    def __init__(self, settings: QueueSettings, fleet: Fleet[Engine], accounts: Accounts) -> None:
         self._fleet = fleet
+        self._accounts = accounts
+        now = accounts.now
         self._now = now
         self._others: Mapping[str, OthersLoad] | None = {}
         self._others_s = -math.inf
-        self.room = AdmissionQueue(settings, clock=now, gap_s=self._gap_s)
+        self._rows = FleetSnapshot(())
+        self._setups = -1
+        self._silent: Sequence[Engine] = ()
+        self.room = AdmissionQueue(settings, clock=now, look=lambda: self._look().gap_s)
         self.configure(settings)
 
     def configure(self, settings: QueueSettings) -> None:
@@ -122,26 +160,44 @@ class SaturationGate:
 
     def _tokens_per_s(self, model: str | None) -> float:
         """Prompt tokens per second of all engines of a model together."""
-        now = self._now()
-        return sum(1 / one.rates.prefill_s_per_token(now) for one in self._fleet.ready(model))
+        rows = self._snapshot()
+        rows.loads(self._fresh_others(), self._now())
+        s_per_token = dict(zip(rows.engines, rows.rates, strict=True))
+        return sum(map((1.0).__truediv__, map(s_per_token.__getitem__, self._fleet.ready(model))))
 
-    def _gap_s(self, lane: Lane) -> float:
-        assert isinstance(lane, tuple)  # noqa: S101  # set in ``wait``
-        model, only = lane
-        now = self._now()
-        ready = [one for one in self._fleet.ready(model) if only is None or one.engine_id == only]
-        gaps = [self._gap_at(one, now) for one in ready if one.engine.answers and one.breaker.allows(now)]
-        return min(gaps) if gaps else 0.0
+    def _look(self) -> _Look:
+        now, most = self._now(), self._settings.engine_requests_max
+        snapshot = self._snapshot()
+        rows, queue_s = snapshot.loads(self._fresh_others(), now)
+        gaps: Iterable[float] = map((-self._saturation_s).__add__, queue_s)
+        if most is not None:
+            gaps = (
+                gap_s(seconds, row.running + row.waiting, saturation_s=self._saturation_s, requests_max=most)
+                for seconds, row in zip(queue_s, rows, strict=True)
+            )
+        by_engine = dict(zip(snapshot.engines, gaps, strict=True))
+        # Engines that answer no clients, or whose breaker is open, have no room at any time.
+        by_engine.update(dict.fromkeys(self._silent, math.inf))
+        if now >= self._accounts.free_until:
+            for engine in snapshot.engines:
+                if now >= engine.breaker.free_until and not engine.breaker.allows(now):
+                    by_engine[engine] = math.inf
+        return _Look(self._fleet, by_engine)
 
-    def _gap_at(self, engine: Engine, now: float) -> float:
-        others = self._others if now - self._others_s <= _OTHERS_FRESH_S else None
-        load = engine.load.current(now, others_at(engine.engine_id, others))
-        return gap_s(
-            load.queue_s,
-            load.running + load.waiting,
-            saturation_s=self._saturation_s,
-            requests_max=self._settings.engine_requests_max,
-        )
+    def _snapshot(self) -> FleetSnapshot:
+        """Rows of all engines."""
+        fleet = self._fleet
+        if fleet.setups != self._setups:
+            self._setups, before = fleet.setups, self._rows
+            engines = list(fleet)
+            self._silent = [engine for engine in engines if not engine.engine.answers]
+            if engines != before.engines:
+                self._rows = FleetSnapshot(engines, self._accounts.changes, before)
+                self._accounts.changes.leave(before.changed)
+        return self._rows
+
+    def _fresh_others(self) -> Mapping[str, OthersLoad] | None:
+        return self._others if self._now() - self._others_s <= _OTHERS_FRESH_S else None
 
 
 def pool_of(decision: Decision) -> str:

@@ -37,7 +37,7 @@ class _Counter:
         sys.settrace(self._before)
 
 
-def steps(work: Callable[[], object], most: int = 20_000_000) -> int:
+def steps(work: Callable[[], object], most: int = 5_000_000) -> int:
     """Instructions of Python functions called by ``work``; loops inside of C functions count as one. Raises
     beyond ``most``."""
     with _Counter(most) as counter:
@@ -45,7 +45,7 @@ def steps(work: Callable[[], object], most: int = 20_000_000) -> int:
     return counter.count
 
 
-async def steps_of(work: Callable[[], Awaitable[object]], most: int = 20_000_000) -> int:
+async def steps_of(work: Callable[[], Awaitable[object]], most: int = 5_000_000) -> int:
     """The same of a coroutine, with whatever else the loop runs meanwhile."""
     with _Counter(most) as counter:
         await work()

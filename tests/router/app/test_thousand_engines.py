@@ -1,23 +1,27 @@
 """A fleet of 1,000 engines is a budget: instructions of everything that looks at all of them.
 
-Bounds are instructions of Python (``tests.support.steps``), some 30 to 50 ns each, so that no test waits for
-a clock: 20,000 are about a millisecond of the event loop. What happens for every engine that leaves, restarts
-or changes must not look at every engine, prompt or entry again; those tests compare two sizes of fleets.
+Bounds are instructions of Python (``tests.support.steps``), 4 to 10 ns each in the loops that count here, so
+that no test waits for a clock: 100,000 are half a millisecond to one of the event loop. What happens for
+every engine that leaves, restarts or changes must not look at every engine, prompt or entry again; those
+tests compare two sizes of fleets.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from benchmarks.decision import SCHEME, Bench, chat, events_of
+from benchmarks.decision import SCHEME, Bench, chat, decide_by, events_of
 from publisher.events import DecodedBatch
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from router.admission.admission_queue import QueueSettings
 from router.app import Router
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.status import ModelCard
+from router.openai.request import QueueTicketRequest
 from router.placement.engine import Engine
 from router.prompts.prompt import Prompt
 from router.prompts.settings import ANY_MODEL
@@ -154,3 +158,83 @@ def test_an_engine_that_leaves_is_not_looked_for_in_large_tables(table: str) -> 
 
     fill(1000)
     assert steps(lambda: accounts.leave(names[2])) < 1000  # type: ignore[arg-type]
+
+
+# A hundred for each engine: about half a millisecond of the loop.
+ONE_LOOK = 100_000
+
+
+async def test_a_decision_looks_at_engines_by_classes() -> None:
+    many = await made()
+    assert await steps_of(many.decide) < ONE_LOOK
+    engines = many.engines
+
+    async def retry(*without: int) -> None:
+        exclude = frozenset(engines[at].engine_id for at in without)
+        await decide_by(many.router.planner)(many.request(), exclude, many.prompt)
+
+    assert await steps_of(lambda: retry(3)) < 1.2 * ONE_LOOK
+    assert await steps_of(lambda: retry(3, 500)) < 1.2 * ONE_LOOK, "a list that differs by one more"
+    counts = []
+    for at in (5, 900, 0):
+        engines[at].up = False
+        counts.append(await steps_of(many.decide))
+    engines[7].held = "drained"
+    counts.append(await steps_of(many.decide))
+    engines[900].up = True
+    counts.append(await steps_of(many.decide))
+    assert max(counts) < 1.2 * ONE_LOOK, "nor is a set of all engines made anew for one of them"
+    many.close()
+
+
+@pytest.mark.parametrize("requests_max", [None, 2])
+async def test_a_saturated_queue_looks_at_each_engine_once(requests_max: int | None) -> None:
+    queue = QueueSettings(saturation_s=1.0, engine_requests_max=requests_max, requests_max=10_000)
+    adapters = [f"adapter-{number}" for number in range(100)]
+    many = ManyEngines(queue=queue)
+    await many.up(ModelCard(MODEL), *(ModelCard(name, root="/a", parent=MODEL) for name in adapters))
+    now = many.router.clock()
+    for engine in many.engines:
+        engine.load.admit(uncached_tokens=10**9, now=now)
+    gate = many.router.planner.gate
+    assert gate is not None
+    room = gate.room
+    claim = QueueTicketRequest()
+    waiting = [
+        asyncio.ensure_future(
+            room.wait(claim, work_s=1.0, pool=MODEL, lane=lane, engines=ENGINES, tokens_per_s=1.0)
+        )
+        for lane in [
+            *((name, None) for name in adapters),
+            *((MODEL, engine.engine_id) for engine in many.engines[:50]),
+        ]
+    ]
+    await asyncio.sleep(0)
+    assert len(room) == 150
+    assert steps(room.changed) < 1.3 * ONE_LOOK
+    # Half of the engines lose half of the adapters: two classes of engines.
+    for engine in many.engines[::2]:
+        engine.models = engine.models[:50]
+    room.changed()
+    assert steps(room.changed) < 1.3 * ONE_LOOK
+    assert len(room) == 150
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    many.close()
+
+
+def test_a_model_that_no_engine_has_costs_no_look_at_all_engines() -> None:
+    fleet = ManyEngines().router.fleet
+    for engine in fleet:
+        engine.models, engine.up = (ModelCard(MODEL), ModelCard("adapter", parent=MODEL)), True
+    assert len(fleet.ready(MODEL)) == len(fleet.ready("adapter")) == ENGINES
+
+    def ask() -> None:
+        for number in range(100):
+            assert not fleet.ready(f"unknown-{number}")
+            assert not fleet.knows(f"unknown-{number}")
+
+    assert steps(ask) < ONE_LOOK
+    assert steps(fleet.model_cards) < ONE_LOOK
+    assert steps(fleet.model_cards) < 100

@@ -34,7 +34,7 @@ def room_of(engines: Engines, **settings: float) -> AdmissionQueue:
     return AdmissionQueue(
         QueueSettings(saturation_s=1.0, **given),  # type: ignore[arg-type]
         clock=lambda: engines.now_s,
-        gap_s=engines.gap,
+        look=lambda: engines.gap,
     )
 
 
