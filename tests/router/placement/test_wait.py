@@ -137,8 +137,8 @@ def test_other_routers_load_keeps_an_engine_saturated_while_it_is_fresh() -> Non
     )
     gate = planner.gate
     assert gate is not None
-    assert gate._gap_at(engine, now[0]) < 0, "it has room"
+    assert gate._look().gap_s(("m", None)) < 0, "it has room"
     asyncio.run(planner.explain(InboundRequest("POST", "/v1/chat/completions", b"", [], b"{}", "m")))
-    assert gate._gap_at(engine, now[0]) > 10.0
+    assert gate._look().gap_s(("m", None)) > 10.0
     now[0] += 1.1
-    assert gate._gap_at(engine, now[0]) < 0, "older statements are not believed"
+    assert gate._look().gap_s(("m", None)) < 0, "older statements are not believed"
