@@ -1,6 +1,6 @@
-"""Measure one decision: Python calls and CPU, for a repeated chat before 1 to 1,024 engines.
+"""Measure one decision: Python calls and CPU, for a repeated chat before 1 to 1,024 engines of each layout.
 
-    python -m benchmarks.decision [--engines 1,2,8,64,1024] [--turns 8] [--rounds 1000]
+    python -m benchmarks.decision [--layouts full,mla] [--engines 1,2,8,64,1024] [--turns 8] [--rounds 1000]
 
 In process and without a network: a whole router whose engines are made up, each with the events of a pool of
 its own that has seen the conversation to a different depth. Only the connection to the engine and the clock's
@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.layouts import LAYOUTS, Layout
 from publisher.block_pool import HybridBlockPool
 from publisher.events import DecodedBatch
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings, hash_scheme, resolve_groups
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings, hash_scheme
 from router.app import Router
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
@@ -36,14 +37,12 @@ from router.fleet.engines import EngineAddress
 from router.fleet.status import ModelCard
 from router.http.request_cycle import DISCONNECT_EXTENSION
 from router.openai.request import InboundRequest, Usage
-from router.placement.engine import Engine
+from router.placement.shadow import ShadowSettings
 from router.prompts.prompt import Prompt
 from router.prompts.settings import ANY_MODEL
 
 MODEL = "kvatlas-demo"
 _RUNS = 3
-GROUPS = resolve_groups(EngineSettings(groups="gemma3-like"))
-SCHEME = hash_scheme(EngineSettings(), GROUPS)
 ANSWER = msgspec.json.encode(
     {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}}
 )
@@ -75,56 +74,97 @@ class Answered:
         return False
 
 
-def events_of(tokens: list[int]) -> DecodedBatch:
-    """Events of a pool that has computed these tokens."""
-    pool = HybridBlockPool(GROUPS, num_blocks=8192, scheme=SCHEME)
-    one = pool.request(tokens)
-    pool.start(one)
-    while (chunk := pool.next_chunk(one)) > 0:
-        pool.compute(one, chunk)
-    pool.finish(one)
-    return DecodedBatch(0.0, pool.take_events(), None, None, [])
-
-
 class Bench:
-    """A router before ``engines`` engines that know this conversation."""
+    """A router before ``engines`` engines of one cache layout that know this conversation.
 
-    def __init__(self, engines: int, turns: int = 8) -> None:
-        self.body = chat(turns)
+    ``events`` False: they publish none, and each has a shadow.
+    """
+
+    def __init__(
+        self,
+        engines: int,
+        body: bytes = b"",
+        layout: Layout = LAYOUTS["full"],
+        *,
+        events: bool = True,
+    ) -> None:
+        self.body, self.path = body or chat(8), "/v1/chat/completions"
         self.prompt: Prompt | None = None
+        self.groups, self._events = layout.groups, events
         listed = tuple(
-            EngineAddress(f"http://10.0.0.{i}:8000", events=f"inproc://{i}") for i in range(engines)
+            EngineAddress(f"http://10.0.0.{i}:8000", events=f"inproc://{i}" if events else None)
+            for i in range(engines)
         )
-        model = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
+        window = max(group.sliding_window or 0 for group in layout.groups) or None
+        model = ModelConfig(
+            tokenizer=str(DEMO_TOKENIZER_DIR),
+            shadow=ShadowSettings(sliding_window=window, num_blocks=100_000),
+            **layout.facts,
+        )
         self.router = Router(Config(engines=listed, models={ANY_MODEL: model}))
         self.router.proxy.client.request = self._exchange  # type: ignore[method-assign, assignment]
 
     async def warm(self) -> None:
         """Engines come up and tell what they hold; the conversation is read once."""
-        prompt = await self.router.reader.read(self.request())
-        assert isinstance(prompt, Prompt)
-        self.prompt, tokens = prompt, list(prompt.token_ids)
-        batches = [events_of(tokens[: len(tokens) - 200 * missing]) for missing in range(7)]
-        for number, status in enumerate(self.router.fleet):
-            self._up(status)
-            self._told(status.engine_id, batches[number % 7])
-        while self.router.scopes.advance_detection():
-            pass
+        prompt = await self.read()
+        tokens = list(prompt.token_ids)
+        batches = [self.computed(tokens[: len(tokens) - 200 * missing]) for missing in range(7)]
+        self.begin()
+        for number, status in enumerate(self.router.fleet if self._events else ()):
+            for batch in batches[number % 7]:
+                self.told(status.engine_id, batch)
         for _ in range(50):
             await self.place()
             await self.ask()
 
-    def _up(self, engine: Engine) -> None:
-        """It answers, and its feed is whole: no feed is begun."""
-        engine.models, engine.up = (ModelCard(MODEL),), True
-        engine.residency = self.router.scopes.assign(engine.engine_id, MODEL)
-        engine.feed = FeedStats(state=FeedState.READY)
+    async def read(self) -> Prompt:
+        """Read the request as the router does; a decision takes it."""
+        prompt = await self.router.reader.read(self.request())
+        assert isinstance(prompt, Prompt)
+        self.prompt = prompt
+        return prompt
 
-    def _told(self, engine_id: str, batch: DecodedBatch) -> None:
+    def begin(self) -> None:
+        """Every engine answers, its feed is whole, and it tells the layout by a prompt of its own: no feed is
+        begun."""
+        first = self.computed(list(range(1, 1025)))
+        for engine in self.router.fleet:
+            engine.models, engine.up = (ModelCard(MODEL),), True
+            shadow = None if self._events else self.router.config.model(MODEL).shadow_spec()
+            engine.learn_from(self.router.scopes.assign(engine.engine_id, MODEL), shadow=shadow)
+            if self._events:
+                engine.feed = FeedStats(state=FeedState.READY)
+                for batch in first:
+                    self.told(engine.engine_id, batch)
+        while self.router.scopes.advance_detection():
+            pass
+
+    def computed(self, tokens: list[int]) -> list[DecodedBatch]:
+        """Events of a pool that has computed these tokens, one batch per step of 8,192 tokens."""
+        scheme = hash_scheme(EngineSettings(), self.groups)
+        blocks = 64 + sum(-(-len(tokens) // group.block_size) + 8 for group in self.groups)
+        pool = HybridBlockPool(self.groups, num_blocks=blocks, scheme=scheme)
+        one = pool.request(tokens)
+        pool.start(one)
+        batches = []
+        while (chunk := pool.next_chunk(one)) > 0:
+            pool.compute(one, chunk)
+            batches.append(DecodedBatch(0.0, pool.take_events(), None, None, []))
+        pool.finish(one)
+        batches.append(DecodedBatch(0.0, pool.take_events(), None, None, []))
+        return batches
+
+    def told(self, engine_id: str, batch: DecodedBatch) -> None:
+        """A batch of events of this engine is applied."""
         self.router.scopes.apply(engine_id, batch)
 
+    def close(self) -> None:
+        """Stop the router's threads."""
+        self.router.proxy.close()
+        self.router.reader.close()
+
     def request(self) -> InboundRequest:
-        return InboundRequest("POST", "/v1/chat/completions", b"", [], self.body, MODEL)
+        return InboundRequest("POST", self.path, b"", [], self.body, MODEL)
 
     async def place(self) -> None:
         """One placement, begun and ended."""
@@ -140,8 +180,8 @@ class Bench:
         """One request, from the listener's side."""
         scope: dict[str, Any] = {
             "type": "http",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": self.path,
+            "raw_path": self.path.encode(),
             "query_string": b"",
             "method": "POST",
             "client": ("127.0.0.1", 1),
@@ -215,9 +255,9 @@ async def cpu_us(
     return best * 1e6
 
 
-async def measure(engines: int, turns: int, rounds: int) -> str:
+async def measure(layout: str, engines: int, turns: int, rounds: int) -> str:
     """One line of the table."""
-    bench = Bench(engines, turns)
+    bench = Bench(engines, chat(turns), LAYOUTS[layout])
     await bench.warm()
     explained = await bench.router.planner.explain(bench.request())
     hits = [candidate.hit for candidate in explained.candidates]
@@ -228,27 +268,31 @@ async def measure(engines: int, turns: int, rounds: int) -> str:
     await bench.settle()
     await bench.ask()
     later = await counted(bench.settle)
-    cells = [engines, place.calls, place.files, place.changes, ask.calls, ask.files, ask.changes, later.calls]
+    cells = [layout, engines, *place, *ask, later.calls]
     works = bench.decide, bench.place, bench.ask
     times = [await cpu_us(work, rounds, bench.settle) for work in works]
-    bench.router.proxy.close()
-    bench.router.reader.close()
+    bench.close()
     return "| " + " | ".join([*map(str, cells), *(f"{us:.0f}" for us in times)]) + " |"
 
 
-async def main(fleets: Sequence[int], turns: int, rounds: int) -> None:
+async def main(layouts: Sequence[str], fleets: Sequence[int], turns: int, rounds: int) -> None:
     """Print the table."""
-    print("| engines | placement: calls | files | changes of folder | request: calls | files", end=" ")
+    print(
+        "| layout | engines | placement: calls | files | changes of folder | request: calls | files", end=" "
+    )
     print("| changes of folder | later: calls | decision: CPU us | placement: CPU us | request: CPU us |")
-    print("|" + " ---: |" * 11)
-    for engines in fleets:
-        print(await measure(engines, turns, rounds), flush=True)
+    print("| --- |" + " ---: |" * 11)
+    for layout in layouts:
+        for engines in fleets:
+            print(await measure(layout, engines, turns, rounds), flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="cache layouts")
     parser.add_argument("--engines", default="1,2,8,64,1024", help="sizes of fleets")
     parser.add_argument("--turns", type=int, default=8, help="turns of the conversation, 26 blocks each")
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of three runs for the CPU")
     args = parser.parse_args()
-    asyncio.run(main([int(count) for count in args.engines.split(",")], args.turns, args.rounds))
+    fleets = [int(count) for count in args.engines.split(",")]
+    asyncio.run(main(args.layouts.split(","), fleets, args.turns, args.rounds))

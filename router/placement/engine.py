@@ -11,6 +11,7 @@ guess.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -411,7 +412,7 @@ class Engine(EngineStatus):
         if shadow is None:
             self.shadow = None
         elif self.shadow is None:
-            self.shadow = Shadow(shadow, self._accounts.shadow_stats)
+            self.shadow = Shadow(shadow, self._accounts.shadow_stats, _later)
         self.fleet_changed()
 
     def size_shadow(self, spec: ShadowSpec) -> None:
@@ -550,6 +551,14 @@ class Engine(EngineStatus):
             return False
         writer = self.residency.writer
         return writer.layout is None and not writer.facts.has_chunks
+
+
+def _later(step: Callable[[], None]) -> None:
+    """Run a step in a turn of the event loop of its own; at once where none runs."""
+    try:
+        asyncio.get_running_loop().call_soon(step)
+    except RuntimeError:
+        step()
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -49,6 +49,8 @@ _HITS_MIN: Final = 4
 # about one in 32 stays too high where others use the engine.
 _SHRINK: Final = 7 / 8
 _GROW: Final = 1 + 1 / 256
+# Prompts of one shadow that are being taken in, each with its hashes.
+_WAITING_MAX: Final = 64
 # A pool of several groups is made again, and empty, if its size has changed by this factor.
 _REBUILT_FROM: Final = 4 / 3
 
@@ -173,6 +175,8 @@ class ShadowStats(msgspec.Struct):
     """Prompts entered into the assumed caches of engines without events."""
     too_large: Annotated[int, "kvatlas_shadow_too_large_total"] = 0
     """Prompts larger than the whole shadow: its size is set too small."""
+    skipped: Annotated[int, "kvatlas_shadow_skipped_total"] = 0
+    """Prompts that were not entered because too many long ones were being entered."""
     resized: Annotated[int, "kvatlas_shadow_resized_total"] = 0
     """Shadows that got another block size or pool by their engines' statements or answers."""
 
@@ -193,6 +197,10 @@ class ShadowPrompt:
         if hashes is None:
             hashes = self._hashes[scheme] = list(self._hashes_of(scheme))
         return hashes
+
+
+Serving = Generator[None, None, bool]
+"""Takes a prompt in: what is there already, each chunk, and its end are a step each; whether it fitted."""
 
 
 class _Pool:
@@ -235,14 +243,20 @@ class _Pool:
     def lookup(self, num_tokens: int, hashes: list[BlockHash]) -> tuple[int, int]:
         return self._pool.find_prefix(self._request(num_tokens, hashes))
 
-    def serve(self, num_tokens: int, hashes: list[BlockHash]) -> bool:
+    def serve(self, num_tokens: int, hashes: list[BlockHash]) -> Serving:
         pool, request = self._pool, self._request(num_tokens, hashes)
         if pool.start(request) is None:
             return False
-        served = True
-        while served and (chunk := pool.next_chunk(request)) > 0:
-            served = pool.compute(request, chunk)
-        pool.finish(request)
+        try:
+            served, steps = True, num_tokens > self._spec.chunk_tokens_max
+            if steps:
+                yield
+            while served and (chunk := pool.next_chunk(request)) > 0:
+                served = pool.compute(request, chunk)
+                if steps:
+                    yield
+        finally:
+            pool.finish(request)
         return served
 
 
@@ -293,7 +307,8 @@ class _PrefixLru:
                 high = middle
         return low * self._block_size, low * self._block_size
 
-    def serve(self, num_tokens: int, hashes: list[BlockHash]) -> bool:
+    def serve(self, num_tokens: int, hashes: list[BlockHash]) -> Serving:
+        yield from ()
         whole, rest = divmod(num_tokens, self._block_size)
         room = self._blocks_max - (rest > 0)
         if whole > room:
@@ -341,20 +356,29 @@ class Shadow:
     """The shadow of one engine.
 
     Raises ``ValueError`` for groups that vLLM would not run, and for a scheme with look-ahead, which would
-    miss the hashes of a prompt's last blocks. ``stats`` may be shared.
+    miss the hashes of a prompt's last blocks. ``stats`` may be shared. ``later`` runs a step of a long prompt
+    after what waits already (a pool takes some 35 lines of Python per block); without it there is one step.
     """
 
-    __slots__ = ("_cache", "_estimate", "_stated", "spec", "stats")
+    __slots__ = ("_cache", "_estimate", "_later", "_stated", "_waiting", "spec", "stats")
 
-    def __init__(self, spec: ShadowSpec, stats: ShadowStats | None = None) -> None:
+    def __init__(
+        self,
+        spec: ShadowSpec,
+        stats: ShadowStats | None = None,
+        later: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         if spec.scheme.lookahead:
             raise ValueError("a shadow's hash scheme cannot look ahead")
         self.stats = stats if stats is not None else ShadowStats()
         self._stated = spec
         self._estimate = PoolEstimate(spec.num_blocks)
+        self._later = later
+        self._waiting: deque[Serving] = deque()
         self._make(spec)
 
     def _make(self, spec: ShadowSpec) -> None:
+        self._waiting.clear()
         self.spec = spec
         """With the block size that receipts show."""
         is_plain = (
@@ -396,8 +420,23 @@ class Shadow:
         if not len(token_ids):
             return
         self.stats.prompts += 1
-        if not self._cache.serve(len(token_ids), list(hashes_of(self.spec.scheme))):
-            self.stats.too_large += 1
+        if len(self._waiting) >= _WAITING_MAX:
+            self.stats.skipped += 1
+            return
+        self._waiting.append(self._cache.serve(len(token_ids), list(hashes_of(self.spec.scheme))))
+        if len(self._waiting) == 1:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        while self._waiting:
+            try:
+                next(self._waiting[0])
+            except StopIteration as end:
+                self._waiting.popleft()
+                self.stats.too_large += not end.value
+            if self._waiting and self._later is not None:
+                self._later(self._go_on)
+                return
 
     def reported(self, predicted: int, actual: int) -> bool:
         """Correct the estimate by an engine's report on a prompt that was predicted here. Returns whether the
@@ -426,4 +465,7 @@ class Shadow:
 
     def reset(self) -> None:
         """Empty the shadow: the engine restarted, or its prefix cache was reset."""
+        for serving in self._waiting:
+            serving.close()
+        self._waiting.clear()
         self._cache.reset()

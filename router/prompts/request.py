@@ -14,8 +14,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from itertools import chain
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -302,12 +302,13 @@ def decode_prompt(raw: msgspec.Raw) -> TextOrTokens:
         raise invalid_json(error) from None
     if prompt is None or isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and (
-        all(type(item) is int for item in prompt)
-        or all(isinstance(item, str) for item in prompt)
-        or all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt)
-    ):
-        return prompt
+    if isinstance(prompt, list):
+        # A prompt may be a million ids: no frame and no step of Python for each.
+        kinds = set(map(type, prompt))
+        if kinds <= {int} or kinds == {str}:
+            return prompt
+        if kinds == {list} and set(map(type, chain.from_iterable(prompt))) <= {int}:
+            return prompt
     raise _wrong_type("prompt", prompt, "a string, a list of strings, or lists of token ids")
 
 
@@ -319,8 +320,8 @@ def first_prompt(prompt: TextOrTokens) -> tuple[str | list[int], Rest]:
         return prompt, NO_REST
     first = prompt[0]
     if isinstance(first, int):
-        return [token for token in prompt if isinstance(token, int)], NO_REST
-    sizes = [0 if isinstance(one, int) else len(one) for one in islice(prompt, 1, None)]
+        return cast("list[int]", prompt), NO_REST
+    sizes = list(map(len, cast("list[str]", prompt[1:])))
     return first, rest_of(sizes, given=isinstance(first, list))
 
 

@@ -41,9 +41,9 @@ class PromptSettings(msgspec.Struct, frozen=True):
     fast_tokenizer: Literal["auto", "off"] = "auto"
     """``auto``: tokenize with fastokens if it gives the tokens of ``tokenizers`` for all probe texts, and
     compare again on a running sample; ``off``: always ``tokenizers``."""
-    prompt_bytes_max: int = 1 << 20
-    """Larger bodies are placed by text affinity, without tokens (the default is about 260,000 tokens of
-    English). Raising it keeps predictions exact, but each megabyte blocks the event loop for up to 10 ms."""
+    prompt_bytes_max: int = 8 << 20
+    """Larger bodies are placed by text affinity, without tokens (the default is about 2 million tokens of
+    English). Long prompts are decoded, tokenized and hashed in worker threads."""
     worker_threads: int = 2
     """Threads for tokenizing and hashing."""
     hub_downloads: bool = True

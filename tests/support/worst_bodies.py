@@ -54,3 +54,32 @@ def worst_bodies(size: int) -> dict[str, bytes]:
         "a text without end": _within(b"kv_transfer_param ", size, opens=b'"', closes=b""),
         "a text that is looked into": _repeated(b"x", size, head=b'{"vllm_xargs":"', tail=b'"}'),
     }
+
+
+_LAST_TURN: Final = b'{"role":"user","content":"And then?"}],"max_tokens":1}'
+
+
+def long_prompts(size: int) -> dict[str, tuple[str, bytes]]:
+    """Requests of so many bytes, or nearly, by what their prompts are: path and body."""
+    words, model = b"The quick router reads a long story about a small engine. ", b'{"model":"kvatlas-demo",'
+    turn = b'{"role":"user","content":"%s"},{"role":"assistant","content":"Yes."},' % (words * 8)
+    text, text_end = model + b'"messages":[{"role":"user","content":"', b'"}],"max_tokens":1}'
+    many = model + b'"max_tokens":1,"prompt":['
+    chats = {
+        "a text": _repeated(words, size, head=text, tail=text_end),
+        "a text of one word": _repeated(b"story", size, head=text, tail=text_end),
+        "a text without words": _repeated(b"\\u00e9\\u4e2d", size, head=text, tail=text_end),
+        "white space in a text": _repeated(b" ", size, head=text, tail=text_end),
+        "turns": _repeated(turn, size, head=model + b'"messages":[', tail=_LAST_TURN),
+    }
+    completions = {
+        "ids": _repeated(b"123,", size, head=many, tail=b"1]}"),
+        "short ids": _repeated(b"1,", size, head=many, tail=b"1]}"),
+        "prompts of an id": _repeated(b"[1],", size, head=many, tail=b"[1]]}"),
+        "ids and a text": _repeated(b"123,", size, head=many, tail=b'"a"]}'),
+        "texts": _repeated(b'"The quick router.",', size, head=many, tail=b'"a"]}'),
+        "one text": _repeated(words, size, head=model + b'"max_tokens":1,"prompt":"', tail=b'"}'),
+    }
+    return {name: ("/v1/chat/completions", body) for name, body in chats.items()} | {
+        name: ("/v1/completions", body) for name, body in completions.items()
+    }

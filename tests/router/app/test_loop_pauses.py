@@ -37,7 +37,7 @@ async def paused_router(**changes: object) -> AsyncIterator[tuple[Rig, Pauses]]:
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[SimulatedEngine]:
-        async with running({}) as (one,):
+        async with running({"groups": "full"}) as (one,):
             yield one
 
     async with elsewhere(engine) as one:
@@ -73,7 +73,7 @@ def posted(body: bytes) -> bytes:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [256 << 10, 60 << 20])
+@pytest.mark.parametrize("size", [256 << 10, 7 << 20, 60 << 20])
 def test_no_body_holds_the_loop(size: int) -> None:
     bodies = worst_bodies(size)  # made outside of the loop that is looked at
 

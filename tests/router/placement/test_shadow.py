@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +119,32 @@ def test_a_prompt_larger_than_the_shadow_is_counted_and_leaves_it_usable() -> No
     assert shadow.stats.too_large == 1
     shadow.served(small, hashes_of(small))
     assert look(shadow, [*small, 1])[0] == 96
+
+
+def test_a_long_prompt_is_taken_in_chunk_by_chunk_and_a_reset_ends_it() -> None:
+    rng, steps = random.Random(7), list[Callable[[], None]]()
+    shadow = Shadow(ShadowSpec(groups=HYBRID, num_blocks=400, chunk_tokens_max=128), later=steps.append)
+    whole = Shadow(ShadowSpec(groups=HYBRID, num_blocks=400, chunk_tokens_max=128))
+    first, second = tokens(rng, 1000), tokens(rng, 300)
+    for prompt in (first, second):
+        shadow.served(prompt, hashes_of(prompt))
+        whole.served(prompt, hashes_of(prompt))
+    while steps:
+        assert len(steps) == 1
+        steps.pop()()
+    assert [look(shadow, [*one, 1]) for one in (first, second)] == [(992, 992), (288, 288)]
+    assert [look(whole, [*one, 1]) for one in (first, second)] == [(992, 992), (288, 288)]
+    third = tokens(rng, 1000)
+    shadow.served(third, hashes_of(third))
+    shadow.reset()
+    assert look(shadow, [*third, 1]) == look(shadow, [*first, 1]) == (0, 0)
+    shadow.served(second, hashes_of(second))
+    while steps:
+        steps.pop()()
+    assert look(shadow, [*second, 1]) == (288, 288)
+    for _ in range(100):
+        shadow.served(third, hashes_of(third))
+    assert shadow.stats.skipped > 0
 
 
 def test_a_reset_empties() -> None:

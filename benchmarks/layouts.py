@@ -1,0 +1,43 @@
+"""Cache layouts of the usual kinds of models: an axis of every benchmark and gate, not one default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from publisher.events import GroupSpec
+
+
+class Layout(NamedTuple):
+    """Groups of a model, and the facts of it that no event carries (keys of ``[models.NAME]``)."""
+
+    groups: tuple[GroupSpec, ...]
+    facts: Mapping[str, Any] = {}
+
+
+def _full(idx: int, size: int = 16, kind: str = "full_attention") -> GroupSpec:
+    return GroupSpec(idx, kind, size)
+
+
+def _windows(first: int, count: int, window: int) -> tuple[GroupSpec, ...]:
+    return tuple(GroupSpec(first + n, "sliding_window", 16, sliding_window=window) for n in range(count))
+
+
+_STATES = tuple(GroupSpec(n, "mamba", 128, mamba_cache_mode="align") for n in range(1, 4))
+LAYOUTS: dict[str, Layout] = {
+    "full": Layout((_full(0),)),
+    "mla": Layout((_full(0, 64, "mla_attention"),)),
+    "gemma3-like": Layout((*_windows(0, 5, 1024), _full(5))),
+    "gpt-oss-like": Layout((_full(0), *_windows(1, 1, 128))),
+    "chunked": Layout(
+        (
+            _full(0),
+            *(GroupSpec(n, "chunked_local_attention", 16, attention_chunk_size=8192) for n in (1, 2, 3)),
+        ),
+        {"attention_chunk_size": 8192},
+    ),
+    "mamba-align": Layout((_full(0, 128), *_STATES), {"mamba_cache_mode": "align"}),
+    "eagle": Layout((GroupSpec(0, "full_attention", 16, is_eagle=True),), {"eagle_groups": "all"}),
+}
+"""Full attention alone, latent attention in blocks of 64, mostly windows, half windows, Llama 4's chunks,
+states where chunks end, and a drafter's look-up that drops a block."""
