@@ -16,10 +16,10 @@ import msgspec
 
 from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
 from router.admission.key_file import TenantRules, WaitTargets
-from router.admission.work import Work
 from router.openai.errors import bad_request, echoed, queue_full, queue_timeout
 from router.openai.numbers import whole_number
 from router.openai.request import QueueTicketRequest, Usage
+from router.openai.work import Work
 
 Ticket = Waiting[asyncio.Future[None]]
 _LOOK_S_MIN, _LOOK_S_MAX = 0.002, 0.25
@@ -195,15 +195,24 @@ class AdmissionQueue:
         return self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
 
     def settle(
-        self, claim: QueueTicketRequest, pool: str, charge: Charge | None, work: Work, usage: Usage | None
+        self,
+        claim: QueueTicketRequest,
+        pool: str,
+        charge: Charge | None,
+        work: Work,
+        usage: Usage | None,
+        streamed: int = 0,
     ) -> None:
-        """Its engine has ended a request; ``usage``: what the engine reported."""
+        """Its engine has ended a request; ``usage``: what the engine reported, else ``streamed`` tokens were
+        seen."""
         # The prompt is corrected where it was charged, the generated tokens are charged now.
-        if usage is None:
-            return
-        if charge is not None:
-            charge.correct(work.computed(usage))
-        self.charge(claim, pool, GENERATED_WORTH * usage.completion_tokens)
+        generated = streamed
+        if usage is not None:
+            generated = usage.completion_tokens
+            if charge is not None:
+                charge.correct(work.computed(usage))
+        if generated:
+            self.charge(claim, pool, GENERATED_WORTH * generated)
 
     def _enter(self, ticket: Ticket, engines: int) -> None:
         gone = self._queue.add(ticket)

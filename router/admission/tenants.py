@@ -27,9 +27,9 @@ from typing import Annotated, Protocol
 import msgspec
 
 from router.admission.key_file import TenantRules
-from router.admission.work import NO_WORK, Work
 from router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
 from router.openai.request import Usage
+from router.openai.work import NO_WORK, Work
 
 SILENCE_S = 5.0
 REMEMBERED_S = 300.0
@@ -270,7 +270,7 @@ class TenantStats(msgspec.Struct):
     cached_tokens: Annotated[int, "kvatlas_tenant_cached_tokens_total"] = 0
     """Prompt tokens of the tenant that engines took from a cache, as they reported."""
     generated_tokens: Annotated[int, "kvatlas_tenant_generated_tokens_total"] = 0
-    """Tokens generated for the tenant, as engines reported."""
+    """Tokens generated for the tenant: as engines reported, else the events of streams."""
     refused: Annotated[dict[str, int], "kvatlas_tenant_refused_total{reason}"] = msgspec.field(
         default_factory=dict
     )
@@ -458,10 +458,12 @@ class TenantRequest:
     def answer_headers(self) -> Headers:
         return self.tenant.headers(self._clock())
 
-    def leave(self, usage: Usage | None, *, served: bool = True, asked: bool = True) -> None:
-        """It ended; ``usage`` is what the engine reported, if it did. Not ``served``: no engine computed it,
-        and nothing is charged; nor does it count as a request where no engine was even ``asked``. Idempotent.
-        """
+    def leave(
+        self, usage: Usage | None, *, served: bool = True, asked: bool = True, streamed: int = 0
+    ) -> None:
+        """It ended; ``usage`` is what the engine reported, if it did, else ``streamed`` tokens were seen. Not
+        ``served``: no engine computed it, and nothing is charged; nor does it count as a request where no
+        engine was even ``asked``. Idempotent."""
         if not self._open:
             return
         self._open = False
@@ -473,6 +475,7 @@ class TenantRequest:
                 self.tenant.refund_request(self._clock())
             return
         if usage is None:
+            stats.generated_tokens += streamed
             return
         stats.generated_tokens += usage.completion_tokens
         work = self._work or NO_WORK

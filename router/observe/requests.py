@@ -454,6 +454,8 @@ class RequestRecord(msgspec.Struct, eq=False):
     last_s: float = 0.0
     ended_s: float | None = None
     usage: Usage | None = None
+    streamed_tokens: int = 0
+    """About as many tokens as were passed on of a stream: its events."""
     times: ModelTimes | None = None
     trace: RequestTrace | None = None
     why: Callable[[], dict[str, Any]] = dict
@@ -501,6 +503,13 @@ class RequestRecord(msgspec.Struct, eq=False):
         if self.gone or not self.status:
             return GONE
         return str(self.status)
+
+    @property
+    def generated_tokens(self) -> int | None:
+        """Tokens that were generated: as the engine reported, else those that were seen; None: unknown."""
+        if self.usage is not None:
+            return self.usage.completion_tokens
+        return self.streamed_tokens or None
 
     def retire(self) -> None:
         """Reduce an ended request to what is kept: no prompt, and bounded texts of clients."""

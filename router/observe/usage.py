@@ -27,6 +27,7 @@ from router import __version__
 from router.observe.history import prefix_ids, read_key
 from router.observe.requests import LogThrottle, RequestRecord
 from router.observe.traces import FLUSH_MS, TraceSettings, counting
+from router.openai.work import NO_WORK, Work
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs.export import LogRecordExporter
@@ -178,6 +179,7 @@ class PlacementFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     queue_s: float | None = None
     predicted_ttft_s: float | None = None
     prefill_engine: str = ""
+    work: Work | None = None
 
 
 class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,12 +219,14 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int | None
     """Prompt tokens. With keys, those charged to the tenant."""
     generated_tokens: int | None
+    """Tokens that were generated, as reported; of a stream without a report, the events that came."""
     predicted_tokens: int | None
     """Prediction of ``cached_tokens`` by the index."""
     mode: str
     """Mode of the prediction."""
     verified: bool | None
-    """Whether both are equal; None also for mode ``partial``, which says nothing of the report."""
+    """Whether both are equal; None also for mode ``partial``, which says nothing of the report, and for
+    several prompts or answers, of which engines report the cached tokens of one."""
     waited_s: float
     """Time in the router's queue."""
     asked_s: float | None
@@ -425,8 +429,11 @@ def usage_line(
         prompt, cached = usage.prompt_tokens, usage.cached_tokens
     device, host, store = _by_tier(cached, facts)
     computed = record.charged_tokens
-    if computed is None and prompt is not None and cached is not None:
-        computed = max(0, prompt - cached)
+    many = facts.work is not None and facts.work.sequences > 1
+    if computed is None and usage is not None and (cached is not None or many):
+        computed = (facts.work or NO_WORK).computed(usage)
+    # Of several prompts or answers the engine reports one.
+    unlike = many or facts.mode == "partial"
     ids = None
     if tokens is not None and facts.extras is not None:
         ids = prefix_ids(tokens, record.model, facts.extras, key)
@@ -451,10 +458,10 @@ def usage_line(
         host_tokens=host,
         store_tokens=store,
         computed_tokens=computed,
-        generated_tokens=None if usage is None else usage.completion_tokens,
+        generated_tokens=record.generated_tokens,
         predicted_tokens=predicted,
         mode=facts.mode,
-        verified=None if None in (predicted, cached) or facts.mode == "partial" else predicted == cached,
+        verified=None if unlike or None in (predicted, cached) else predicted == cached,
         waited_s=round(record.waited_s, 6),
         asked_s=_since(record.asked_s, record.arrived_s),
         first_token_s=_since(record.first_s, record.arrived_s),

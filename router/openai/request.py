@@ -97,6 +97,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Its retention hint as JSON, behind what that rests on; set when it is placed."""
     prompt: Any = None
     """Parts of its prompt, decoded from this body; the reader takes them away."""
+    hides_usage: bool = False
+    """The router asked for the usage of its stream, not its client."""
 
 
 class Usage(msgspec.Struct, gc=False):

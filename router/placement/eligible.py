@@ -28,7 +28,6 @@ from typing import Final, NamedTuple
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.admission.work import estimated_tokens
 from router.feeds.base import FeedState
 from router.fleet.engines import EngineId, endpoint_of
 from router.fleet.status import Fleet, Frontend
@@ -40,6 +39,7 @@ from router.observe.receipts import SloStats
 from router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
 from router.openai.request import SALTED, SALTED_BY_SGLANG, InboundRequest
 from router.openai.response_ids import digits_of, engine_digits
+from router.openai.work import estimated_tokens
 from router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
 from router.placement.cost import Choice, within_level
 from router.placement.engine import Accounts, Engine, EngineChanges, PromptView

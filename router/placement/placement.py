@@ -14,11 +14,11 @@ import msgspec
 from publisher.events import BlockHash
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
-from router.admission.work import Work, estimated_tokens
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
 from router.openai.request import PROMPT_APIS, InboundRequest, Usage
+from router.openai.work import Work, estimated_tokens
 from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Cost, Hit, columns
 from router.placement.cost import Choice, LongWait, predicted_wait_s
@@ -239,6 +239,7 @@ class Placement(Attempt):
         "_prefilled",
         "_rank_s",
         "_seen_tokens",
+        "_streamed_tokens",
         "_ticket",
         "_ttft_s",
         "_unseen",
@@ -314,7 +315,7 @@ class Placement(Attempt):
             self._charged = accounts.room.charge(request.claim, base_model, work.uncached_tokens)
         self._flying: InflightPrompt | None = None
         self._pooled: PooledPrompt | None = None
-        self._seen_tokens = 0
+        self._seen_tokens = self._streamed_tokens = 0
         self._group_tokens = 0, 0
         # Whether the hit of this engine was predicted, for a single prompt with one answer.
         self._predicted = False
@@ -362,6 +363,7 @@ class Placement(Attempt):
 
     def streamed(self, events: int) -> None:
         """Implement ``Attempt``."""
+        self._streamed_tokens += events
         if self._pooled is not None:
             self._pooled.answered_tokens += events
 
@@ -514,7 +516,8 @@ class Placement(Attempt):
         """Settle the tenant's charge, and wake the queue, which may have room now."""
         if self._answered and self._is_answer:
             pool = self.engine.base_model or ""
-            room.settle(self.request.claim, pool, self._charged, self.work, usage)
+            streamed = self._streamed_tokens
+            room.settle(self.request.claim, pool, self._charged, self.work, usage, streamed)
         elif self._charged is not None:
             self._charged.correct(0)
         room.changed()
@@ -523,7 +526,9 @@ class Placement(Attempt):
         """Describe the prompt and the predicted hit."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
-            return PlacementFacts(queue_s=self._candidate.queue_s, prefill_engine=self._prefill_engine)
+            return PlacementFacts(
+                queue_s=self._candidate.queue_s, prefill_engine=self._prefill_engine, work=self.work
+            )
         known = hit.confidence != "none"
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return PlacementFacts(
@@ -536,6 +541,7 @@ class Placement(Attempt):
             queue_s=self._candidate.queue_s,
             predicted_ttft_s=None if self._first_token is None else self._first_token.total_s,
             prefill_engine=self._prefill_engine,
+            work=self.work,
         )
 
     @property

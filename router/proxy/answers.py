@@ -29,6 +29,7 @@ from router.proxy.events import (
     last_event_end,
     read_event,
 )
+from router.proxy.stream_usage import UsageFilter
 
 # What an answer says of its prompt, in the shape of each API, whole or as one event of a stream.
 #
@@ -133,6 +134,7 @@ def _in_other_terms(usage: _Usage) -> Usage | None:
 # A longer unfinished event is passed on in parts, and so are openings that are longer together.
 _EVENT_BYTES_MAX = 256 * 1024
 _HELD_BYTES_MAX = 4 << 20
+_DONE: Final = b"data: [DONE]"
 # Enough of what was passed on to recognise its end.
 _MARK_BYTES = 256
 # APIs whose events have a ``finish_reason``, null but in the last one.
@@ -154,15 +156,17 @@ class SseRelay:
     """
 
     __slots__ = (
-        *("_abort_mark", "_held", "_held_bytes", "_holds", "_last", "_opened", "_partial", "_path"),
+        *("_abort_mark", "_held", "_held_bytes", "_filter", "_holds", "_last", "_opened", "_partial"),
+        "_path",
         *("_replaceable", "_tail", "_tail_seen", "_usual_end", "aborted", "begun", "count", "error"),
         *("exposed", "failed", "given_up", "progress", "said", "unread_usages", "usage"),
     )
 
-    def __init__(self, path: str = "", *, replaceable: bool = False) -> None:
+    def __init__(self, path: str = "", *, replaceable: bool = False, hides_usage: bool = False) -> None:
         """``path``: the API's, where it is known; ``replaceable``: another engine may be asked while no
-        opening and no token has been passed on."""
+        opening and no token has been passed on; ``hides_usage``: its client has not asked for usage."""
         self._path = path
+        self._filter = UsageFilter() if hides_usage else None
         self._replaceable = self._holds = replaceable
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -209,9 +213,12 @@ class SseRelay:
         # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
         has_usage = data.find(b'"usage"') >= 0
         if has_usage or count != 1 or not data.endswith(self._usual_end):
+            self.count = count - data.count(_DONE)
             data = self._watch(data)
-        if has_usage:
-            self._read_usage(data)
+            if has_usage:
+                self._read_usage(data)
+            if self._filter is not None:
+                data = self._filter.feed(data)
         self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
         return data
 
@@ -242,13 +249,13 @@ class SseRelay:
             rest = self._watch(rest)
         if rest.find(b'"usage"') >= 0:
             self._read_usage(rest)
-        return rest
+        return rest if self._filter is None else self._filter.feed(rest) + self._filter.rest()
 
     def broken(self, error: bytes, name: bytes = b"") -> bytes:
         """The stream broke off: an event with ``error`` (a JSON object), after the whole lines that came."""
-        came = b""
+        came = b"" if self._filter is None else self._filter.rest()
         if self._tail and not self._holds:
-            came = bytes(self._tail[: max(self._tail.rfind(b"\n"), self._tail.rfind(b"\r")) + 1])
+            came += bytes(self._tail[: max(self._tail.rfind(b"\n"), self._tail.rfind(b"\r")) + 1])
         last = came or self._last
         if last.endswith((b"\n\n", b"\n\r\n", b"\r\r", b"\n\r")):
             closing = b""

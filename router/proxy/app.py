@@ -80,6 +80,7 @@ from router.proxy.headers import (
 )
 from router.proxy.screen import Rules, may_be_object, names_media, screen, screen_form
 from router.proxy.settings import Aliases, ProxySettings, ProxyStats
+from router.proxy.stream_usage import ASKED, with_usage
 
 T = TypeVar("T")
 _CHOSEN_ID = frozenset({FIELD})
@@ -203,6 +204,9 @@ class ProxyApp:
             record.read_s, record.bytes_in = self.requests.clock(), len(body)
             out = await self._outbound(scope, head, body, record, entry)
             out.own = own
+            # What it costs must be known where there are bills.
+            if out.request.stream and (entry is not None or self.requests.on_end is not None):
+                await self._ask_usage(out)
             watch.watch()
             out.task = watch.task
             await self._forwarder.forward(out, send)
@@ -221,7 +225,12 @@ class ProxyApp:
         finally:
             watch.unwatch()
             if entry is not None:
-                entry.leave(record.usage, served=_served(record), asked=bool(record.engine))
+                entry.leave(
+                    record.usage,
+                    served=_served(record),
+                    asked=bool(record.engine),
+                    streamed=record.streamed_tokens,
+                )
                 record.charged_tokens = entry.charged_tokens
             self.stats.requests_active -= 1
             self.requests.end(record)
@@ -365,6 +374,15 @@ class ProxyApp:
             raise invalid_json(ValueError("its members cannot be read"))
         own = b"cache_salt" in body
         return salted, "" if own else ":".join(isolation.group(tenant.name, tenant.rules))
+
+    async def _ask_usage(self, out: Outbound) -> None:
+        """Ask for the usage of a stream, and hide it from a client that has not asked. A gateway has the
+        client: nothing can be taken out of its stream."""
+        request = out.request
+        if request.path in ASKED and out.carrier is None:
+            asked = await self._changed(with_usage(request.body))
+            if asked is not request.body:
+                request.body, request.hides_usage = asked, True
 
     async def _form(self, fields: list[tuple[bytes, bytes]], body: bytes) -> tuple[Form, Peek] | None:
         """The form that the body is, and what is needed of it; None: it is none."""

@@ -18,13 +18,13 @@ import xxhash
 
 from router.admission.admission_queue import ENGINE_PRIORITY
 from router.admission.tenants import TenantRequest
-from router.admission.work import NO_WORK, Work
 from router.http.request_cycle import RequestCycle
 from router.http.upstream import UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
 from router.observe.usage import PlacementFacts
 from router.openai.request import InboundRequest, Usage
 from router.openai.response_ids import of_engine, with_id
+from router.openai.work import NO_WORK, Work
 from router.pd.bodies import SplitBody
 from router.pd.handoff import Handoff, NotFetchedError
 from router.pd.settings import Prefilled

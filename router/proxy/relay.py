@@ -125,6 +125,7 @@ class StreamRelay(msgspec.Struct, eq=False):
         if self._begun and self._success:
             self._record.piece()
             # Engines send one token per event: cheaper than parsing.
+            self._record.streamed_tokens += events.count
             self._attempt.streamed(events.count)
         # Nothing is sent before a whole event has come, so that an engine that dies first can be replaced.
         if out or not self._more:
@@ -134,7 +135,7 @@ class StreamRelay(msgspec.Struct, eq=False):
         self._record.bytes_out += len(out)
         if self.had is Had.NOTHING:
             fields, length = self._head.fields, self._head.length
-            if length and self._more:
+            if length and (self._more or self._attempt.request.hides_usage):
                 # Events may be added to it, or left out.
                 fields, length = [field for field in fields if field[0] != b"content-length"], b""
             self._answer.start(self._connection.status, fields, length)
@@ -252,7 +253,12 @@ class AnswerRelay(msgspec.Struct, eq=False):
             await rest
 
     def _pass_events(self, first: bytes) -> Awaitable[None]:
-        events = SseRelay(self._attempt.request.path, replaceable=self._replaceable and self._success)
+        request = self._attempt.request
+        events = SseRelay(
+            request.path,
+            replaceable=self._replaceable and self._success,
+            hides_usage=request.hides_usage,
+        )
         self._stream = StreamRelay(
             self._connection,
             self._attempt,

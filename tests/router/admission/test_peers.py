@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.admission.key_file import TenantRules
 from router.admission.tenants import SILENCE_S, OthersUse, Tenant, TenantRequest, Use, Uses
-from router.admission.work import Work
 from router.openai.errors import ApiError
+from router.openai.work import Work
 from tests.support.examples import examples
 
 NAMES = ("a", "b", "c")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from router.admission.key_file import TenantRules
 from router.admission.tenants import Tenant, TenantRequest, TokenBucket
-from router.admission.work import Work
 from router.openai.errors import ApiError
 from router.openai.request import Usage
+from router.openai.work import Work
 
 
 class Clock:

@@ -272,3 +272,86 @@ async def test_lines_go_to_a_collector_too_where_traces_are_on(tmp_path: Path, s
         for word in (b"kvatlas.usage.generated_tokens", b"kvatlas.usage.verified", MODEL.encode()):
             assert word in body
         assert b"hash_ids" not in body
+
+
+def plain(stream: bytes) -> list[Any]:
+    """The events of a stream without what differs from request to request."""
+    found: list[Any] = []
+    for line in stream.decode().splitlines():
+        if not line.startswith("data: {"):
+            assert line in {"", "data: [DONE]"}
+            found.append("")
+            continue
+        event = json.loads(line[6:])
+        found.append({name: value for name, value in event.items() if name not in {"id", "created"}})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("own", [None, {"include_usage": False}, {"include_usage": True}])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
+        ("/v1/completions", {"prompt": TEXT}),
+        ("/v1/completions", {"prompt": [TEXT, TEXT[::-1]]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}], "n": 3, "temperature": 0}),
+    ],
+)
+async def test_a_stream_is_billed_whatever_its_client_asks_and_sees_only_that(
+    tmp_path: Path, path: str, asked: dict[str, Any], own: Any, kind: str
+) -> None:
+    usage = UsageSettings(path=str(tmp_path / "usage.jsonl"))
+    answers = asked.get("n", 1) * (2 if isinstance(asked.get("prompt"), list) else 1)
+    body = {"model": MODEL, "max_tokens": 7, "stream": True, "ignore_eos": True, **asked}
+    if own is not None:
+        body["stream_options"] = own
+    settings = {"kind": kind, "groups": "full"}
+    async with routed(settings, usage=usage) as (rig, engines), rig.session as session:
+        async with session.post(engines[0].base_url + path, json=body) as answer:
+            if answer.status != 200:
+                pytest.skip("this simulated engine refuses it")
+            alone = await answer.read()
+        async with session.post(rig.url + path, json=body) as answer:
+            routed_stream = await answer.read()
+        seen, expected = plain(routed_stream), plain(alone)
+        if own == {"include_usage": True}:
+            # The cached tokens of the second differ.
+            assert len(seen) == len(expected)
+            seen = [event for event in seen if event == "" or event.get("choices") != []]
+            expected = [event for event in expected if event == "" or event.get("choices") != []]
+        if answers > 1:
+            # Several answers come in any order.
+            seen, expected = sorted(map(str, seen)), sorted(map(str, expected))
+        assert seen == expected
+        await rig.over()
+        await written(rig, 1)
+    (line,) = lines_of(tmp_path / "usage.jsonl")
+    assert line["generated_tokens"] == 7 * answers
+    if answers > 1:
+        assert line["verified"] is None
+        assert line["computed_tokens"] is not None
+
+
+async def test_a_stream_that_is_cut_is_billed_by_what_came(tmp_path: Path) -> None:
+    usage = UsageSettings(path=str(tmp_path / "usage.jsonl"))
+    slow = {"decode_s_per_token": 0.002}
+    async with routed(slow, usage=usage) as (rig, _):
+        stream = await rig.api.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": TEXT}],
+            max_tokens=2000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        taken = 0
+        async for _chunk in stream:
+            taken += 1
+            if taken == 20:
+                break
+        await stream.close()
+        await rig.over()
+        await written(rig, 1)
+    (line,) = lines_of(tmp_path / "usage.jsonl")
+    assert line["outcome"] == "client_gone"
+    assert line["generated_tokens"] >= 15

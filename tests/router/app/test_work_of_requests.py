@@ -9,8 +9,8 @@ import pytest
 
 from router.admission.admission_queue import QueueSettings
 from router.admission.tenants import TenantRequest
-from router.admission.work import Work
 from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE
+from router.openai.work import Work
 from tests.router.app.test_prefill_decode import SPLITS, D, P, apart, busy, completion, prompt
 from tests.support.whole_router import MODEL, routed, tenants
 

@@ -9,9 +9,9 @@ import pytest
 
 from router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
 from router.admission.fair_queue import Lane
-from router.admission.work import Work
 from router.openai.errors import ApiError
 from router.openai.request import QueueTicketRequest, Usage
+from router.openai.work import Work
 from tests.support.waiting import until
 
 FOREVER = 3600.0

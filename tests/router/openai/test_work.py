@@ -6,9 +6,9 @@ import pytest
 
 from router.admission.key_file import TenantRules
 from router.admission.tenants import Tenant, TenantRequest
-from router.admission.work import Work, estimated_tokens
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest, Usage
+from router.openai.work import Work, estimated_tokens
 
 
 @pytest.mark.parametrize(

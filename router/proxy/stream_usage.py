@@ -1,0 +1,130 @@
+"""Usage of streams whose clients did not ask for it: the router asks, and takes the answer out again.
+
+Engines report what a stream cost in an event of its own, before the end, if ``stream_options.include_usage``
+says so (vLLM and SGLang; OpenAI's API). Tenants are billed by it, whatever their clients ask for. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import Any, Final
+
+import msgspec
+
+from router.openai.members import with_first, with_value
+from router.openai.request import CHAT, COMPLETION
+from router.proxy.events import blocks, data_of
+
+ASKED: Final = frozenset({CHAT, COMPLETION})
+"""APIs with ``stream_options``; the others report usage unasked."""
+_NAME: Final = b'"stream_options"'
+_ASK: Final = b'{"include_usage":true}'
+# The usual form of a client that asks itself; quotes within texts are escaped.
+_ASKS: Final = re.compile(
+    _NAME + rb'[ \t\r\n]*:[ \t\r\n]*\{[^{}]{0,256}"include_usage"[ \t\r\n]*:[ \t\r\n]*true\b'
+)
+
+
+class _Options(msgspec.Struct, gc=False):
+    include_usage: Any = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: list[msgspec.Raw] | None = None
+    usage: Any = None
+    system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
+
+
+_OPTIONS: Final = msgspec.json.Decoder(_Options)
+_EVENT: Final = msgspec.json.Decoder(_Event)
+
+
+def with_usage(body: bytes) -> Generator[None, None, bytes]:
+    """Steps to the body of a stream that asks for usage; the same object if its client asks already, or if it
+    cannot be told."""
+    at = body.find(_NAME)
+    if at < 0:
+        return (yield from with_first(body, b"stream_options", _ASK))
+    if _ASKS.match(body, at):
+        return body
+    found: list[bytes] = []
+
+    def note(own: bytes) -> str:
+        found.append(own)
+        return ""
+
+    # A value that is not read is left to the engine.
+    yield from with_value(body, b"stream_options", note)
+    if not found:
+        return (yield from with_first(body, b"stream_options", _ASK))
+    if not _may_be_replaced(found[0]):
+        return body
+    return (yield from with_value(body, b"stream_options", msgspec.Raw(_ASK)))
+
+
+def _may_be_replaced(own: bytes) -> bool:
+    """Whether a client's own options do not ask for usage, and the engine would take them."""
+    try:
+        return own == b"null" or _OPTIONS.decode(own).include_usage in (None, False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+class UsageFilter:
+    """Takes the event of the usage out of one stream that was asked for it.
+
+    Engines that are not asked name their fingerprint in the last event of each answer instead (vLLM 0.32), so
+    these wait for the usage, which follows at once. Several answers may end in another order than they came.
+    """
+
+    __slots__ = ("_ended",)
+
+    def __init__(self) -> None:
+        self._ended: list[bytes] = []
+
+    def feed(self, data: bytes) -> bytes:
+        """The events to be passed on now, of whole ones."""
+        passed: list[bytes] = []
+        for block in blocks(data):
+            value = data_of(block)
+            if (
+                value is not None
+                and block.find(b'"usage"') >= 0
+                and (found := _usage_alone(value)) is not None
+            ):
+                passed.append(self.rest(found))
+            elif value is not None and _FINISHED.search(value) is not None:
+                self._ended.append(block)
+            elif value is not None and value.strip() == b"[DONE]":
+                passed += (self.rest(), block)
+            else:
+                passed.append(block)
+        return b"".join(passed)
+
+    def rest(self, fingerprint: bytes = b"") -> bytes:
+        """The events that waited."""
+        ended, self._ended = self._ended, []
+        return b"".join([_with_fingerprint(block, fingerprint) for block in ended])
+
+
+_FINISHED: Final = re.compile(rb'"finish_reason":[ ]?"')
+
+
+def _usage_alone(data: bytes) -> bytes | None:
+    """The fingerprint in an event that says nothing but the usage, empty if it has none; None: it is no such
+    event."""
+    try:
+        event = _EVENT.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if event.choices != [] or event.usage is None:
+        return None
+    return bytes(event.system_fingerprint)
+
+
+def _with_fingerprint(block: bytes, fingerprint: bytes) -> bytes:
+    end = block.rfind(b"}")
+    if not fingerprint.startswith(b'"') or end < 0 or block.find(b'"system_fingerprint"') >= 0:
+        return block
+    return b'%b,"system_fingerprint":%b%b' % (block[:end], fingerprint, block[end:])

@@ -1,0 +1,137 @@
+"""The router asks for the usage of streams, and a client sees exactly what it asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.openai.members import at_once
+from router.openai.request import CHAT, Usage
+from router.proxy.answers import SseRelay
+from router.proxy.stream_usage import with_usage
+from tests.support.proxy_rig import DONE, event
+
+LAST = (
+    b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":30,"completion_tokens":2,'
+    b'"prompt_tokens_details":{"cached_tokens":16}}}\n\n'
+)
+
+
+def asked(body: bytes) -> bytes:
+    return bytes(at_once(with_usage(body)))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        None,
+        "null",
+        "{}",
+        '{"include_usage":false}',
+        '{"include_usage":null}',
+        '{"continuous_usage_stats":true}',
+        '{"include_usage":false,"continuous_usage_stats":true}',
+    ],
+)
+@pytest.mark.parametrize("text", ["hi", 'say \\"stream_options\\": {\\"include_usage\\": true}', "\\u00e9"])
+def test_a_client_that_does_not_ask_is_asked_for(own: str | None, text: str) -> None:
+    more = "" if own is None else f',"stream_options": {own}'
+    body = f'{{"model":"m","messages":[{{"role":"user","content":"{text}"}}],"stream":true{more}}}'.encode()
+    found = msgspec.json.decode(asked(body))
+    assert found["stream_options"] == {"include_usage": True}
+    del found["stream_options"]
+    assert found == {
+        name: value for name, value in msgspec.json.decode(body).items() if name != "stream_options"
+    }
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        '{"include_usage":true}',
+        '{"include_usage" : true, "continuous_usage_stats": true}',
+        '{"x":{"y":1},"include_usage":true}',
+        '{"include_usage":"yes"}',
+        "7",
+        "[]",
+        '"x"',
+    ],
+)
+def test_a_client_that_asks_or_is_wrong_is_left_alone(own: str) -> None:
+    body = b'{"model":"m","stream_options":%b,"stream":true}' % own.encode()
+    assert asked(body) is body or asked(body) == body
+
+
+def test_a_name_within_a_message_is_no_member() -> None:
+    body = b'{"metadata":{"stream_options":{"include_usage":false}},"stream":true}'
+    assert msgspec.json.decode(asked(body))["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"no json"])
+def test_what_is_no_object_with_members_stays(body: bytes) -> None:
+    assert asked(body) == body
+
+
+ENDS = b'data: {"id":"x","choices":[{"index":%d,"delta":{},"finish_reason":"stop"}]}\n\n'
+CLOSES = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3},"system_fingerprint":"vllm-1"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [
+        ([event("a"), LAST, DONE], [event("a"), DONE]),
+        ([event("a"), ENDS % 0, LAST, DONE], [event("a"), ENDS % 0, DONE]),
+        ([event("a"), ENDS % 0, DONE], [event("a"), ENDS % 0, DONE]),
+        ([event("a"), ENDS % 0], [event("a"), ENDS % 0]),
+        ([ENDS % 0, event("a"), ENDS % 1, LAST, DONE], [event("a"), ENDS % 0, ENDS % 1, DONE]),
+        # Where the engine names its fingerprint with the usage, it names it at the end otherwise.
+        (
+            [event("a"), ENDS % 0, CLOSES, DONE],
+            [event("a"), (ENDS % 0).replace(b"]}\n", b'],"system_fingerprint":"vllm-1"}\n'), DONE],
+        ),
+        ([b'data: {"choices":[],"usage":null}\n\n'], [b'data: {"choices":[],"usage":null}\n\n']),
+        ([b'data: {"usage":{"prompt_tokens":1}}\n\n'], [b'data: {"usage":{"prompt_tokens":1}}\n\n']),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_only_the_event_of_the_usage_is_taken_out(
+    sent: list[bytes], wanted: list[bytes], apart: bool
+) -> None:
+    relay = SseRelay(CHAT, hides_usage=True)
+    pieces = sent if apart else [b"".join(sent)]
+    assert b"".join(map(relay.feed, pieces)) + relay.end() == b"".join(wanted)
+
+
+def test_a_stream_that_breaks_off_loses_nothing_that_waited() -> None:
+    relay = SseRelay(CHAT, hides_usage=True)
+    out = relay.feed(event("a")) + relay.feed(ENDS % 0) + relay.broken(b'{"error":1}')
+    assert out == event("a") + ENDS % 0 + b'data: {"error":1}\n\n'
+
+
+@given(st.data())
+def test_a_client_that_has_not_asked_sees_all_but_the_usage_however_it_comes(data: st.DataObject) -> None:
+    end = data.draw(st.sampled_from([b"\n", b"\r\n"]))
+    others = [event("a"), b": ping\n\n", b'data: {"choices":[{"delta":{"content":"b"}}],"usage":null}\n\n']
+    parts = data.draw(st.lists(st.sampled_from(others), max_size=5))
+    parts = [event("a"), *parts]
+    body = (b"".join(parts) + LAST + DONE).replace(b"\n", end)
+    wanted = (b"".join(parts) + DONE).replace(b"\n", end)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=20)))
+    relay, out = SseRelay(CHAT, hides_usage=True), b""
+    for start, stop in zip([0, *cuts], [*cuts, len(body)], strict=True):
+        if start < stop:
+            out += relay.feed(body[start:stop])
+    assert out + relay.end() == wanted
+    assert relay.usage == Usage(30, 2, 16)
+    assert relay.done
+
+
+def test_the_last_event_may_come_without_its_blank_line() -> None:
+    relay: Any = SseRelay(CHAT, hides_usage=True)
+    out = relay.feed(event("a")) + relay.feed(LAST[:-1])
+    assert out + relay.end() == event("a")
+    assert relay.usage == Usage(30, 2, 16)
