@@ -99,6 +99,8 @@ class LocalModel:
         self._workers = workers
         self._settings = settings
         self._directory = directory
+        self._unlike = directory.config_tokens if frontend == "rust" else None
+        """Texts that this frontend splits otherwise."""
         self._others: dict[Frontend, LocalModel] = {}
         self.renderer = ChatRenderer(config, directory, stats, CONTEXT_CACHE_BYTES_MAX, frontend)
         self.tokenizer = tokenizer or self._load_tokenizer(directory)
@@ -270,6 +272,10 @@ class LocalModel:
 
         The last number is the number of reused tokens. ``special``: with special tokens around the text.
         """
+        if self._directory.rebuilt:
+            raise NotLocalError("tokenizer_class")
+        if self._unlike is not None and self._unlike.search(text):
+            raise NotLocalError("frontend")
         prefix, suffix = self._frame(special=special)
         before = None if parent is None else parent.cut
         kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)

@@ -133,6 +133,7 @@ REASONS = (
     # chat, but the tokenizer directory has no chat template.
     "no_template",
     "template_rejected",  # the chat template raised an error
+    "tokenizer_class",  # engines make another tokenizer of the model's files
     # The request brings its own chat template.
     "request_template",
     # chat_template_kwargs reach past the template.

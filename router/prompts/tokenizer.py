@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import random
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -328,6 +329,11 @@ class ModelDir(msgspec.Struct):
     model_type: str = ""
     architecture: str = ""
     """Both from ``config.json``; "" where that does not say."""
+    rebuilt: bool = False
+    """Engines make another tokenizer of this one: transformers 5 builds ``LlamaTokenizer`` by its own code
+    and takes only vocabulary and merges of ``tokenizer.json``."""
+    config_tokens: re.Pattern[str] | None = None
+    """Tokens that ``tokenizer.json`` lacks; None: there are none."""
 
     def template_for(self, *, with_tools: bool) -> str | None:
         """The template source for a chat, or None."""
@@ -356,22 +362,68 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
     if not file.is_file():
         raise ModelDirError(f"{file}: no such file; point tokenizer_dir at a Hugging Face model directory")
     try:
-        sha256 = hashlib.sha256(file.read_bytes()).digest()
+        content = file.read_bytes()
+        sha256 = hashlib.sha256(content).digest()
     except OSError as error:
         raise ModelDirError(f"{file}: {error.strerror}") from None
     config = _read_json(folder / "tokenizer_config.json")
     named = _named_tokens(folder, config)
     model_type, architecture = _model_kind(_read_json(folder / "config.json"))
+    listed = _listed_tokens(config, named)
+    tokenizer = _load_tokenizer(_TokenizerFile(sha256, json.dumps(listed), file))
+    # The vocabulary is skipped: it may have 20 MB.
+    parts = msgspec.json.decode(content, type=_Parts)
     return ModelDir(
         folder,
-        _load_tokenizer(_TokenizerFile(sha256, json.dumps(_listed_tokens(config, named)), file)),
+        tokenizer,
         _templates(folder, config),
         {key: _content(value) for key, value in named.items()},
         _processor_template(folder),
         "harmony" if model_type == "gpt_oss" else _OWN_RENDERERS.get(architecture, "hf"),
         model_type,
         architecture,
+        _is_rebuilt(parts, config, model_type),
+        _missing_tokens(parts, tokenizer, listed),
     )
+
+
+# transformers 5.19, ``LlamaTokenizer``: for the types that its list of wrong class names does not have.
+_REBUILT: Final = frozenset({"LlamaTokenizer", "LlamaTokenizerFast"})
+_REBUILT_TYPES: Final = frozenset({"", "llama"})
+
+
+class _AddedToken(msgspec.Struct):
+    content: str = ""
+
+
+class _Parts(msgspec.Struct):
+    """Parts of ``tokenizer.json``."""
+
+    pre_tokenizer: Any = None
+    normalizer: Any = None
+    added_tokens: list[_AddedToken] | None = None
+
+
+def _is_rebuilt(parts: _Parts, config: dict[str, Any], model_type: str) -> bool:
+    if config.get("tokenizer_class") not in _REBUILT or model_type not in _REBUILT_TYPES:
+        return False
+    scheme = "always" if config.get("legacy") else "first"
+    scheme = "never" if config.get("add_prefix_space") is False else scheme
+    made = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    return parts.pre_tokenizer != made or parts.normalizer is not None
+
+
+def _missing_tokens(parts: _Parts, tokenizer: Tokenizer, listed: list[Any]) -> re.Pattern[str] | None:
+    own = {token.content for token in parts.added_tokens or ()}
+    names = [name for name in dict.fromkeys(map(_content, listed)) if name and name not in own]
+    if not names:
+        return None
+    # One that is looked for in the normalized text may come of any text.
+    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    any_text = tokenizer.normalizer is not None and any(
+        added[one].normalized for one in names if one in added
+    )
+    return re.compile("" if any_text else "|".join(map(re.escape, names)))
 
 
 def is_mistral(folder: Path) -> bool:

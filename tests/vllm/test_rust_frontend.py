@@ -102,8 +102,12 @@ def python_033() -> str:
 
 @pytest.fixture(scope="module")
 def binary(python_033: str) -> Path:
+    return found_binary(python_033)
+
+
+def found_binary(python: str) -> Path:
     """``vllm-rs``, which the wheel's unpacking leaves without its mode."""
-    found = next((Path(python_033).parent.parent / "lib").glob("python*/site-packages/vllm/vllm-rs"))
+    found = next((Path(python).parent.parent / "lib").glob("python*/site-packages/vllm/vllm-rs"))
     found.chmod(0o755)
     return found
 
@@ -134,9 +138,12 @@ def rendering(binary: Path, folder: Path) -> Iterator[str]:
 
 def ask(url: str, path: str, body: Any) -> Any:
     """The decoded answer; None where it is refused."""
-    asked = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    return ask_raw(url, path, json.dumps(body).encode())
+
+
+def ask_raw(url: str, path: str, body: bytes) -> Any:
+    """The same for a body that is encoded already."""
+    asked = urllib.request.Request(url + path, body, {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(asked, timeout=60) as answer:
             return json.load(answer)

@@ -20,7 +20,11 @@ Reproduced differences to the Python frontend:
 
 Prompts that the template engines write differently are refused: a chat is rendered by jinja2 and by
 minijinja, the engine of this frontend, and both texts must be equal. Lists and objects that a template prints
-are refused, and numbers that Rust writes differently as JSON.
+are refused, and numbers that Rust reads or writes differently as JSON: its parser may miss the last digit of
+a float of more than 15 significant digits, and takes -0 for a float. Refused are also messages with fields
+that were not compared (it reads ``thinking``), template arguments that are fields of the request
+(``add_generation_prompt``), templates that ask whether a boolean is a number, or have a backslash in their
+text, and texts with a token that only ``tokenizer_config.json`` names, which it splits.
 
 SGLang (0.5.23) gives messages to the template of ``transformers`` as they are, without fields that are null.
 Chats of roles and texts alone are made here, but for those that end with the assistant's message, which
@@ -34,6 +38,8 @@ import json
 import re
 from collections.abc import Container
 from typing import Any, Final, NoReturn, Protocol
+
+from jinja2 import nodes
 
 from router.openai.request import CHAT, COMPLETION
 from router.prompts.chat.compiled import (
@@ -175,6 +181,70 @@ def _unprintable(value: Any, levels: int = _LEVELS_MAX) -> Any:
     return _List(_unprintable(one, levels - 1) for one in value)
 
 
+# Members of messages that were compared.
+_FIELDS: Final = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "tools")
+)
+# Template arguments that this frontend takes for fields of the request.
+_FIELD_ARGUMENTS: Final = frozenset(("add_generation_prompt", "continue_final_message", "documents", "tools"))
+# In Python a boolean is a number.
+_NUMBER_TESTS: Final = frozenset(("number", "integer", "float"))
+# ``serde_json`` divides by a power of ten, which is exact up to this number of digits.
+_DIGITS_MAX: Final = 15
+_UNLIKE_NUMBER: Final = re.compile(r"-0(?![.\d])|[\d.]{16,}")
+
+
+def _check_number(text: str) -> None:
+    """Refuse a JSON number that ``serde_json`` reads otherwise than Python."""
+    digits = text.lower().partition("e")[0].replace(".", "").lstrip("-0")
+    if text == "-0" or len(digits) > _DIGITS_MAX:
+        raise NotLocalError("frontend")
+
+
+def _check_numbers(json_text: str) -> None:
+    """Refuse a JSON text with such a number."""
+
+    def checked_int(text: str) -> int:
+        if text == "-0":
+            raise NotLocalError("frontend")
+        return 0
+
+    def checked_float(text: str) -> float:
+        _check_number(text)
+        return float(text)
+
+    if _UNLIKE_NUMBER.search(json_text):
+        try:
+            json.loads(json_text, parse_int=checked_int, parse_float=checked_float)
+        except (ValueError, RecursionError):
+            raise NotLocalError("frontend") from None
+
+
+def _reads_alike(source: str) -> tuple[bool, bool]:
+    """Whether this template is read as by jinja2, and whether it asks if values are numbers."""
+    tree = reference_environment().parse(source)
+    plain = not any("\\" in data.data for data in tree.find_all(nodes.TemplateData))
+    asks = any(test.name in _NUMBER_TESTS for test in tree.find_all(nodes.Test))
+    return plain and r"\\" not in source, asks
+
+
+def _is_unlike_argument(value: Any) -> bool:
+    """Whether it may be read otherwise: the text of a number is not known any more."""
+    if isinstance(value, dict):
+        return any(map(_is_unlike_argument, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_unlike_argument, value))
+    return type(value) is float or (type(value) is int and value == 0)
+
+
+def _has_booleans(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_booleans, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_booleans, value))
+    return isinstance(value, bool)
+
+
 class RustFrontend:
     """One model's chats behind that frontend; ``source`` is its only template."""
 
@@ -192,20 +262,24 @@ class RustFrontend:
         self._special_tokens = special_tokens
         self._form = compiled.content_format if content_format == "auto" else content_format
         self.variables = compiled.variables
+        alike, self._asks_for_numbers = _reads_alike(source)
+        if not alike:
+            self._fast = None
 
     def stamp(self) -> bytes:
         return b""
 
     def check(self, body: ChatBody) -> None:
         """Refuse fields whose effect was not compared."""
-        arguments = body.chat_template_kwargs
-        nulls = isinstance(arguments, dict) and None in arguments.values()
+        arguments = body.chat_template_kwargs if isinstance(body.chat_template_kwargs, dict) else {}
+        nulls = None in arguments.values() or not _FIELD_ARGUMENTS.isdisjoint(arguments)
+        _check_numbers(bytes(body.tools).decode(errors="replace"))
         if nulls or body.continue_final_message or body.truncate_prompt_tokens is not None:
             raise NotLocalError("frontend")
 
     def parse(self, message: Message) -> Message:
         role, content = message["role"], message.get("content")
-        if role not in _ROLES:
+        if role not in _ROLES or not _FIELDS.issuperset(message):
             raise NotLocalError("frontend")
         if message.get("tools") is not None:
             raise NotLocalError("frontend")
@@ -227,6 +301,11 @@ class RustFrontend:
         if context.shape == UNLIKE or self._fast is None:
             raise NotLocalError("frontend")
         given = {name: value for name, value in context.names.items() if value is not None}
+        if any(_is_unlike_argument(value) for name, value in given.items() if name != "tools"):
+            raise NotLocalError("frontend")
+        others = {name: value for name, value in given.items() if name != "add_generation_prompt"}
+        if self._asks_for_numbers and _has_booleans([others, conversation]):
+            raise NotLocalError("frontend")
         if "tools" in given:
             given["tools"] = [_tool(tool) for tool in given["tools"]]
         names = {**self._special_tokens, **_unprintable({**given, "messages": conversation})}
@@ -347,6 +426,7 @@ def _tool_call(call: Any) -> Message:
     made, name, arguments = call.get("id"), function.get("name"), function.get("arguments")
     if not (isinstance(made, str) and isinstance(name, str) and isinstance(arguments, str)):
         raise NotLocalError("frontend")
+    _check_numbers(arguments)
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

@@ -15,6 +15,7 @@ from tests.support.prompts.readers import (
     byte_level_tokenizer,
     chat,
     local_reader,
+    metaspace_tokenizer,
     model_dir,
     read_affinity,
     read_exact,
@@ -134,3 +135,44 @@ def test_a_template_that_looks_like_a_missing_file_is_refused() -> None:
     with pytest.raises(ModelDirError, match="no/such/file"):
         load_chat_template("no/such/file.jinja")
     assert load_chat_template("{{ messages }}") == "{{ messages }}"
+
+
+def _metaspace(**fields: Any) -> dict[str, Any]:
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False, **fields}
+
+
+ALWAYS, NEVER = _metaspace(prepend_scheme="always"), _metaspace(prepend_scheme="never")
+NFC = {"normalizer": {"type": "NFC"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "changes", "config", "same"),
+    [
+        ("LlamaTokenizerFast", "llama", {"pre_tokenizer": _metaspace()}, {}, True),
+        ("LlamaTokenizer", "llama", {"pre_tokenizer": ALWAYS}, {"legacy": True}, True),
+        ("LlamaTokenizer", "llama", {"pre_tokenizer": NEVER}, {"add_prefix_space": False}, True),
+        ("LlamaTokenizerFast", "llama", {}, {}, False),
+        ("LlamaTokenizerFast", "", {}, {}, False),
+        ("LlamaTokenizerFast", "llama", {"pre_tokenizer": _metaspace()}, {"legacy": True}, False),
+        ("LlamaTokenizerFast", "llama", {"pre_tokenizer": _metaspace(split=True)}, {}, False),
+        ("LlamaTokenizerFast", "llama", {"pre_tokenizer": _metaspace()} | NFC, {}, False),
+        ("LlamaTokenizerFast", "deepseek_v3", {}, {}, True),
+        ("PreTrainedTokenizerFast", "llama", {}, {}, True),
+    ],
+)
+def test_a_tokenizer_that_engines_build_otherwise_is_left_to_them(
+    name: str, model_type: str, changes: dict[str, Any], config: dict[str, Any], same: bool, tmp_path: Path
+) -> None:
+    """transformers 5.19: of 25 pairs of class and model type, those whose tokens were equal are the same."""
+    file = json.loads(metaspace_tokenizer() if "pre_tokenizer" in changes else byte_level_tokenizer())
+    folder = model_dir(
+        tmp_path, "chatml", tokenizer=json.dumps(file | changes), tokenizer_class=name, **config
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+    made = local_reader(folder)
+    if same:
+        assert read_exact(made, CHAT).token_ids
+        assert read_exact(made, {"prompt": "x"}, "/v1/completions").token_ids
+    else:
+        assert read_affinity(made, CHAT).reason == "tokenizer_class"
+        assert read_affinity(made, {"prompt": "x"}, "/v1/completions").reason == "tokenizer_class"

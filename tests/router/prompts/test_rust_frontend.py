@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from router.fleet.status import Frontend, ModelCard
 from router.openai.errors import ApiError
+from router.openai.request import CHAT, COMPLETION
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.prompts.settings import ModelPrompts, PromptSettings
@@ -32,6 +33,7 @@ PARTS = [
     {"type": "text", "text": "two"},
 ]
 SHOWS = (
+    "{{ extra | tojson if extra }}"
     "{% for m in messages %}[{{ m.role }}{{ m.name }}|{{ m.content }}|"
     "{{ m.tool_calls | tojson if m.tool_calls }}]{% endfor %}"
 )
@@ -82,6 +84,15 @@ def _tool(parameters: Any) -> dict[str, Any]:
         (say("developer", "a", tools=[{"type": "function", "function": {"name": "f"}}]), {}),
         (say("assistant", "", tool_calls=[call("f", '{"a": 1e2}')]), {}),
         (say("assistant", "", tool_calls=[call("f", "no JSON")]), {}),
+        (say("assistant", "", tool_calls=[call("f", '{"at": 1732867200.1234567}')]), {}),
+        (say("assistant", "", tool_calls=[call("f", '{"a": [{"b": 0.10000000000000001}]}')]), {}),
+        (say("assistant", "", tool_calls=[call("f", '{"a": -0}')]), {}),
+        (say("assistant", "x", thinking="hm"), {}),
+        (say("user", "a", extra=1), {}),
+        (say("user", "a"), {"tools": [_tool({"maximum": 870675.03527538405})]}),
+        (say("user", "a"), {"chat_template_kwargs": {"add_generation_prompt": False}}),
+        (say("user", "a"), {"chat_template_kwargs": {"extra": 0.5}}),
+        (say("user", "a"), {"chat_template_kwargs": {"extra": [{"a": 0}]}}),
         (say("user", "a"), {"truncate_prompt_tokens": 3}),
         (say("assistant", "a"), {"continue_final_message": True, "add_generation_prompt": False}),
         (say("user", "a"), {"chat_template_kwargs": {"bos_token": None}}),
@@ -128,6 +139,46 @@ def test_bodies_of_another_shape_raise_nothing_else(
 )
 def test_templates_that_print_values_are_refused(template: str, tmp_path: Path) -> None:
     read_affinity(behind(tmp_path, "rust", template=template), chat(say("user", "a")))
+
+
+@pytest.mark.parametrize("number", ["0.5", "1700000000.12345", "-123456789012345", "0.000123456789012345"])
+def test_numbers_that_both_write_alike_are_made_here(number: str, tmp_path: Path) -> None:
+    message = say("assistant", "", tool_calls=[call("f", f'{{"a": {number}}}')])
+    assert f'{{"a": {number}}}' in text(read(behind(tmp_path, "rust"), chat(message)))
+
+
+@pytest.mark.parametrize(
+    ("template", "made"),
+    [
+        (r"{{ messages[0].content ~ '\n' }}", True),
+        (r"{{ messages[0].content }}\n", False),
+        (r"{{ messages[0].content ~ '\\n' }}", False),
+        (r"{% raw %}\n{% endraw %}{{ messages[0].content }}", False),
+        ("{{ extra is number }}", False),
+        ("{{ extra is string }}", True),
+    ],
+)
+def test_templates_that_rust_reads_otherwise_are_left_to_it(
+    template: str, made: bool, tmp_path: Path
+) -> None:
+    body = chat(say("user", "a"), chat_template_kwargs={"extra": True})
+    found = read(behind(tmp_path, "rust", template=template), body)
+    assert isinstance(found, Prompt) is made
+    assert isinstance(read(behind(tmp_path, "python", template=template), body), Prompt)
+
+
+def test_texts_with_tokens_that_its_tokenizer_lacks_are_left_to_it(tmp_path: Path) -> None:
+    model_dir(tmp_path, "chatml", tokenizer=byte_level_tokenizer(), extra_special_tokens=["<|more|>"])
+    models = {"m": ModelPrompts(tokenizer_dir=str(tmp_path))}
+    rust = reader(models, frontends=lambda _model: ("rust",))
+    python = reader(models, frontends=lambda _model: ("python",))
+    for path, plain, more in (
+        (CHAT, chat(say("user", "a <|im_end|> b")), chat(say("user", "a <|more|> b"))),
+        (COMPLETION, {"model": "m", "prompt": "a"}, {"model": "m", "prompt": "a<|more|>"}),
+    ):
+        assert isinstance(read(rust, plain, path), Prompt)
+        assert read_affinity(rust, more, path).reason == "frontend"
+        assert isinstance(read(python, more, path), Prompt)
 
 
 def test_absent_tools_and_documents_are_undefined(tmp_path: Path) -> None:

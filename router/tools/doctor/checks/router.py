@@ -318,6 +318,7 @@ _READING_REMEDIES = {
     "lora_path_unknown": "name the adapter's path (models.NAME.lora_paths)",
     "renderer": f"tokens.family names what the model's family needs here; otherwise {_RENDER}",
     "template_rejected": "tokens.parity shows whether the chat template is the engine's",
+    "tokenizer_class": f"give the model tokenizer_class PreTrainedTokenizerFast, or {_RENDER}",
     "request_template": f"let clients send no template of their own, or {_RENDER}",
     "multimodal": f"{_RENDER}: one request for each set of images",
     "too_large": "raise prompts.prompt_bytes_max",
