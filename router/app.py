@@ -176,6 +176,7 @@ class Router:
         )
         self.fleet, self.scopes = self.lifecycle.fleet, self.lifecycle.scopes
         self.gate = self._open_gate()
+        self.fleet.needs_salt_proofs = self.gate is not None and self.gate.isolation is not None
         self.peers.begin(self.fleet, self.gate)
         self.accounts.inflight.is_stored = self.lifecycle.is_stored
         self.listen_stats: ListenStats | None = None

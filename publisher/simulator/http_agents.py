@@ -51,12 +51,25 @@ _JSON = (b"content-type", b"application/json")
 _SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
+def _without_salt(body: bytes) -> bytes:
+    """The body as a release sees it that does not know the field."""
+    try:
+        members = msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        return body
+    if not isinstance(members, dict):
+        return body
+    return msgspec.json.encode({name: value for name, value in members.items() if name != "cache_salt"})
+
+
 class Call:
     """One HTTP exchange."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.drops_salt = False
+        """Its ``cache_salt`` is not seen."""
 
     @property
     def query(self) -> dict[str, str]:
@@ -88,7 +101,8 @@ class Call:
                 text = f"the body is larger than {BODY_BYTES_MAX} bytes"
                 raise EngineError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
             more = message.get("more_body", False)
-        return b"".join(parts)
+        body = b"".join(parts)
+        return _without_salt(body) if self.drops_salt else body
 
     async def start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
         """Send the status line and headers."""

@@ -179,7 +179,9 @@ class EngineApp:
         server_info: Json | None = None,
         enable_scale_out: bool,
         crash_switch: CrashSwitch,
+        drops_salt: str = "",
     ) -> None:
+        self._drops_salt = frozenset(drops_salt.split(","))
         self._crash_switch = crash_switch
         self._enable_scale_out = enable_scale_out
         self._model = model
@@ -217,6 +219,7 @@ class EngineApp:
         if scope["path"] in _GENERATING:
             send = self._crash_switch.watch(send)
         call = Call(scope, receive, send)
+        call.drops_salt = scope["path"] in self._drops_salt
         try:
             await self._handler(scope)(call)
         except EngineError as error:

@@ -157,6 +157,7 @@ class SimulatedEngine:
                 server_info=self._server_info() if settings.kind == "sglang" else None,
                 enable_scale_out=settings.enable_scale_out,
                 crash_switch=self.crash_switch,
+                drops_salt=settings.drops_salt,
             )
             config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None)
             server = LoopServer(config)

@@ -105,6 +105,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     0 takes a free one, `none`: no socket."""
     enable_scale_out: bool = True
     """Serve the endpoints that render chats; off by default in vLLM."""
+    drops_salt: str = ""
+    """Paths, separated by commas, whose `cache_salt` is dropped without an error, as by older releases of
+    vLLM (`/v1/messages` before 0.29)."""
     dp_rank: int = 0
     """Data-parallel rank of this engine."""
     seed: int = 0

@@ -109,6 +109,25 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
             remedy="look at the engine's log; the breaker closes with the first success",
         )
     yield from _predictions(engine)
+    yield from _salts(engine)
+
+
+def _salts(engine: Engine) -> Iterator[Finding]:
+    """APIs that are refused for tenants whose caches are isolated, although the engine serves them."""
+    proof = engine.salt_proof
+    if proof is None:
+        return
+    doubts = {**proof.refused, **proof.later}
+    if doubts:
+        yield _warning(
+            "isolation.unproven",
+            subject=engine.engine_id,
+            seen="prompts cannot be isolated: " + "; ".join(f"{path} {why}" for path, why in doubts.items()),
+            cause="its release, its frontend, or a proxy in front of it does not keep prompts with different "
+            "salts apart, or does not show it",
+            remedy="while keys.isolate is on, these APIs are refused at this engine; use a release that "
+            "reads cache_salt there (docs/tenants.md, cache isolation)",
+        )
 
 
 def _feed(engine: Engine) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +23,9 @@ import msgspec
 import structlog
 
 from router.fleet.engines import DesiredFleet
+from router.fleet.salt_proof import AGAIN_S as SALTS_AGAIN_S
+from router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
+from router.fleet.salt_proof import SaltProof, SaltProver
 from router.fleet.settings import FleetSettings
 from router.fleet.statement import (
     SERVER_INFO,
@@ -129,6 +133,11 @@ class FleetPoller(Generic[E]):
         self._settled: set[str] = set()
         # Statements of servers whose /server_info has been read; None: refused, or of another kind.
         self._informed: dict[str, EngineStatement | None] = {}
+        # What is known of the salts of servers that are up, and when it is to be tried again.
+        self._proofs: dict[str, SaltProof] = {}
+        self._proofs_due: dict[str, float] = {}
+        # Servers that were found to be another process, until their salts are tried.
+        self._restarted: set[str] = set()
         self._watching: dict[str, asyncio.Task[None]] = {}
         # Servers whose first poll has not ended.
         self._unasked: set[str] = set()
@@ -187,6 +196,8 @@ class FleetPoller(Generic[E]):
         self._not_only_slow.discard(base_url)
         self._settled.discard(base_url)
         self._informed.pop(base_url, None)
+        self._proofs.pop(base_url, None)
+        self._restarted.discard(base_url)
 
     def _notify(self, listener: Callable[[_T], None], about: _T) -> None:
         try:
@@ -253,16 +264,11 @@ class FleetPoller(Generic[E]):
         if models:
             self._missed.pop(base_url, None)
             self._not_only_slow.discard(base_url)
-        changed: list[str] = []
-        if models:
-            await self._ask_server_info(base_url)
-            changed = await self._discover_events(base_url, models)
-            # after its ranks are known: new ranks have no version yet
-            if self.versions or any(status.engine.role for status in self._fleet.ranks(base_url)):
-                await self._ask_version(base_url, models[0])
+        changed = await self._learn(base_url, models) if models else []
         for status in self._fleet.ranks(base_url):
             if models:
                 status.server_info = self._informed.get(base_url)
+                status.salt_proof = self._proofs.get(base_url)
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
 
@@ -336,6 +342,65 @@ class FleetPoller(Generic[E]):
         for status in self._fleet.ranks(base_url):
             status.version = version
 
+    async def _learn(self, base_url: str, models: tuple[ModelCard, ...]) -> list[str]:
+        """Ask a server that answers for what its models do not say. Returns the ids whose addresses
+        changed."""
+        await self._ask_server_info(base_url)
+        changed = await self._discover_events(base_url, models)
+        # after its ranks are known: new ranks have no version yet
+        if self.versions or any(status.engine.role for status in self._fleet.ranks(base_url)):
+            await self._ask_version(base_url, models[0])
+        if self._fleet.needs_salt_proofs:
+            await self._look_at_salts(base_url, models)
+        return changed
+
+    async def _look_at_salts(self, base_url: str, models: tuple[ModelCard, ...]) -> None:
+        """Have the APIs of a server that joins tried before it is up; later, beside its polls, what it did
+        not answer."""
+        if not any(status.up for status in self._fleet.ranks(base_url)) or base_url not in self._proofs:
+            proof = self._proofs[base_url] = SaltProof()
+            await self._prove_salts(base_url, models, proof)
+        elif self._proofs[base_url].later and self._tasks is not None:
+            now = asyncio.get_running_loop().time()
+            if now >= self._proofs_due.get(base_url, 0.0):
+                self._proofs_due[base_url] = math.inf
+                proof = self._proofs[base_url]
+                self._tasks.create_task(self._prove_salts(base_url, models, proof), name="try salts")
+
+    async def _prove_salts(self, base_url: str, models: tuple[ModelCard, ...], proof: SaltProof) -> None:
+        ranks = self._fleet.ranks(base_url)
+        address = ranks[0].engine if ranks else None
+        rank = None if address is None else address.dp_rank
+        headers = {"content-type": "application/json"}
+        if rank is not None:
+            # Each rank has a cache of its own.
+            headers["x-data-parallel-rank"] = str(rank)
+
+        async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+            url = base_url + path
+            async with self._client.exchange(method, url, SALT_REQUEST_S_MAX, body, headers) as answer:
+                return answer.status, await answer.body(ANSWER_BYTES_MAX)
+
+        stated = self._informed.get(base_url)
+        with contextlib.suppress(OSError, _BadAnswerError):
+            stated = read_statement(await self._get(f"{base_url}/metrics"), rank) or stated
+        kind = kind_of(address, self._informed.get(base_url), models)
+        prover = SaltProver(
+            ask,
+            next((card.id for card in models if card.parent is None), models[0].id),
+            kind,
+            block_tokens=None if stated is None else stated.attention_block_size,
+            tokens_max=models[0].max_model_len,
+            caches=stated is None or stated.caches_prefixes is not False,
+        )
+        try:
+            await prover.prove(proof)
+        except Exception as error:  # noqa: BLE001  # whatever an engine answers: nothing is proven by it
+            _log.exception("salts could not be tried", server=base_url, problem=describe_error(error))
+        self._proofs_due[base_url] = asyncio.get_running_loop().time() + SALTS_AGAIN_S
+        for path, why in {**proof.refused, **proof.later}.items():
+            _log.warning("prompts cannot be isolated", server=base_url, path=path, problem=why)
+
     async def _ask_server_info(self, base_url: str) -> None:
         """Query the server's set-up, if it reports it: once for each of its processes."""
         if not any(status.up for status in self._fleet.ranks(base_url)):
@@ -393,6 +458,10 @@ class FleetPoller(Generic[E]):
             if None not in (started, status.started) and started != status.started:
                 self._informed.pop(base_url, None)
                 _log.info("engine restarted", engine=status.engine_id)
+                # Another release may have started: what was proven of the last one counts no longer.
+                self._proofs.pop(base_url, None)
+                status.salt_proof = None
+                self._restarted.add(base_url)
                 self._listener.engine_restarted(status)
             status.started = started or status.started
             gauges = read_gauges(body, status.engine.dp_rank)
@@ -409,6 +478,12 @@ class FleetPoller(Generic[E]):
                     running=int(gauges["num_requests_running"]),
                     waiting=int(gauges["num_requests_waiting"]),
                 )
+
+        if base_url in self._restarted and self._fleet.needs_salt_proofs:
+            self._restarted.discard(base_url)
+            await self._look_at_salts(base_url, self._fleet.ranks(base_url)[0].models)
+            for status in self._fleet.ranks(base_url):
+                status.salt_proof = self._proofs.get(base_url)
 
     def _note_sleep(self, status: E, found: SleepState) -> None:
         before, status.sleep = status.sleep, found

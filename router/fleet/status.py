@@ -15,6 +15,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 import msgspec
 
 from router.fleet.engines import DesiredFleet, EngineAddress, EngineKind
+from router.fleet.salt_proof import DROPPED_BY_SGLANG, SaltProof, first_guess
 from router.fleet.statement import EngineStatement, SleepState
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
@@ -103,7 +104,7 @@ class EngineStatus:
         *("_asleep", "_held", "_lengths", "_models", "_server_info", "_silent", "_up", "adapters", "answers"),
         *("base_model", "engine", "engine_id", "served"),
         *("fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "sleep", "started"),
-        *("stated", "transfers", "usable_changed", "version"),
+        *("salt_proof", "stated", "transfers", "usable_changed", "version"),
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -128,6 +129,8 @@ class EngineStatus:
         self.transfers: dict[str, float] = {}
         # Responses to clients that it started or finished: signs of life between two polls.
         self.answers = 0
+        # APIs that keep prompts with different salts apart; None: not tried.
+        self.salt_proof: SaltProof | None = None
         # Its sleep mode, by its metrics; None: not known yet.
         self.sleep: SleepState | None = None
         self._up = False
@@ -263,6 +266,8 @@ class Fleet(Generic[E]):
             self._replace(base_url, listed)
         self.has_roles = self._any_role()
         """Whether any engine computes prompts for others, or fetches what they computed."""
+        self.needs_salt_proofs = False
+        """Caches are isolated: no API of an engine is used for that before it is tried."""
 
     def __iter__(self) -> Iterator[E]:
         return iter(self._status.values())
@@ -345,6 +350,15 @@ class Fleet(Generic[E]):
 
     def _why_held(self, engine: EngineAddress) -> str:
         return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
+
+    def why_unsalted(self, engine: EngineStatus, path: str) -> str:
+        """Why prompts of this API cannot be isolated at an engine, to be read behind the path; "": they
+        can."""
+        if engine.salt_proof is not None:
+            return engine.salt_proof.why_not(path)
+        if self.needs_salt_proofs:
+            return "is not tried yet"
+        return "" if path in first_guess(engine.kind) else DROPPED_BY_SGLANG
 
     def ready(self, model: str | None) -> list[E]:
         """Return the engines that answer, are awake, not held, and serve ``model`` (None: any), in a stable

@@ -37,7 +37,7 @@ from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit
 from router.observe.receipts import SloStats
 from router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
-from router.openai.request import SALTED, SALTED_BY_SGLANG, InboundRequest
+from router.openai.request import SALTED, InboundRequest
 from router.openai.response_ids import digits_of, engine_digits
 from router.openai.work import estimated_tokens
 from router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
@@ -48,7 +48,6 @@ from router.placement.others import NO_OTHERS, OthersLoad
 from router.prompts.prompt import Prompt, TextAffinity
 
 _RECOUNT_S: Final = 1.0
-_SALTED_BY_VLLM: Final = SALTED - SALTED_BY_SGLANG
 
 
 class Length(NamedTuple):
@@ -105,7 +104,7 @@ class EligibleEngines:
         if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
             raise model_not_found(model)
         untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
-        if request.isolated and request.path in _SALTED_BY_VLLM:
+        if request.isolated and request.path in SALTED:
             untried = self._salting(request.path, untried)
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
@@ -159,12 +158,17 @@ class EligibleEngines:
         return [engine for engine in engines if of[engine.engine_id] == longest]
 
     def _salting(self, path: str, engines: list[Engine]) -> list[Engine]:
-        """Return those that read the salt in requests for this path."""
-        if engines and all(engine.kind == "sglang" for engine in self._fleet):
-            raise salt_not_accepted(
-                f"{path} takes no cache_salt at SGLang engines, and this router isolates caches"
-            )
-        return [engine for engine in engines if engine.kind != "sglang"]
+        """Return those that are proven to read the salt in requests for this path. Raises ``ApiError`` if
+        none is."""
+        fleet = self._fleet
+        found = [engine for engine in engines if not fleet.why_unsalted(engine, path)]
+        if found or not engines:
+            return found
+        why = fleet.why_unsalted(engines[0], path)
+        waits = [one for one in fleet if one.salt_proof is None or one.salt_proof.may_change(path)]
+        if waits and fleet.needs_salt_proofs:
+            raise no_ready_engine(f"{path} {why}, and this router isolates caches; retry shortly.")
+        raise salt_not_accepted(f"{path} {why}, and this router isolates caches")
 
     def _holders(
         self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]

@@ -16,7 +16,7 @@ from router.fleet.engines import endpoint_of
 from router.fleet.status import Fleet
 from router.index.learn.layout import CacheLayout
 from router.openai.members import TooManyStepsError, run_cooperatively
-from router.openai.request import PROMPT_APIS, InboundRequest
+from router.openai.request import PROMPT_APIS, SALTED, InboundRequest
 from router.pd.bodies import SplitBody, split_body
 from router.pd.handoff import DisaggState, Handoff
 from router.pd.settings import PdSettings
@@ -301,10 +301,12 @@ class DisaggregationPlanner:
 
     def _helpers(self, fleet: Fleet[Engine], exclude: frozenset[str], length: Length) -> list[Engine]:
         lengths, now = fleet.lengths(self._request.model).of, self._now()
+        isolated = self._request.isolated and self._request.path in SALTED
         return [
             engine
             for engine in fleet.ready(self._request.model)
             if engine.engine.prefills
+            and not (isolated and fleet.why_unsalted(engine, self._request.path))
             and engine.engine_id not in exclude
             and lengths[engine.engine_id] >= length.least
             and (not self._request.carried or self._can_be_named(engine))

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from router.config.schema import Config
 from router.engine_lifecycle import complete, setup_evidence
 from router.fleet.engines import EngineAddress
+from router.fleet.salt_proof import SaltProof, SaltProver
 from router.fleet.statement import (
     SERVER_INFO,
     event_sources,
@@ -37,6 +38,7 @@ from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
 from router.observe.findings import Finding
+from router.openai.request import COMPLETION
 from router.prompts.hub import Locator, TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from router.prompts.model_config import ModelConfigFile, read_model_file
 from router.prompts.reader import ModelDirError, PromptReader
@@ -375,10 +377,37 @@ class _Examination:
         model = engine.base_model
         if model is None:
             return ProbeEvidence(problem="the engine names no model")
+        salted = self._settings.load is None
         try:
-            return await probe(self._prober(engine, _PROBE_QUIET_S), salted=self._settings.load is None)
+            seen = await probe(self._prober(engine, _PROBE_QUIET_S), salted=salted)
+            if salted and not seen.requests[-1].status:
+                seen.unsalted = await self._try_salts(engine, model)
         except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
             return ProbeEvidence(problem=describe_error(problem))
+        return seen
+
+    async def _try_salts(self, engine: EngineEvidence, model: str) -> dict[str, str]:
+        """Try the ``cache_salt`` of every API, as a router with ``keys.isolate`` does."""
+        rank = engine.engine.dp_rank
+        headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
+
+        async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+            url = engine.engine.base_url + path
+            if method == "GET":
+                answer = await self._http.get(url)
+            else:
+                answer = await self._http.post(
+                    url, body, headers=headers, timeout_s=self._settings.probe_timeout_s
+                )
+            if answer.problem:
+                raise OSError(answer.problem)
+            return answer.status, answer.body
+
+        card = next(card for card in engine.server.models if card.id == model)
+        proof = SaltProof()
+        prover = SaltProver(ask, model, engine.kind, block_tokens=None, tokens_max=card.max_model_len)
+        await prover.prove(proof)
+        return {path: why for path, why in {**proof.refused, **proof.later}.items() if path != COMPLETION}
 
     def _prober(self, engine: EngineEvidence, quiet_s: float) -> EngineProber:
         card = next(card for card in engine.server.models if card.id == engine.base_model)

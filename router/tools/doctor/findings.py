@@ -170,6 +170,8 @@ class ProbeEvidence(msgspec.Struct):
     requests: list[ProbeRequest] = []
     salted: ProbeRequest | None = None
     """The longer prompt with a ``cache_salt``; None if it would not hit without one either."""
+    unsalted: dict[str, str] = {}
+    """Other APIs whose ``cache_salt`` is not proven to keep prompts apart: path -> why."""
     problem: str = ""
 
 

@@ -198,6 +198,12 @@ def exact(engine: EngineEvidence) -> Iterator[CheckResult]:
 @check("probe.salt")
 def salts(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that a ``cache_salt`` keeps prompts apart, as ``keys.isolate`` needs."""
+    for path, why in {} if engine.probe is None else engine.probe.unsalted.items():
+        yield warning(
+            f"POST {path} {why}",
+            "the engine's release, its frontend, or a proxy in front of it does not read cache_salt there",
+            "with keys.isolate this API is refused at this engine; use a release that reads it",
+        )
     salted = None if engine.probe is None else engine.probe.salted
     if salted is None or (not salted.status and salted.cached is None):
         return

@@ -88,6 +88,9 @@ async def test_whether_an_engine_obeys_a_salt(kind: str, monkeypatch: pytest.Mon
     async with running(settings) as (engine,):
         found = await examined(engine.base_url, probe=True)
         found.expect("probe.salt", Severity.OK, "took nothing from the cache")
+    async with running({**settings, "drops_salt": "/v1/responses"}) as (engine,):
+        found = await examined(engine.base_url, probe=True)
+        found.expect("probe.salt", Severity.WARNING, "POST /v1/responses drops cache_salt", "keys.isolate")
     monkeypatch.setattr("publisher.simulator.model.PromptExtras", lambda cache_salt: NO_EXTRAS)
     async with running(settings) as (engine,):
         found = await examined(engine.base_url, probe=True)

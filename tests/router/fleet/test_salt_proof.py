@@ -1,0 +1,216 @@
+"""Which APIs of an engine keep salted prompts apart: proven by what it answers, never assumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from router.fleet.engines import EngineKind
+from router.fleet.salt_proof import PROOF_S_MAX, TOKENS_MAX, SaltProof, SaltProver
+from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
+from tests.world.seams import run
+
+PROMPTS = (CHAT, COMPLETION, MESSAGES, RESPONSES, BATCH, GENERATE)
+POOLED = (
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+
+
+class FakeEngine:
+    """An engine's answers to what the prover asks: a cache by salt and text, in whole blocks of words."""
+
+    def __init__(self, **ways: Any) -> None:
+        self.drops: tuple[str, ...] = ()
+        self.serves: tuple[str, ...] = PROMPTS
+        self.block = 16
+        self.reports = True
+        """``cached_tokens`` are in answers."""
+        self.counts = True
+        """Counters are on its metrics page."""
+        self.others = 0
+        """Prompt tokens of other clients that are computed beside each request."""
+        self.caches = True
+        self.status: dict[str, int] = {}
+        self.body: bytes | None = None
+        self.hangs: tuple[str, ...] = ()
+        self.sees: Callable[[str, str], bool] = lambda path, salt: path not in self.drops
+        self.__dict__.update(ways)
+        self.asked: list[tuple[str, int]] = []
+        self.queries = self.hits = 0
+        self._cache: set[tuple[str, str]] = set()
+
+    async def ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if path in self.hangs:
+            await asyncio.sleep(3600)
+        if method == "GET":
+            page = f'vllm:prefix_cache_queries_total{{engine="0"}} {float(self.queries)}\n'
+            page += f'vllm:prefix_cache_hits_total{{engine="0"}} {float(self.hits)}\n'
+            return (200, page.encode()) if self.counts else (404, b"")
+        sent = json.loads(body or b"")
+        if path not in self.serves:
+            return 404, b"{}"
+        if path in self.status:
+            return self.status[path], b"{}"
+        salt = sent.pop("cache_salt")
+        key = salt if self.sees(path, salt) else ""
+        text = json.dumps({name: value for name, value in sent.items() if name != "model"})
+        words = len(sent["token_ids"]) if path == GENERATE else len(text.split())
+        self.asked.append((path, words))
+        known = (path + key, text) in self._cache
+        hit = words - words % self.block if known else 0
+        if self.caches:
+            self._cache.add((path + key, text))
+        self.queries += words + self.others
+        self.hits += hit + self.others // 2
+        usage: dict[str, Any] = {"prompt_tokens": words}
+        if self.reports and path in PROMPTS:
+            usage["prompt_tokens_details"] = {"cached_tokens": hit}
+        if self.reports and path == MESSAGES:
+            usage = {"input_tokens": words, "cache_read_input_tokens": hit}
+        return 200, self.body or json.dumps({"data": [{"index": 0}], "usage": usage}).encode()
+
+
+async def prove(engine: FakeEngine, kind: EngineKind = "vllm", **facts: Any) -> SaltProof:
+    proof = SaltProof()
+    facts = {"block_tokens": None, "tokens_max": 32_768, **facts}
+    await SaltProver(engine.ask, "m", kind, **facts).prove(proof)
+    assert not proof.proven & {*proof.refused, *proof.absent, *proof.later}
+    assert all(proof.why_not(path) or path in proof.proven for path in SALTED)
+    return proof
+
+
+async def test_an_engine_that_reads_salts_is_proven_api_by_api() -> None:
+    proof = await prove(FakeEngine(serves=(*PROMPTS, *POOLED)))
+    assert proof.proven == {*PROMPTS, *POOLED}
+    assert proof.why_not("/v1/decisions") == "cannot be tried by this router"
+
+
+@pytest.mark.parametrize("path", [*PROMPTS, *POOLED])
+@pytest.mark.parametrize("reports", [True, False])
+async def test_one_api_that_drops_it_is_found_and_no_other_is_blamed(path: str, *, reports: bool) -> None:
+    """vLLM 0.20 and 0.26 drop it in ``/v1/messages``, 0.20 in the batch of chats."""
+    engine = FakeEngine(serves=(*PROMPTS, *POOLED), drops=(path,), reports=reports)
+    proof = await prove(engine)
+    assert proof.refused.keys() == {path}
+    assert "drops cache_salt: a prompt with another salt took" in proof.why_not(path)
+    assert proof.proven == {*PROMPTS, *POOLED} - {path}
+
+
+@pytest.mark.parametrize("block", [1, 16, 128, 544, 1056])
+async def test_large_blocks_are_met_by_longer_prompts(block: int) -> None:
+    engine = FakeEngine(block=block, serves=PROMPTS)
+    assert (await prove(engine)).proven == set(PROMPTS)
+    assert max(words for _, words in engine.asked) <= TOKENS_MAX + 8
+    told = FakeEngine(block=block, serves=PROMPTS)
+    assert (await prove(told, block_tokens=block)).proven == set(PROMPTS)
+    assert len(told.asked) == 3 * len(PROMPTS), "three requests for each"
+
+
+async def test_no_prompt_is_longer_than_the_context() -> None:
+    engine = FakeEngine(block=1056)
+    proof = await prove(engine, tokens_max=512)
+    assert proof.refused == dict.fromkeys(PROMPTS, "does not show that it caches prompts")
+    assert max(words for _, words in engine.asked) <= 128 + 8
+
+
+@pytest.mark.parametrize(
+    ("ways", "word"),
+    [
+        ({"reports": False, "counts": False}, "reports no cached tokens"),
+        # Whoever else computes makes the counters no evidence.
+        ({"reports": False, "others": 7}, "reports no cached tokens"),
+        ({"caches": False}, "does not show that it caches prompts"),
+        ({"body": b"no json"}, "reports no cached tokens"),
+        ({"body": b"[" * 3000}, "reports no cached tokens"),
+        ({"body": b'{"usage": {"cached_tokens": "7"}}', "counts": False}, "reports no cached tokens"),
+        ({"body": b'{"usage": {"prompt_tokens_details": {"cached_tokens": 64}}}'}, "drops cache_salt"),
+        (
+            {"status": dict.fromkeys(PROMPTS, 400)},
+            "refuses the request that tries its cache_salt (status 400)",
+        ),
+        ({"status": dict.fromkeys(PROMPTS, 403)}, "is not served (403)"),
+        ({"serves": ()}, "is not served (404)"),
+    ],
+)
+async def test_what_shows_nothing_proves_nothing(ways: dict[str, Any], word: str) -> None:
+    proof = await prove(FakeEngine(**ways))
+    assert not proof.proven
+    for path in PROMPTS:
+        assert word in proof.why_not(path)
+        assert not proof.may_change(path)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_what_was_busy_is_tried_again(status: int) -> None:
+    engine = FakeEngine(status={MESSAGES: status})
+    proof = await prove(engine)
+    assert proof.later == {MESSAGES: f"could not be tried: status {status}"}
+    engine.status, before = {}, len(engine.asked)
+    await SaltProver(engine.ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(proof)
+    assert proof.proven == set(PROMPTS)
+    assert {path for path, _ in engine.asked[before:]} == {MESSAGES}, "and nothing else"
+
+
+def test_an_engine_that_hangs_holds_it_up_for_a_bounded_time() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        proof = await prove(FakeEngine(hangs=(RESPONSES,)))
+        assert loop.time() - began == pytest.approx(PROOF_S_MAX, abs=0.1)
+        assert proof.proven == {CHAT, COMPLETION, MESSAGES}
+        assert all("not answered in time" in proof.why_not(path) for path in (RESPONSES, BATCH, GENERATE))
+        assert proof.may_change(BATCH)
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), ConnectionResetError(), OSError("x")])
+async def test_no_error_of_the_way_is_a_proof(error: OSError) -> None:
+    async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        raise error
+
+    proof = SaltProof()
+    await SaltProver(ask, "m", "vllm", block_tokens=None, tokens_max=None).prove(proof)
+    assert proof.later.keys() >= set(PROMPTS)
+    assert not proof.proven
+
+
+async def test_sglang_is_asked_for_what_it_may_read_only() -> None:
+    engine = FakeEngine(serves=(*PROMPTS, *POOLED))
+    proof = await prove(engine, "sglang")
+    assert proof.proven == {CHAT, COMPLETION, RESPONSES} == {path for path, _ in engine.asked}
+    assert proof.why_not(MESSAGES) == "takes no cache_salt at SGLang engines"
+    dropping = await prove(FakeEngine(drops=(CHAT,)), "sglang")
+    assert dropping.refused.keys() == {CHAT}
+
+
+async def test_where_nothing_is_cached_nothing_is_to_be_kept_apart() -> None:
+    engine = FakeEngine(caches=False)
+    assert (await prove(engine, caches=False)).proven == SALTED
+    assert not engine.asked
+
+
+async def test_prompts_are_new_and_salts_too() -> None:
+    seen: set[str] = set()
+    engine = FakeEngine()
+    real = engine.ask
+
+    async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if body is not None:
+            seen.add(json.loads(body)["cache_salt"])
+        return await real(method, path, body)
+
+    for _ in range(2):
+        await SaltProver(ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(SaltProof())
+    assert len(seen) == 2 * (2 * len(PROMPTS) + len(POOLED)), "one for each API that is not served"
