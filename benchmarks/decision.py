@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.layouts import LAYOUTS, Layout
-from publisher.block_pool import HybridBlockPool
+from benchmarks.layouts import LAYOUTS, Layout, events_of
 from publisher.events import DecodedBatch
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings, hash_scheme
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
@@ -90,7 +89,7 @@ class Bench:
     ) -> None:
         self.body, self.path = body or chat(8), "/v1/chat/completions"
         self.prompt: Prompt | None = None
-        self.groups, self._events = layout.groups, events
+        self.layout, self._events = layout, events
         listed = tuple(
             EngineAddress(f"http://10.0.0.{i}:8000", events=f"inproc://{i}" if events else None)
             for i in range(engines)
@@ -141,18 +140,7 @@ class Bench:
 
     def computed(self, tokens: list[int]) -> list[DecodedBatch]:
         """Events of a pool that has computed these tokens, one batch per step of 8,192 tokens."""
-        scheme = hash_scheme(EngineSettings(), self.groups)
-        blocks = 64 + sum(-(-len(tokens) // group.block_size) + 8 for group in self.groups)
-        pool = HybridBlockPool(self.groups, num_blocks=blocks, scheme=scheme)
-        one = pool.request(tokens)
-        pool.start(one)
-        batches = []
-        while (chunk := pool.next_chunk(one)) > 0:
-            pool.compute(one, chunk)
-            batches.append(DecodedBatch(0.0, pool.take_events(), None, None, []))
-        pool.finish(one)
-        batches.append(DecodedBatch(0.0, pool.take_events(), None, None, []))
-        return batches
+        return [DecodedBatch(0.0, events, None, None, []) for events in events_of(self.layout, tokens)]
 
     def told(self, engine_id: str, batch: DecodedBatch) -> None:
         """A batch of events of this engine is applied."""

@@ -2,30 +2,29 @@
 
 The load generator (``legs.requests``) sends S sessions whose prompts differ only in their last 64
 bytes. This process computes each session's prompt as the router does, and publishes for one engine per
-session the blocks of the common part: full attention densely, the sliding window at its last boundary. It
-runs until its standard input closes. Arguments: tokenizer directory, then one events port per engine; the
-replay port is the next one.
+session the blocks of the common part. It runs until its standard input closes. Arguments: tokenizer
+directory, cache layout (``layouts``), sizes of bodies in bytes with commas between, then one events port per
+engine; the replay port is the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
-from typing import Any
 
-from publisher.block_hash import HashScheme, block_hashes
-from publisher.events import BlockStored, Event, encode_tokens
+from benchmarks.layouts import LAYOUTS, events_of
 from publisher.zmq_publisher import ZmqPublisher
 from router.openai.request import InboundRequest
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.prompts.settings import ModelPrompts, PromptSettings
 
-BLOCK, WINDOW = 16, 128
+BLOCK = 16
 SESSIONS = 64
 TAIL_BYTES = 64
-SHAPES = ((1024, False, 200), (32768, False, 200), (1024, True, 200), (32768, True, 200), (1024, True, 100))
-"""(body bytes, stream, max_tokens) of the load generator's scenarios."""
+SHAPES = ((False, 200), (True, 200), (True, 100))
+"""(stream, max_tokens) of the load generator's scenarios."""
 _WORDS = tuple("alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima".split())  # noqa: SIM905
 _WORDS += ("mike", "november", "oscar", "papa")
 _MASK = (1 << 64) - 1
@@ -52,17 +51,6 @@ def session_body(session: int, size: int, *, stream: bool, max_tokens: int, tail
     return "".join([*parts, tail * TAIL_BYTES, '"}]}']).encode()
 
 
-def stored(tokens: list[int]) -> list[Event]:
-    """Events of one prompt: a full-attention group and a sliding-window group."""
-    hashes: list[Any] = list(block_hashes(tokens, HashScheme(hash_block_size=BLOCK)))
-    kept = (WINDOW - 1 + BLOCK - 1) // BLOCK
-    raw = encode_tokens(tokens[: len(hashes) * BLOCK])
-    full = BlockStored(hashes, None, raw, BLOCK, None, "GPU", None, None, 0, "full_attention")
-    kind = "sliding_window"
-    window = BlockStored(hashes[-kept:], None, raw, BLOCK, None, "GPU", None, None, 1, kind, WINDOW)
-    return [full, window]
-
-
 async def common_tokens(reader: PromptReader, body: bytes, other: bytes) -> list[int]:
     """Tokens two prompts have in common at their start."""
     prompts = []
@@ -82,17 +70,19 @@ async def _post(url: str, body: bytes, headers: dict[str, str], timeout_s: float
 
 async def main() -> None:
     """Publish everything once, then wait."""
-    directory, ports = sys.argv[1], [int(port) for port in sys.argv[2:]]
+    directory, layout, sizes, *ports = sys.argv[1:]
     reader = PromptReader({"*": ModelPrompts(tokenizer_dir=directory)}, PromptSettings(), _post)
     publishers = []
-    for port in ports:
+    for port in map(int, ports):
         replay = f"tcp://127.0.0.1:{port + 1}"
         publishers.append(ZmqPublisher(f"tcp://127.0.0.1:{port}", replay_endpoint=replay))
         publishers[-1].start()
-    for size, stream, max_tokens in SHAPES:
-        for session in range(SESSIONS):
-            bodies = [session_body(session, size, stream=stream, max_tokens=max_tokens, tail=t) for t in "0f"]
-            publishers[session % len(ports)].publish(stored(await common_tokens(reader, *bodies)))
+    for size, (stream, max_tokens), session in itertools.product(
+        map(int, sizes.split(",")), SHAPES, range(SESSIONS)
+    ):
+        bodies = [session_body(session, size, stream=stream, max_tokens=max_tokens, tail=t) for t in "0f"]
+        for events in events_of(LAYOUTS[layout], await common_tokens(reader, *bodies)):
+            publishers[session % len(ports)].publish(events)
     reader.close()
     print("published", flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -1,16 +1,16 @@
 """What a request costs the router in instructions, which other work on the machine does not change.
 
-    python -m benchmarks.instructions [--bytes 1024 32768] [--requests 960] [--stream] [--legs]
-        [--tree CHECKOUT ...] [--port-base 24000] [--functions 0] [--misses]
+    python -m benchmarks.instructions [--bytes 1024 32768] [--layouts full mla ...] [--requests 960]
+        [--stream] [--legs] [--tree CHECKOUT ...] [--port-base 24000] [--functions 0] [--misses]
 
 One ``kvatlas serve`` runs under valgrind's callgrind before four cheap engines that hold every session's
 prompt but for its end (``fake_engine_events``); with ``--legs`` before one that prefills and one that
 decodes, so that every request has two legs, and then before the decode engine alone. Thirty-two connections
 always have a request open: chats of 64 sessions, each ending as none before did. Counting begins when each
-session has been read three times. One line per tree and size: thousands of instructions in user space per
-request, all threads together; 4,000 are about a microsecond. ``--functions N`` adds the N functions of the
-interpreter and its libraries with most of them; ``--misses`` what misses the first and the last cache by
-callgrind's model of this processor (five times as slow). Several trees, this one if none is named, are
+session has been read three times. One line per cache layout, tree and size: thousands of instructions in user
+space per request, all threads together; 4,000 are about a microsecond. ``--functions N`` adds the N functions
+of the interpreter and its libraries with most of them; ``--misses`` what misses the first and the last cache
+by callgrind's model of this processor (five times as slow). Several trees, this one if none is named, are
 counted one after the other. What the kernel does is not counted, and SHA-256 is overstated: valgrind shows a
 processor without the instruction for it.
 """
@@ -18,6 +18,7 @@ processor without the instruction for it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -29,7 +30,9 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.fake_engine_events import SESSIONS
+from benchmarks.layouts import LAYOUTS
 from benchmarks.legs import Load, Router, engines, hold, router_words, running
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 
 HERE = Path(__file__).resolve().parent.parent
 WARM_ROUNDS = 3
@@ -39,15 +42,25 @@ EVENTS = re.compile(rb"^events: (.+)", re.MULTILINE)
 
 @contextmanager
 def counted_router(
-    tree: Path, told: Sequence[str], port: int, counts: Path, *, misses: bool
+    tree: Path, told: Sequence[str], port: int, counts: Path, layout: str, *, misses: bool
 ) -> Iterator[Router]:
     """The tree's router under callgrind, its feeds followed, counting nothing yet."""
     words = ["valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=no"]
     words += [f"--cache-sim={'yes' if misses else 'no'}"]
-    words += [f"--callgrind-out-file={counts}/callgrind.out.%p", *router_words(told, port, port + 1)]
+    config = write_config(counts, layout)
+    words += [f"--callgrind-out-file={counts}/callgrind.out.%p", *router_words(told, port, port + 1, config)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     with running(words, port, port + 1, cwd=tree, env=environment) as router:
         yield router
+
+
+def write_config(folder: Path, layout: str) -> str:
+    """Write what no event carries of the layout, and the tokenizer. Returns the file's path."""
+    facts = {"tokenizer": str(DEMO_TOKENIZER_DIR), **LAYOUTS[layout].facts}
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in facts.items()]
+    path = folder / "kvatlas.toml"
+    path.write_text("".join(['[models."*"]\n', *lines]))
+    return str(path)
 
 
 async def count(router: Router, load: Load, requests: int, counts: Path) -> dict[str, float]:
@@ -87,15 +100,15 @@ def functions(profile: Path, number: int) -> str:
     return "\n".join([line for line in lines if re.match(r" *[\d,]+ \(", line)][1 : number + 1])
 
 
-async def measure(args: argparse.Namespace, tree: Path, told: Sequence[str]) -> None:
-    """One tree, one line per size."""
+async def measure(args: argparse.Namespace, tree: Path, told: Sequence[str], layout: str) -> None:
+    """One tree and layout, one line per size."""
     for size in args.bytes:
-        line = f"{tree.name}: {size // 1024} KB"
-        two = await measured(args, tree, told, size)
+        line = f"{tree.name}, {layout}: {size // 1024} KB"
+        two = await measured(args, tree, told, size, layout)
         if not args.legs:
             print(f"{line}: {text(two)}", flush=True)
             continue
-        one = await measured(args, tree, [told[1].removesuffix(",role=decode")], size)
+        one = await measured(args, tree, [told[1].removesuffix(",role=decode")], size, layout)
         more = {name: number - one[name] for name, number in two.items()}
         print(f"{line}: two legs {text(two)}; one {text(one)}; more {text(more)}", flush=True)
 
@@ -111,11 +124,13 @@ def text(events: Mapping[str, float]) -> str:
     return line
 
 
-async def measured(args: argparse.Namespace, tree: Path, told: Sequence[str], size: int) -> dict[str, float]:
+async def measured(
+    args: argparse.Namespace, tree: Path, told: Sequence[str], size: int, layout: str
+) -> dict[str, float]:
     """One router's counts, and its functions where they are asked for."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        counted_router(tree, told, args.port_base + 20, Path(folder), misses=args.misses) as router,
+        counted_router(tree, told, args.port_base + 20, Path(folder), layout, misses=args.misses) as router,
     ):
         held = await hold(router.port) if args.legs else None
         counted = await count(router, Load(router, size, stream=args.stream), args.requests, Path(folder))
@@ -131,7 +146,8 @@ async def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bytes", type=int, nargs="+", default=[1024, 32768], choices=[1024, 32768])
+    parser.add_argument("--bytes", type=int, nargs="+", default=[1024, 32768])
+    parser.add_argument("--layouts", nargs="+", default=["full", "gpt-oss-like"], choices=LAYOUTS)
     parser.add_argument("--requests", type=int, default=960)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--legs", action="store_true")
@@ -140,9 +156,11 @@ async def main() -> None:
     parser.add_argument("--port-base", type=int, default=24000)
     parser.add_argument("--functions", type=int, default=0)
     args = parser.parse_args()
-    with engines(("prefill", "decode") if args.legs else ("",) * 4, args.port_base) as told:
-        for tree in args.tree:
-            await measure(args, tree.resolve(), told)
+    roles = ("prefill", "decode") if args.legs else ("",) * 4
+    for layout in args.layouts:
+        with engines(roles, args.port_base, layout, args.bytes) as told:
+            for tree in args.tree:
+                await measure(args, tree.resolve(), told, layout)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from publisher.events import GroupSpec
+from publisher.block_pool import HybridBlockPool
+from publisher.events import Event, GroupSpec
+from publisher.simulator.settings import EngineSettings, hash_scheme
 
 
 class Layout(NamedTuple):
@@ -41,3 +43,19 @@ LAYOUTS: dict[str, Layout] = {
 }
 """Full attention alone, latent attention in blocks of 64, mostly windows, half windows, Llama 4's chunks,
 states where chunks end, and a drafter's look-up that drops a block."""
+
+
+def events_of(layout: Layout, tokens: list[int]) -> list[list[Event]]:
+    """Events of an engine that has computed these tokens, by its steps of 8,192 tokens."""
+    groups = layout.groups
+    blocks = 64 + sum(-(-len(tokens) // group.block_size) + 8 for group in groups)
+    pool = HybridBlockPool(groups, num_blocks=blocks, scheme=hash_scheme(EngineSettings(), groups))
+    one = pool.request(tokens)
+    pool.start(one)
+    steps = []
+    while (chunk := pool.next_chunk(one)) > 0:
+        pool.compute(one, chunk)
+        steps.append(pool.take_events())
+    pool.finish(one)
+    steps.append(pool.take_events())
+    return [events for events in steps if events]

@@ -146,10 +146,12 @@ class Router:
 
 
 @contextmanager
-def engines(roles: Sequence[str], events_port: int) -> Iterator[list[str]]:
+def engines(
+    roles: Sequence[str], events_port: int, layout: str = "gpt-oss-like", sizes: Sequence[int] = (1024, 32768)
+) -> Iterator[list[str]]:
     """Cheap engines and what a router is told of each: the role too, where it has one.
 
-    Events ports are two each, from ``events_port`` on.
+    Events ports are two each, from ``events_port`` on. They hold sessions with bodies of these sizes.
     """
     with ExitStack() as stack:
         ours, theirs = multiprocessing.Pipe()
@@ -160,7 +162,8 @@ def engines(roles: Sequence[str], events_port: int) -> Iterator[list[str]]:
         stack.callback(process.terminate)
         ours.send(len(roles))
         ports = [events_port + 2 * i for i in range(len(roles))]
-        words = [sys.executable, "-m", "benchmarks.fake_engine_events", str(DEMO_TOKENIZER_DIR)]
+        words = [sys.executable, "-m", "benchmarks.fake_engine_events", str(DEMO_TOKENIZER_DIR), layout]
+        words.append(",".join(map(str, sizes)))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         publisher = subprocess.Popen([*words, *map(str, ports)], **pipes)  # type: ignore[call-overload]
         stack.callback(publisher.communicate)  # its standard input closes
@@ -184,9 +187,10 @@ def routers() -> Iterator[tuple[Router, Router]]:
         yield made[0], made[1]
 
 
-def router_words(told: Sequence[str], port: int, ops_port: int) -> list[str]:
-    """The command of a router that splits whatever it can."""
-    words = [sys.executable, "-m", "router", "serve", "--tokenizer", str(DEMO_TOKENIZER_DIR)]
+def router_words(told: Sequence[str], port: int, ops_port: int, config: str = "") -> list[str]:
+    """The command of a router that splits whatever it can; ``config``: a file with what its models are."""
+    words = [sys.executable, "-m", "router", "serve"]
+    words += ["--config", config] if config else ["--tokenizer", str(DEMO_TOKENIZER_DIR)]
     words += ["--port", str(port), "--ops-port", str(ops_port), "--log-level", "warning"]
     for one in told:
         words += ["--engine", one]
