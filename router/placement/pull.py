@@ -27,7 +27,8 @@ and computes what does not come.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Final, Literal
+from itertools import repeat
+from typing import Annotated, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,6 +49,11 @@ from router.prompts.prompt import Prompt
 
 LATENCY_S: Final = 0.002
 """Latency of one pull: the handshake's and the probe's messages."""
+# Of a large fleet, so that a decision does not try each target with each source: sources with the longest
+# prefixes, and targets with the shortest queues and the least cost, where the cheapest pull is.
+SOURCES_MAX: Final = 32
+_SHORTEST_MAX: Final = 48
+_CHEAPEST_MAX: Final = 16
 
 
 def kv_source_of(engine: EngineAddress, port: int) -> tuple[str, int]:
@@ -59,20 +65,40 @@ def kv_source_of(engine: EngineAddress, port: int) -> tuple[str, int]:
     return host, port + (engine.dp_rank or 0)
 
 
+class PerEngine(Protocol):
+    """A value of each candidate, by its place; some are worked out only for those that are looked at."""
+
+    def __getitem__(self, at: int, /) -> float: ...
+
+
+class _Asked(dict[int, float]):
+    """Values that are worked out when they are asked for."""
+
+    def __init__(self, value: Callable[[int], float]) -> None:
+        super().__init__()
+        self._value = value
+
+    def __missing__(self, at: int) -> float:
+        found = self[at] = self._value(at)
+        return found
+
+
 class PullSources(msgspec.Struct, frozen=True, gc=False):
     """Prefixes that candidates could give to each other; sequences are in the order of the candidates."""
 
     held_tokens: Sequence[int]
     """Longest prefix that its host memory alone holds in every group; 0: it is no source."""
-    busy_s: Sequence[float]
+    busy_s: PerEngine
     """Seconds until its link is free."""
     s_per_token: float
     """Seconds of link per token."""
-    page_prices: Sequence[float]
+    page_prices: PerEngine
     """Share of the eviction premium that pulled tokens cost there: ``page_prices``."""
     latency_s: float = 0.0
     allowed: Callable[[int, int], bool] | None = None
     """Whether a target (first) may pull from a source; None: every pair may."""
+    serves: Callable[[int], bool] | None = None
+    """Whether it may be a source at all; None: every one may."""
 
     def link_s(self, target: int, source: int, tokens: int) -> float:
         """Seconds of a transfer that is asked for now, with its wait for both links."""
@@ -110,11 +136,8 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
     best_s = min(scored.totals) - TIE_S
     shortest = min(range(len(scored.totals)), key=lambda i: (scored.queues[i], scored.totals[i]))
     least, found = scored.cost(shortest), choice
-    held = [
-        (source, min(tokens, scored.prompt_tokens - 1)) for source, tokens in enumerate(sources.held_tokens)
-    ]
-    held = [(source, end) for source, end in held if end > 0]
-    for target in range(len(scored.totals)):
+    held = _likeliest_sources(scored, sources)
+    for target in _likeliest_targets(scored) if held else ():
         pull = _longest(scored, sources, held, target)
         if pull is None:
             continue
@@ -123,6 +146,35 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
             best_s = cost.total_s
             found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, scored, pull)
     return found
+
+
+def _wait_s(scored: ScoredCandidates, at: int) -> float:
+    """Seconds until an engine would begin with the prompt itself."""
+    candidates = scored.candidates
+    room_s, _ = candidates.rooms.get(at, (0.0, 0.0))
+    return max(candidates.queue_s[at], room_s)
+
+
+def _likeliest_sources(scored: ScoredCandidates, sources: PullSources) -> list[tuple[int, int]]:
+    """Return engines that hold a part of the prompt, and where it ends: the longest first, and of these those
+    whose link is free first."""
+    ends, found = sources.held_tokens, []
+    for at in sorted([at for at, end in enumerate(ends) if end > 0], key=ends.__getitem__, reverse=True):
+        if _wait_s(scored, at) <= sources.latency_s or not (sources.serves is None or sources.serves(at)):
+            continue  # it would serve the prompt itself
+        found.append((at, min(ends[at], scored.prompt_tokens - 1)))
+        if len(found) == SOURCES_MAX:
+            break
+    return sorted(found, key=lambda one: (-one[1], sources.busy_s[one[0]]))
+
+
+def _likeliest_targets(scored: ScoredCandidates) -> Sequence[int]:
+    """Return the engines where a pull can be cheaper than all else, in order."""
+    every = range(len(scored.totals))
+    if len(every) <= _SHORTEST_MAX + _CHEAPEST_MAX:
+        return every
+    shortest = sorted(every, key=scored.queues.__getitem__)[:_SHORTEST_MAX]
+    return sorted({*shortest, *sorted(every, key=scored.totals.__getitem__)[:_CHEAPEST_MAX]})
 
 
 def any_waits(candidates: Sequence[Candidate]) -> bool:
@@ -134,28 +186,24 @@ def any_waits(candidates: Sequence[Candidate]) -> bool:
 def _longest(
     scored: ScoredCandidates, sources: PullSources, held: Sequence[tuple[int, int]], target: int
 ) -> Pull | None:
-    """The best source of a target: most tokens, then the earliest free link. ``held``: engines that hold a
-    part of the prompt, and where it ends."""
+    """The best source of a target: most tokens, then the earliest free link. ``held``: in this order."""
     most = scored.prompt_tokens - 1
     hit = scored.candidates[target].hit
     if hit.replay_tokens:  # with a window that is computed again the pulled prefix would be incomplete
         return None
-    best: Pull | None = None
+    own = min(hit.whole_tokens, most)
     saved_s_per_token = scored.candidates[target].prefill_s_per_token - scored.settings.load_s_per_token
     for source, end in held:
-        tokens = end - min(hit.whole_tokens, most)
-        if source == target or tokens <= 0 or (best is not None and tokens < best.tokens):
-            continue
-        if sources.allowed is not None and not sources.allowed(target, source):
+        tokens = end - own
+        if tokens <= 0:
+            break
+        if source == target or not (sources.allowed is None or sources.allowed(target, source)):
             continue
         link_s = sources.link_s(target, source, tokens)
-        holder = scored.candidates[source]
         # Otherwise the source itself would serve the prompt sooner, or the target would compute it sooner.
-        if link_s >= min(max(holder.queue_s, holder.room_s), saved_s_per_token * tokens):
-            continue
-        if best is None or tokens > best.tokens or link_s < best.link_s:
-            best = Pull(source, holder.engine_id, tokens, end, link_s)
-    return best
+        if link_s < min(_wait_s(scored, source), saved_s_per_token * tokens):
+            return Pull(source, scored.candidates.engine_ids[source], tokens, end, link_s)
+    return None
 
 
 def _pulled(scored: ScoredCandidates, target: int, pull: Pull, page_price: float) -> Cost:
@@ -300,22 +348,28 @@ class Pulls:
     ) -> tuple[Choice, PullOrder | None]:
         """Return the choice, with a pull if one is cheaper. ``held``: tokens of the prompt that host memories
         hold by themselves. ``by_header``: a sidecar is given the source."""
-        tokens = [
-            held.get(engine.engine_id, 0)
-            if _serves(engine) and (not by_header or self._can_be_named(engine))
-            else 0
-            for engine in engines
-        ]
-        if not any(tokens):
+        if not held:
             return choice, None
+        tokens = list(map(held.get, choice.scored.candidates.engine_ids, repeat(0)))
 
         def allowed(target: int, source: int) -> bool:
             to, of = engines[target], engines[source]
             return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
 
-        busy = [self._busy_s(engine, now) for engine in engines]
-        prices = page_prices([engine.load for engine in engines], choice.scored.prompt_tokens)
-        sources = PullSources(tokens, busy, self._s_per_token, prices, LATENCY_S, allowed)
+        def serves(at: int) -> bool:
+            return _serves(engines[at]) and (not by_header or self._can_be_named(engines[at]))
+
+        prompt_tokens = choice.scored.prompt_tokens
+        full = any(engine.load.pages.free < 0 for engine in engines)
+        sources = PullSources(
+            tokens,
+            _Asked(lambda at: self._busy_s(engines[at], now)),
+            self._s_per_token,
+            _Asked(lambda at: 1.0 if full else engines[at].load.pages.used_share(prompt_tokens)),
+            LATENCY_S,
+            allowed,
+            serves,
+        )
         found = with_pull(choice, sources)
         pull = found.pull
         if pull is None:
