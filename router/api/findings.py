@@ -15,7 +15,7 @@ from router.feeds.base import FeedState
 from router.fleet.engines import EngineKind
 from router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from router.observe.findings import ROUTER, Finding, Severity
-from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN
+from router.observe.receipts import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from router.placement.engine import Engine
 from router.placement.shadow import Shadow
 
@@ -68,6 +68,14 @@ def of_router(s: Sources) -> Iterator[Finding]:
                 cause="the source does not answer, or is not understood",
                 remedy="kvatlas doctor --router shows the remedy (router.sources)",
             )
+    if unused := s.unused():
+        yield _warning(
+            "config.unused",
+            subject=ROUTER,
+            seen="; ".join(unused),
+            cause="what switches them on is not set",
+            remedy="set it, or leave these settings out",
+        )
     for model, origin in s.tokenizer_origins().items():
         if origin.problem:
             how = "its prompts are tokenized by engines"
@@ -95,7 +103,7 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
         )
         return
     if engine.held:
-        yield _info("engine.held", subject=name, seen=f"gets no new requests: {engine.held}")
+        yield _info("engine.on_hold", subject=name, seen=f"gets no new requests: {engine.held}")
     if engine.asleep:
         seen = "sleeps: it gets no requests until it wakes (POST /wake_up at the engine)"
         yield _info("engine.asleep", subject=name, seen=seen)
@@ -242,12 +250,12 @@ def _predictions(engine: Engine) -> Iterator[Finding]:
             remedy="see tokens.parity of kvatlas doctor; give the router the engine's tokenizer and template",
         )
     first = receipts.first_tokens.summary()
-    if first.compared >= HELD_OF_MIN and first.held < HELD_SHARE_MIN * first.compared:
+    if first.compared >= ACCURATE_OF_MIN and first.accurate < ACCURATE_SHARE_MIN * first.compared:
         yield _warning(
             "predictions.first_token",
             subject=engine.engine_id,
-            seen=f"{first.compared - first.held} of {first.compared} times to first token differ from the "
-            "predicted ones",
+            seen=f"{first.compared - first.accurate} of {first.compared} times to first token differ from "
+            "the predicted ones",
             cause="others send it requests, its prompts wait for KV cache pages, or its speed changed",
             remedy="compare the parts in /kvatlas/receipts; kv_usage near 1 means too few pages",
         )

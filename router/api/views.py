@@ -355,7 +355,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         engine=status.engine_id,
         up=status.up,
         problem=status.problem,
-        held=status.held,
+        on_hold=status.held,
         asleep=status.asleep,
         models=[card.id for card in status.models],
         frontend=status.frontend,
