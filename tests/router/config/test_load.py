@@ -212,8 +212,8 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         (
             '[models.m]\ntokenizer = "https://huggingface.co/org/name/tree/main"',
             (
-                "models.m.tokenizer: https://huggingface.co/org/name/tree/main is a URL; give the name of the "
-                "repository, org/name"
+                "models.m.tokenizer: https://huggingface.co/org/name/tree/main is a URL; give the name of "
+                "the repository, org/name"
             ),
         ),
         ('[models.m]\nchat_template = "/no/such.jinja"', "models.m.chat_template: '/no/such.jinja': no such"),
