@@ -294,10 +294,10 @@ class Fleet:
 
     def cut(self, i: int, *, tcp: bool, zmq: bool, up: bool) -> None:
         """Cut or heal an engine's links: HTTP and transfers, events, or both."""
-        here = engine_host(i)
+        here, only = engine_host(i), "" if tcp and zmq else "tcp" if tcp else "zmq"
         for other in self.hosts():
-            if other != here and (not other.startswith("10.0.") or (tcp and zmq)):
-                self.net.cut(here, other, up=up)
+            if other != here and (not other.startswith("10.0.") or not only):
+                self.net.cut(here, other, up=up, only=only)
 
     def links(self, i: int) -> list[Any]:
         """An engine's links to and from routers and other engines."""
