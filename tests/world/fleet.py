@@ -147,7 +147,9 @@ class Fleet:
         submit = engine.stepper.submit
 
         def noted(request: SimRequest) -> Any:
-            request_id = request.request_id.partition("-")[2]  # after "chatcmpl" or "cmpl"
+            which, _, request_id = request.request_id.partition("-")  # "chatcmpl" or "cmpl" before it
+            if "_" in which:  # one of several answers or prompts: "0_cmpl-ID-1"
+                request_id = request_id.rpartition("-")[0]
             self.works.setdefault(request_id, []).append(Work(i, self.loop.time(), request))
             return submit(request)
 

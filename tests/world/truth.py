@@ -3,6 +3,8 @@ engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from publisher.simulator.api_agents import MessagesRequest, ResponsesRequest
@@ -21,6 +23,11 @@ class Expected(msgspec.Struct, frozen=True):
     answer: list[int]
     stops: bool
     """The answer ends by itself, before its limit."""
+    decode: Callable[[list[int]], str]
+
+    def beginning(self, tokens: int) -> str:
+        """The text of its first tokens."""
+        return self.decode(self.answer[:tokens])
 
 
 class Truth:
@@ -41,7 +48,7 @@ class Truth:
                 stops = True
                 break
             answer.append(token)
-        return Expected(ready.token_ids, self._model("").text(answer), answer, stops)
+        return Expected(ready.token_ids, self._model("").text(answer), answer, stops, self._model("").text)
 
     async def _prepared(self, path: str, body: bytes) -> Prepared:
         if path == "/v1/completions":
