@@ -180,7 +180,9 @@ async def _query(bootstrap: str) -> dict[str, Address]:
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         try:
             writer.write(b"GET /query HTTP/1.0\r\n\r\n")
-            page = await reader.read(_PAGE_BYTES_MAX)
+            page = b""
+            while len(page) < _PAGE_BYTES_MAX and (piece := await reader.read(_PAGE_BYTES_MAX - len(page))):
+                page += piece  # it may come in several segments
         finally:
             writer.close()
     try:
