@@ -17,6 +17,7 @@ from router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from router.observe.findings import ROUTER, Finding, Severity
 from router.observe.receipts import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from router.placement.engine import Engine
+from router.placement.pull import Pulls
 from router.placement.shadow import Shadow
 
 _info = partial(Finding, severity=Severity.INFO)
@@ -45,6 +46,8 @@ def current_findings(s: Sources) -> Generator[None, None, Sequence[Finding]]:
             yield
         if not engine.closed:
             found += of_engine(engine, now)
+            if s.pulls is not None and engine.up:
+                found += of_source(engine, s.pulls)
     return s.findings.update(found, time.time())
 
 
@@ -135,6 +138,21 @@ def _salts(engine: Engine) -> Iterator[Finding]:
             "salts apart, or does not show it",
             remedy="while keys.isolate is on, these APIs are refused at this engine; use a release that "
             "reads cache_salt there (docs/tenants.md, cache isolation)",
+        )
+
+
+def of_source(engine: Engine, pulls: Pulls) -> Iterator[Finding]:
+    """Yield that engines pull nothing from this one, although it should work."""
+    found = pulls.resting_source(engine.engine)
+    if found is not None:
+        guess = "" if found.given else ", a guess"
+        yield _warning(
+            "engine.pull_source",
+            subject=engine.engine_id,
+            seen=f"the latest {found.bad_pulls} pulls from it at {found.address}{guess} brought nothing",
+            cause="no p2p tier listens at this address, or it drops blocks before they are read",
+            remedy="give kv_source of this engine (kvatlas.io/kv-source-port of its pod), the host and port "
+            "of its p2p tier, and check both engines' logs",
         )
 
 

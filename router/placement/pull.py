@@ -26,9 +26,10 @@ and computes what does not come.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Final, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -236,7 +237,11 @@ _BAD: Final = frozenset({"missed", "late", "failed"})
 _REST_S: Final = 10.0
 _REST_S_MAX: Final = 600.0
 """A pair rests after a bad pull, twice as long after each further one in a row."""
-_PAIRS_MAX: Final = 4096
+_KEYS_MAX: Final = 4096
+_SOURCE_PATIENCE: Final = 2
+"""A source rests after this many bad pulls in a row, whoever pulled."""
+_PROOF_S_MAX: Final = 60.0
+"""After this time a pull that was to prove its source counts as lost: twice the handshake of vLLM."""
 
 
 class PullStats(msgspec.Struct):
@@ -258,32 +263,81 @@ class PullStats(msgspec.Struct):
     """Predicted seconds of transfers, with their waits for a link."""
     rests: Annotated[int, "kvatlas_pull_pair_rests_total"] = 0
     """Times that a pair of engines was left alone after a bad pull."""
+    source_rests: Annotated[int, "kvatlas_pull_source_rests_total"] = 0
+    """Times that a source of pulls was left alone by all engines after two bad pulls or more in a row."""
 
 
-class PullPairs:
-    """Pairs of target and source whose latest pulls were bad: each rests for a while. Bounded; times are of
-    one clock."""
+class Rests:
+    """Pulls that are left alone for a while, since their latest ones were bad: by pair of target and source,
+    or by source. A key rests from its ``patience``-th bad pull in a row on. Bounded; times are of one
+    clock."""
 
-    def __init__(self) -> None:
-        self._bad: dict[tuple[str, str], tuple[int, float]] = {}
+    def __init__(self, patience: int = 1) -> None:
+        self._patience = patience
+        self._bad: dict[tuple[str, ...], tuple[int, float]] = {}
 
-    def allows(self, target_id: str, source_id: str, now: float) -> bool:
-        """Whether this pair does not rest."""
-        found = self._bad.get((target_id, source_id))
+    def allows(self, *key: str, now: float) -> bool:
+        """Whether this key does not rest."""
+        found = self._bad.get(key)
         return found is None or now >= found[1]
 
-    def good(self, target_id: str, source_id: str) -> None:
-        """Forget the bad pulls of a pair."""
-        self._bad.pop((target_id, source_id), None)
+    def in_a_row(self, *key: str) -> int:
+        """Number of its bad pulls since the latest good one."""
+        return self._bad.get(key, (0, 0.0))[0]
 
-    def bad(self, target_id: str, source_id: str, now: float) -> None:
-        """Let a pair rest."""
-        pair = target_id, source_id
-        count, _ = self._bad.pop(pair, (0, 0.0))
-        if len(self._bad) >= _PAIRS_MAX:
+    def good(self, *key: str) -> None:
+        """Forget the bad pulls of a key."""
+        self._bad.pop(key, None)
+
+    def bad(self, *key: str, now: float) -> bool:
+        """Count a bad pull. Returns whether the key rests now."""
+        count = self._bad.pop(key, (0, 0.0))[0] + 1
+        if len(self._bad) >= _KEYS_MAX:
             del self._bad[next(iter(self._bad))]
-        rest_s = min(_REST_S_MAX, _REST_S * 2.0 ** min(count, 16))
-        self._bad[pair] = count + 1, now + rest_s
+        rests = count >= self._patience
+        until = now + min(_REST_S_MAX, _REST_S * 2.0 ** min(count - self._patience, 16)) if rests else now
+        self._bad[key] = count, until
+        return rests
+
+
+class SourceProofs:
+    """Sources from which a pull was seen to work. The address of a source is a guess until then (port 5710),
+    and a wrong one costs each pull the whole time-out of a handshake: so one pull at a time goes to an
+    unproven one."""
+
+    def __init__(self) -> None:
+        self._proven: dict[str, bool] = {}
+        self._asked: dict[str, float] = {}
+
+    def allows(self, source_id: str, now: float) -> bool:
+        """Whether it is proven, or no pull is under way to prove it."""
+        return source_id in self._proven or now >= self._asked.get(source_id, -math.inf) + _PROOF_S_MAX
+
+    def begun(self, source_id: str, now: float) -> None:
+        """Note a pull from a source."""
+        if source_id not in self._proven:
+            self._asked.pop(source_id, None)
+            self._asked[source_id] = now
+            if len(self._asked) > _KEYS_MAX:
+                del self._asked[next(iter(self._asked))]
+
+    def ended(self, source_id: str, *, worked: bool, failed: bool) -> None:
+        """Note the end of a pull."""
+        self._asked.pop(source_id, None)
+        if worked:
+            self._proven[source_id] = True
+            if len(self._proven) > _KEYS_MAX:
+                del self._proven[next(iter(self._proven))]
+        elif failed:
+            self._proven.pop(source_id, None)
+
+
+class RestingSource(NamedTuple):
+    """A source whose latest ``bad_pulls`` brought nothing, and its address; ``given``: it is configured."""
+
+    bad_pulls: int
+    address: str
+    given: bool
 
 
 class PullOrder(msgspec.Struct, frozen=True, gc=False):
@@ -311,7 +365,9 @@ class Pulls:
     def __init__(self) -> None:
         self.others: Mapping[str, OthersLoad] | None = {}
         """Latest load of other routers, with their use of links."""
-        self.pairs = PullPairs()
+        self.pairs = Rests()
+        self.sources = Rests(_SOURCE_PATIENCE)
+        self._proofs = SourceProofs()
         self.stats = PullStats()
         self.configure(PullSettings(), 0)
 
@@ -354,7 +410,12 @@ class Pulls:
 
         def allowed(target: int, source: int) -> bool:
             to, of = engines[target], engines[source]
-            return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
+            return (
+                _alike(to, of)
+                and self.sources.allows(of.engine_id, now=now)
+                and self._proofs.allows(of.engine_id, now)
+                and self.pairs.allows(to.engine_id, of.engine_id, now=now)
+            )
 
         def serves(at: int) -> bool:
             return _serves(engines[at]) and (not by_header or self._can_be_named(engines[at]))
@@ -403,6 +464,7 @@ class Pulls:
     def begin(self, target: Engine, order: PullOrder, now: float) -> None:
         """Note that the target is asked now."""
         occupy_links(target.load, order.source.load, order.pull.link_s, now)
+        self._proofs.begun(order.source.engine_id, now)
         self.stats.link_s += order.pull.link_s
 
     def end(self, target_id: EngineId, order: PullOrder, outcome: PullOutcome, now: float) -> None:
@@ -411,9 +473,21 @@ class Pulls:
         stats.pulls[outcome] = stats.pulls.get(outcome, 0) + 1
         if outcome in _BAD:
             stats.rests += 1
-            self.pairs.bad(target_id, source_id, now)
+            self.pairs.bad(target_id, source_id, now=now)
+            stats.source_rests += self.sources.bad(source_id, now=now)
         elif outcome != "unreported":
             self.pairs.good(target_id, source_id)
+            self.sources.good(source_id)
+        failed = self.sources.in_a_row(source_id) >= _SOURCE_PATIENCE
+        self._proofs.ended(source_id, worked=outcome in {"complete", "partial"}, failed=failed)
+
+    def resting_source(self, engine: EngineAddress) -> RestingSource | None:
+        """Return what is known of a source whose latest pulls were all bad; None: there were fewer."""
+        count = self.sources.in_a_row(engine.engine_id)
+        if count < _SOURCE_PATIENCE:
+            return None
+        host, port = kv_source_of(engine, self._port)
+        return RestingSource(count, f"{host}:{port}", given=engine.kv_source is not None)
 
     def judge(
         self, order: PullOrder, came: int | None, predicted_s: float | None, measured_s: float | None
