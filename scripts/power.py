@@ -38,8 +38,11 @@ FAST = "not vllm and not envoy and not process and not long"
 EXTRA_TESTS = {
     "router/admission": ["admission", "keys", "queue", "tenants_apart", "cache_isolation", "service_levels"],
     "router/placement": ["engine_order", "pull", "first_token", "late_events", "endings", "chosen_engines"],
-    "router/proxy": ["moved_requests", "endings", "request_metrics", "split_failures", "prefill_decode"],
-    "router/fleet": ["engines", "scaling", "reload", "sources"],
+    "router/proxy": [
+        *("moved_requests", "endings", "request_metrics", "split_failures", "prefill_decode"),
+        *("rights", "tenants_apart", "keys"),
+    ],
+    "router/fleet": ["engines", "scaling", "reload", "sources", "isolation_proof"],
     "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],
     "router/prompts": ["frontends", "images", "token_ids"],

@@ -263,7 +263,13 @@ _KEEP_NOTHING = (
     | UNCACHED
     | frozenset(
         {
-            *("/v1/classify", "/v1/moderations", "/v1/audio/speech", "/v2/embed"),
+            *(
+                "/v1/responses/input_tokens",
+                "/v1/classify",
+                "/v1/moderations",
+                "/v1/audio/speech",
+                "/v2/embed",
+            ),
             *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
         }
     )
