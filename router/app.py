@@ -353,7 +353,7 @@ class Router:
             tls=self._engine_tls,
             claims=planner.reads_claims,
             targets=self.config.policy.targets,
-            responses=ResponseIds(tuple if self.gate is None else self.gate.secrets),
+            responses=ResponseIds() if self.gate is None else ResponseIds(self.gate.secrets),
             pd=self.config.pd,
             pd_stats=pd_stats,
         )

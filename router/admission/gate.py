@@ -205,12 +205,12 @@ class KeyGate:
         self._forward = forward
         self.engine_priorities = engine_priorities
 
-    def secrets(self) -> tuple[bytes, ...]:
-        """Secrets for ids that prove their tenant: the first one makes them, each of them proves. A
-        configured one comes first; those of the key file change with its keys."""
+    def secrets(self, tenant: str) -> tuple[bytes, ...]:
+        """Secrets for ids that prove this tenant: the first one makes them, each of them proves. A configured
+        one comes first."""
         files = (self._secret, None if self.isolation is None else self.isolation.secret)
         configured = [secret for file in files if file is not None for secret in file.all()]
-        return (*configured, *self.keys.secrets)
+        return (*configured, *self.keys.secrets(tenant))
 
     def enter(self, tenant: Tenant) -> TenantRequest:
         """A request of this tenant. Raises ``ApiError`` (429)."""

@@ -51,9 +51,9 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
     `keys.isolate_secret_file` ([tenants.md](tenants.md#cache-isolation))."""
     secret_file: str | None = None
     """File with a secret, at least 32 bytes, the same for all routers of a fleet, under which ids of
-    responses (`/v1/responses`) prove their tenant. Not set: `isolate_secret_file`, else one derived from the
-    key file; ids made before a change of the keys then end with the next restart. Read again when it changes;
-    ids under earlier secrets count until a restart."""
+    responses (`/v1/responses`) prove their tenant. Not set: `isolate_secret_file`, else the tenant's own
+    keys: ids made under a key that was taken out of the file then end with the next restart. Read again when
+    it changes; ids under earlier secrets count until a restart."""
     isolate_secret_file: str | None = None
     """File with the secret that salts are derived from, at least 32 bytes; the same for all routers of a
     fleet. Read again when it changes: prompts are then cached under new salts."""
@@ -166,8 +166,7 @@ class KeyFile:
     def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
         self.path = path
         self._watched = WatchedFile(path, clock=clock, every_s=_LOOK_EVERY_S)
-        self.secrets: tuple[bytes, ...] = ()
-        """Known to those who can read the file, and to no tenant: of the file as it is, then as it was."""
+        self._secrets: dict[str, tuple[bytes, ...]] = {}
         self._take(read_key_file(path))
 
     def owner_of(self, key: bytes) -> tuple[str, str] | None:
@@ -178,6 +177,11 @@ class KeyFile:
         # in constant time, also where there is no such part.
         entry = self._by_part.get(digest[:16], self._nobody)
         return (entry.tenant, digest[:KEY_ID_DIGITS]) if hmac.compare_digest(entry.sha256, digest) else None
+
+    def secrets(self, tenant: str) -> tuple[bytes, ...]:
+        """A secret of each key of a tenant, those of its present keys first, then of keys that it had: known
+        to no other tenant, the same in every router, and not changed by keys of others."""
+        return self._secrets.get(tenant, ())
 
     def rules(self, tenant: str) -> TenantRules:
         """Return the rules that hold now."""
@@ -197,9 +201,15 @@ class KeyFile:
 
     def _take(self, table: KeyTable) -> None:
         self.table = table
-        digests = "".join(sorted(entry.sha256 for entry in table.keys))
-        secret = hashlib.sha256(b"kvatlas" + digests.encode()).digest()
-        self.secrets = tuple(dict.fromkeys((secret, *self.secrets)))[:_SECRETS_MAX]
+        made: dict[str, list[bytes]] = {}
+        for entry in table.keys:
+            made.setdefault(entry.tenant, []).append(
+                hashlib.sha256(b"kvatlas" + entry.sha256.encode()).digest()
+            )
+        for tenant in table.tenants:
+            known = dict.fromkeys((*made.get(tenant, ()), *self._secrets.get(tenant, ())))
+            made[tenant] = list(known)[:_SECRETS_MAX]
+        self._secrets = {tenant: tuple(known) for tenant, known in made.items()}
         self._by_part = {entry.sha256[:16]: entry for entry in table.keys}
         self._nobody = KeyEntry(tenant="", sha256=secrets.token_hex(32))
 

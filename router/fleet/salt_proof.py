@@ -13,10 +13,11 @@ words, and ``PROOF_S_MAX`` seconds in all.
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -128,8 +129,8 @@ class SaltProver:
     async def _prove(self, path: str) -> tuple[Outcome, str]:
         words = self._words
         tried = await self._try(path, words)
-        while tried[1] == _NO_HIT and words < self._words_max:
-            # Its blocks may be larger.
+        while tried[1] in (_NO_HIT, _NO_REPORT, _NOISY) and words < self._words_max:
+            # Its blocks may be larger, and some engines report no hit of 0.
             words = min(words * _LONGER, self._words_max)
             tried = await self._try(path, words)
         if tried[0] == "proven":
@@ -139,7 +140,7 @@ class SaltProver:
     async def _try(self, path: str, words: int) -> tuple[Outcome, str]:
         """The three requests."""
         body, one, other = _BODIES[path](words), secrets.token_hex(16), secrets.token_hex(16)
-        hits: list[int | None] = []
+        hits: list[_Hit] = []
         for salt in (one, one, other):
             before = await self._counters()
             try:
@@ -158,22 +159,23 @@ class SaltProver:
             hits.append(await self._hit(answer, before))
         return _judge(hits)
 
-    async def _hit(self, answer: bytes, before: tuple[float, float] | None) -> int | None:
-        """Prompt tokens from the cache: by the answer, else by the engine's counters."""
+    async def _hit(self, answer: bytes, before: tuple[float, float] | None) -> _Hit:
         try:
             told = msgspec.json.decode(answer)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
+            return _Hit()
         cached = [value for name, value in _numbers(told) if name in _CACHED]
         reported = max(cached) if cached else None
         if reported:
-            return reported
+            return _Hit(reported)
         prompt = max((value for name, value in _numbers(told) if name == "prompt_tokens"), default=0)
-        counted = None if before is None or not prompt else await self._counted(before, prompt)
-        return reported if counted is None else counted
+        if before is None or not prompt:
+            return _Hit(reported)
+        counted = await self._counted(before, prompt)
+        return _Hit(reported, counted, noisy=counted is None)
 
     async def _counted(self, before: tuple[float, float], prompt: int) -> int | None:
-        """None: something else was computed too, or the counters do not say."""
+        """Hit of a request by the counters; None: something else was computed too."""
         for _ in range(_SETTLES_MAX):
             now = await self._counters()
             if now is None or now[0] - before[0] > prompt:
@@ -200,20 +202,38 @@ class SaltProver:
 
 DROPPED_BY_SGLANG: Final = "takes no cache_salt at SGLang engines"
 _NO_HIT: Final = "does not show that it caches prompts"
+_NOISY: Final = "could not be tried beside other requests, since it reports no cached tokens"
 _NO_REPORT: Final = (
     "reports no cached tokens, so that its cache_salt cannot be tried; start the engine with "
     "--enable-prompt-tokens-details (SGLang: --enable-cache-report)"
 )
 
 
-def _judge(hits: list[int | None]) -> tuple[Outcome, str]:
+class _Hit(NamedTuple):
+    """Prompt tokens of one request that were in the cache; None: not known."""
+
+    reported: int | None = None
+    """By its answer."""
+    counted: int | None = None
+    """By the engine's counters."""
+    noisy: bool = False
+    """Other requests were counted with it."""
+
+
+def _judge(hits: list[_Hit]) -> tuple[Outcome, str]:
     """``hits``: of the first request, of its repetition, and of the one with another salt."""
     _, again, other = hits
-    if other:
-        return "refused", f"drops cache_salt: a prompt with another salt took {other} tokens from the cache"
-    if again is None or other is None:
-        return "refused", _NO_REPORT
-    return ("proven", "") if again else ("refused", _NO_HIT)
+    foreign = other.reported or other.counted
+    if foreign:
+        return "refused", f"drops cache_salt: a prompt with another salt took {foreign} tokens from the cache"
+    if again.reported:
+        # It reports hits. vLLM leaves one of 0 out.
+        return "proven", ""
+    if again.counted is not None and other.counted is not None:
+        return ("proven", "") if again.counted else ("refused", _NO_HIT)
+    if again.noisy or other.noisy:
+        return "later", _NOISY
+    return "refused", _NO_REPORT if again.reported is None else _NO_HIT
 
 
 def _numbers(told: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
@@ -236,7 +256,8 @@ _SYLLABLES: Final = [first + second for first in "bdfgklmnprstvz" for second in 
 
 def _text(words: int) -> str:
     """New words: in no cache."""
-    return " ".join(secrets.choice(_SYLLABLES) + secrets.choice(_SYLLABLES) for _ in range(words))
+    parts = random.Random(secrets.randbits(128)).choices(_SYLLABLES, k=2 * words)
+    return " ".join(map("".join, zip(parts[::2], parts[1::2], strict=True)))
 
 
 def _chat(words: int) -> list[dict[str, str]]:
@@ -257,7 +278,7 @@ def _input(words: int) -> dict[str, Any]:
 
 def _tokens(words: int) -> dict[str, Any]:
     # Ids that every vocabulary has.
-    ids = [100 + secrets.randbelow(900) for _ in range(words)]
+    ids = random.Random(secrets.randbits(128)).choices(range(100, 1000), k=words)
     return {"token_ids": ids, "sampling_params": {"max_tokens": 1}}
 
 

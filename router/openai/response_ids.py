@@ -1,10 +1,11 @@
 """Ids of stored responses (Responses API): chosen by the router, so that an id proves whose it is.
 
 ``resp_`` + nonce + proof + engine, in hexadecimal digits. The proof is an HMAC-SHA256 over tenant and nonce
-under a secret that all routers know. The router checks it with the name of the tenant that asks: nothing is
-looked up, so no store, sibling or restart decides about rights. The engine is a part of its id's digest; made
-up, it leads to an engine that has no such response. Engines take the id from ``request_id`` of the body (vLLM
-0.20 to 0.33, entrypoints/openai/responses/protocol.py; SGLang 0.5.23 and TensorRT-LLM have the same field).
+under a secret that all routers know: a configured one, or one of the tenant's keys. The router checks it with
+the name of the tenant that asks: nothing is looked up, so no store, sibling or restart decides about rights.
+The engine is a part of its id's digest; made up, it leads to an engine that has no such response. Engines
+take the id from ``request_id`` of the body (vLLM 0.20 to 0.33, entrypoints/openai/responses/protocol.py;
+SGLang 0.5.23 and TensorRT-LLM have the same field).
 
 Invariant: no client chooses an id. What has not this form, or another tenant's proof, is refused.
 """
@@ -34,16 +35,16 @@ _NO_SECRET: Final = b"without keys"
 
 
 class ResponseIds:
-    """``secrets``: the one under which ids are made, then earlier ones that still count; none without keys.
-    ``tenant`` is "" without keys."""
+    """``secrets``, by tenant: the one under which ids are made, then others that count. ``tenant`` is "" and
+    there is none without keys."""
 
-    def __init__(self, secrets: Callable[[], Sequence[bytes]] = tuple) -> None:
+    def __init__(self, secrets: Callable[[str], Sequence[bytes]] = lambda tenant: ()) -> None:
         self._secrets = secrets
 
     def make(self, tenant: str) -> str:
         """The id of a response to come, but for its engine (``of_engine``)."""
         nonce = f"{random.getrandbits(4 * _NONCE_DIGITS):0{_NONCE_DIGITS}x}"
-        return PREFIX + nonce + _proof(next(iter(self._secrets()), _NO_SECRET), tenant, nonce)
+        return PREFIX + nonce + _proof(next(iter(self._secrets(tenant)), _NO_SECRET), tenant, nonce)
 
     def is_of(self, response_id: str, tenant: str) -> bool:
         """Whether a router made this id for this tenant."""
@@ -51,7 +52,7 @@ class ResponseIds:
         if found is None:
             return False
         nonce, proof, _ = found.groups()
-        secrets = self._secrets() or (_NO_SECRET,)
+        secrets = self._secrets(tenant) or (_NO_SECRET,)
         return any(hmac.compare_digest(proof, _proof(secret, tenant, nonce)) for secret in secrets)
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile
+from router.admission.key_file import KeyFile, digest_of
 from router.openai.response_ids import ResponseIds, digits_of, engine_digits, of_engine, with_id
 from router.replication.settings import IndexSettings
 from tests.support.whole_router import MODEL, Rig, configure, routing, running, tenants
@@ -39,6 +39,8 @@ class World:
         self.store = RedisServer((STORE, 6379))
         self.rules = {"ada": "", "eve": ""}
         self.settings: dict[str, Any] = {}
+        self.renewed = ""
+        """Tenant that has another key than before."""
         self._folder = folder
         self._stack = stack
         self._routers = AsyncExitStack()
@@ -57,6 +59,9 @@ class World:
         """Another router in the place of the one that was: nothing of its memory is left."""
         await self._routers.aclose()
         keys = tenants(self._folder, self.rules, **self.settings)
+        if self.renewed:
+            file, old = Path(keys.file or ""), digest_of(f"key-of-{self.renewed}")
+            file.write_text(file.read_text().replace(old, digest_of(f"key-of-{self.renewed}, renewed")))
         index = IndexSettings(url=self.store.url, replica=f"r{self.loop.time()}") if shares else None
         config = configure(*self.engines, keys=keys, index=index or IndexSettings())
         self.rig = await self._routers.enter_async_context(routing(config, wait=False))
@@ -193,7 +198,7 @@ def test_the_owner_alone_reaches_a_response_whatever_happens(happens: str, tmp_p
 
 @pytest.mark.parametrize("secret", ["", "secret_file", "isolate_secret_file"])
 def test_a_configured_secret_outlives_new_keys_and_a_restart(secret: str, tmp_path: Path) -> None:
-    """Without one the ids end with the keys that they were made under: refused, never another's."""
+    """Without one the ids end with the key that they were made under: refused, never another's."""
 
     async def story(world: World) -> None:
         if secret:
@@ -202,11 +207,16 @@ def test_a_configured_secret_outlives_new_keys_and_a_restart(secret: str, tmp_pa
             if secret == "isolate_secret_file":
                 world.settings["isolate"] = "tenant"
         response_id = await world.begin()
-        world.rules = {**world.rules, "new": ""}
+        world.rules = {"new": "", **world.rules}
         await world.start_router()
-        assert (await ask(world, "get", response_id, "ada"))[0] == (200 if secret else 404)
+        assert (await ask(world, "get", response_id, "ada"))[0] == 200, "keys of others change nothing"
         for tenant in ("eve", "new"):
             assert (await ask(world, "get", response_id, tenant))[0] == 404
+        world.renewed = "ada"
+        await world.start_router()
+        status, _ = await world.rig.ask("GET", f"/v1/responses/{response_id}", None, key("ada, renewed"))
+        assert status == (200 if secret else 404)
+        assert (await ask(world, "get", response_id, "eve"))[0] == 404
 
     in_world(tmp_path, story)
 
@@ -269,7 +279,7 @@ def test_no_id_that_a_router_did_not_make_is_passed_on(tmp_path: Path) -> None:
 def test_ids_prove_one_tenant_and_each_is_new(tmp_path: Path) -> None:
     file = KeyFile(Path(tenants(tmp_path, {"ada": "", "eve": ""}).file or ""), clock=lambda: 0.0)
     gate = KeyGate(file, clock=lambda: 0.0)
-    ids, other = ResponseIds(gate.secrets), ResponseIds(lambda: (b"x" * 32,))
+    ids, other = ResponseIds(gate.secrets), ResponseIds(lambda tenant: (b"x" * 32,))
     made = {of_engine(ids.make("ada"), "http://a:1") for _ in range(100)}
     assert len(made) == 100
     for one in made:

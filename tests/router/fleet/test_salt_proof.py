@@ -36,6 +36,8 @@ class FakeEngine:
         self.block = 16
         self.reports = True
         """``cached_tokens`` are in answers."""
+        self.omits_zero = False
+        """But not a hit of 0."""
         self.counts = True
         """Counters are on its metrics page."""
         self.others = 0
@@ -74,9 +76,10 @@ class FakeEngine:
         self.queries += words + self.others
         self.hits += hit + self.others // 2
         usage: dict[str, Any] = {"prompt_tokens": words}
-        if self.reports and path in PROMPTS:
+        reports = self.reports and (hit or not self.omits_zero)
+        if reports and path in PROMPTS:
             usage["prompt_tokens_details"] = {"cached_tokens": hit}
-        if self.reports and path == MESSAGES:
+        if reports and path == MESSAGES:
             usage = {"input_tokens": words, "cache_read_input_tokens": hit}
         return 200, self.body or json.dumps({"data": [{"index": 0}], "usage": usage}).encode()
 
@@ -117,6 +120,30 @@ async def test_large_blocks_are_met_by_longer_prompts(block: int) -> None:
     assert len(told.asked) == 3 * len(PROMPTS), "three requests for each"
 
 
+@pytest.mark.parametrize("block", [16, 544])
+@pytest.mark.parametrize("path", ["", *PROMPTS])
+@pytest.mark.parametrize(
+    "ways", [{"omits_zero": True}, {"omits_zero": True, "counts": False}, {"omits_zero": True, "others": 7}]
+)
+async def test_a_hit_of_none_may_be_left_out(ways: dict[str, Any], path: str, block: int) -> None:
+    """As by vLLM: then the other hits show that it would be reported."""
+    proof = await prove(FakeEngine(block=block, drops=(path,), **ways))
+    assert proof.refused.keys() == ({path} if path else set())
+    assert proof.proven == set(PROMPTS) - {path}
+
+
+@pytest.mark.parametrize("drops", [(), (CHAT,)])
+async def test_counters_that_others_change_prove_nothing_yet(drops: tuple[str, ...]) -> None:
+    engine = FakeEngine(reports=False, others=7, drops=drops)
+    proof = await prove(engine)
+    assert proof.later.keys() == set(PROMPTS)
+    assert "beside other requests" in proof.why_not(CHAT)
+    engine.others = 0
+    await SaltProver(engine.ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(proof)
+    assert proof.proven == set(PROMPTS) - {*drops}
+    assert proof.refused.keys() == {*drops}
+
+
 async def test_no_prompt_is_longer_than_the_context() -> None:
     engine = FakeEngine(block=1056)
     proof = await prove(engine, tokens_max=512)
@@ -128,8 +155,6 @@ async def test_no_prompt_is_longer_than_the_context() -> None:
     ("ways", "word"),
     [
         ({"reports": False, "counts": False}, "reports no cached tokens"),
-        # Whoever else computes makes the counters no evidence.
-        ({"reports": False, "others": 7}, "reports no cached tokens"),
         ({"caches": False}, "does not show that it caches prompts"),
         ({"body": b"no json"}, "reports no cached tokens"),
         ({"body": b"[" * 3000}, "reports no cached tokens"),

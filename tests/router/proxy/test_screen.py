@@ -157,6 +157,17 @@ def test_an_adapter_is_named_by_those_who_may_use_it(place: str) -> None:
         assert refused.value.code == "field_not_accepted"
 
 
+@pytest.mark.parametrize("rules", [Rules(), Rules(transfer=False), RIGHTS])
+def test_a_member_is_taken_out_on_demand(rules: Rules) -> None:
+    body = b'{"request_id":"a","input":{"request_id":"b"},"request\\u005fid":"c"}'
+    left = at_once(screen(body, rules, also=frozenset({b"request_id"}))).body
+    assert left == b'{"input":{"request_id":"b"}}'
+    with pytest.raises(ApiError):
+        at_once(screen(body.decode().encode("utf-16"), rules, also=frozenset({b"request_id"})))
+    with pytest.raises(ApiError):
+        at_once(screen(body[:-1], rules, also=frozenset({b"request_id"})))
+
+
 def test_a_salt_stays_where_engines_read_it_only() -> None:
     body = b'{"cache_salt":"a","vllm_xargs":{"cache_salt":"b","x":1}}'
     assert _screened(body) == b'{"cache_salt":"a","vllm_xargs":{"x":1}}'

@@ -26,15 +26,24 @@ def key_file(folder: Path, *tenants: str) -> Path:
     return path
 
 
-def test_a_secret_stays_valid_when_keys_change_and_is_the_same_for_the_same_file(tmp_path: Path) -> None:
+def test_secrets_of_a_tenant_are_those_of_its_own_keys(tmp_path: Path) -> None:
     file = KeyFile(key_file(tmp_path, "ada", "eve"), clock=lambda: 0.0)
-    (first,) = file.secrets
-    key_file(tmp_path, "ada", "eve", "new")
+    (first,) = file.secrets("ada")
+    assert file.secrets("eve") != (first,)
+    assert file.secrets("stranger") == ()
+    key_file(tmp_path, "new", "eve", "ada")
     file.reload()
-    assert len(file.secrets) == 2
-    assert file.secrets[1] == first
-    again = KeyFile(key_file(tmp_path, "eve", "ada"), clock=lambda: 0.0)
-    assert again.secrets == (first,)
+    assert file.secrets("ada") == (first,)
+    text = file.path.read_text()
+    file.path.write_text(text.replace(digest_of("key-of-ada"), digest_of("another")))
+    file.reload()
+    assert len(file.secrets("ada")) == 2
+    assert file.secrets("ada")[1] == first
+    again = KeyFile(file.path, clock=lambda: 0.0)
+    assert again.secrets("ada") == file.secrets("ada")[:1]
+    file.path.write_text(text.replace("ada", "bob"))
+    file.reload()
+    assert file.secrets("ada") == ()
 
 
 async def test_a_response_is_found_by_another_replica_for_its_tenant_alone(
