@@ -17,7 +17,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.support.examples import PROFILE, load_profile
 from tests.support.hangs import Watchdog, fail_instead_of_waiting
-from tests.support.waiting import patience, run
+from tests.support.waiting import Chosen, patience, run
 from tests.world import seams
 
 # The size of some terminal, which readline leaves to the workers of pytest-xdist.
@@ -77,8 +77,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test runs by ``waiting.run`` is on virtual time, unless it or its module is marked."""
+    Chosen.real = any(item.get_closest_marker(name) for name in ("real", "process", "envoy", "vllm"))
+    Chosen.seed = item.config.getoption("randomly_seed", 1)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """An ``async def`` test runs on uvloop, as the product does, until its deadline."""
+    """An ``async def`` test is a coroutine for ``waiting.run``."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import waiting
-from tests.support.waiting import run, until
+from tests.support.waiting import run_real, until
 
 _HANGS = """
 import pytest
@@ -37,7 +37,7 @@ def test_a_server_left_open_fails_the_test_and_the_loop_closes() -> None:
 
     left: list[asyncio.Server] = []
     with pytest.raises(ResourceWarning, match="TCPServer"):
-        run(main())
+        run_real(main())
 
 
 def test_deadlines_grow_with_the_load_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,18 +51,18 @@ def test_deadlines_grow_with_the_load_of_the_machine(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(waiting, "patience", lambda: 1.0)
     with pytest.raises(AssertionError, match="never happened: third"):
-        run(until(third, "third"))
+        run_real(until(third, "third"))
     looks = 0
     monkeypatch.setattr(waiting, "patience", lambda: 10_000.0)
-    run(until(third, "third"))
+    run_real(until(third, "third"))
 
 
 def test_the_limit_of_a_whole_test_grows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "patience", lambda: 10_000.0)
-    run(asyncio.sleep(0.2), wait_s=0.1)
+    run_real(asyncio.sleep(0.2), wait_s=0.1)
     monkeypatch.setattr(waiting, "patience", lambda: 1.0)
     with pytest.raises(TimeoutError):
-        run(asyncio.sleep(60.0), wait_s=0.1)
+        run_real(asyncio.sleep(60.0), wait_s=0.1)
 
 
 @pytest.mark.process

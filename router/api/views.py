@@ -44,8 +44,6 @@ T = TypeVar("T")
 _PREFIXES_MAX = 60
 _REQUESTS_MAX = 1000
 SESSIONS_SHOWN = 25
-# About a millisecond.
-_ENGINES_PER_STEP = 8
 # Shortest request id that is recognised inside a longer text.
 _ID_CHARS_MIN = 8
 
@@ -205,13 +203,12 @@ def _counts(sources: Sources) -> dict[str, Counts]:
     return {engine: Counts(**one) for engine, one in sums.items()}
 
 
-def hot_prefixes(sources: Sources) -> Generator[None, None, list[PrefixView]]:
-    """Return the most common prefixes, shorter ones first, so a parent precedes its children. In steps of a
-    few engines."""
+def hot_prefixes(sources: Sources) -> list[PrefixView]:
+    """Return the most common prefixes, shorter ones first, so a parent precedes its children."""
     now = sources.accounts.now()
     found = sources.accounts.hot.hottest(_PREFIXES_MAX, now)
     hashes = [key for key, _ in found]
-    holders = yield from _holders(sources, hashes)
+    holders = _holders(sources, hashes)
     shown = set(hashes)
     return [
         PrefixView(
@@ -226,14 +223,12 @@ def hot_prefixes(sources: Sources) -> Generator[None, None, list[PrefixView]]:
     ]
 
 
-def _holders(sources: Sources, hashes: list[BlockHash]) -> Generator[None, None, list[dict[str, list[int]]]]:
+def _holders(sources: Sources, hashes: list[BlockHash]) -> list[dict[str, list[int]]]:
     """Return, per hash, the engines that hold it on their GPU, and in which groups."""
     found: list[dict[str, list[int]]] = [{} for _ in hashes]
     for model, scope in sources.scopes.models().items():
         rows = scope.index.lookup(hashes)
-        for at, status in enumerate(list(sources.fleet)):
-            if at % _ENGINES_PER_STEP == _ENGINES_PER_STEP - 1:
-                yield
+        for status in sources.fleet:
             slot, layout = scope.index.slot(status.engine_id), status.layout
             if status.base_model != model or slot is None or layout is None:
                 continue
@@ -301,7 +296,8 @@ class LocalView:
 
     async def engines(self) -> list[EngineView]:
         """Return the state of each engine; the load includes requests of siblings and replicas."""
-        return await run_cooperatively(_engine_views(self._sources))
+        others = self._sources.others()
+        return [_viewed(self._sources, status, others) for status in self._sources.fleet]
 
     async def problems(self) -> Sequence[Finding]:
         return await run_cooperatively(current_findings(self._sources))
@@ -326,7 +322,7 @@ class LocalView:
 
     async def prefixes(self) -> list[PrefixView]:
         """Return the most common prompt prefixes."""
-        return await run_cooperatively(hot_prefixes(self._sources))
+        return hot_prefixes(self._sources)
 
 
 def _mode(status: Engine) -> str | None:
@@ -337,17 +333,6 @@ def _mode(status: Engine) -> str | None:
     return "partial" if mode == "native" and status.has_unseen_caches else mode
 
 
-def _engine_views(sources: Sources) -> Generator[None, None, list[EngineView]]:
-    """Return the state of each engine, in steps of a few."""
-    others, found = sources.others(), []
-    for at, status in enumerate(list(sources.fleet)):
-        if at % _ENGINES_PER_STEP == _ENGINES_PER_STEP - 1:
-            yield
-        if not status.closed:
-            found.append(_viewed(sources, status, others))
-    return found
-
-
 def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None) -> EngineView:
     now = s.accounts.now()
     engine = None if status.residency is None else status.residency.writer
@@ -355,7 +340,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         engine=status.engine_id,
         up=status.up,
         problem=status.problem,
-        on_hold=status.held,
+        held=status.held,
         asleep=status.asleep,
         models=[card.id for card in status.models],
         frontend=status.frontend,
@@ -388,9 +373,8 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
 # Explanation of a decision: what each engine holds of a prompt, its cost there, and the choice.
 
 
-def explain(decision: Decision, api: str) -> Generator[None, None, dict[str, Any]]:
-    """Return the decision on a request of this API as JSON-ready values; token counts, seconds. In steps of a
-    few engines."""
+def explain(decision: Decision, api: str) -> dict[str, Any]:
+    """Return the decision on a request of this API as JSON-ready values; token counts, seconds."""
     taken, pull = decision.hit, decision.choice.pull
     return {
         "prompt": {"api": api, **_prompt(decision)},
@@ -410,8 +394,8 @@ def explain(decision: Decision, api: str) -> Generator[None, None, dict[str, Any
             if pull is None
             else {"pull": {"source": pull.source_id, "tokens": pull.tokens, "link_s": pull.link_s}}
         ),
-        **({} if decision.split is None else {"split": (yield from _split(decision.split))}),
-        "engines": (yield from _engines(decision)),
+        **({} if decision.split is None else {"split": _split(decision.split)}),
+        "engines": _engines(decision),
     }
 
 
@@ -430,7 +414,7 @@ def _slo(decision: Decision, forecast: SloForecast) -> dict[str, Any]:
     return {"left_s": left_s, "engines": engines}
 
 
-def _split(split: Split) -> Generator[None, None, dict[str, Any]]:
+def _split(split: Split) -> dict[str, Any]:
     """Return whether the prompt is computed elsewhere; if not, ``why``; and the costs of both."""
     told = {
         "why": split.why,
@@ -450,19 +434,18 @@ def _split(split: Split) -> Generator[None, None, dict[str, Any]]:
         "hit_tokens": hit.whole_tokens,
         "hit_by_medium": hit.by_medium,
         "uncached_tokens": choice.uncached_tokens,
-        "engines": (yield from _engines(prefill)),
+        "engines": _engines(prefill),
     }
     return {**told, "prefill": chosen}
 
 
-def _engines(decision: Decision) -> Generator[None, None, list[dict[str, Any]]]:
-    found, candidates, scored = [], decision.candidates, decision.choice.scored
-    for at, engine in enumerate(decision.engines):
-        if at % _ENGINES_PER_STEP == _ENGINES_PER_STEP - 1:
-            yield
-        cost = msgspec.to_builtins(scored.cost(at))
-        found.append(_engine(engine, candidates[at], cost, decision.prompt_tokens))
-    return found
+def _engines(decision: Decision) -> list[dict[str, Any]]:
+    return [
+        _engine(engine, candidate, msgspec.to_builtins(cost), decision.prompt_tokens)
+        for engine, candidate, cost in zip(
+            decision.engines, decision.candidates, decision.choice.costs, strict=True
+        )
+    ]
 
 
 def _prompt(decision: Decision) -> dict[str, Any]:

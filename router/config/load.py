@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from router.config.checks import check_config, check_engine, without_effect
+from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.engines import EngineAddress
@@ -79,8 +78,6 @@ class Loaded(msgspec.Struct, frozen=True):
 
     config: Config
     sources: dict[str, str]
-    unused: tuple[str, ...] = ()
-    """Settings that have no effect, with the reason."""
 
 
 def load(
@@ -117,9 +114,6 @@ def load(
             )
         _put(tree, key, value)
         sources[key] = "flag"
-    unused = []
-    if engines and tree.get("engines"):
-        unused.append(f"engines of {sources.get('engines', f'file {path}')} have no effect beside --engine")
     if engines:
         tree["engines"] = [msgspec.to_builtins(engine) for engine in engines]
         sources["engines"] = "flag"
@@ -128,7 +122,7 @@ def load(
         sources |= {f"models.{name}.{key}": "flag" for key in settings}
     config = _build(tree, Config, "")
     check_config(config)
-    return Loaded(config, sources, (*unused, *without_effect(config)))
+    return Loaded(config, sources)
 
 
 def parse_engine(text: str) -> EngineAddress:
@@ -464,8 +458,6 @@ def start(
 ) -> int:
     """Run a command with a configuration that it can read again, or print what would run."""
     loaded = read()
-    for text in loaded.unused:
-        print(f"kvatlas: {text}", file=sys.stderr)
     if print_config:
         print(describe(loaded), end="")
         return 0

@@ -12,6 +12,8 @@ from publisher.event_decoder import decode_batch
 from publisher.events import AllBlocksCleared, encode_batch
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher, rank_endpoint
 
+pytestmark = pytest.mark.real  # ZMQ's library
+
 WAIT_S = 10.0
 ANY = "tcp://127.0.0.1:*"
 

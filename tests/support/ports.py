@@ -15,6 +15,8 @@ import random
 import socket
 from collections.abc import Iterator
 
+from tests.world.seams import virtual_loop
+
 CLUSTER_BUS = 10_000
 """A node of a Redis Cluster also listens on its port plus this."""
 _FIRST, _LAST = 12_000, 22_000
@@ -26,7 +28,9 @@ _SHARE_LOCKS = _FIRST - _SHARES
 
 
 def free_ports(count: int) -> list[int]:
-    """All are held until all are chosen, so they differ."""
+    """All are held until all are chosen, so they differ. On virtual time: ports of the virtual network."""
+    if (loop := virtual_loop()) is not None:
+        return [loop.net.port("127.0.0.1") for _ in range(count)]
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         while len(ports) < count:

@@ -1,7 +1,7 @@
 """Waiting for what other tasks, threads or processes bring about: for a condition, with a generous deadline.
 
 Nothing is measured by these waits and nothing depends on how often they look. A failure names the condition.
-Deadlines grow with the load of the machine (``patience``).
+On real sockets deadlines grow with the load of the machine (``patience``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
+
+from tests.world import seams
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -30,8 +32,20 @@ def patience() -> float:
     return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), PATIENCE_MAX)
 
 
-def run(main: Coroutine[Any, Any, T], wait_s: float = RUN_S) -> T:
-    """Run on uvloop, as in production, and end."""
+class Chosen:
+    """Of the test that runs: ``real`` as it is marked, and the seed of its delays."""
+
+    real = False
+    seed = 1
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run to the end: on virtual time, or where the test is marked ``real``, on uvloop as in production."""
+    return run_real(main) if Chosen.real else seams.run(main, Chosen.seed)
+
+
+def run_real(main: Coroutine[Any, Any, T], wait_s: float = RUN_S) -> T:
+    """Run on uvloop, and end."""
 
     async def limited() -> T:
         loop = asyncio.get_running_loop()
@@ -71,7 +85,7 @@ async def until(
 
 def _may_wait(began: float, wait_s: float) -> bool:
     waited_s = time.monotonic() - began
-    return waited_s < wait_s or waited_s < wait_s * patience()
+    return waited_s < wait_s or (seams.virtual_loop() is None and waited_s < wait_s * patience())
 
 
 async def _holds(condition: Callable[[], Any], ignoring: tuple[type[Exception], ...]) -> bool:

@@ -2,7 +2,8 @@
 
 Callbacks run in asyncio's order (first in, first out; timers of the same time in the order they were set).
 What the seed decides is when bytes and threads' results arrive, so that two runs of a seed are the same byte
-for byte (``digest``). Code takes no virtual time but for ``turn_s`` a turn, so that busy waiting ends.
+for byte (``digest``). Code takes no virtual time but for ``turn_s`` a turn and ``LOOK_S`` a look at a clock,
+so that busy waiting ends.
 
 All machines and processes of a world run in this one loop. The code of a process runs in a context in which
 ``MACHINE`` is its machine's address and ``PROCESS`` its number; its tasks and callbacks inherit both.
@@ -18,10 +19,11 @@ import heapq
 import itertools
 import random
 import struct
+import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context, copy_context
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.world.machines import MACHINE, PROCESS
 from tests.world.net import Listener, Network
@@ -29,6 +31,8 @@ from tests.world.zmq_net import ZmqNetwork
 
 THREAD_S = (1e-4, 1e-3, 8e-3)
 """Times that a thread's work may take."""
+LOOK_S = 1e-6
+"""Virtual time that each look at a clock takes, so that nothing takes none."""
 _BEGIN_S = 1000.0
 
 
@@ -100,6 +104,7 @@ class VirtualLoop(_Base):
 
     def look(self) -> float:
         """The monotonic clock, for code that looks at it."""
+        self.now += LOOK_S
         if self.look_s:
             self.now += self.rng.random() ** 4 * self.look_s
         return self.now
@@ -212,20 +217,10 @@ class VirtualLoop(_Base):
     # Threads: their work is done in the loop after a while.
 
     def thread(self, future: Any, work: Callable[[], Any]) -> None:
-        """Do a thread's work after a while; ``future``, of asyncio or of ``concurrent.futures``, gets the
+        """Do a thread's work after a while; ``future``, of asyncio or ``concurrent.futures``, gets the
         result."""
-
-        def begin() -> None:
-            if future.done() or not getattr(future, "set_running_or_notify_cancel", lambda: True)():
-                return
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001 - as an executor does
-                future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-            else:
-                future.set_result(result)
-
-        self.call_later(self.rng.choice(THREAD_S), begin)
+        thread = _Thread(self, future, work)
+        self.call_later(self.rng.choice(THREAD_S), thread.begin)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         future = self.create_future()
@@ -281,6 +276,8 @@ class VirtualLoop(_Base):
         **_: Any,
     ) -> tuple[Any, Any]:
         if ssl:
+            if sock is not None:
+                sock.close()
             raise NotImplementedError("TLS on virtual time: mark the test real")
         if sock is not None:
             host, port = self._connecting.pop(sock.fileno())
@@ -334,6 +331,73 @@ class VirtualLoop(_Base):
                 with contextlib.suppress(BaseException):
                     coro.close()
         self._kept.clear()
+
+
+class _Thread:
+    """A thread that runs while the loop stands still, so that it is repeatable; ``asyncio.run`` in it is a
+    task of the loop, and other things happen meanwhile."""
+
+    running: ClassVar[dict[int, _Thread]] = {}
+    """By the identity of the thread."""
+
+    def __init__(self, loop: VirtualLoop, future: Any, work: Callable[[], Any]) -> None:
+        self._loop, self._future, self._work = loop, future, work
+        self._turn, self._loops_turn = threading.Semaphore(0), threading.Semaphore(0)
+        self._wanted: tuple[Coroutine[Any, Any, Any], Context] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._result: tuple[Any, BaseException | None] = None, None
+
+    def begin(self) -> None:
+        if self._future.done() or not getattr(self._future, "set_running_or_notify_cancel", lambda: True)():
+            return
+        threading.Thread(target=self._run, daemon=True).start()
+        self._go_on()
+
+    def _go_on(self, _done: Any = None) -> None:
+        self._turn.release()
+        self._loops_turn.acquire()
+        if self._wanted is not None:
+            (main, context), self._wanted = self._wanted, None
+            self._task = self._loop.create_task(main, context=context)
+            self._task.add_done_callback(self._go_on)
+        elif not self._future.done():
+            result, error = self._result
+            if error is None:
+                self._future.set_result(result)
+            else:
+                self._future.set_exception(
+                    RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+                )
+
+    def _run(self) -> None:
+        self.running[threading.get_ident()] = self
+        self._turn.acquire()
+        try:
+            self._result = self._work(), None
+        except BaseException as error:  # noqa: BLE001 - as an executor does
+            self._result = None, error
+        finally:
+            del self.running[threading.get_ident()]
+            self._loops_turn.release()
+
+    def run(self, main: Coroutine[Any, Any, Any]) -> Any:
+        """``asyncio.run``, in the thread."""
+        self._wanted = main, copy_context()
+        self._loops_turn.release()
+        self._turn.acquire()
+        assert self._task is not None
+        return self._task.result()
+
+
+def run_in_thread(main: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
+    """``asyncio.run`` where a thread of a virtual loop calls it: whether one does, and the result."""
+    thread = _Thread.running.get(threading.get_ident())
+    return (False, None) if thread is None else (True, thread.run(main))
+
+
+def is_thread() -> bool:
+    """Whether a thread of a virtual loop asks."""
+    return threading.get_ident() in _Thread.running
 
 
 _TimerBase: Any = asyncio.TimerHandle

@@ -70,7 +70,6 @@ class Network:
         self.on_change: list[Callable[[], None]] = []
         """Called when a link or a machine is back."""
         self._links: dict[tuple[str, str], Link] = {}
-        self._blocked: set[tuple[str, str, str]] = set()
         self._ports: dict[str, int] = {}
 
     # Links and machines.
@@ -82,24 +81,16 @@ class Network:
             found = self._links[a, b] = Link(LOOPBACK_S if a == b else LATENCY_S)
         return found
 
-    def is_up(self, a: str, b: str, kind: str = "tcp") -> bool:
-        """Whether what ``a`` sends reaches ``b``; ``kind``: ``tcp``, or ``zmq`` for sockets of ZMQ."""
-        blocked = self._blocked and (kind, a, b) in self._blocked
-        return self.link(a, b).up and not blocked and not self.off & {a, b}
+    def is_up(self, a: str, b: str) -> bool:
+        return self.link(a, b).up and not self.off & {a, b}
 
     def delay(self, a: str, b: str) -> float:
         """Seconds that one segment takes."""
         return self.loop.rng.uniform(*self.link(a, b).latency_s)
 
-    def cut(self, a: str, b: str, *, up: bool = False, only: str = "") -> None:
-        """Cut both directions, or with ``up`` heal them: what waited goes on. ``only`` one kind
-        (``is_up``), as a firewall does by port."""
-        if only:
-            change = self._blocked.discard if up else self._blocked.add
-            change((only, a, b))
-            change((only, b, a))
-        else:
-            self.link(a, b).up = self.link(b, a).up = up
+    def cut(self, a: str, b: str, *, up: bool = False) -> None:
+        """Cut both directions, or with ``up`` heal them: what waited goes on."""
+        self.link(a, b).up = self.link(b, a).up = up
         if up:
             self._changed()
 
@@ -293,7 +284,7 @@ class Transport(asyncio.Transport):
         self.sock.on_option = self._watch_keepalive
         self.gone = False
         """Closed, reset or killed: nothing more is told to the protocol but the loss."""
-        self._closing = self._paused = self._told_pause = self._sent_eof = False
+        self._closing = self._paused = self._told_pause = self._sent_eof = self._is_reset = False
         self._buffer: deque[Any] = deque()  # written, and not on the wire
         self._buffered = self._in_flight = self._unread = 0
         self._inbox: deque[Any] = deque()  # arrived, and not read
@@ -347,6 +338,9 @@ class Transport(asyncio.Transport):
         if self._sent_eof:
             raise RuntimeError("Cannot call write() after write_eof()")
         if self.gone or self._closing or not data:
+            return
+        if self._is_reset:
+            self._fail(errno.ECONNRESET)
             return
         self._buffer.append(bytes(data))
         self._buffered += len(data)
@@ -506,11 +500,12 @@ class Transport(asyncio.Transport):
             return
         self._heard_s = self.loop.now
         if part is _RESET:
-            self._inbox.clear()
-            self._unread = 0
-            if not self.gone:
-                self._fail(errno.ECONNRESET)
-            return
+            # What came before it can still be read, and a program that does not read learns of it by writing.
+            self._buffer.clear()
+            self._buffered = 0
+            self._is_reset = True
+            if self.protocol is None:
+                self.gone = True
         if self.gone:
             if size and not self.peer.gone:  # the kernel of a closed connection resets it
                 self._send_reset()
@@ -526,6 +521,9 @@ class Transport(asyncio.Transport):
         inbox = self._inbox
         while inbox and self.protocol is not None and not (self._paused or self.gone or self._closing):
             part = inbox.popleft()
+            if part is _RESET:
+                self._fail(errno.ECONNRESET)
+                return
             if part is _EOF:
                 if not self.protocol.eof_received():
                     self.close()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from tests.world.loop import DeadlockError, VirtualLoop
+from tests.world.loop import DeadlockError, VirtualLoop, is_thread, run_in_thread
 
 T = TypeVar("T")
 LIMIT_S = 3600.0
@@ -135,7 +135,7 @@ def _replace_clocks() -> None:
     def work(seconds: float, /) -> None:
         """Code that takes time."""
         loop = _State.loop
-        if loop is None or threading.get_ident() != loop._thread_id:
+        if loop is None or not (threading.get_ident() == loop._thread_id or is_thread()):
             sleep(seconds)
         else:
             loop.now += seconds
@@ -156,7 +156,14 @@ def _replace_threads() -> None:
         _State.loop.thread(future, lambda: fn(*args, **more))
         return future
 
+    run_for_itself = asyncio.run
+
+    def run_in_loop(main: Coroutine[Any, Any, Any], **more: Any) -> Any:
+        done, result = run_in_thread(main)
+        return result if done else run_for_itself(main, **more)
+
     concurrent.futures.ThreadPoolExecutor.submit = submit_to_loop  # type: ignore[method-assign]
+    asyncio.run = run_in_loop
 
 
 def _replace_zmq() -> None:

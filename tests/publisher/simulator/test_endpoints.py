@@ -136,11 +136,9 @@ async def test_stopping_ends_requests_under_way() -> None:
 
 
 async def test_a_taken_port_is_reported() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    async with engine() as taken:
         with pytest.raises(OSError, match="in use"):
-            await SimulatedEngine(EngineSettings(port=taken.getsockname()[1])).start()
+            await SimulatedEngine(EngineSettings(port=int(taken.base_url.rpartition(":")[2]))).start()
 
 
 async def test_a_step_that_fails_is_visible_and_fails_its_requests() -> None:
@@ -187,6 +185,7 @@ def test_as_a_process_it_serves_and_ends_cleanly_on_sigterm() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.real  # sockets of the kernel
 async def test_connections_accepted_as_it_stops_are_closed_too() -> None:
     async with engine() as running:
         address = ("127.0.0.1", int(running.base_url.rsplit(":", 1)[1]))

@@ -100,6 +100,7 @@ async def test_a_small_pool_says_what_it_evicts() -> None:
         assert any(isinstance(event, BlockRemoved) for event in events)
 
 
+@pytest.mark.real  # ZMQ's library
 async def test_live_batches_carry_the_rank_and_arrive_in_order() -> None:
     async with engine(dp_rank=3) as running:
         context = zmq.asyncio.Context()

@@ -61,7 +61,8 @@ async def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority() -> None
 async def two_waiting(policy: PolicySettings, ahead: dict[str, str]) -> AsyncIterator[tuple[Rig, list[int]]]:
     """Two prompts with a common beginning wait in an engine that computes one request at a time; ``ahead``:
     header fields of the first one."""
-    one_at_a_time = {"scheduling_policy": "priority", "max_num_seqs": 1}
+    # Busy for a second with the first: far longer than a request takes to get there.
+    one_at_a_time = {"scheduling_policy": "priority", "max_num_seqs": 1, "decode_s_per_token": 0.01}
     async with routed(one_at_a_time, policy=policy) as (rig, engines):
         seen = watched(engines[0])
         await rig.chat("a first question " * 20)

@@ -294,6 +294,7 @@ async def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
         async with started(**ports):
             while not rig.router.fleet.get(goes.base_url).breaker.closed:  # the next probe closes it
                 await hits(rig, f"{random.random()} {TEXT}")
+                await asyncio.sleep(0.1)
             used, n = set(), 0
             while used != {stays.base_url, goes.base_url}:  # first the one that did less of late
                 n += 1

@@ -49,6 +49,7 @@ def server() -> Iterator[Server]:
     made.close()
 
 
+@pytest.mark.real  # a Valkey server
 async def test_both_frontends_are_predicted_exactly_by_every_replica(server: Server) -> None:
     """One replica follows an engine, the other predicts it from the shared index."""
     body = _body([STORY, *["one"] * 10, STORY])

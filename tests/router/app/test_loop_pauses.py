@@ -30,6 +30,8 @@ from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routed, routing, running
 from tests.support.worst_bodies import worst_bodies
 
+pytestmark = pytest.mark.real  # CPU time
+
 
 @asynccontextmanager
 async def paused_router(**changes: object) -> AsyncIterator[tuple[Rig, Pauses]]:

@@ -48,6 +48,7 @@ async def test_the_cost_of_losing_an_engine_is_the_worth_of_its_cache() -> None:
         assert costs[b.base_url] > 10 * costs[a.base_url] > 0
 
 
+@pytest.mark.real  # a Redis or Valkey server
 async def test_one_of_several_replicas_writes_the_costs() -> None:
     server = Server(any_program())
     async with AsyncExitStack() as stack:

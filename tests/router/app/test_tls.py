@@ -24,6 +24,8 @@ from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running
 
+pytestmark = pytest.mark.real  # TLS
+
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -23,6 +23,8 @@ from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import until
 from tests.support.whole_router import TEXT, configure, routed, routing, running
 
+pytestmark = pytest.mark.real  # threads of an exporter
+
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = PARENT[:-2] + "00"

@@ -237,6 +237,7 @@ async def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence
     assert row.endswith(" 1.0")
 
 
+@pytest.mark.real  # threads of an exporter
 @pytest.mark.parametrize("status", [200, 500])
 async def test_lines_go_to_a_collector_too_where_traces_are_on(tmp_path: Path, status: int) -> None:
     path, bodies = tmp_path / "usage.jsonl", list[bytes]()

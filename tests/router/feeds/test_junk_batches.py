@@ -150,6 +150,7 @@ def test_a_large_batch_is_decoded_as_a_small_one_is() -> None:
             assert (bytes(left), name) == (bytes(right), name) if name == "token_ids" else left == right
 
 
+@pytest.mark.real  # CPU time
 async def test_the_loop_turns_while_junk_is_decoded() -> None:
     message = [b"", bytes(8), JUNK["unknown events"]()]
     work = Slice(time.monotonic)

@@ -162,6 +162,7 @@ async def test_a_pipeline_without_end_is_not_read_ahead(body: bytes) -> None:
             assert room.body_bytes < 1_000_000, "of 20 million"
 
 
+@pytest.mark.real  # descriptors
 def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with Engine(GOOD) as engine, routing(engine.url) as rig:

@@ -34,6 +34,7 @@ async def _echo(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> Non
     writer.write(answer(200, call.head.first[1].encode() + b" " + call.body))
 
 
+@pytest.mark.real  # an option of the kernel's sockets
 async def test_connection_is_kept_and_has_no_delay() -> None:
     async with Engine(_echo) as engine, routing(engine.url) as rig:
         reader, writer = await rig.connect()

@@ -81,6 +81,7 @@ async def _slow(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> Non
     writer.write(chunk(event("b") + DONE) + END)
 
 
+@pytest.mark.real  # a process of kvatlas
 async def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
     async with Engine(_slow) as engine, router(engine, 30) as process:
         reader, writer = await process.connect()
@@ -137,6 +138,7 @@ async def test_drain_does_not_last_for_ever(how: str) -> None:
         writer.close()
 
 
+@pytest.mark.real  # a process of kvatlas
 async def test_idle_router_ends_at_once() -> None:
     async with Engine(_slow) as engine, router(engine, 60) as process:
         process.process.send_signal(signal.SIGTERM)
@@ -210,6 +212,7 @@ async def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() 
         idle_writer.close()
 
 
+@pytest.mark.real  # sockets of the kernel
 async def test_connections_accepted_as_it_ends_are_closed_too() -> None:
     async with routing(listen=ListenSettings(drain_s_max=5, header_timeout_s=WAIT_S)) as rig:
         # More than one turn of the loop accepts: some are made known to the server after the drain began.

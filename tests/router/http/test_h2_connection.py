@@ -100,6 +100,7 @@ async def answer_to(echo: Echoing, data: bytes) -> list[H2Frame]:
     return frames
 
 
+@pytest.mark.real  # CPU time
 async def test_bodies_come_back_under_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.h2_connection.STREAM_WINDOW_BYTES", 1000)
     async with echoing() as echo, h2_peer(echo.port, window=500) as peer:

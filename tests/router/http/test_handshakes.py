@@ -22,6 +22,8 @@ from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until
 from tests.support.whole_router import Rig, configure, number, routing, running
 
+pytestmark = pytest.mark.real  # TLS
+
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:

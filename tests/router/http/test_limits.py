@@ -95,6 +95,7 @@ async def test_openai_client_sees_it_and_does_not_repeat() -> None:
         assert rig.stats.requests == 1
 
 
+@pytest.mark.real  # a process
 @pytest.mark.parametrize(("size", "status"), [(2_000_000, "200"), (20_000_000, "413")])
 async def test_curl_with_expect_continue(size: int, status: str, tmp_path: object) -> None:
     async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
@@ -174,6 +175,7 @@ def full_listener() -> Iterator[tuple[socket.socket, str]]:
         yield full, f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.real  # a full backlog
 async def test_connect_time_out_tries_another_engine() -> None:
     settings = ProxySettings(connect_timeout_s=0.3)
     with full_listener() as (_, url):
@@ -182,6 +184,7 @@ async def test_connect_time_out_tries_another_engine() -> None:
             assert rig.planner.placements[0].told == ["timeout"]
 
 
+@pytest.mark.real  # a full backlog
 async def test_an_engine_whose_backlog_was_full_is_asked_again_where_there_is_no_other() -> None:
     async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):  # of those that filled the backlog
@@ -203,6 +206,7 @@ async def test_an_engine_whose_backlog_was_full_is_asked_again_where_there_is_no
             server.close()
 
 
+@pytest.mark.real  # a full backlog
 async def test_an_engine_that_gives_no_connection_is_not_asked_for_ever() -> None:
     settings = ProxySettings(connect_timeout_s=0.2, attempts_max=2)
     with full_listener() as (_, url):

@@ -6,6 +6,8 @@ import asyncio
 import socket
 import tracemalloc
 
+import pytest
+
 from router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
     END,
@@ -103,6 +105,7 @@ async def test_waiting_for_the_engine_is_not_the_clients_fault() -> None:
         assert (await ask(rig)).status == 200
 
 
+@pytest.mark.real  # buffers of the kernel
 async def test_client_that_does_not_read_is_cut_off() -> None:
     async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
         writer.write(SSE_HEAD)
@@ -120,6 +123,7 @@ async def test_client_that_does_not_read_is_cut_off() -> None:
         sock.close()
 
 
+@pytest.mark.real  # buffers of the kernel
 async def test_a_client_that_reads_slowly_costs_little_memory() -> None:
     """Of an answer of 64 MB no more is held than what is read ahead."""
     piece, count = chunk(event("x" * 60_000)), 1000

@@ -171,6 +171,7 @@ def test_a_name_that_no_model_has_is_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 100 < len(found.model) < 5000
 
 
+@pytest.mark.real  # CPU time
 @pytest.mark.parametrize("unit", [b"[],", b'"",', b'{"":0},', b"1,", b"[[[]]],"])
 async def test_the_loop_can_turn_at_every_window_of_a_large_odd_body(
     unit: bytes, monkeypatch: pytest.MonkeyPatch

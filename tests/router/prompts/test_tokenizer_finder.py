@@ -24,6 +24,8 @@ from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
+pytestmark = pytest.mark.real  # threads of the hub's library
+
 NAME = "org/model"
 NAMED = {"root": NAME}
 LOCAL = {"root": str(DEMO_TOKENIZER_DIR)}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from router.replication.reader import SharedRows
 from tests.router.replication.backend import bits, make_settings
 from tests.router.replication.replicas import FULL, Replicas, blocks
 from tests.support.redis_servers import Server
+
+pytestmark = pytest.mark.real  # a Redis or Valkey server
 
 
 async def test_concurrent_lookups_read_each_prompt_in_flight_once(plain_server: Server) -> None:

@@ -29,6 +29,8 @@ from tests.support.index_contract import IndexContract, IndexMachine
 from tests.support.paths import TRACES
 from tests.support.redis_servers import Cluster, Server, any_program
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 Open = Callable[[SharedSettings], SharedIndex]
 
 

@@ -11,6 +11,8 @@ from tests.support.processes import Replica
 from tests.support.redis_servers import PERSISTENT, Cluster, Server, any_program
 from tests.support.waiting import run, until
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 
 async def recovered(made: Fleet, among: set[str] | None = None) -> None:
     """Exact again while requests go on."""

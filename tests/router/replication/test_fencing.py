@@ -18,6 +18,8 @@ from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
 from tests.support import waiting
 from tests.support.redis_servers import Cluster, Server
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 
 async def test_an_old_writer_is_fenced(servers: Server | Cluster) -> None:
     async with Replicas(make_settings(servers.url), "old", "new") as replicas:

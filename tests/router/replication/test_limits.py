@@ -26,6 +26,8 @@ from tests.support.redis_servers import Server
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 FIELDS = [(b"authorization", b"Bearer key")]
 KEY = {"authorization": "Bearer key"}
 PER_MINUTE = 20

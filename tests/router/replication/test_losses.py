@@ -13,6 +13,8 @@ from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, Writer, blocks, until
 from tests.support.redis_servers import Cluster, Server, any_program
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 MANY = blocks(*(n * 7_919_000_000_000_003 % (1 << 64) for n in range(3000)))
 
 

@@ -18,6 +18,8 @@ from tests.router.replication.replicas import CPU, FULL, WINDOW, Replicas, Write
 from tests.support.examples import some
 from tests.support.redis_servers import Cluster, Server
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 SHARED = Plane("STORAGE*0@store", 1)
 PLANES = [FULL, WINDOW, CPU, SHARED]
 HASHES = [BlockHash((n * 0x9E3779B97F4A7C15) % (1 << 64)) for n in range(40)]

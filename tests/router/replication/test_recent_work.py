@@ -17,6 +17,8 @@ from tests.support.redis_servers import Server
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 
 @asynccontextmanager
 async def replicas(server: Server, engines: int, **changes: Any) -> AsyncIterator[tuple[Rig, Rig]]:

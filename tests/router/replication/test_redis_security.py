@@ -24,6 +24,8 @@ from tests.support.process_fleet import fleet
 from tests.support.redis_servers import Cluster, Server, any_program
 from tests.support.waiting import run, until
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 # What the index itself needs; operators are told the whole list, with what replicas need besides.
 _SCRIPTS = ["+evalsha", "+eval", "+time"]
 _STRINGS = ["+get", "+mget", "+set", "+del", "+pexpire"]

@@ -14,6 +14,8 @@ from tests.support.clients import openai_client
 from tests.support.redis_servers import Server
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 
 def key_file(folder: Path, *tenants: str) -> Path:
     path = folder / "keys.toml"

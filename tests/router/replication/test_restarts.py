@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import EngineSettings
@@ -14,6 +15,8 @@ from tests.support.ports import free_ports
 from tests.support.redis_servers import Server
 from tests.support.waiting import until
 from tests.support.whole_router import QUICK, TEXT, Rig, configure, routing
+
+pytestmark = pytest.mark.real  # a Redis or Valkey server
 
 ONCE = FleetSettings(poll_interval_s=1000.0, gauge_interval_s=1000.0)
 PORTS = "port", "events_port", "replay_port"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from publisher.block_hash import HashScheme
 from publisher.events import BlockStored, encode_tokens
 from router.feeds.base import FeedState
@@ -17,6 +19,8 @@ from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import Replicas
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 from tests.support.redis_servers import Server
+
+pytestmark = pytest.mark.real  # a Redis or Valkey server
 
 SCHEME = HashScheme()
 WRITER = Writer(SCHEME)

@@ -16,6 +16,8 @@ from tests.support.redis_servers import Server
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, configure, routing, running
 
+pytestmark = pytest.mark.real  # a Redis or Valkey server
+
 
 def _settings(server: Server) -> IndexSettings:
     shared = make_settings(server.url)

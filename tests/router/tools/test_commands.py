@@ -103,6 +103,7 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "http://127.0.0.1:9/kvatlas/explain: " in capsys.readouterr().err
 
 
+@pytest.mark.real  # a process
 def test_what_is_recorded_replays_to_what_the_engine_held(tmp_path: Path) -> None:
     """The engine's own pool, its events recorded and played: equal in every group."""
     path = tmp_path / "c.jsonl.gz"

@@ -32,6 +32,8 @@ from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.real  # socket pairs between processes
+
 E = "http://e"
 KEYS = f"""
 [tenants.ada]

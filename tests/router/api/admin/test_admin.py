@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from router.fleet.settings import FleetSettings
 from router.http.server import ListenError
 from router.server_lifecycle import check
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
-from tests.support.waiting import run, until
+from tests.support.waiting import until
 from tests.support.whole_router import QUICK, configure, routing, running
 
 UNUSED = "http://127.0.0.1:9"
@@ -51,9 +50,9 @@ async def test_an_engine_is_added_drained_undrained_and_removed(tmp_path: Path, 
         for _ in range(5):
             answer = await admin.rig.chat("a question of any kind")
             assert answer.headers["x-kvatlas-engine"] == two.base_url
-        assert (await admin.listed())[one.base_url]["on_hold"] == "drained by ann"
+        assert (await admin.listed())[one.base_url]["held"] == "drained by ann"
         status, body, _ = await admin.ask("POST", "/undrain", {"engine": one.base_url})
-        assert (status, body) == (200, {"engine": one.base_url, "was_drained": True, "on_hold": ""})
+        assert (status, body) == (200, {"engine": one.base_url, "was_drained": True, "held": ""})
 
         status, body, _ = await admin.ask("DELETE", params={"engine": two.base_url})
         assert (status, body) == (200, {"engine": two.base_url, "kept_out": False})
@@ -196,21 +195,16 @@ async def test_with_a_port_of_its_own_the_routers_port_has_no_admin_api(tmp_path
             assert answer.status == 404
 
 
-def test_a_port_that_is_taken_is_said_and_nothing_starts(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        admin = AdminSettings(enabled=True, token_file=token_file(tmp_path), port=taken.getsockname()[1])
-
-        async def main() -> None:
-            with structlog.testing.capture_logs() as logs, pytest.raises(ListenError, match="could not be"):
-                async with routing(configure(admin=admin), wait=False):
-                    pytest.fail("it must not start")
-            (line,) = [line for line in logs if line["event"] == "not started"]
-            where = f"127.0.0.1:{admin.port}"
-            assert line["problem"] == f"admin.port: cannot listen on {where}: address already in use"
-
-        run(main())
+async def test_a_port_that_is_taken_is_said_and_nothing_starts(tmp_path: Path) -> None:
+    async with running({}) as (taken,):
+        port = int(taken.base_url.rpartition(":")[2])
+        admin = AdminSettings(enabled=True, token_file=token_file(tmp_path), port=port)
+        with structlog.testing.capture_logs() as logs, pytest.raises(ListenError, match="could not be"):
+            async with routing(configure(admin=admin), wait=False):
+                pytest.fail("it must not start")
+    (line,) = [line for line in logs if line["event"] == "not started"]
+    where = f"127.0.0.1:{admin.port}"
+    assert line["problem"] == f"admin.port: cannot listen on {where}: address already in use"
 
 
 async def test_without_any_engine_the_router_starts_and_takes_them(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.router.api.admin.admin_rig import administered, audited
 from tests.support.pki import make_authority, make_certificate
 from tests.support.whole_router import configure, running
 
+pytestmark = pytest.mark.real  # TLS
+
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:

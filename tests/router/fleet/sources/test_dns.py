@@ -21,6 +21,8 @@ from router.fleet.settings import DnsSettings, parse_server
 from tests.router.fleet.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
 from tests.support.waiting import run, until
 
+pytestmark = pytest.mark.real  # UDP
+
 
 class Seeing:
     def __init__(self, source: DnsSource) -> None:

@@ -138,6 +138,7 @@ def plug_in(tmp_path: Path, script: str, version: str = "v1") -> dict[str, Any]:
     return {"exec": {**login, "args": [str(path)], "env": [{"name": "WHO", "value": "router"}]}}
 
 
+@pytest.mark.real  # a process
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
 async def test_a_login_plug_in_is_run_again_when_its_token_is_refused(tmp_path: Path, version: str) -> None:
     token = tmp_path / "answer.json"
@@ -157,6 +158,7 @@ async def test_a_login_plug_in_is_run_again_when_its_token_is_refused(tmp_path: 
             await seen.until(lambda: kube.seen_tokens[-1] == "second", "logged in again")
 
 
+@pytest.mark.real  # a process
 @pytest.mark.parametrize(
     ("script", "told"),
     [
@@ -199,6 +201,7 @@ def test_what_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
         read_kubeconfig(tmp_path / "nowhere")
 
 
+@pytest.mark.real  # TLS
 async def test_a_client_certificate_by_kubeconfig_over_real_tls(tmp_path: Path) -> None:
     certificates(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(tmp_path / "ca.crt"))

@@ -414,6 +414,7 @@ def certificates(folder: Path, *, old: bool = False) -> None:
     make_certificate(folder, "server", subject="/CN=kube-apiserver", old=old)
 
 
+@pytest.mark.real  # TLS
 @pytest.mark.parametrize("old", [False, True], ids=["proper", "old"])
 async def test_over_tls_with_the_clusters_authority(tmp_path: Path, old: bool) -> None:
     """Clusters live long: an authority without key usage serves as it does for kubectl."""
@@ -428,6 +429,7 @@ async def test_over_tls_with_the_clusters_authority(tmp_path: Path, old: bool) -
         assert kube.seen_tokens[-1] == "t0ken"
 
 
+@pytest.mark.real  # TLS
 async def test_an_api_server_of_another_authority_is_not_trusted(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for folder in (own, other):

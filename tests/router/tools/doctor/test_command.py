@@ -79,6 +79,7 @@ def test_an_engine_that_is_down_ends_with_status_1_and_a_remedy() -> None:
     )
 
 
+@pytest.mark.real  # a process
 async def test_a_healthy_engine_ends_with_status_0() -> None:
     async with running({}) as (engine,):
         arguments = ("--engine", engine.base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--probe")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,8 +91,8 @@ def test_old_releases_lack_everything_that_came_later() -> None:
 
 
 async def test_a_server_that_never_answers_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         async with http_server(server()) as good:
             found = await examined(url, good, timeout_s=0.3)
         found.expect("http.models", Severity.OK, "serves m")

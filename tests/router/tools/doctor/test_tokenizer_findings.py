@@ -25,6 +25,7 @@ async def test_the_tokenizer_that_an_engine_names() -> None:
         found.expect("tokens.parity", Severity.OK, str(DEMO_TOKENIZER_DIR), "chat of three turns")
 
 
+@pytest.mark.real  # threads of the hub's library
 async def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     other = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
