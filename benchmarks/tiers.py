@@ -191,7 +191,7 @@ class AblatedFleet(FleetSim):
         found, price = super()._sources(prompt_tokens), self.ablation.page_price
         if price is None:
             return found
-        return msgspec.structs.replace(found, page_prices=[price] * len(found.page_prices))
+        return msgspec.structs.replace(found, page_prices=[price] * len(found.held_tokens))
 
     def _candidates(
         self, tokens: int, hashes: Sequence[BlockHash], now: float, order: EngineOrder | None = None

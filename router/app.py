@@ -27,6 +27,7 @@ from router.api.app import Application, Front, OpsPort, create_control, ops_auth
 from router.api.findings import current_findings
 from router.api.metrics_page import Sources
 from router.api.views import Readiness, ReadinessCheck, sample_history
+from router.config.checks import without_effect
 from router.config.schema import Config
 from router.engine_lifecycle import EngineLifecycle
 from router.epp.server import PickerServer
@@ -261,6 +262,7 @@ class Router:
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,
             others=self.peers.others,
+            unused=lambda: without_effect(self.config),
         )
         self._view: AggregateView | None = None
         if worker is not None and self.worker_group is not None:

@@ -8,6 +8,7 @@ of an earlier model or address is dropped before it is followed again.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ _log = structlog.get_logger()
 
 # Interval between checks of engines at which requests wait.
 _WATCH_S = 1.0
+# No engine starts twice within this, as far as only its events tell.
+_RESTART_S_MIN = 60.0
 # Facts that a model's file may supply if they are not configured.
 _OF_FILE = ("attention_chunk_size", "kinds", "windows")
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
@@ -160,16 +163,32 @@ class EngineLifecycle:
         engine.abandon(elsewhere, lost=lost)
 
     async def _watch_waiting(self) -> None:
-        """Check waiting requests regularly: breakers do not notify."""
+        """Check waiting requests regularly: breakers and feeds do not notify."""
         while True:
+            looked_s = self._clock()
             await asyncio.sleep(_WATCH_S)
             for engine in self.fleet:
                 if engine.waiting:
                     self._abandon(engine, lost=True)
+                if engine.feed is not None and engine.feed.restarts != engine.seen_restarts:
+                    self._feed_restarted(engine, engine.feed.restarts, looked_s)
+
+    def _feed_restarted(self, engine: Engine, restarts: int, looked_s: float) -> None:
+        """Handle a feed whose events are those of a new process. Where metrics tell when processes started,
+        they decide: two engines that publish at one address look like one that restarts all the time."""
+        engine.seen_restarts = restarts
+        now = self._clock()
+        if engine.started is None and now - engine.restart_s >= _RESTART_S_MIN:
+            engine.restart_s = now
+            engine.end_older(looked_s)
 
     def engine_restarted(self, engine: Engine) -> None:
         """Implement ``FleetListener``."""
         engine.reset()
+        now = self._clock()
+        # By its own clock, which may differ from ours; after the poll that the old process answered.
+        age_s = max(0.0, self._accounts.wall() - (engine.started or math.inf))
+        engine.end_older(min(now, max(engine.polled_s, now - age_s)))
         if engine.feed is not None and engine.feed.disconnects == engine.polled_disconnects:
             # The feed's connection is that to the old process, which was still there at the last poll.
             self.feeds.reconnect(engine.engine_id)
@@ -183,6 +202,7 @@ class EngineLifecycle:
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """Implement ``FleetListener``."""
+        engine.polled_s = self._clock()
         engine.polled_clears = engine.clears
         engine.polled_disconnects = 0 if engine.feed is None else engine.feed.disconnects
         self._learn_setup(engine)

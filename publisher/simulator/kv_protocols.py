@@ -181,8 +181,8 @@ async def _query(bootstrap: str) -> dict[str, Address]:
         try:
             writer.write(b"GET /query HTTP/1.0\r\n\r\n")
             page = b""
-            while piece := await reader.read(_PAGE_BYTES_MAX - len(page)):  # it may come in pieces
-                page += piece
+            while len(page) < _PAGE_BYTES_MAX and (piece := await reader.read(_PAGE_BYTES_MAX - len(page))):
+                page += piece  # it may come in several segments
         finally:
             writer.close()
     try:

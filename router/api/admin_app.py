@@ -148,7 +148,7 @@ class FleetActions:
         was = self._desired.undrain(name)
         self._apply()
         held = next((status.held for status in self._affected(name) if status.held), "")
-        return {"engine": name, "was_drained": was, "held": held}
+        return {"engine": name, "was_drained": was, "on_hold": held}
 
     def _affected(self, name: str) -> list[Engine]:
         found = [s for s in self._fleet if name in {s.engine_id, s.engine.base_url}]
@@ -169,7 +169,7 @@ class FleetActions:
             "sources": self._desired.sources(status.engine.base_url),
             "up": status.up,
             "problem": status.problem,
-            "held": status.held,
+            "on_hold": status.held,
             "feed_state": status.feed_state,
             "models": [card.id for card in status.models],
             "requests": self._in_flight(status),

@@ -40,11 +40,11 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class EngineBrief(msgspec.Struct, frozen=True):
-    """Short form of an engine; ``held``: why it gets no new requests."""
+    """Short form of an engine; ``on_hold``: why it gets no new requests."""
 
     up: bool
     problem: str
-    held: str
+    on_hold: str
     feed: str
 
 
@@ -85,7 +85,7 @@ class EngineView(msgspec.Struct, frozen=True):
     engine: str
     up: bool
     problem: str
-    held: str
+    on_hold: str
     asleep: bool
     models: list[str]
     frontend: Frontend

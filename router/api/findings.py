@@ -15,8 +15,9 @@ from router.feeds.base import FeedState
 from router.fleet.engines import EngineKind
 from router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from router.observe.findings import ROUTER, Finding, Severity
-from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN
+from router.observe.receipts import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from router.placement.engine import Engine
+from router.placement.pull import Pulls
 from router.placement.shadow import Shadow
 
 _info = partial(Finding, severity=Severity.INFO)
@@ -45,6 +46,8 @@ def current_findings(s: Sources) -> Generator[None, None, Sequence[Finding]]:
             yield
         if not engine.closed:
             found += of_engine(engine, now)
+            if s.pulls is not None and engine.up:
+                found += of_source(engine, s.pulls)
     return s.findings.update(found, time.time())
 
 
@@ -68,6 +71,14 @@ def of_router(s: Sources) -> Iterator[Finding]:
                 cause="the source does not answer, or is not understood",
                 remedy="kvatlas doctor --router shows the remedy (router.sources)",
             )
+    if unused := s.unused():
+        yield _warning(
+            "config.unused",
+            subject=ROUTER,
+            seen="; ".join(unused),
+            cause="what switches them on is not set",
+            remedy="set it, or leave these settings out",
+        )
     for model, origin in s.tokenizer_origins().items():
         if origin.problem:
             how = "its prompts are tokenized by engines"
@@ -95,7 +106,7 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
         )
         return
     if engine.held:
-        yield _info("engine.held", subject=name, seen=f"gets no new requests: {engine.held}")
+        yield _info("engine.on_hold", subject=name, seen=f"gets no new requests: {engine.held}")
     if engine.asleep:
         seen = "sleeps: it gets no requests until it wakes (POST /wake_up at the engine)"
         yield _info("engine.asleep", subject=name, seen=seen)
@@ -127,6 +138,21 @@ def _salts(engine: Engine) -> Iterator[Finding]:
             "salts apart, or does not show it",
             remedy="while keys.isolate is on, these APIs are refused at this engine; use a release that "
             "reads cache_salt there (docs/tenants.md, cache isolation)",
+        )
+
+
+def of_source(engine: Engine, pulls: Pulls) -> Iterator[Finding]:
+    """Yield that engines pull nothing from this one, although it should work."""
+    found = pulls.resting_source(engine.engine)
+    if found is not None:
+        guess = "" if found.given else ", a guess"
+        yield _warning(
+            "engine.pull_source",
+            subject=engine.engine_id,
+            seen=f"the latest {found.bad_pulls} pulls from it at {found.address}{guess} brought nothing",
+            cause="no p2p tier listens at this address, or it drops blocks before they are read",
+            remedy="give kv_source of this engine (kvatlas.io/kv-source-port of its pod), the host and port "
+            "of its p2p tier, and check both engines' logs",
         )
 
 
@@ -242,12 +268,12 @@ def _predictions(engine: Engine) -> Iterator[Finding]:
             remedy="see tokens.parity of kvatlas doctor; give the router the engine's tokenizer and template",
         )
     first = receipts.first_tokens.summary()
-    if first.compared >= HELD_OF_MIN and first.held < HELD_SHARE_MIN * first.compared:
+    if first.compared >= ACCURATE_OF_MIN and first.accurate < ACCURATE_SHARE_MIN * first.compared:
         yield _warning(
             "predictions.first_token",
             subject=engine.engine_id,
-            seen=f"{first.compared - first.held} of {first.compared} times to first token differ from the "
-            "predicted ones",
+            seen=f"{first.compared - first.accurate} of {first.compared} times to first token differ from "
+            "the predicted ones",
             cause="others send it requests, its prompts wait for KV cache pages, or its speed changed",
             remedy="compare the parts in /kvatlas/receipts; kv_usage near 1 means too few pages",
         )

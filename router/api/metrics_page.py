@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -116,6 +116,8 @@ class Sources(msgspec.Struct):
     """Tokenizer library by configured or served model."""
     tokenizer_origins: Callable[[], Mapping[str, ModelOrigin]] = dict
     """How prompts of each served model are read."""
+    unused: Callable[[], Sequence[str]] = tuple
+    """Settings that have no effect, with the reason."""
     findings: FindingLog = msgspec.field(default_factory=FindingLog)
     """Problems that hold now (``router/api/findings.py``)."""
     more: Callable[[], Iterable[Metric]] = tuple

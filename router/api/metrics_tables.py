@@ -163,7 +163,7 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
             lambda e: e.silent,
         ),
         gauge(
-            "engine_held",
+            "engine_on_hold",
             "1 if it gets no new requests (drained, not ready, leaving)",
             lambda e: bool(e.held),
         ),

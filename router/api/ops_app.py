@@ -6,15 +6,18 @@ process that serves the ops port imports this module; ``app.py`` decides who get
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+import math
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
@@ -89,6 +92,7 @@ def create_ops(
     _add_control(app, Control(sources, readiness))
     view = view or LocalView(sources)
     _add_metrics(app, view)
+    _add_engines(app, sources, view)
     _add_insight(app, planner, sources, view, body_bytes_max)
     _add_requests(app, view)
     _add_page(app)
@@ -125,14 +129,59 @@ def _add_metrics(app: FastAPI, view: OpsView) -> None:
         return Response(await view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+# Fleets with more engines than this share answers about them between pages.
+_ALONE_MAX = 64
+_SHARED_S_MAX = 1.0
+_SHARED_FACTOR = 20
+
+
+class _SharedAnswer:
+    """An answer about all engines of a large fleet, made once for all who ask at about the same time: it
+    takes at most a twentieth of the time, however many pages are open. A small fleet's is always new."""
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]], engines: Callable[[], int]) -> None:
+        self._make = make
+        self._engines = engines
+        self._making = asyncio.Lock()
+        self._until_s = -math.inf
+        self._kept = b""
+
+    async def get(self) -> bytes:
+        async with self._making:
+            began_s = time.monotonic()
+            if began_s >= self._until_s:
+                self._kept = await self._make()
+                now = time.monotonic()
+                shares = self._engines() > _ALONE_MAX
+                self._until_s = now + min(_SHARED_S_MAX, _SHARED_FACTOR * (now - began_s)) if shares else now
+            return self._kept
+
+
+def _encoded(views: Sequence[EngineView]) -> Generator[None, None, bytes]:
+    """Return the views as JSON, some of them in each step."""
+    pieces = []
+    for at in range(0, len(views), 32):
+        pieces.append(msgspec.json.encode(views[at : at + 32])[1:-1])
+        yield
+    return b"[" + b",".join(pieces) + b"]\n"
+
+
+def _add_engines(app: FastAPI, sources: Sources, view: OpsView) -> None:
+    async def encoded_engines() -> bytes:
+        return await run_cooperatively(_encoded(await view.engines()))
+
+    shared_engines = _SharedAnswer(encoded_engines, lambda: len(sources.fleet))
+
+    @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
+    async def engines() -> Response:
+        """Every engine as seen by the router. With more than 64 engines, pages that ask within a second may
+        get the same answer."""
+        return Response(await shared_engines.get(), media_type="application/json")
+
+
 def _add_insight(
     app: FastAPI, planner: Planner, sources: Sources, view: OpsView, body_bytes_max: int
 ) -> None:
-    @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
-    async def engines() -> Response:
-        """Every engine as seen by the router."""
-        return json_answer(await view.engines())
-
     @_get(
         app,
         "/kvatlas/problems",
@@ -198,7 +247,8 @@ def _add_insight(
         if planner.reads_claims or targets is not None:
             now = time.monotonic()
             inbound.claim = read_claim(headers, in_body=peeked.priority, arrived_s=now, targets=targets)
-        return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
+        steps = explain(await planner.explain(inbound), PROMPT_APIS[path])
+        return json_answer(await run_cooperatively(steps))
 
 
 def _check_json(request: Request) -> None:

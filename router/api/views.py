@@ -44,6 +44,8 @@ T = TypeVar("T")
 _PREFIXES_MAX = 60
 _REQUESTS_MAX = 1000
 SESSIONS_SHOWN = 25
+# About a millisecond.
+_ENGINES_PER_STEP = 8
 # Shortest request id that is recognised inside a longer text.
 _ID_CHARS_MIN = 8
 
@@ -203,12 +205,13 @@ def _counts(sources: Sources) -> dict[str, Counts]:
     return {engine: Counts(**one) for engine, one in sums.items()}
 
 
-def hot_prefixes(sources: Sources) -> list[PrefixView]:
-    """Return the most common prefixes, shorter ones first, so a parent precedes its children."""
+def hot_prefixes(sources: Sources) -> Generator[None, None, list[PrefixView]]:
+    """Return the most common prefixes, shorter ones first, so a parent precedes its children. In steps of a
+    few engines."""
     now = sources.accounts.now()
     found = sources.accounts.hot.hottest(_PREFIXES_MAX, now)
     hashes = [key for key, _ in found]
-    holders = _holders(sources, hashes)
+    holders = yield from _holders(sources, hashes)
     shown = set(hashes)
     return [
         PrefixView(
@@ -223,12 +226,14 @@ def hot_prefixes(sources: Sources) -> list[PrefixView]:
     ]
 
 
-def _holders(sources: Sources, hashes: list[BlockHash]) -> list[dict[str, list[int]]]:
+def _holders(sources: Sources, hashes: list[BlockHash]) -> Generator[None, None, list[dict[str, list[int]]]]:
     """Return, per hash, the engines that hold it on their GPU, and in which groups."""
     found: list[dict[str, list[int]]] = [{} for _ in hashes]
     for model, scope in sources.scopes.models().items():
         rows = scope.index.lookup(hashes)
-        for status in sources.fleet:
+        for at, status in enumerate(list(sources.fleet)):
+            if at % _ENGINES_PER_STEP == _ENGINES_PER_STEP - 1:
+                yield
             slot, layout = scope.index.slot(status.engine_id), status.layout
             if status.base_model != model or slot is None or layout is None:
                 continue
@@ -296,8 +301,7 @@ class LocalView:
 
     async def engines(self) -> list[EngineView]:
         """Return the state of each engine; the load includes requests of siblings and replicas."""
-        others = self._sources.others()
-        return [_viewed(self._sources, status, others) for status in self._sources.fleet]
+        return await run_cooperatively(_engine_views(self._sources))
 
     async def problems(self) -> Sequence[Finding]:
         return await run_cooperatively(current_findings(self._sources))
@@ -322,7 +326,7 @@ class LocalView:
 
     async def prefixes(self) -> list[PrefixView]:
         """Return the most common prompt prefixes."""
-        return hot_prefixes(self._sources)
+        return await run_cooperatively(hot_prefixes(self._sources))
 
 
 def _mode(status: Engine) -> str | None:
@@ -333,6 +337,17 @@ def _mode(status: Engine) -> str | None:
     return "partial" if mode == "native" and status.has_unseen_caches else mode
 
 
+def _engine_views(sources: Sources) -> Generator[None, None, list[EngineView]]:
+    """Return the state of each engine, in steps of a few."""
+    others, found = sources.others(), []
+    for at, status in enumerate(list(sources.fleet)):
+        if at % _ENGINES_PER_STEP == _ENGINES_PER_STEP - 1:
+            yield
+        if not status.closed:
+            found.append(_viewed(sources, status, others))
+    return found
+
+
 def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None) -> EngineView:
     now = s.accounts.now()
     engine = None if status.residency is None else status.residency.writer
@@ -340,7 +355,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         engine=status.engine_id,
         up=status.up,
         problem=status.problem,
-        held=status.held,
+        on_hold=status.held,
         asleep=status.asleep,
         models=[card.id for card in status.models],
         frontend=status.frontend,
@@ -373,8 +388,9 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
 # Explanation of a decision: what each engine holds of a prompt, its cost there, and the choice.
 
 
-def explain(decision: Decision, api: str) -> dict[str, Any]:
-    """Return the decision on a request of this API as JSON-ready values; token counts, seconds."""
+def explain(decision: Decision, api: str) -> Generator[None, None, dict[str, Any]]:
+    """Return the decision on a request of this API as JSON-ready values; token counts, seconds. In steps of a
+    few engines."""
     taken, pull = decision.hit, decision.choice.pull
     return {
         "prompt": {"api": api, **_prompt(decision)},
@@ -394,8 +410,8 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
             if pull is None
             else {"pull": {"source": pull.source_id, "tokens": pull.tokens, "link_s": pull.link_s}}
         ),
-        **({} if decision.split is None else {"split": _split(decision.split)}),
-        "engines": _engines(decision),
+        **({} if decision.split is None else {"split": (yield from _split(decision.split))}),
+        "engines": (yield from _engines(decision)),
     }
 
 
@@ -414,7 +430,7 @@ def _slo(decision: Decision, forecast: SloForecast) -> dict[str, Any]:
     return {"left_s": left_s, "engines": engines}
 
 
-def _split(split: Split) -> dict[str, Any]:
+def _split(split: Split) -> Generator[None, None, dict[str, Any]]:
     """Return whether the prompt is computed elsewhere; if not, ``why``; and the costs of both."""
     told = {
         "why": split.why,
@@ -434,18 +450,19 @@ def _split(split: Split) -> dict[str, Any]:
         "hit_tokens": hit.whole_tokens,
         "hit_by_medium": hit.by_medium,
         "uncached_tokens": choice.uncached_tokens,
-        "engines": _engines(prefill),
+        "engines": (yield from _engines(prefill)),
     }
     return {**told, "prefill": chosen}
 
 
-def _engines(decision: Decision) -> list[dict[str, Any]]:
-    return [
-        _engine(engine, candidate, msgspec.to_builtins(cost), decision.prompt_tokens)
-        for engine, candidate, cost in zip(
-            decision.engines, decision.candidates, decision.choice.costs, strict=True
-        )
-    ]
+def _engines(decision: Decision) -> Generator[None, None, list[dict[str, Any]]]:
+    found, candidates, scored = [], decision.candidates, decision.choice.scored
+    for at, engine in enumerate(decision.engines):
+        if at % _ENGINES_PER_STEP == _ENGINES_PER_STEP - 1:
+            yield
+        cost = msgspec.to_builtins(scored.cost(at))
+        found.append(_engine(engine, candidates[at], cost, decision.prompt_tokens))
+    return found
 
 
 def _prompt(decision: Decision) -> dict[str, Any]:

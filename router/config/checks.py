@@ -175,12 +175,63 @@ def _time_zone(text: str) -> str:
     *("fleet.dns.names", "fleet.dns.servers", "fleet.kubernetes.inference_pool"),
     *("fleet.kubernetes.namespaces", "fleet.kubernetes.port_name"),
     *("fleet.kubernetes.events_port_name", "fleet.kubernetes.replay_port_name", "index.url"),
-    *("index.replica", "index.namespace", "models.tokenizer", "models.chat_template"),
-    *("models.kinds",),
+    *("index.replica", "index.namespace", "models.tokenizer", "models.kinds"),
 )
 def _elsewhere(text: str) -> str:
     """Accept any text: the struct itself, or its user, has the rule, which needs more than the text."""
     return ""
+
+
+# Of a template in the model's directory, which may not be here.
+_TEMPLATE_NAME = re.compile(r"[\w-]+")
+
+
+@_checks("models.chat_template")
+def _chat_template(text: str) -> str:
+    # jinja2 takes 40 ms to import.
+    from router.prompts.chat.compiled import template_fault  # noqa: PLC0415
+    from router.prompts.tokenizer import ModelDirError, load_chat_template  # noqa: PLC0415
+
+    try:
+        source = load_chat_template(text)
+    except ModelDirError:
+        named = _TEMPLATE_NAME.fullmatch(text) is not None
+        return "" if named else "no such file; expected that of a Jinja template, or the template itself"
+    except UnicodeDecodeError:
+        return "the file is no text in UTF-8; expected that of a Jinja template"
+    fault = template_fault(source)
+    return f"no Jinja template: {fault}" if fault else ""
+
+
+# Sections whose settings have no effect unless one of these is given.
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "queue": ("queue.saturation_s",),
+    "pull": ("pull.enabled",),
+    "usage": ("usage.path",),
+    "traces": ("traces.endpoint",),
+    "keys": ("keys.file",),
+    "index": ("index.url",),
+    "fleet.file": ("fleet.file.path",),
+    "fleet.dns": ("fleet.dns.names",),
+    "fleet.kubernetes": ("fleet.kubernetes.selector", "fleet.kubernetes.inference_pool"),
+}
+
+
+def without_effect(config: Config) -> list[str]:
+    """Return the settings that differ from their default and have no effect, with the reason."""
+    found = []
+    for section, switches in _SWITCHES.items():
+        settings, defaults = attrgetter(section)(config), attrgetter(section)(Config())
+        if any(attrgetter(switch)(config) for switch in switches):
+            continue
+        given = [
+            f"{section}.{name}"
+            for name in settings.__struct_fields__
+            if getattr(settings, name) != getattr(defaults, name)
+            and not isinstance(getattr(settings, name), msgspec.Struct)
+        ]
+        found += [f"{key} has no effect without {' or '.join(switches)}" for key in given]
+    return found
 
 
 def check_texts(config: Config) -> None:
@@ -351,6 +402,12 @@ def check_config(config: Config) -> None:
     _check_by_making("aliases.", lambda: Aliases(config.alias_shares()))
     for name, model in config.models.items():
         kind, folder, _ = parse_source(model.tokenizer)
+        if kind == "directory" and "://" in folder:
+            repository = "/".join(urlsplit(folder).path.strip("/").split("/")[:2]) or "ORG/NAME"
+            raise ConfigError(
+                f"models.{name}.tokenizer: {folder} is a URL; give the name of the repository, {repository} "
+                "(of another hub: set prompts.hub_endpoint too), or a directory with a tokenizer.json in it"
+            )
         if kind == "directory" and not has_tokenizer(Path(folder)):
             raise ConfigError(
                 f"models.{name}.tokenizer: {folder} is not a directory with a tokenizer.json in it; give the "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from router.config.checks import check_config, check_engine
+from router.config.checks import check_config, check_engine, without_effect
 from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.engines import EngineAddress
@@ -78,6 +79,8 @@ class Loaded(msgspec.Struct, frozen=True):
 
     config: Config
     sources: dict[str, str]
+    unused: tuple[str, ...] = ()
+    """Settings that have no effect, with the reason."""
 
 
 def load(
@@ -114,6 +117,9 @@ def load(
             )
         _put(tree, key, value)
         sources[key] = "flag"
+    unused = []
+    if engines and tree.get("engines"):
+        unused.append(f"engines of {sources.get('engines', f'file {path}')} have no effect beside --engine")
     if engines:
         tree["engines"] = [msgspec.to_builtins(engine) for engine in engines]
         sources["engines"] = "flag"
@@ -122,7 +128,7 @@ def load(
         sources |= {f"models.{name}.{key}": "flag" for key in settings}
     config = _build(tree, Config, "")
     check_config(config)
-    return Loaded(config, sources)
+    return Loaded(config, sources, (*unused, *without_effect(config)))
 
 
 def parse_engine(text: str) -> EngineAddress:
@@ -458,6 +464,8 @@ def start(
 ) -> int:
     """Run a command with a configuration that it can read again, or print what would run."""
     loaded = read()
+    for text in loaded.unused:
+        print(f"kvatlas: {text}", file=sys.stderr)
     if print_config:
         print(describe(loaded), end="")
         return 0

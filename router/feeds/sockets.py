@@ -29,16 +29,16 @@ from router.feeds.base import (
     WireError,
     replay_in_pieces,
 )
+from router.http.sockets import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 _log = structlog.get_logger()
 _Result = TypeVar("_Result")
 _RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
-# TCP keepalive: a dead peer is noticed within a minute; the system's default is two hours.
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 30,
-    zmq.TCP_KEEPALIVE_INTVL: 10,
-    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_IDLE_S,
+    zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_INTERVAL_S,
+    zmq.TCP_KEEPALIVE_CNT: KEEPALIVE_COUNT,
 }
 
 

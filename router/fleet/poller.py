@@ -455,7 +455,8 @@ class FleetPoller(Generic[E]):
             return
         started = read_started(body)
         for status in self._fleet.ranks(base_url):
-            if None not in (started, status.started) and started != status.started:
+            before, status.started = status.started, started or status.started
+            if None not in (started, before) and started != before:
                 self._informed.pop(base_url, None)
                 _log.info("engine restarted", engine=status.engine_id)
                 # Another release may have started: what was proven of the last one counts no longer.
@@ -463,7 +464,6 @@ class FleetPoller(Generic[E]):
                 status.salt_proof = None
                 self._restarted.add(base_url)
                 self._listener.engine_restarted(status)
-            status.started = started or status.started
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)

@@ -26,6 +26,7 @@ from router.http.sockets import (
     TlsFiles,
     client_context,
     is_out_of_descriptors,
+    keep_alive,
     sweep_interval_s,
 )
 
@@ -316,6 +317,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._state is not _ACTIVE:

@@ -54,8 +54,8 @@ class Histogram:
 
 # Time to first token: the prediction part by part, and the errors of one engine's predictions.
 #
-# A prediction holds if the measured time differs from it by at most ``HOLDS_S`` or ``HOLDS_SHARE`` of the
-# prediction, whichever is more. Errors are measured minus predicted seconds: above 0 the token came late.
+# A prediction is accurate if the measured time differs from it by at most ``HOLDS_S`` or ``HOLDS_SHARE`` of
+# the prediction, whichever is more. Errors are measured minus predicted seconds: above 0 the token came late.
 # Pure and bounded: at most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
 
 
@@ -68,8 +68,8 @@ MARGIN_QUANTILE = 0.95
 MODELS_MAX = 16
 # The model label of an engine's further models (LoRA adapters).
 OTHER = "other"
-# A smaller share of predictions that hold, of at least this number, is a problem of the engine.
-HELD_SHARE_MIN, HELD_OF_MIN = 0.5, 20
+# A smaller share of accurate predictions, of at least this number, is a problem of the engine.
+ACCURATE_SHARE_MIN, ACCURATE_OF_MIN = 0.5, 20
 # Errors between two computations of the margin: sorting the window takes 4 us.
 _REFRESH_EVERY = 8
 _ERRORS_S = (-30.0, -10.0, -2.5, -1.0, -0.25, -0.05, -0.01, 0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0)
@@ -98,8 +98,8 @@ class FirstTokenParts(msgspec.Struct, frozen=True, gc=False):
 class FirstTokenSummary(msgspec.Struct, kw_only=True):
     """An engine's latest first tokens, predicted and measured: medians over the window, seconds."""
 
-    held: int = 0
-    """Predictions of the window that held."""
+    accurate: int = 0
+    """Accurate predictions of the window."""
     compared: int = 0
     """Length of the window."""
     predicted_s: float | None = None
@@ -134,7 +134,7 @@ class FirstTokenErrors:
     def __init__(self) -> None:
         self.by_model: dict[str, Histogram] = {}
         """Errors in seconds."""
-        self.outcomes = {"held": 0, "late": 0, "early": 0}
+        self.outcomes = {"accurate": 0, "late": 0, "early": 0}
         self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._margin_s: float | None = None
         self._refresh_in = 0
@@ -165,7 +165,9 @@ class FirstTokenErrors:
         if not self._latest:
             return FirstTokenSummary()
         return FirstTokenSummary(
-            held=sum([_outcome(predicted, real - predicted) == "held" for predicted, real in self._latest]),
+            accurate=sum(
+                [_outcome(predicted, real - predicted) == "accurate" for predicted, real in self._latest]
+            ),
             compared=len(self._latest),
             predicted_s=median([predicted for predicted, _ in self._latest]),
             measured_s=median([measured for _, measured in self._latest]),
@@ -175,7 +177,7 @@ class FirstTokenErrors:
 
 def _outcome(predicted_s: float, error_s: float) -> str:
     allowed_s = max(HOLDS_S, HOLDS_SHARE * predicted_s)
-    return "late" if error_s > allowed_s else "early" if error_s < -allowed_s else "held"
+    return "late" if error_s > allowed_s else "early" if error_s < -allowed_s else "accurate"
 
 
 GPU, CPU, STORAGE = MEDIA

@@ -232,7 +232,7 @@ class CandidateSets:
 
     A list of most engines of a model is looked up with the set of all of them: what an engine has that is not
     in the list is found and left aside. So a retry, a breaker, or an engine that goes down or is drained
-    makes no set, and the index no plan, of nearly all engines anew.
+    makes no new set, and the index no new plan, of nearly all engines.
     """
 
     def __init__(self, fleet: Fleet[Engine], scopes: ModelIndexes) -> None:

@@ -276,7 +276,16 @@ class Engine(EngineStatus):
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving", "has_unseen_caches"),
         *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts_so_far", "residency"),
-        *("rests_until", "shadow", "polled_clears", "polled_disconnects", "takes_order", "waiting"),
+        *(
+            "rests_until",
+            "shadow",
+            "polled_clears",
+            "polled_disconnects",
+            "polled_s",
+            "restart_s",
+            "seen_restarts",
+        ),
+        *("takes_order", "waiting"),
     )
 
     def __init__(
@@ -314,11 +323,17 @@ class Engine(EngineStatus):
         self._leaving = leaving
         self._events_due = events_due
         self.waiting: dict[Attempt, Callable[[], object]] = {}
-        """Requests without a first byte that other engines could serve, and how to end their wait."""
+        """Requests without a first byte that may be asked again, and how to end their wait."""
         self.takes_order = True
         """It has not refused a request for its priority."""
+        self.polled_s = -math.inf
+        """Time of the last poll."""
         self.polled_clears = 0
         # Disconnects of its feed when its metrics were last read.
+        self.restart_s = -math.inf
+        """Time of the last restart that its feed showed."""
+        self.seen_restarts = 0
+        """Of its feed, those that were acted on."""
         self.polled_disconnects = 0
         """Of ``clears``, those known at the last poll."""
         self.closed = False
@@ -370,11 +385,25 @@ class Engine(EngineStatus):
             self.takes_order = True
         now = self._accounts.now()
         for attempt, cancel in list(self.waiting.items()):
+            request = attempt.request
+            # Only one engine can continue from an earlier response, or was asked for.
+            if request.pinned is not None or request.earlier_response is not None:
+                continue
             if lost and not self.breaker.lost(attempt.asked_s, now, expected_s=attempt.expected_s):
                 continue
-            if elsewhere(attempt.request.model):
+            if elsewhere(request.model):
                 del self.waiting[attempt]
                 attempt.abandoned = True
+                cancel()
+
+    def end_older(self, than_s: float) -> None:
+        """End the wait of requests that were sent before the process that runs there now: nothing will come.
+        They are placed again, here or elsewhere."""
+        self.takes_order = True
+        for attempt, cancel in list(self.waiting.items()):
+            if attempt.asked_s < than_s:
+                del self.waiting[attempt]
+                attempt.abandoned = attempt.restarted = True
                 cancel()
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from operator import attrgetter
 from typing import Annotated
@@ -120,6 +120,26 @@ _DEFAULTS = LoadSettings()
 
 
 _rank_s = attrgetter("rank_s")
+
+
+class _WaitingOrder:
+    """The awaited prompts behind the head, by rank, with what those from each place on have together: a
+    decision asks every engine what a prompt would pass there, and few have changed since the last one."""
+
+    __slots__ = ("load_s", "pages", "ranks", "tokens")
+
+    def __init__(self, awaited: Iterable[Ticket]) -> None:
+        behind = list(islice(awaited, 1, None))
+        self.ranks = [ticket.rank_s for ticket in behind]
+        self.tokens, self.load_s, self.pages = [0], [0.0], [0]
+        for ticket in reversed(behind):
+            self.tokens.append(self.tokens[-1] + ticket.uncached_tokens)
+            self.load_s.append(self.load_s[-1] + ticket.load_s)
+            self.pages.append(self.pages[-1] + ticket.pages)
+        for sums in (self.tokens, self.load_s, self.pages):
+            sums.reverse()
+
+
 # Changes of less than half of this are not sent to other routers.
 _RECENT_STEP_MS = 100
 # Older recent work is decayed when it is read: a tenth of its time constant.
@@ -145,7 +165,16 @@ class LoadAccount:
 
     __slots__ = (
         *("_answer_s", "_assumed", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens"),
-        *("_foreign", "_fresh_until_s", "_gauges_s", "_head_s", "last_admit_s", "_late_s", "link_free_s"),
+        *(
+            "_foreign",
+            "_fresh_until_s",
+            "_gauges_s",
+            "_head_s",
+            "_order",
+            "last_admit_s",
+            "_late_s",
+            "link_free_s",
+        ),
         *("_late_seen_s", "_others_waiting", "_recent_at_s", "_recent_s", "_running", "_settings"),
         *("_startable", "_stuck", "_sure", "_unseen", "_waiting", "pages", "rates", "stats", "touched"),
     )
@@ -162,6 +191,7 @@ class LoadAccount:
         self._settings = settings
         self.pages = PageAccount()
         self._awaited: dict[Ticket, None] = {}  # in the order of admission
+        self._order: _WaitingOrder | None = None
         # Of the running: those assumed to have begun by their time.
         self._assumed: dict[Ticket, None] = {}
         # Heads that may have begun, by the last gauges.
@@ -531,7 +561,7 @@ class LoadAccount:
         """Put back prompts that wait by the gauges, before all that were sent after them."""
         # The sort is stable: without an order all ranks are equal, and the put-back prompts stay before those
         # sent after them.
-        self._awaited = dict.fromkeys(sorted([*tickets, *self._awaited], key=_rank_s))
+        self._awaited, self._order = dict.fromkeys(sorted([*tickets, *self._awaited], key=_rank_s)), None
         for ticket in tickets:
             del self._assumed[ticket]
             self._running -= ticket.sequences
@@ -543,7 +573,7 @@ class LoadAccount:
 
     def _enqueue(self, ticket: Ticket) -> None:
         """Insert in the engine's order: behind the head, which may have begun, and behind its equals."""
-        awaited = self._awaited
+        awaited, self._order = self._awaited, None
         if not awaited or next(reversed(awaited)).rank_s <= ticket.rank_s:
             awaited[ticket] = None
             return
@@ -555,20 +585,27 @@ class LoadAccount:
 
     def behind(self, rank_s: float, rate: float) -> tuple[float, int]:
         """Seconds of work, and pages, of the awaited prompts that a prompt of this rank would pass."""
-        work_s, pages = 0.0, 0
+        order = self._order
+        if order is None:
+            order = self._order = _WaitingOrder(self._awaited)
+        at = bisect_right(order.ranks, rank_s)
+        tokens, load_s, pages = order.tokens[at], order.load_s[at], order.pages[at]
         # The head cannot be passed once it may have begun.
-        waiting = len(self._awaited) - (not self._stuck)
-        for ticket in islice(reversed(self._awaited), max(0, waiting)):
-            if ticket.rank_s <= rank_s:
-                break
-            work_s += ticket.uncached_tokens * rate + ticket.load_s
-            pages += ticket.pages
-        return work_s, pages
+        if self._stuck and not at and self._awaited:
+            head = next(iter(self._awaited))
+            if head.rank_s > rank_s:
+                tokens, load_s, pages = (
+                    tokens + head.uncached_tokens,
+                    load_s + head.load_s,
+                    pages + head.pages,
+                )
+        return tokens * rate + load_s, pages
 
     def _start(self, ticket: Ticket, now: float) -> None:
         """Move from awaited to running, after ``touched``."""
         ticket.begun_s = now
         del self._awaited[ticket]
+        self._order = None
         self._waiting -= ticket.sequences
         self._awaited_tokens -= ticket.uncached_tokens
         # No awaited prompts, nothing to load: rounding errors do not add up.

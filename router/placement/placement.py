@@ -399,9 +399,8 @@ class Placement(Attempt):
         return tuple(urls)[:count]
 
     def awaited(self, cancel: Callable[[], object]) -> None:
-        """Implement ``Attempt``. Only one engine can continue from an earlier response, or was asked for."""
-        if self.request.pinned is None and self.request.earlier_response is None:
-            self.engine.waiting[self] = cancel
+        """Implement ``Attempt``."""
+        self.engine.waiting[self] = cancel
 
     def arrived(self) -> None:
         """Implement ``Attempt``."""

@@ -26,8 +26,10 @@ and computes what does not come.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Final, Literal
+from itertools import repeat
+from typing import Annotated, Final, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,6 +50,11 @@ from router.prompts.prompt import Prompt
 
 LATENCY_S: Final = 0.002
 """Latency of one pull: the handshake's and the probe's messages."""
+# Of a large fleet, so that a decision does not try each target with each source: sources with the longest
+# prefixes, and targets with the shortest queues and the least cost, where the cheapest pull is.
+SOURCES_MAX: Final = 32
+_SHORTEST_MAX: Final = 48
+_CHEAPEST_MAX: Final = 16
 
 
 def kv_source_of(engine: EngineAddress, port: int) -> tuple[str, int]:
@@ -59,20 +66,40 @@ def kv_source_of(engine: EngineAddress, port: int) -> tuple[str, int]:
     return host, port + (engine.dp_rank or 0)
 
 
+class PerEngine(Protocol):
+    """A value of each candidate, by its place; some are worked out only for those that are looked at."""
+
+    def __getitem__(self, at: int, /) -> float: ...
+
+
+class _Asked(dict[int, float]):
+    """Values that are worked out when they are asked for."""
+
+    def __init__(self, value: Callable[[int], float]) -> None:
+        super().__init__()
+        self._value = value
+
+    def __missing__(self, at: int) -> float:
+        found = self[at] = self._value(at)
+        return found
+
+
 class PullSources(msgspec.Struct, frozen=True, gc=False):
     """Prefixes that candidates could give to each other; sequences are in the order of the candidates."""
 
     held_tokens: Sequence[int]
     """Longest prefix that its host memory alone holds in every group; 0: it is no source."""
-    busy_s: Sequence[float]
+    busy_s: PerEngine
     """Seconds until its link is free."""
     s_per_token: float
     """Seconds of link per token."""
-    page_prices: Sequence[float]
+    page_prices: PerEngine
     """Share of the eviction premium that pulled tokens cost there: ``page_prices``."""
     latency_s: float = 0.0
     allowed: Callable[[int, int], bool] | None = None
     """Whether a target (first) may pull from a source; None: every pair may."""
+    serves: Callable[[int], bool] | None = None
+    """Whether it may be a source at all; None: every one may."""
 
     def link_s(self, target: int, source: int, tokens: int) -> float:
         """Seconds of a transfer that is asked for now, with its wait for both links."""
@@ -110,11 +137,8 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
     best_s = min(scored.totals) - TIE_S
     shortest = min(range(len(scored.totals)), key=lambda i: (scored.queues[i], scored.totals[i]))
     least, found = scored.cost(shortest), choice
-    held = [
-        (source, min(tokens, scored.prompt_tokens - 1)) for source, tokens in enumerate(sources.held_tokens)
-    ]
-    held = [(source, end) for source, end in held if end > 0]
-    for target in range(len(scored.totals)):
+    held = _likeliest_sources(scored, sources)
+    for target in _likeliest_targets(scored) if held else ():
         pull = _longest(scored, sources, held, target)
         if pull is None:
             continue
@@ -123,6 +147,35 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
             best_s = cost.total_s
             found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, scored, pull)
     return found
+
+
+def _wait_s(scored: ScoredCandidates, at: int) -> float:
+    """Seconds until an engine would begin with the prompt itself."""
+    candidates = scored.candidates
+    room_s, _ = candidates.rooms.get(at, (0.0, 0.0))
+    return max(candidates.queue_s[at], room_s)
+
+
+def _likeliest_sources(scored: ScoredCandidates, sources: PullSources) -> list[tuple[int, int]]:
+    """Return engines that hold a part of the prompt, and where it ends: the longest first, and of these those
+    whose link is free first."""
+    ends, found = sources.held_tokens, []
+    for at in sorted([at for at, end in enumerate(ends) if end > 0], key=ends.__getitem__, reverse=True):
+        if _wait_s(scored, at) <= sources.latency_s or not (sources.serves is None or sources.serves(at)):
+            continue  # it would serve the prompt itself
+        found.append((at, min(ends[at], scored.prompt_tokens - 1)))
+        if len(found) == SOURCES_MAX:
+            break
+    return sorted(found, key=lambda one: (-one[1], sources.busy_s[one[0]]))
+
+
+def _likeliest_targets(scored: ScoredCandidates) -> Sequence[int]:
+    """Return the engines where a pull can be cheaper than all else, in order."""
+    every = range(len(scored.totals))
+    if len(every) <= _SHORTEST_MAX + _CHEAPEST_MAX:
+        return every
+    shortest = sorted(every, key=scored.queues.__getitem__)[:_SHORTEST_MAX]
+    return sorted({*shortest, *sorted(every, key=scored.totals.__getitem__)[:_CHEAPEST_MAX]})
 
 
 def any_waits(candidates: Sequence[Candidate]) -> bool:
@@ -134,28 +187,24 @@ def any_waits(candidates: Sequence[Candidate]) -> bool:
 def _longest(
     scored: ScoredCandidates, sources: PullSources, held: Sequence[tuple[int, int]], target: int
 ) -> Pull | None:
-    """The best source of a target: most tokens, then the earliest free link. ``held``: engines that hold a
-    part of the prompt, and where it ends."""
+    """The best source of a target: most tokens, then the earliest free link. ``held``: in this order."""
     most = scored.prompt_tokens - 1
     hit = scored.candidates[target].hit
     if hit.replay_tokens:  # with a window that is computed again the pulled prefix would be incomplete
         return None
-    best: Pull | None = None
+    own = min(hit.whole_tokens, most)
     saved_s_per_token = scored.candidates[target].prefill_s_per_token - scored.settings.load_s_per_token
     for source, end in held:
-        tokens = end - min(hit.whole_tokens, most)
-        if source == target or tokens <= 0 or (best is not None and tokens < best.tokens):
-            continue
-        if sources.allowed is not None and not sources.allowed(target, source):
+        tokens = end - own
+        if tokens <= 0:
+            break
+        if source == target or not (sources.allowed is None or sources.allowed(target, source)):
             continue
         link_s = sources.link_s(target, source, tokens)
-        holder = scored.candidates[source]
         # Otherwise the source itself would serve the prompt sooner, or the target would compute it sooner.
-        if link_s >= min(max(holder.queue_s, holder.room_s), saved_s_per_token * tokens):
-            continue
-        if best is None or tokens > best.tokens or link_s < best.link_s:
-            best = Pull(source, holder.engine_id, tokens, end, link_s)
-    return best
+        if link_s < min(_wait_s(scored, source), saved_s_per_token * tokens):
+            return Pull(source, scored.candidates.engine_ids[source], tokens, end, link_s)
+    return None
 
 
 def _pulled(scored: ScoredCandidates, target: int, pull: Pull, page_price: float) -> Cost:
@@ -188,7 +237,11 @@ _BAD: Final = frozenset({"missed", "late", "failed"})
 _REST_S: Final = 10.0
 _REST_S_MAX: Final = 600.0
 """A pair rests after a bad pull, twice as long after each further one in a row."""
-_PAIRS_MAX: Final = 4096
+_KEYS_MAX: Final = 4096
+_SOURCE_PATIENCE: Final = 2
+"""A source rests after this many bad pulls in a row, whoever pulled."""
+_PROOF_S_MAX: Final = 60.0
+"""After this time a pull that was to prove its source counts as lost: twice the handshake of vLLM."""
 
 
 class PullStats(msgspec.Struct):
@@ -210,32 +263,81 @@ class PullStats(msgspec.Struct):
     """Predicted seconds of transfers, with their waits for a link."""
     rests: Annotated[int, "kvatlas_pull_pair_rests_total"] = 0
     """Times that a pair of engines was left alone after a bad pull."""
+    source_rests: Annotated[int, "kvatlas_pull_source_rests_total"] = 0
+    """Times that a source of pulls was left alone by all engines after two bad pulls or more in a row."""
 
 
-class PullPairs:
-    """Pairs of target and source whose latest pulls were bad: each rests for a while. Bounded; times are of
-    one clock."""
+class Rests:
+    """Pulls that are left alone for a while, since their latest ones were bad: by pair of target and source,
+    or by source. A key rests from its ``patience``-th bad pull in a row on. Bounded; times are of one
+    clock."""
 
-    def __init__(self) -> None:
-        self._bad: dict[tuple[str, str], tuple[int, float]] = {}
+    def __init__(self, patience: int = 1) -> None:
+        self._patience = patience
+        self._bad: dict[tuple[str, ...], tuple[int, float]] = {}
 
-    def allows(self, target_id: str, source_id: str, now: float) -> bool:
-        """Whether this pair does not rest."""
-        found = self._bad.get((target_id, source_id))
+    def allows(self, *key: str, now: float) -> bool:
+        """Whether this key does not rest."""
+        found = self._bad.get(key)
         return found is None or now >= found[1]
 
-    def good(self, target_id: str, source_id: str) -> None:
-        """Forget the bad pulls of a pair."""
-        self._bad.pop((target_id, source_id), None)
+    def in_a_row(self, *key: str) -> int:
+        """Number of its bad pulls since the latest good one."""
+        return self._bad.get(key, (0, 0.0))[0]
 
-    def bad(self, target_id: str, source_id: str, now: float) -> None:
-        """Let a pair rest."""
-        pair = target_id, source_id
-        count, _ = self._bad.pop(pair, (0, 0.0))
-        if len(self._bad) >= _PAIRS_MAX:
+    def good(self, *key: str) -> None:
+        """Forget the bad pulls of a key."""
+        self._bad.pop(key, None)
+
+    def bad(self, *key: str, now: float) -> bool:
+        """Count a bad pull. Returns whether the key rests now."""
+        count = self._bad.pop(key, (0, 0.0))[0] + 1
+        if len(self._bad) >= _KEYS_MAX:
             del self._bad[next(iter(self._bad))]
-        rest_s = min(_REST_S_MAX, _REST_S * 2.0 ** min(count, 16))
-        self._bad[pair] = count + 1, now + rest_s
+        rests = count >= self._patience
+        until = now + min(_REST_S_MAX, _REST_S * 2.0 ** min(count - self._patience, 16)) if rests else now
+        self._bad[key] = count, until
+        return rests
+
+
+class SourceProofs:
+    """Sources from which a pull was seen to work. The address of a source is a guess until then (port 5710),
+    and a wrong one costs each pull the whole time-out of a handshake: so one pull at a time goes to an
+    unproven one."""
+
+    def __init__(self) -> None:
+        self._proven: dict[str, bool] = {}
+        self._asked: dict[str, float] = {}
+
+    def allows(self, source_id: str, now: float) -> bool:
+        """Whether it is proven, or no pull is under way to prove it."""
+        return source_id in self._proven or now >= self._asked.get(source_id, -math.inf) + _PROOF_S_MAX
+
+    def begun(self, source_id: str, now: float) -> None:
+        """Note a pull from a source."""
+        if source_id not in self._proven:
+            self._asked.pop(source_id, None)
+            self._asked[source_id] = now
+            if len(self._asked) > _KEYS_MAX:
+                del self._asked[next(iter(self._asked))]
+
+    def ended(self, source_id: str, *, worked: bool, failed: bool) -> None:
+        """Note the end of a pull."""
+        self._asked.pop(source_id, None)
+        if worked:
+            self._proven[source_id] = True
+            if len(self._proven) > _KEYS_MAX:
+                del self._proven[next(iter(self._proven))]
+        elif failed:
+            self._proven.pop(source_id, None)
+
+
+class RestingSource(NamedTuple):
+    """A source whose latest ``bad_pulls`` brought nothing, and its address; ``given``: it is configured."""
+
+    bad_pulls: int
+    address: str
+    given: bool
 
 
 class PullOrder(msgspec.Struct, frozen=True, gc=False):
@@ -263,7 +365,9 @@ class Pulls:
     def __init__(self) -> None:
         self.others: Mapping[str, OthersLoad] | None = {}
         """Latest load of other routers, with their use of links."""
-        self.pairs = PullPairs()
+        self.pairs = Rests()
+        self.sources = Rests(_SOURCE_PATIENCE)
+        self._proofs = SourceProofs()
         self.stats = PullStats()
         self.configure(PullSettings(), 0)
 
@@ -300,22 +404,33 @@ class Pulls:
     ) -> tuple[Choice, PullOrder | None]:
         """Return the choice, with a pull if one is cheaper. ``held``: tokens of the prompt that host memories
         hold by themselves. ``by_header``: a sidecar is given the source."""
-        tokens = [
-            held.get(engine.engine_id, 0)
-            if _serves(engine) and (not by_header or self._can_be_named(engine))
-            else 0
-            for engine in engines
-        ]
-        if not any(tokens):
+        if not held:
             return choice, None
+        tokens = list(map(held.get, choice.scored.candidates.engine_ids, repeat(0)))
 
         def allowed(target: int, source: int) -> bool:
             to, of = engines[target], engines[source]
-            return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
+            return (
+                _alike(to, of)
+                and self.sources.allows(of.engine_id, now=now)
+                and self._proofs.allows(of.engine_id, now)
+                and self.pairs.allows(to.engine_id, of.engine_id, now=now)
+            )
 
-        busy = [self._busy_s(engine, now) for engine in engines]
-        prices = page_prices([engine.load for engine in engines], choice.scored.prompt_tokens)
-        sources = PullSources(tokens, busy, self._s_per_token, prices, LATENCY_S, allowed)
+        def serves(at: int) -> bool:
+            return _serves(engines[at]) and (not by_header or self._can_be_named(engines[at]))
+
+        prompt_tokens = choice.scored.prompt_tokens
+        full = any(engine.load.pages.free < 0 for engine in engines)
+        sources = PullSources(
+            tokens,
+            _Asked(lambda at: self._busy_s(engines[at], now)),
+            self._s_per_token,
+            _Asked(lambda at: 1.0 if full else engines[at].load.pages.used_share(prompt_tokens)),
+            LATENCY_S,
+            allowed,
+            serves,
+        )
         found = with_pull(choice, sources)
         pull = found.pull
         if pull is None:
@@ -349,6 +464,7 @@ class Pulls:
     def begin(self, target: Engine, order: PullOrder, now: float) -> None:
         """Note that the target is asked now."""
         occupy_links(target.load, order.source.load, order.pull.link_s, now)
+        self._proofs.begun(order.source.engine_id, now)
         self.stats.link_s += order.pull.link_s
 
     def end(self, target_id: EngineId, order: PullOrder, outcome: PullOutcome, now: float) -> None:
@@ -357,9 +473,21 @@ class Pulls:
         stats.pulls[outcome] = stats.pulls.get(outcome, 0) + 1
         if outcome in _BAD:
             stats.rests += 1
-            self.pairs.bad(target_id, source_id, now)
+            self.pairs.bad(target_id, source_id, now=now)
+            stats.source_rests += self.sources.bad(source_id, now=now)
         elif outcome != "unreported":
             self.pairs.good(target_id, source_id)
+            self.sources.good(source_id)
+        failed = self.sources.in_a_row(source_id) >= _SOURCE_PATIENCE
+        self._proofs.ended(source_id, worked=outcome in {"complete", "partial"}, failed=failed)
+
+    def resting_source(self, engine: EngineAddress) -> RestingSource | None:
+        """Return what is known of a source whose latest pulls were all bad; None: there were fewer."""
+        count = self.sources.in_a_row(engine.engine_id)
+        if count < _SOURCE_PATIENCE:
+            return None
+        host, port = kv_source_of(engine, self._port)
+        return RestingSource(count, f"{host}:{port}", given=engine.kv_source is not None)
 
     def judge(
         self, order: PullOrder, came: int | None, predicted_s: float | None, measured_s: float | None

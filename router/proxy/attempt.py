@@ -53,7 +53,7 @@ class Attempt:
             "engine_headers",
         ),
         *("engine_id", "expected_s", "handoff", "kv_source", "now", "open", "prefill", "request"),
-        *("retention", "sent_body"),
+        *("restarted", "retention", "sent_body"),
         *("version", "waited_s", "watched", "work"),
     )
 
@@ -104,6 +104,8 @@ class Attempt:
         """Version of an engine that computes prompts for others."""
         self.abandoned = False
         """Its engine went down before the first byte, and another one can be asked."""
+        self.restarted = False
+        """Its engine started anew since it was asked, which says nothing of the new process."""
         self.watched = False
         """Its answer must be seen, since more than this rests on it."""
         if later:
@@ -155,7 +157,8 @@ class Attempt:
         return 0.0
 
     def awaited(self, cancel: Callable[[], object]) -> None:
-        """The first byte is waited for; ``cancel`` ends that, where the engine goes down meanwhile."""
+        """The first byte is waited for; ``cancel`` ends that, where the engine goes down or starts anew
+        meanwhile."""
 
     def arrived(self) -> None:
         """The first bytes are there, or nothing more is waited for."""
@@ -229,6 +232,8 @@ class Attempt:
         our own limit (``overflow``). Returns whether that ended the attempt."""
         if reason == "overflow":
             return self._end(None, "refused")
+        if self.restarted:
+            return self._end(None, reason)
         self._breaker.record(False, self.now())
         return self._end(None, reason)
 

@@ -59,7 +59,7 @@ class EngineRow(msgspec.Struct, kw_only=True):
     """Median predicted time to first token of the latest streams, from the request to the engine on."""
     ttft_s: float | None = None
     """Measured time to first token, over the same requests."""
-    ttft_held: int = 0
+    ttft_accurate: int = 0
     """Number of accurate predictions (within 50 ms or 10 %), of ``ttft_compared``."""
     ttft_compared: int = 0
     drifting: bool = False
@@ -90,7 +90,7 @@ class Totals(msgspec.Struct, kw_only=True):
     """Failed requests of the last five minutes, as on the status page."""
     retries: int | None = None
     """Since the router's start."""
-    ttft_held_share: float | None = None
+    ttft_accurate_share: float | None = None
     """Share of accurate predictions in all engines' latest predicted times to first token."""
 
 
@@ -172,7 +172,7 @@ def _row(
         mode=str(entry.get("mode") or ""),
         predicted_ttft_s=_number(first_tokens.get("predicted_s")),
         ttft_s=_number(first_tokens.get("measured_s")),
-        ttft_held=_whole(first_tokens.get("held")) or 0,
+        ttft_accurate=_whole(first_tokens.get("accurate")) or 0,
         ttft_compared=_whole(first_tokens.get("compared")) or 0,
         drifting=entry.get("drifting") is True,
     )
@@ -204,7 +204,9 @@ def _totals(
         errors=errors,
         # A counter by reason has no sample before its first event.
         retries=_whole(sums.get("kvatlas_proxy_retries_total", 0.0)) if sums else None,
-        ttft_held_share=_share(sum(row.ttft_held for row in rows), sum(row.ttft_compared for row in rows)),
+        ttft_accurate_share=_share(
+            sum(row.ttft_accurate for row in rows), sum(row.ttft_compared for row in rows)
+        ),
     )
 
 
@@ -261,7 +263,7 @@ def _whole(value: Any) -> int | None:
     return None if number is None else int(number)
 
 
-_COLUMNS = (">reqs", ">req/s", ">hit", ">exact", ">queue", ">run", ">wait", ">KV\nuse", ">KV\nheld")
+_COLUMNS = (">reqs", ">req/s", ">hit", ">exact", ">queue", ">run", ">wait", ">KV\nuse", ">KV\ncached")
 _LAG_SHOWN_S = 0.1
 # Severities that are shown, the worst first.
 _STYLES = {"error": "bold red", "warning": "yellow"}
@@ -286,7 +288,7 @@ def render(snapshot: RouterSnapshot, *, hint: str = "") -> RenderableType:
         table.add_section()
         table.add_row("total", *_figures(snapshot.totals), "", f"{snapshot.totals.up} up", style="bold")
         parts.append(Text(_proxy(snapshot.totals)))
-        if snapshot.totals.ttft_held_share is not None:
+        if snapshot.totals.ttft_accurate_share is not None:
             parts.append(_first_tokens(snapshot))
     bad = [one for one in snapshot.problems if one.severity in _STYLES]
     if bad:
@@ -355,11 +357,11 @@ def _proxy(totals: Totals) -> str:
 
 def _first_tokens(snapshot: RouterSnapshot) -> Table:
     """Table of predicted and measured time to first token of the latest streams, by engine."""
-    table = make_table("first token", ">predicted", ">measured", ">held", min_width=14)
+    table = make_table("first token", ">predicted", ">measured", ">accurate", min_width=14)
     for row in snapshot.engines:
         if row.ttft_compared:
-            held = f"{_percent(row.ttft_held / row.ttft_compared)} of {row.ttft_compared}"
-            table.add_row(_name(row), _seconds(row.predicted_ttft_s), _seconds(row.ttft_s), held)
+            accurate = f"{_percent(row.ttft_accurate / row.ttft_compared)} of {row.ttft_compared}"
+            table.add_row(_name(row), _seconds(row.predicted_ttft_s), _seconds(row.ttft_s), accurate)
     return table
 
 

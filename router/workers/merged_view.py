@@ -453,7 +453,7 @@ def _joined(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     most = one if one["compared"] >= two["compared"] else two
     margins = [margin for margin in (one["margin_s"], two["margin_s"]) if margin is not None]
     return most | {
-        "held": one["held"] + two["held"],
+        "accurate": one["accurate"] + two["accurate"],
         "compared": one["compared"] + two["compared"],
         "margin_s": max(margins, default=None),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import get_args
 
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from router.api import views
-from router.api.answers import EngineView
+from router.api.answers import EngineBrief, EngineView
 from router.feeds.base import REASONS as MALFORMED
 from router.feeds.base import FeedState
 from router.feeds.position import DOUBTS
@@ -20,7 +21,7 @@ from router.fleet import kubernetes_objects as objects
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.root_events import Removals
 from router.index.query_plan import Mode
-from router.observe.receipts import Outcome
+from router.observe.receipts import FirstTokenSummary, Outcome
 from router.observe.usage import UsageStats
 from router.openai.request import FAILURES
 from router.placement.candidate import Cost, Reason
@@ -53,6 +54,25 @@ PAGE = ROOT / "docs" / "glossary.md"
 def test_every_value_is_explained(values: Iterable[str]) -> None:
     known = set(inline_code(PAGE))
     assert [value for value in map(str, values) if value not in known] == []
+
+
+def test_every_column_of_the_page_is_explained() -> None:
+    html = (ROOT / "router/api/status_page.html").read_text(encoding="utf-8")
+    columns = html.partition("const ENGINE_COLUMNS = [")[2].partition("];")[0]
+    labels = re.findall(r'^  \["([^"]+)"', columns, re.MULTILINE)
+    text = PAGE.read_text(encoding="utf-8").lower() + html.partition("Meaning of the figures")[2].lower()
+    assert len(labels) > 8
+    assert [label for label in labels if label.lower().removesuffix(" s") not in text] == []
+
+
+def test_held_means_that_a_cache_has_it() -> None:
+    """Engines are on hold, and predictions of first tokens accurate."""
+    fields = [
+        *EngineView.__struct_fields__,
+        *EngineBrief.__struct_fields__,
+        *FirstTokenSummary.__struct_fields__,
+    ]
+    assert [name for name in fields if "held" in name] == ["blocks_held"]
 
 
 def test_every_part_of_a_cost_and_a_load_is_explained() -> None:

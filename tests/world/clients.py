@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tests.world.fleet import on
-from tests.world.plan import ClientRequest
+from tests.world.plan import OPENAI, ClientRequest
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -63,6 +63,8 @@ class Told(msgspec.Struct):
     """Meaning of an answer's body."""
 
     text: str = ""
+    """Of the first choice."""
+    choices: int = 1
     reason: str = ""
     """``length`` or ``stop``, another finish reason, or "" for none."""
     whole: bool = False
@@ -90,15 +92,22 @@ def body_of(request: ClientRequest, turn: int, earlier: list[dict[str, str]]) ->
     elif request.api == "completions":
         body["prompt"] = "\n".join(message["content"] for message in asked)
     else:
-        draw = random.Random(request.story * 31 + request.length)
-        body["prompt"] = [draw.choice(_TOKEN_IDS) for _ in range(request.length)] + [5 + turn] * turn
+        prompts = [_token_ids(request, which, turn) for which in range(request.prompts)]
+        body["prompt"] = prompts if request.prompts > 1 else prompts[0]
+    if request.answers > 1:
+        body["n"] = request.answers
     if request.stream:
         body["stream"] = True
-        if request.api in ("chat", "completions", "tokens"):
+        if request.usage and request.api in OPENAI:
             body["stream_options"] = {"include_usage": True}
     if request.padding_bytes:
         body["metadata"] = {"x": "y" * request.padding_bytes}
     return {**body, **request.body}
+
+
+def _token_ids(request: ClientRequest, which: int, turn: int) -> list[int]:
+    draw = random.Random((request.story + which) * 31 + request.length)
+    return [draw.choice(_TOKEN_IDS) for _ in range(request.length)] + [5 + turn] * turn
 
 
 def next_turn(
@@ -205,7 +214,8 @@ def _whole(api: str, body: dict[str, Any], found: Told) -> None:
         found.text = "".join(part["text"] for item in body["output"] for part in item["content"])
         found.reason = {"incomplete": "length", "completed": "stop"}.get(body["status"], body["status"])
     else:
-        choice = body["choices"][0]
+        found.choices = len(body["choices"])
+        choice = min(body["choices"], key=lambda one: one["index"])
         found.text = choice["message"]["content"] if "message" in choice else choice["text"]
         found.reason = choice["finish_reason"]
     _usage(api, body.get("usage"), found)
@@ -230,10 +240,15 @@ def _piece(api: str, part: dict[str, Any], found: Told) -> None:
             text = found.text
             _whole(api, part["response"], found)
             found.text, found.whole = text, True
+        elif kind == "error":
+            found.error = str(part.get("message") or found.error)
         elif kind == "response.failed":
             found.error = str((part["response"].get("error") or {}).get("message"))
     else:
         for choice in part.get("choices", ()):
+            found.choices = max(found.choices, choice["index"] + 1)
+            if choice["index"]:
+                continue
             found.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
             found.reason = choice.get("finish_reason") or found.reason
         _usage(api, part.get("usage"), found)

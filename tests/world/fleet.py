@@ -147,7 +147,9 @@ class Fleet:
         submit = engine.stepper.submit
 
         def noted(request: SimRequest) -> Any:
-            request_id = request.request_id.partition("-")[2]  # after "chatcmpl" or "cmpl"
+            which, _, request_id = request.request_id.partition("-")  # "chatcmpl" or "cmpl" before it
+            if "_" in which:  # one of several answers or prompts: "0_cmpl-ID-1"
+                request_id = request_id.rpartition("-")[0]
             self.works.setdefault(request_id, []).append(Work(i, self.loop.time(), request))
             return submit(request)
 
@@ -294,10 +296,10 @@ class Fleet:
 
     def cut(self, i: int, *, tcp: bool, zmq: bool, up: bool) -> None:
         """Cut or heal an engine's links: HTTP and transfers, events, or both."""
-        here = engine_host(i)
+        here, only = engine_host(i), "" if tcp and zmq else "tcp" if tcp else "zmq"
         for other in self.hosts():
-            if other != here and (not other.startswith("10.0.") or (tcp and zmq)):
-                self.net.cut(here, other, up=up)
+            if other != here and (not other.startswith("10.0.") or not only):
+                self.net.cut(here, other, up=up, only=only)
 
     def links(self, i: int) -> list[Any]:
         """An engine's links to and from routers and other engines."""

@@ -200,8 +200,8 @@ class Gateway:
                 carrying.cancel()
             leaving.cancel()
             await asyncio.gather(carrying, leaving, return_exceptions=True)
-        except (OSError, asyncio.IncompleteReadError):
-            pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # cancelled: the gateway stops
         finally:
             self._tasks.pop(task, None)
             writer.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.world.faults import REDIS_FAULTS, fitting
-from tests.world.plan import PADDING_BYTES, ClientRequest, Fault, Plan
+from tests.world.plan import OPENAI, PADDING_BYTES, ClientRequest, Fault, Plan
 
 LAYOUTS = ("full", "full", "mla", "mla", "gemma", "gptoss", "mamba", "chunked")
 """Names of ``fleet.LAYOUTS``: what most models have comes first and most often."""
@@ -73,6 +73,7 @@ class Draft:
     def _request(self, dense: float) -> ClientRequest:
         rng = self.rng
         api: Any = rng.choice(self.apis)
+        many = rng.random()
         leaves_s = rng.choice((None, None, None, None, 0.01, 0.05, 0.5, 3.0))
         return ClientRequest(
             at_s=round(rng.random() * 12 * dense, 3),
@@ -80,9 +81,12 @@ class Draft:
             api=api,
             story=rng.randrange(6),
             length=rng.choice(self.token_lengths) if api == "tokens" else rng.choice((3, 12, 40)),
-            turns=rng.choice((1, 1, 1, 3)),
+            turns=rng.choice((1, 1, 1, 3)) if many >= 0.1 else 1,
             stream=rng.random() < 0.5,
             answer_tokens=rng.choice((1, 5, 40)),
+            prompts=3 if api == "tokens" and many < 0.1 else 1,
+            answers=2 if api in OPENAI and many > 0.95 else 1,
+            usage=rng.random() < 0.8,
             leaves_s=leaves_s,
             resets=leaves_s is not None and rng.random() < 0.5,
             slow=rng.random() < 0.1,

@@ -70,6 +70,7 @@ class Network:
         self.on_change: list[Callable[[], None]] = []
         """Called when a link or a machine is back."""
         self._links: dict[tuple[str, str], Link] = {}
+        self._blocked: set[tuple[str, str, str]] = set()
         self._ports: dict[str, int] = {}
 
     # Links and machines.
@@ -81,16 +82,24 @@ class Network:
             found = self._links[a, b] = Link(LOOPBACK_S if a == b else LATENCY_S)
         return found
 
-    def is_up(self, a: str, b: str) -> bool:
-        return self.link(a, b).up and not self.off & {a, b}
+    def is_up(self, a: str, b: str, kind: str = "tcp") -> bool:
+        """Whether what ``a`` sends reaches ``b``; ``kind``: ``tcp``, or ``zmq`` for sockets of ZMQ."""
+        blocked = self._blocked and (kind, a, b) in self._blocked
+        return self.link(a, b).up and not blocked and not self.off & {a, b}
 
     def delay(self, a: str, b: str) -> float:
         """Seconds that one segment takes."""
         return self.loop.rng.uniform(*self.link(a, b).latency_s)
 
-    def cut(self, a: str, b: str, *, up: bool = False) -> None:
-        """Cut both directions, or with ``up`` heal them: what waited goes on."""
-        self.link(a, b).up = self.link(b, a).up = up
+    def cut(self, a: str, b: str, *, up: bool = False, only: str = "") -> None:
+        """Cut both directions, or with ``up`` heal them: what waited goes on. ``only`` one kind
+        (``is_up``), as a firewall does by port."""
+        if only:
+            change = self._blocked.discard if up else self._blocked.add
+            change((only, a, b))
+            change((only, b, a))
+        else:
+            self.link(a, b).up = self.link(b, a).up = up
         if up:
             self._changed()
 

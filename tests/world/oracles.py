@@ -27,9 +27,9 @@ from router.http.request_cycle import RequestCycle
 from router.observe.usage import UsageLine
 from tests.world.clients import PATIENCE_S, Exchange, Told, told
 from tests.world.faults import Faults
-from tests.world.fleet import Fleet, Serving, engine_host
+from tests.world.fleet import Fleet, Serving, Work, engine_host
 from tests.world.machines import PROCESS
-from tests.world.plan import Plan
+from tests.world.plan import OPENAI, Plan
 from tests.world.truth import Expected
 
 CALLS_MAX = 60_000
@@ -77,7 +77,7 @@ def excused_codes(plan: Plan) -> frozenset[str]:
 
 def judge_answer(judged: Judged, plan: Plan, faults: Faults) -> Iterator[Violation]:
     """One exchange: its end, and its text."""
-    one, answer, expected = judged.exchange, judged.exchange.answer, judged.expected
+    one, answer = judged.exchange, judged.exchange.answer
     where = _where(judged, faults.begin_s)
 
     def explained(end: str) -> bool:
@@ -99,14 +99,21 @@ def judge_answer(judged: Judged, plan: Plan, faults: Faults) -> Iterator[Violati
         return
     if answer.status != 200:
         yield from _judge_error(judged, plan, where, explained("error"))
-        return
+    else:
+        yield from _judge_success(judged, plan, where, explained("cut"))
+
+
+def _judge_success(judged: Judged, plan: Plan, where: str, explained: bool) -> Iterator[Violation]:
+    request, answer = judged.exchange.request, judged.exchange.answer
     try:
-        judged.told = said = told(one.request.api, answer.body, stream=one.request.stream)
+        judged.told = said = told(request.api, answer.body, stream=request.stream)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         yield Violation("ends", f"unreadable answer ({error!r}) {answer.body[-_SHOWN_CHARS:]!r}: {where}")
         return
-    yield from _judge_text(said, expected, plan, where)
-    if said.reason not in {"length", "stop"} and not explained("cut"):
+    yield from _judge_text(said, judged.expected, plan, where)
+    if said.whole and not said.error and said.choices != request.prompts * request.answers:
+        yield Violation("text", f"{said.choices} choices: {where}")
+    if said.reason not in {"length", "stop"} and not explained:
         yield Violation("ends", f"ended by {said.error or said.reason!r} without a fault: {where}")
     if not said.whole and not said.error:
         yield Violation("ends", f"stream without its end, reason {said.reason!r}: {where}")
@@ -143,8 +150,10 @@ def _judge_text(said: Told, expected: Expected, plan: Plan, where: str) -> Itera
 
 def _filled(said: Told, expected: Expected, plan: Plan) -> bool:
     """Whether the answer ended since the engine's longest context was full."""
-    used = len(expected.prompt) + (said.generated_tokens or 0)
-    return said.reason == "length" and any(one.get("max_model_len") == used for one in plan.engines)
+    if said.reason != "length":
+        return False
+    rooms = (one.get("max_model_len", 0) - len(expected.prompt) for one in plan.engines)
+    return said.text in {expected.beginning(room) for room in rooms if room > 0}
 
 
 def _where(judged: Judged, begin_s: float) -> str:
@@ -166,7 +175,7 @@ class Prompts:
         self._sent: dict[str, list[tuple[str, list[int]]]] = {}
 
     def sent(self, tenant: str, request_id: str, expected: Expected) -> None:
-        self._sent.setdefault(tenant, []).append((request_id, [*expected.prompt, *expected.answer]))
+        self._sent.setdefault(tenant, []).extend((request_id, ids) for ids in expected.sequences)
 
     def own(self, tenant: str, request_id: str, prompt: list[int]) -> int:
         """The longest prefix that another prompt of this tenant shares, in tokens."""
@@ -182,6 +191,8 @@ def common(a: list[int], b: list[int]) -> int:
 def judge_isolation(judged: Judged, prompts: Prompts, begin_s: float) -> Iterator[Violation]:
     """With isolation, cached tokens are at most what this tenant itself has sent."""
     one, said = judged.exchange, judged.told
+    if one.request.prompts * one.request.answers > 1:
+        return  # the hit may be on what a sibling has just computed
     cached = 0 if said is None else said.cached_tokens or 0
     if cached:
         own = prompts.own(one.request.tenant, one.request_id, judged.expected.prompt)
@@ -236,23 +247,47 @@ def _judge_line(one: Judged, lines: list[UsageLine], fleet: Fleet, plan: Plan) -
     if exchange.request.tenant != line.tenant:
         yield Violation("work", f"usage line of {line.tenant!r} for a request of {exchange.request.tenant!r}")
     said = one.told
-    if said is None or said.prompt_tokens is None or not said.whole or said.error:
+    if said is None or not said.whole or said.error or said.reason not in {"length", "stop"}:
         return
-    hits = {said.cached_tokens, *_prefill_hits(exchange, fleet, plan)}
-    pairs: dict[str, tuple[int | None, set[int | None]]] = {
+    for name, (written, right) in _right(line, said, exchange, fleet, plan).items():
+        if written not in right:
+            yield Violation("work", f"usage line of {request_id}: {name} {written}, right is {right}")
+
+
+def _right(
+    line: UsageLine, said: Told, exchange: Exchange, fleet: Fleet, plan: Plan
+) -> dict[str, tuple[int | None, set[int | None]]]:
+    """What a line says, and what it may say, by what the client was told, else by what engines did."""
+    request = exchange.request
+    if said.prompt_tokens is None:
+        if request.api not in OPENAI or plan.gateway:
+            return {}
+        done = _finished(exchange.request_id, fleet)[-request.prompts * request.answers :]
+        prompt = sum(len(work.request.prompt) for work in done) // request.answers
+        generated = sum(len(work.request.output) for work in done)
+        return {
+            "prompt_tokens": (line.prompt_tokens, {prompt}),
+            "generated_tokens": (line.generated_tokens, {generated}),
+        }
+    right: dict[str, tuple[int | None, set[int | None]]] = {
         "prompt_tokens": (line.prompt_tokens, {said.prompt_tokens}),
-        "cached_tokens": (line.cached_tokens, hits),
         "generated_tokens": (line.generated_tokens, {said.generated_tokens}),
-        "computed_tokens": (
-            line.computed_tokens,
-            {None if hit is None else said.prompt_tokens - hit for hit in hits},
-        ),
     }
-    for name, (written, right) in pairs.items():
-        if written not in right and right != {None}:
-            yield Violation(
-                "work", f"usage line of {request_id}: {name} {written}, the client was told {right}"
-            )
+    hits = {said.cached_tokens, *_prefill_hits(exchange, fleet, plan)}
+    if request.prompts == request.answers == 1 and None not in hits:
+        # Of several, an engine reports one hit, which may be on what a sibling has just computed.
+        computed: set[int | None] = {said.prompt_tokens - (hit or 0) for hit in hits}
+        right |= {
+            "cached_tokens": (line.cached_tokens, hits),
+            "computed_tokens": (line.computed_tokens, computed),
+        }
+    return right
+
+
+def _finished(request_id: str, fleet: Fleet) -> list[Work]:
+    return [
+        work for work in fleet.works.get(request_id, ()) if work.request.finish_reason in ("length", "stop")
+    ]
 
 
 def _prefill_hits(exchange: Exchange, fleet: Fleet, plan: Plan) -> set[int | None]:
@@ -271,20 +306,21 @@ def _judge_engines(
 ) -> Iterator[Violation]:
     """Engines did what the line says, and, without a fault, nothing twice."""
     request_id, said = one.exchange.request_id, one.told
-    if one.exchange.request.api not in ("chat", "completions", "tokens"):
+    request = one.exchange.request
+    if request.api not in OPENAI:
         return
     works = fleet.works.get(request_id, [])
-    legs = 2 if plan.kind == "pd" else 1
+    legs = (2 if plan.kind == "pd" else 1) * request.prompts * request.answers
     if calm and len(works) > legs:
         yield Violation("work", f"{request_id} was computed {len(works)} times")
     if said is None or not said.whole or said.error or said.reason not in ("length", "stop"):
         return
-    done = [work.request for work in works if work.request.finish_reason in ("length", "stop")]
+    done = _finished(request_id, fleet)[-request.prompts * request.answers :]
     if not done:
         yield Violation("work", f"no engine finished {request_id}")
         return
-    last = done[-1]
-    generated, prompt = len(last.output), len(last.prompt)
+    generated = sum(len(work.request.output) for work in done)
+    prompt = sum(len(work.request.prompt) for work in done) // request.answers
     if said.generated_tokens not in (None, generated) or said.prompt_tokens not in (None, prompt):
         text = f"{said.prompt_tokens}+{said.generated_tokens} told, {prompt}+{generated} computed"
         yield Violation("work", f"{request_id}: {text}")

@@ -15,6 +15,8 @@ import msgspec
 
 Api = Literal["chat", "completions", "tokens", "messages", "responses"]
 MODEL = "kvatlas-demo"
+OPENAI = frozenset({"chat", "completions", "tokens"})
+"""APIs with ``n``, ``stream_options`` and the client's request id at the engine."""
 PADDING_BYTES = 300_000
 """A large body: several windows of the network, and above what is sent in one piece."""
 
@@ -33,6 +35,12 @@ class ClientRequest(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     turns: int = 1
     stream: bool = False
     answer_tokens: int = 5
+    prompts: int = 1
+    """Of ``tokens``: prompts in one request."""
+    answers: int = 1
+    """Its ``n``; of ``chat``, ``completions`` and ``tokens``."""
+    usage: bool = True
+    """Whether a stream is asked to end with its usage; of the same."""
     leaves_s: float | None = None
     """The client hangs up after so long."""
     resets: bool = False

@@ -3,6 +3,8 @@ engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from publisher.simulator.api_agents import MessagesRequest, ResponsesRequest
@@ -14,13 +16,18 @@ TRUTH_LENGTH_MAX = 32_768
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The prompt of a request in tokens, and the whole answer up to its limit."""
+    """The first prompt of a request in tokens, and the whole answer to it up to its limit."""
 
     prompt: list[int]
     text: str
     answer: list[int]
-    stops: bool
-    """The answer ends by itself, before its limit."""
+    sequences: list[list[int]]
+    """Each prompt with its answer: what an engine may cache of the request."""
+    decode: Callable[[list[int]], str]
+
+    def beginning(self, tokens: int) -> str:
+        """The text of its first tokens."""
+        return self.decode(self.answer[:tokens])
 
 
 class Truth:
@@ -32,28 +39,32 @@ class Truth:
     async def expected(self, path: str, body: bytes) -> Expected:
         """The answer to a request. Raises ``EngineError`` for one that no engine takes."""
         ready = await self._prepared(path, body)
+        answers = [self._answer(one) for one in ready]
+        sequences = [[*one.token_ids, *answer] for one, answer in zip(ready, answers, strict=True)]
+        text = self._model("").text
+        return Expected(ready[0].token_ids, text(answers[0]), answers[0], sequences, text)
+
+    def _answer(self, ready: Prepared) -> list[int]:
         words = self._model("")._source.continuation(ready.token_ids)
         answer: list[int] = []
-        stops = False
         for index in range(ready.max_tokens):
             token = words.token(index, ignore_eos=ready.ignore_eos)
             if token == words.source.eos_id:
-                stops = True
                 break
             answer.append(token)
-        return Expected(ready.token_ids, self._model("").text(answer), answer, stops)
+        return answer
 
-    async def _prepared(self, path: str, body: bytes) -> Prepared:
+    async def _prepared(self, path: str, body: bytes) -> list[Prepared]:
         if path == "/v1/completions":
             request = decode(body, CompletionRequest)
-            return (await self._model(request.model or "").prepare_completion(request))[0]
+            return await self._model(request.model or "").prepare_completion(request)
         if path == "/v1/messages":
             chat = decode(body, MessagesRequest).chat()
         elif path == "/v1/responses":
             chat = decode(body, ResponsesRequest).chat([])
         else:
             chat = decode(body, ChatRequest)
-        return await self._model(chat.model or "").prepare_chat(chat)
+        return [await self._model(chat.model or "").prepare_chat(chat)]
 
     def _model(self, name: str) -> EngineModel:
         found = self._models.get(name)

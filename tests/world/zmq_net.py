@@ -151,7 +151,7 @@ class _Pipe:
         """Send what the link and the window allow."""
         queue = self.queue
         while queue and self.sends and self._wire_bytes < WINDOW_BYTES:
-            if not self.loop.net.is_up(self.sender.machine, self.receiver.machine):
+            if not self.loop.net.is_up(self.sender.machine, self.receiver.machine, "zmq"):
                 return
             message = queue.popleft()
             size = sum(map(len, message)) + 9 * len(message)
@@ -222,7 +222,7 @@ class _Connecting:
         other = net.bound.get(self.endpoint)
         if not self.open:
             return
-        if other is None or not net.loop.net.is_up(self.socket.machine, self.machine):
+        if other is None or not net.loop.net.is_up(self.socket.machine, self.machine, "zmq"):
             self.socket.tell(zmq.EVENT_CONNECT_RETRIED, self.endpoint)
             self.again()
             return
@@ -410,7 +410,7 @@ class ZmqSocket:
     def _hang_up(self, pipe: _Pipe, *, silent: bool) -> None:
         pipe.sends = pipe.back.receives = False
         self.pipes.pop(pipe, None)
-        if not silent and self.net.loop.net.is_up(self.machine, pipe.receiver.machine):
+        if not silent and self.net.loop.net.is_up(self.machine, pipe.receiver.machine, "zmq"):
             pipe.later(pipe.receiver.lose, pipe.back)
 
     def _watch(self, pipe: _Pipe) -> None:
@@ -434,7 +434,7 @@ class ZmqSocket:
         option, now = self.options, self.net.loop.now
         heard_s = max(heard_s, pipe.back.heard_s)
         again_s = option[zmq.TCP_KEEPALIVE_INTVL]
-        if self.net.loop.net.is_up(self.machine, pipe.receiver.machine):
+        if self.net.loop.net.is_up(self.machine, pipe.receiver.machine, "zmq"):
             if not pipe.receives:
                 self.lose(pipe)
                 return

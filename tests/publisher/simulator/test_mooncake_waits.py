@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from publisher.simulator.kv_protocols import MooncakeLink
+from publisher.simulator.kv_protocols import MooncakeLink, _query
 from publisher.simulator.server import SimulatedEngine
 from tests.publisher.simulator.support import all_blocks_free, engine, request
 from tests.support.waiting import until
@@ -108,3 +108,20 @@ async def test_who_waits_in_vain_stands_in_the_way_of_others() -> None:
         assert [one.done() for one in early[1:]] == [False] * (len(early) - 1)
         await asyncio.gather(*(computes(p, number) for number in range(1, len(early))))
         assert {status for status, _ in await asyncio.gather(*early)} == {200}
+
+
+async def test_a_bootstrap_page_may_come_in_pieces() -> None:
+    page = b'{"0": {"engine_id": "e", "worker_addr": {"0": {"0": "tcp://10.0.0.1:5710"}}}}'
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in (b"HTTP/1.1 200 OK\r\n\r\n", page[:20], page[20:]):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)  # a segment of its own
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    assert await _query(f"http://127.0.0.1:{port}") == {"e": ("10.0.0.1", 5710)}
+    server.close()

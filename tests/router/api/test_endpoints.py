@@ -51,7 +51,7 @@ async def test_ready_says_no_until_an_engine_answers_and_is_known() -> None:
             assert body["engines"][engine.base_url] == {
                 "up": True,
                 "problem": "",
-                "held": "",
+                "on_hold": "",
                 "feed": "ready",
             }
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from router.admission.admission_queue import QueueSettings
 from router.api.findings import of_engine, of_router
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import EngineAddress
@@ -68,7 +69,7 @@ def receipts(number: int, **fields: Any) -> Callable[[Engine], None]:
 
 CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
     (down, "engine.down", Severity.ERROR, "down: refused"),
-    (held, "engine.held", Severity.INFO, "gets no new requests: drained by ann"),
+    (held, "engine.on_hold", Severity.INFO, "gets no new requests: drained by ann"),
     (feed(FeedState.COLD), "feed.state", Severity.WARNING, "feed is cold"),
     (feed(FeedState.STALE), "feed.state", Severity.WARNING, "feed is stale"),
     (feed(FeedState.DEGRADED, "history_rolled"), "feed.state", Severity.WARNING, "degraded (history_rolled)"),
@@ -130,6 +131,15 @@ async def test_models_whose_prompts_engines_tokenize_are_findings() -> None:
     ]
     assert "its prompts are tokenized by engines (gated)" in found[0].seen
     assert "the configured tokenizer is used" in found[1].seen
+
+
+async def test_settings_without_effect_are_a_problem() -> None:
+    queue = QueueSettings(engine_requests_max=8)
+    async with running({}) as engines, routing(configure(*engines, queue=queue)) as rig:
+        _, problems = await rig.ask("GET", "/kvatlas/problems")
+        (found,) = problems["router"]
+        assert (found["check"], found["severity"]) == ("config.unused", "warning")
+        assert found["seen"] == "queue.engine_requests_max has no effect without queue.saturation_s"
 
 
 def finding(subject: str = NAME, severity: Severity = Severity.WARNING, **more: Any) -> Finding:

@@ -189,3 +189,79 @@ async def test_a_client_that_leaves_at_that_moment_is_a_client_that_left() -> No
         await until(lambda: rig.idle)
         assert rig.router.proxy.stats.requests_moved == 0
         rig.check_books()
+
+
+@pytest.mark.parametrize("skew_s", [-1000.0, 0.0, 1000.0], ids=["clock behind", "same clock", "clock ahead"])
+@pytest.mark.parametrize("count", [1, 2], ids=["alone", "beside another"])
+@pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "stream"])
+async def test_what_was_sent_before_a_restart_is_asked_again(
+    more: dict[str, bool], count: int, skew_s: float
+) -> None:
+    """Its process is gone, and perhaps its connections do not show that."""
+    async with two() as (rig, scripts, (one, other), lost):
+        if count == 1:
+            rig.router.poller.assign(DesiredFleet((EngineAddress(one.url),)))
+        lifecycle, accounts = rig.router.lifecycle, rig.router.accounts
+        tasks = await _spread(rig, scripts[:count], **more)
+        await until(lambda: len(lost.waiting) > 0, "they wait")
+        waited, now = len(lost.waiting), rig.router.clock()
+        for attempt in lost.waiting:
+            attempt.asked_s = now - 30
+        # The old process answered a poll 20 s ago; the new one began 10 s ago by its own clock.
+        lost.polled_s, lost.started = now - 20, accounts.wall() + skew_s - 10
+        younger = asyncio.create_task(rig.ask("POST", "/v1/completions", BODY | more))
+        await until(lambda: sum(len(engine.waiting) for engine in rig.router.fleet) > len(tasks), "it waits")
+        for script in scripts:
+            script.slow = False
+        asked = {attempt for attempt in lost.waiting if attempt.asked_s > now - 1}
+        lifecycle.engine_restarted(lost)
+        ended = waited + (len(asked) if skew_s > 0 else 0)
+        assert len(lost.waiting) == waited + len(asked) - ended
+        assert lost.breaker.allows(rig.router.clock()), "the new process has done nothing"
+        other.go.set()
+        one.go.set()
+        await _answered([*tasks, younger])
+        assert rig.router.proxy.stats.requests_moved == ended
+        assert rig.router.proxy.stats.engines_broken == 0
+        rig.check_books()
+
+
+@pytest.mark.parametrize("started", [None, 1.0], ids=["by events alone", "metrics decide"])
+async def test_a_feed_of_a_new_process_ends_older_requests_once_a_minute(started: float | None) -> None:
+    async with two() as (rig, scripts, (one, other), lost):
+        lifecycle, clock = rig.router.lifecycle, rig.router.clock
+        tasks = await _spread(rig, scripts)
+        await until(lambda: len(lost.waiting) > 0, "they wait")
+        waited = len(lost.waiting)
+        lost.started = started
+        lifecycle._feed_restarted(lost, 1, clock() - 1000)
+        assert len(lost.waiting) == waited, "they are younger than the last look"
+        lost.restart_s = clock() - 1000
+        for script in scripts:
+            script.slow = False
+        lifecycle._feed_restarted(lost, 2, clock())
+        assert len(lost.waiting) == (0 if started is None else waited)
+        lost.waiting.clear()
+        lifecycle._feed_restarted(lost, 3, clock() + 1000)
+        assert lost.seen_restarts == 3
+        one.go.set()
+        other.go.set()
+        await _answered(tasks)
+
+
+@pytest.mark.parametrize("field", ["pinned", "earlier_response"])
+async def test_what_only_one_engine_can_answer_is_asked_there_again_after_its_restart(field: str) -> None:
+    async with two() as (rig, scripts, (one, other), lost):
+        tasks = await _spread(rig, scripts)
+        await until(lambda: len(lost.waiting) > 0, "they wait")
+        for attempt in lost.waiting:
+            setattr(attempt.request, field, lost.engine_id if field == "pinned" else "resp_1")
+        waited = len(lost.waiting)
+        rig.router.lifecycle._abandon(lost)
+        assert len(lost.waiting) == waited, "no other engine can answer them"
+        scripts[0].slow = scripts[1].slow = False
+        lost.end_older(rig.router.clock() + 1)
+        assert not lost.waiting
+        one.go.set()
+        other.go.set()
+        await asyncio.gather(*tasks)

@@ -185,7 +185,7 @@ async def test_blocks_that_were_evicted_meanwhile_are_computed_and_the_pair_rest
             assert world.pulls == {"missed": 1}
         target = next(one for one in world.engines if one is not holder)
         pairs = world.rig.router.planner.pulls.pairs
-        assert not pairs.allows(target.base_url, holder.base_url, time.monotonic())
+        assert not pairs.allows(target.base_url, holder.base_url, now=time.monotonic())
         assert not any(world.named(one).receipts.drifting for one in world.engines)
 
 

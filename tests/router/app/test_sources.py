@@ -45,7 +45,7 @@ async def test_engines_come_serve_are_drained_and_leave_without_a_restart(tmp_pa
                 answer = await rig.chat("second")
                 assert answer.headers["x-kvatlas-engine"] == two.base_url
             _, engines = await rig.ask("GET", "/kvatlas/engines")
-            assert {e["engine"]: e["held"] for e in engines} == {
+            assert {e["engine"]: e["on_hold"] for e in engines} == {
                 one.base_url: "drained in the file",
                 two.base_url: "",
             }

@@ -13,7 +13,7 @@ from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import KeySettings
 from router.api.admin_auth import AdminSettings
 from router.config.errors import ConfigError
-from router.config.load import LIVE, SECTIONS, changes, describe, load, parse_engine, plain_keys
+from router.config.load import LIVE, SECTIONS, changes, describe, load, parse_engine, plain_keys, start
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FileSettings, FleetSettings
@@ -209,6 +209,17 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
             '[models.m]\ntokenizer = "/nowhere"',
             "models.m.tokenizer: /nowhere is not a directory with a token",
         ),
+        (
+            '[models.m]\ntokenizer = "https://huggingface.co/org/name/tree/main"',
+            (
+                "models.m.tokenizer: https://huggingface.co/org/name/tree/main is a URL; give the name of "
+                "the repository, org/name"
+            ),
+        ),
+        ('[models.m]\nchat_template = "/no/such.jinja"', "models.m.chat_template: '/no/such.jinja': no such"),
+        ('[models.m]\nchat_template = "missing.jinja"', "chat_template: 'missing.jinja': no such file"),
+        ('[models.m]\nchat_template = "{% for m in %}"', "no Jinja template: line 1: "),
+        ('[models.m]\nchat_template = "{{ messages }}{% endif %}"', "no Jinja template: line 1: "),
         ('[models.m]\nretention_interval = "x"', "models.m.retention_interval = 'x'"),
         ("[models.m]\nretention_interval = -16", "models.m.retention_interval = -16: 0 or more"),
         ('[models.m]\nkinds = {a = "mamba"}', "models.m.kinds: keys must be group numbers"),
@@ -224,6 +235,60 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
 )
 def test_a_fault_is_named_by_key_and_value(tmp_path: Path, text: str, told: str) -> None:
     assert told in refused(tmp_path, text)
+
+
+def test_chat_templates_that_are_valid(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% generation %}{{ messages }}{% endgeneration %}")
+    for text in (str(file), "tool_use", "{{ messages }}"):
+        model = load(write(tmp_path, f"[models.m]\nchat_template = '{text}'"), environ={}).config.model("m")
+        assert model.chat_template == text
+    file.write_text("{% if %}")
+    assert "no Jinja template: line 1: " in refused(tmp_path, f"[models.m]\nchat_template = '{file}'")
+    file.write_bytes(b"\xff\xfe{}")
+    assert "no text in UTF-8" in refused(tmp_path, f"[models.m]\nchat_template = '{file}'")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "[queue]\nengine_requests_max = 8",
+            ["queue.engine_requests_max has no effect without queue.saturation_s"],
+        ),
+        ("[queue]\nengine_requests_max = 8\nsaturation_s = 1", []),
+        ("[pull]\ngbit_s = 10", ["pull.gbit_s has no effect without pull.enabled"]),
+        ("[index]\nlease_s = 9", ["index.lease_s has no effect without index.url"]),
+        (
+            "[fleet.kubernetes]\nnamespaces = ['a']",
+            [
+                (
+                    "fleet.kubernetes.namespaces has no effect without fleet.kubernetes.selector or "
+                    "fleet.kubernetes.inference_pool"
+                )
+            ],
+        ),
+        ("[policy]\nbeta = 0.5", []),
+    ],
+)
+def test_settings_without_effect_are_named(tmp_path: Path, text: str, told: list[str]) -> None:
+    assert list(load(write(tmp_path, text), environ={}).unused) == told
+
+
+def test_engines_of_the_file_beside_those_of_the_command_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, '[[engines]]\nbase_url = "http://a"\n[queue]\nwait_s_max = 9')
+    engines = (parse_engine("http://b"),)
+    loaded = load(file, environ={}, engines=engines)
+    assert [engine.base_url for engine in loaded.config.engines] == ["http://b"]
+    assert start(lambda: loaded, lambda _: None, lambda *_: 0, print_config=False, check_config=True) == 0
+    told = capsys.readouterr()
+    assert told.out == "configuration ok\n"
+    assert told.err.splitlines() == [
+        f"kvatlas: engines of file {file} have no effect beside --engine",
+        "kvatlas: queue.wait_s_max has no effect without queue.saturation_s",
+    ]
 
 
 def test_what_is_unknown_in_the_environment_is_refused(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
 
-from router.http.upstream import UpstreamConnection, UpstreamError
+from router.http.upstream import UpstreamClient, UpstreamConnection, UpstreamError
 from router.proxy.settings import ProxySettings, ProxyStats
-from tests.support.proxy_rig import answer
+from tests.support.proxy_rig import Engine, answer, says
 from tests.support.transports import FakeTransport
 
 
@@ -109,3 +110,22 @@ async def test_loss_before_the_request_is_told_at_once() -> None:
     with pytest.raises(UpstreamError) as caught:
         connection.head_received()
     assert caught.value.reason == "reset"
+
+
+async def test_a_connection_to_an_engine_is_probed_by_the_system() -> None:
+    """A machine without power sends nothing: it is noticed within a minute, sent bytes or not."""
+    client = UpstreamClient(ProxySettings(), ProxyStats(), time.monotonic)
+    async with Engine(says(200, b"ok")) as engine:
+        origin = client.origin(engine.url)
+        connection = await client.request(origin, "GET", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"", 5.0)
+        transport = connection._transport
+        assert transport is not None
+        sock = transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        tcp = {
+            name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            if hasattr(socket, name)
+        }
+        assert tcp == {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+        client.close()

@@ -309,13 +309,13 @@ SECONDS = st.floats(0, 1000, allow_nan=False)
 @pytest.mark.parametrize(
     ("predicted_s", "measured_s", "outcome"),
     [
-        (0.0, 0.04, "held"),
+        (0.0, 0.04, "accurate"),
         (0.0, 0.06, "late"),
-        (10.0, 10.9, "held"),
+        (10.0, 10.9, "accurate"),
         (10.0, 11.1, "late"),
-        (10.0, 9.1, "held"),
+        (10.0, 9.1, "accurate"),
         (10.0, 8.9, "early"),
-        (0.2, 0.16, "held"),
+        (0.2, 0.16, "accurate"),
         (0.2, 0.14, "early"),
     ],
 )
@@ -325,7 +325,7 @@ def test_a_prediction_holds_within_50_ms_or_a_tenth(
     errors = FirstTokenErrors()
     errors.add("m", predicted_s, measured_s)
     assert {name for name, count in errors.outcomes.items() if count} == {outcome}
-    assert errors.summary().held == (outcome == "held")
+    assert errors.summary().accurate == (outcome == "accurate")
 
 
 def test_the_margin_covers_nineteen_of_twenty() -> None:
@@ -371,7 +371,7 @@ def test_sums_are_those_of_the_pairs(pairs: list[tuple[float, float]]) -> None:
     latest = pairs[-WINDOW:]
     held = sum(abs(real - told) <= max(HOLDS_S, HOLDS_SHARE * told) for told, real in latest)
     summary = errors.summary()
-    assert (summary.held, summary.compared) == (held, len(latest))
+    assert (summary.accurate, summary.compared) == (held, len(latest))
     histogram = errors.by_model["m"]
     assert sum(histogram.counts) == sum(errors.outcomes.values()) == len(pairs)
     assert histogram.total == pytest.approx(sum(real - told for told, real in pairs))

@@ -460,3 +460,39 @@ def test_a_request_counts_as_the_requests_that_the_engine_makes_of_it(sequences:
     load.finish(ticket, 1000 * RATE + 0.5)
     assert (load.current(2000 * RATE).waiting, load.current(2000 * RATE).running) == (0, 0)
     assert load.check_integrity() == []
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("admit"), st.integers(1, 5), st.integers(0, 900)),
+            st.tuples(st.just("first"), st.integers(0, 9), st.just(0)),
+            st.tuples(st.just("gauges"), st.integers(0, 3), st.integers(0, 9)),
+        ),
+        max_size=25,
+    ),
+    st.integers(0, 6),
+)
+def test_what_a_prompt_would_pass_is_the_sum_of_those_behind_it(
+    steps: list[tuple[str, int, int]], rank: int
+) -> None:
+    account, tickets, now = LoadAccount(FleetRates().engine()), [], 0.0
+    for name, number, tokens in steps:
+        now += 0.001
+        if name == "admit":
+            tickets.append(
+                account.admit(uncached_tokens=tokens, now=now, rank_s=float(number), load_s=tokens / 1000)
+            )
+        elif name == "first" and tickets:
+            account.first_token(tickets.pop(number % len(tickets)), now)
+        elif name == "gauges":
+            account.report(running=number, waiting=tokens, now=now)
+        passed = []
+        order = list(account._awaited)[0 if account._stuck else 1 :]
+        for ticket in reversed(order):
+            if ticket.rank_s <= rank:
+                break
+            passed.append(ticket)
+        work_s, pages = account.behind(float(rank), 0.5)
+        assert work_s == pytest.approx(sum(one.uncached_tokens * 0.5 + one.load_s for one in passed))
+        assert pages == sum(one.pages for one in passed)

@@ -21,9 +21,9 @@ from router.placement.load import LoadAccount
 from router.placement.others import OthersLoad
 from router.placement.pull import (
     PullOrder,
-    PullPairs,
     Pulls,
     PullSources,
+    Rests,
     any_waits,
     link_busy_s,
     occupy_links,
@@ -377,8 +377,9 @@ def test_a_bad_pair_rests_and_every_other_pair_goes_on() -> None:
     assert order is not None
     pulls.end(target, order, "missed", 0.0)
     assert applied(pulls, now=9.9)[1] is None
-    assert pulls.pairs.allows(NAMES[0], NAMES[1], 0.0), "only in this direction"
-    assert pulls.pairs.allows("http://other:1", NAMES[0], 0.0)
+    assert pulls.pairs.allows(NAMES[0], NAMES[1], now=0.0), "only in this direction"
+    assert pulls.pairs.allows("http://other:1", NAMES[0], now=0.0)
+    assert pulls.sources.allows(NAMES[0], now=0.0)
     assert applied(pulls, now=10.0)[1] is not None
     pulls.end(target, order, "late", 10.0)
     assert applied(pulls, now=29.9)[1] is None
@@ -387,18 +388,60 @@ def test_a_bad_pair_rests_and_every_other_pair_goes_on() -> None:
     assert applied(pulls, now=40.0)[1] is not None, "a good pull in between starts over"
     assert pulls.stats.pulls == {"missed": 1, "late": 1, "complete": 1, "failed": 1}
     assert pulls.stats.rests == 3
+    assert pulls.stats.source_rests == 1
 
 
-def test_rests_end_and_pairs_are_bounded() -> None:
-    pairs = PullPairs()
+@pytest.mark.parametrize("outcome", ["missed", "late", "failed"])
+def test_a_source_rests_for_every_target_after_two_bad_pulls(outcome: Any) -> None:
+    """Before, each of N targets paid the time-out of a handshake."""
+    pulls = Pulls()
+    pulls.configure(PullSettings(enabled=True), 5710)
+    _, order = applied(pulls)
+    assert order is not None
+    source = EngineAddress(NAMES[0])
+    for number in range(2):
+        assert pulls.resting_source(source) is None
+        assert applied(pulls)[1] is not None
+        pulls.end(f"http://other{number}:1", order, outcome, 0.0)
+    assert applied(pulls)[1] is None, "a target that never pulled from it"
+    assert applied(pulls, now=10.0)[1] is not None
+    assert pulls.resting_source(source) == (2, "holder:5710", False)
+    given = msgspec.structs.replace(source, kv_source="10.0.0.1:6000")
+    assert pulls.resting_source(given) == (2, "10.0.0.1:6000", True)
+    pulls.end("http://other2:1", order, outcome, 10.0)
+    assert applied(pulls, now=29.9)[1] is None, "twice as long"
+    pulls.end("http://other3:1", order, "complete", 30.0)
+    assert pulls.resting_source(source) is None
+
+
+def test_one_pull_proves_a_source_before_others_follow() -> None:
+    pulls = Pulls()
+    pulls.configure(PullSettings(enabled=True), 5710)
+    target = engine(NAMES[1])
+    _, order = applied(pulls)
+    assert order is not None
+    pulls.begin(target, order, 0.0)
+    assert applied(pulls)[1] is None, "the first one is under way"
+    assert applied(pulls, now=60.0)[1] is not None, "it was lost"
+    pulls.end("http://other:1", order, "complete", 0.0)
+    pulls.begin(target, order, 0.0)
+    assert applied(pulls)[1] is not None, "it is proven"
+    for _ in range(2):
+        pulls.end("http://other:1", order, "missed", 0.0)
+    pulls.begin(target, order, 20.0)
+    assert applied(pulls, now=20.0)[1] is None, "it is to be proven again"
+
+
+def test_rests_end_and_are_bounded() -> None:
+    pairs = Rests()
     for _ in range(100):
-        pairs.bad("t", "s", 0.0)
-    assert not pairs.allows("t", "s", 599.0)
-    assert pairs.allows("t", "s", 600.0)
+        pairs.bad("t", "s", now=0.0)
+    assert not pairs.allows("t", "s", now=599.0)
+    assert pairs.allows("t", "s", now=600.0)
     for number in range(5000):
-        pairs.bad(f"t{number}", "s", 0.0)
-    assert pairs.allows("t", "s", 0.0), "the oldest is forgotten"
-    assert not pairs.allows("t4999", "s", 0.0)
+        pairs.bad(f"t{number}", "s", now=0.0)
+    assert pairs.allows("t", "s", now=0.0), "the oldest is forgotten"
+    assert not pairs.allows("t4999", "s", now=0.0)
 
 
 def test_a_chosen_pull_occupies_both_links() -> None:
@@ -410,6 +453,7 @@ def test_a_chosen_pull_occupies_both_links() -> None:
     _, order = applied(pulls)
     assert order is not None
     target = engine(NAMES[1])
+    pulls.end("http://other:1", order, "complete", 0.0)  # it is proven
     pulls.begin(target, order, 0.0)
     assert order.source.load.link_free_s == target.load.link_free_s == pytest.approx(order.pull.link_s)
     _, second = applied(pulls, source={"load": order.source.load})

@@ -222,7 +222,7 @@ class Cluster:
 
     async def _is_held(self, router: Replica, one: EnginePod) -> bool:
         engine = (await self.knows(router)).get(one.url)
-        return engine is None or engine["held"] == "terminating"
+        return engine is None or engine["on_hold"] == "terminating"
 
     async def _answers(self, one: EnginePod) -> bool:
         return await self.ask(f"{one.url}/v1/models") is not None

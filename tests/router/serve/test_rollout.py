@@ -35,7 +35,7 @@ def test_engines_and_routers_roll_under_load_without_a_lost_stream() -> None:
 
                     async def warm(r: Any = router, url: str = new.url) -> bool:
                         engine = (await c.knows(r)).get(url, {})
-                        return (engine.get("feed_state"), engine.get("held")) == ("ready", "")
+                        return (engine.get("feed_state"), engine.get("on_hold")) == ("ready", "")
 
                     await until(warm, f"{new.name} is known to {router.name}")
                 await c.end_engine(old)

@@ -50,9 +50,9 @@ async def test_an_engine_is_added_drained_undrained_and_removed(tmp_path: Path, 
         for _ in range(5):
             answer = await admin.rig.chat("a question of any kind")
             assert answer.headers["x-kvatlas-engine"] == two.base_url
-        assert (await admin.listed())[one.base_url]["held"] == "drained by ann"
+        assert (await admin.listed())[one.base_url]["on_hold"] == "drained by ann"
         status, body, _ = await admin.ask("POST", "/undrain", {"engine": one.base_url})
-        assert (status, body) == (200, {"engine": one.base_url, "was_drained": True, "held": ""})
+        assert (status, body) == (200, {"engine": one.base_url, "was_drained": True, "on_hold": ""})
 
         status, body, _ = await admin.ask("DELETE", params={"engine": two.base_url})
         assert (status, body) == (200, {"engine": two.base_url, "kept_out": False})
