@@ -26,7 +26,7 @@ from router.http.h2_codec import encode_literal, frame, settings_frame, window_u
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_exchange import POST, PROCESS
 from tests.support.loop_pauses import Pauses, elsewhere, pauses
-from tests.support.waiting import run, until
+from tests.support.waiting import run_real, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routed, routing, running
 from tests.support.worst_bodies import worst_bodies
 
@@ -90,7 +90,7 @@ def test_no_body_holds_the_loop(size: int) -> None:
                 await found.during(name, send)
             assert found.too_long == {}
 
-    run(main(), 500)
+    run_real(main(), 500)
 
 
 CHUNKED = (
@@ -118,7 +118,7 @@ def test_no_head_or_chunk_holds_the_loop() -> None:
                 await found.during(name, partial(asyncio.to_thread, talk, number(rig.url), sent))
             assert found.too_long == {}
 
-    run(main(), 500)
+    run_real(main(), 500)
 
 
 HELLO = h2.PREFACE + settings_frame({})
@@ -213,7 +213,7 @@ def test_no_frames_hold_the_loop() -> None:
                 await found.during(name, send)
             assert found.too_long == {}
 
-    run(main(), 500)
+    run_real(main(), 500)
 
 
 CALLS_MAX = 280

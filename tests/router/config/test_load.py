@@ -377,7 +377,14 @@ def test_defaults_hold_no_secret_and_pass_their_own_check() -> None:
     loaded = load(None, engines=(parse_engine("http://a:1"),), environ={})
     check(loaded.config)
     text = describe(loaded)
-    for harmless in ("isolate_secret_file", "sidecar.secret_file", "key_", "keys.", "/var/run/secrets/"):
+    for harmless in (
+        "isolate_secret_file",
+        "sidecar.secret_file",
+        "keys.secret_file",
+        "key_",
+        "keys.",
+        "/var/run/secrets/",
+    ):
         text = text.replace(harmless, "")
     assert not re.search(r"key|token=|secret|password", text, re.IGNORECASE)
 

@@ -64,6 +64,7 @@ WRONG: dict[str, str] = {
     "epp.client_ca_file": "",
     "keys.file": "",
     "keys.isolate_secret_file": "",
+    "keys.secret_file": "",
     "sidecar.engine": "http://h:8000/v1",
     "sidecar.prefills": "10.0.0.0/8",
     "sidecar.secret_file": "",

@@ -12,7 +12,7 @@ import pytest
 from tests.router.serve.cluster import Cluster, cluster
 from tests.support.process_fleet import SETTINGS
 from tests.support.redis_servers import Server, any_program
-from tests.support.waiting import run, until
+from tests.support.waiting import run_real, until
 
 
 def check(c: Cluster) -> None:
@@ -53,7 +53,7 @@ def test_engines_and_routers_roll_under_load_without_a_lost_stream() -> None:
                 assert set(await c.knows(router)) == urls  # those that left are forgotten
             assert urls & set(c.load.by_engine)
 
-    run(main(), 170)
+    run_real(main(), 170)
 
 
 @pytest.mark.process
@@ -85,4 +85,4 @@ def test_leases_are_handed_over_when_routers_roll() -> None:
             check(c)
 
     with Server(any_program()) as server:
-        run(main(server.url), 170)
+        run_real(main(server.url), 170)

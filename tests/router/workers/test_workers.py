@@ -24,7 +24,7 @@ from router.fleet.engines import EngineAddress
 from router.workers.context import WorkerSockets
 from tests.support.ports import free_port
 from tests.support.proxy_rig import Call, Engine, answer
-from tests.support.waiting import run, until
+from tests.support.waiting import run_real, until
 from tests.support.whole_router import MODEL, QUICK, TEXT, configure, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -173,7 +173,7 @@ def test_three_workers_are_one_router_whichever_dies(tmp_path: Path) -> None:
             assert await asyncio.wait_for(router.process.wait(), 30) == 0
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
-    run(main(), 170)
+    run_real(main(), 170)
 
 
 def _changed(router: Serving, before: set[int]) -> bool:
@@ -191,7 +191,7 @@ def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
             router.process.kill()
             await until(lambda: not any(_runs(pid) for pid in pids), "the workers ended")
 
-    run(main(), 170)
+    run_real(main(), 170)
 
 
 def _runs(pid: int) -> bool:
