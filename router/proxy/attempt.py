@@ -105,7 +105,7 @@ class Attempt:
         self.abandoned = False
         """Its engine went down before the first byte, and another one can be asked."""
         self.restarted = False
-        """Its engine started anew since it was asked, which says nothing of the new process."""
+        """Its engine has restarted since it was asked, which says nothing of the new process."""
         self.watched = False
         """Its answer must be seen, since more than this rests on it."""
         if later:
@@ -157,7 +157,7 @@ class Attempt:
         return 0.0
 
     def awaited(self, cancel: Callable[[], object]) -> None:
-        """The first byte is waited for; ``cancel`` ends that, where the engine goes down or starts anew
+        """The first byte is waited for; ``cancel`` ends that, where the engine goes down or restarts
         meanwhile."""
 
     def arrived(self) -> None:
