@@ -537,12 +537,13 @@ class UpstreamClient:
         head_timeout_s: float,
         *,
         once: Callable[[], None] | None = None,
+        ready: Callable[[], None] | None = None,
     ) -> UpstreamConnection:
         """Send a request and wait for the response's head. Raises ``UpstreamError``.
 
         The caller owns the connection until ``release``. It is closed if this raises or is cancelled.
-        ``once``: the request is written at most once, and this is called right before. If it raises, nothing
-        is sent.
+        ``once``: the request is written at most once, and this is called right before; ``ready`` is called
+        after the wait for a new connection. If one of them raises, nothing is sent.
         """
         stale = False
         connection = self._pop_idle(origin) if method in REPEATABLE else None
@@ -571,8 +572,7 @@ class UpstreamClient:
             error.sent = error.sent or stale
             raise
         try:
-            if once is not None:
-                once()
+            _call(ready, once)
             connection.send_request(method, head, body, head_timeout_s)
             while not connection.head_received():
                 await connection.next_event()
@@ -655,6 +655,12 @@ class UpstreamClient:
             connection.abort()
             self._connection_lost(connection)
         self.origins.clear()
+
+
+def _call(*given: Callable[[], None] | None) -> None:
+    for one in given:
+        if one is not None:
+            one()
 
 
 def _tick(settings: ClientSettings) -> float:

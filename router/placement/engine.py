@@ -403,7 +403,7 @@ class Engine(EngineStatus):
         for attempt, cancel in list(self.waiting.items()):
             if attempt.asked_s < than_s:
                 del self.waiting[attempt]
-                attempt.abandoned = attempt.restarted = True
+                attempt.abandoned = attempt.blameless = True
                 cancel()
 
     @property

@@ -14,6 +14,7 @@ import msgspec
 from publisher.events import BlockHash
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
+from router.http.upstream import UpstreamError
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
@@ -397,6 +398,16 @@ class Placement(Attempt):
         urls = dict.fromkeys(decision.engines[i].engine.base_url for i in order)
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
+
+    def check_eligible(self) -> None:
+        """Implement ``Attempt``."""
+        engine, model = self.engine, self.request.model
+        gone = engine.closed or bool(engine.held) or engine.asleep or not (engine.up or engine.silent)
+        if gone or not (model is None or engine.serves(model)):
+            self.blameless = True
+            error = UpstreamError("refused", sent=False)
+            error.abandoned = True
+            raise error
 
     def awaited(self, cancel: Callable[[], object]) -> None:
         """Implement ``Attempt``."""

@@ -53,7 +53,7 @@ class Attempt:
             "engine_headers",
         ),
         *("engine_id", "expected_s", "handoff", "kv_source", "now", "open", "prefill", "request"),
-        *("restarted", "retention", "sent_body"),
+        *("blameless", "retention", "sent_body"),
         *("version", "waited_s", "watched", "work"),
     )
 
@@ -104,8 +104,8 @@ class Attempt:
         """Version of an engine that computes prompts for others."""
         self.abandoned = False
         """Its engine went down before the first byte, and another one can be asked."""
-        self.restarted = False
-        """Its engine has restarted since it was asked, which says nothing of the new process."""
+        self.blameless = False
+        """Its end says nothing of the engine: another process runs there now, or it was not asked."""
         self.watched = False
         """Its answer must be seen, since more than this rests on it."""
         if later:
@@ -155,6 +155,10 @@ class Attempt:
         where that is known sooner."""
         self._breaker.unseen(self.asked_s)
         return 0.0
+
+    def check_eligible(self) -> None:
+        """Raises ``UpstreamError`` if its engine may not get the request any more; to be called after each
+        wait on the way to it."""
 
     def awaited(self, cancel: Callable[[], object]) -> None:
         """The first byte is waited for; ``cancel`` ends that, where the engine goes down or restarts
@@ -232,7 +236,7 @@ class Attempt:
         our own limit (``overflow``). Returns whether that ended the attempt."""
         if reason == "overflow":
             return self._end(None, "refused")
-        if self.restarted:
+        if self.blameless:
             return self._end(None, reason)
         self._breaker.record(False, self.now())
         return self._end(None, reason)
@@ -370,7 +374,9 @@ class OwnConnections:
             length=len(begin) + len(named) if has_body else None,
         )
         # The body's beginning goes out with the head: nothing of it is copied.
-        return self._client.request(origin, request.method, head + begin, named, timeout_s, once=once)
+        return self._client.request(
+            *(origin, request.method, head + begin, named, timeout_s), once=once, ready=attempt.check_eligible
+        )
 
     def may_retry(self) -> bool:
         """Implement ``Carrier``."""

@@ -162,6 +162,7 @@ class DisaggForwarder:
         try:
             prefill_body = await run_cooperatively(body.prefill(params, attempt.retention))
             timeout_s = self.proxy.first_byte_timeout_s
+            attempt.check_eligible()
             await_first_byte(attempt, self._carrier)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=prefill_body)
             # Not the time of arrival: the loop may have been busy, and the lease would be taken for younger
@@ -254,6 +255,15 @@ class DisaggForwarder:
                 raise UpstreamError("reset")
         return b"".join(pieces)
 
+    def check_decode(self, attempt: Attempt, out: Outbound) -> None:
+        """Raise ``AgainError`` if the decode engine may not get the request any more: another one fetches
+        what has been computed meanwhile."""
+        try:
+            attempt.check_eligible()
+        except UpstreamError:
+            self._stats.handoffs_redirected += 1
+            raise _in_vain("decode engine left", attempt, out) from None
+
     async def fetch(
         self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, timeout_s: float
     ) -> Answer:
@@ -276,6 +286,7 @@ class DisaggForwarder:
 
         try:
             text = await run_cooperatively(body.decode(handoff.params, attempt.retention))
+            attempt.check_eligible()
             asking = self._carrier.ask(attempt, out, timeout_s, on_sent, text)
             waits_s = handoff.leased and not out.request.stream
             answer: Answer = await (self._witnessed(asking, handoff) if waits_s else asking)

@@ -176,7 +176,8 @@ class Forwarder:
             try:
                 placement = await self._place(out, exclude, left, disagg)
             except ApiError:
-                if outcome is None:
+                # An engine that was not asked has not answered.
+                if outcome is None or _unasked(outcome):
                     raise
                 break
             if attempt:
@@ -264,6 +265,7 @@ class Forwarder:
             if prefill is not None and body is not None:
                 self._note_placed(prefill, out)
                 await self._legs.prefill(prefill, body, out, disagg, new_transfer_id())
+                self._legs.check_decode(placement, out)
             return await self._attempt(placement, out, carrier, disagg, send)
         finally:
             placement.finished(None)
@@ -488,6 +490,7 @@ class Forwarder:
         """With a retention hint alone: the engine transfers nothing."""
         hinted = with_first(out.request.body, b"kv_transfer_params", hint_params(placement.retention))
         placement.sent_body = await run_cooperatively(hinted)
+        placement.check_eligible()
         return await carrier.ask(placement, out, timeout_s)
 
     async def _ask_to_pull(
@@ -497,6 +500,7 @@ class Forwarder:
         # A name of its own per attempt: engines forget a request's transfer by name when it ends
         # (vllm/v1/kv_offload/tiering/p2p/manager.py ``on_request_finished``, 0.32).
         body = await run_cooperatively(source.asked_with(new_transfer_id(), placement.retention))
+        placement.check_eligible()
         answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer
 
@@ -505,6 +509,7 @@ class Forwarder:
         body = await run_cooperatively(
             with_value(out.request.body, b"cache_salt", new_transfer_id(), adds=True)
         )
+        placement.check_eligible()
         answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer
 
@@ -524,6 +529,11 @@ def _sink(out: Outbound, send: Send) -> ResponseSink:
 
 def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:
     return isinstance(outcome, UpstreamError) and outcome.abandoned
+
+
+def _unasked(outcome: Refusal | UpstreamError) -> bool:
+    """Whether the engine was given up before the request was sent."""
+    return _abandoned(outcome) and isinstance(outcome, UpstreamError) and not outcome.sent
 
 
 def _not_reached(outcome: Refusal | UpstreamError) -> bool:

@@ -15,7 +15,8 @@ import pytest
 from router.fleet.engines import DesiredFleet
 from router.fleet.settings import FleetSettings
 from router.placement.engine import NO_PEER_SNAPSHOT, Engine
-from tests.router.app.test_prefill_decode import completion, prompt
+from tests.router.app.test_prefill_decode import SPLITS, D, P, apart, completion, prompt
+from tests.support.pairs import busy
 from tests.support.whole_router import MODEL, Rig, routed
 
 SELDOM = FleetSettings(poll_interval_s=600.0, gauge_interval_s=600.0)
@@ -64,8 +65,8 @@ async def waiting_in(holder: Any, name: str, meanwhile: Callable[[], None]) -> A
         found = await whole(*args, **named)
         if not entered:
             entered.append(1)
+            asyncio.get_running_loop().call_soon(meanwhile)
             await asyncio.sleep(0)
-            meanwhile()
         return found
 
     setattr(holder, name, wait)
@@ -167,3 +168,59 @@ async def test_engines_that_change_all_the_time_do_not_keep_a_request_from_being
         assert turns[0] <= 3
         await rig.over()
         assert [served(rig, engine) for engine in engines if engine.held] == [0]
+
+
+GONE: list[Change] = [down, held, asleep, other_model, gone]
+
+
+@pytest.mark.parametrize("keys", ["alone", "beside another"])
+@pytest.mark.parametrize("change", GONE)
+async def test_nothing_is_sent_to_an_engine_that_changed_while_a_connection_was_made(
+    change: Change, keys: str
+) -> None:
+    body = completion(1)
+    settings: list[dict[str, Any]] = [{}] if keys == "alone" else [{}, {}]
+    async with routed(*settings, fleet=SELDOM) as (rig, _):
+        chosen = await favourite(rig, body)
+        client = rig.router.proxy.client
+        for origin in client.origins.values():
+            while origin.idle:
+                origin.idle.pop().abort()
+        async with waiting_in(client, "_connect", lambda: change(rig, chosen)) as entered:
+            status, answer = await rig.ask("POST", "/v1/completions", body)
+        assert entered
+        expected = 200 if keys != "alone" else 404 if change is other_model else 503
+        assert status == expected, answer
+        await rig.over()
+        assert served(rig, chosen) == 1, "the one that changed has not got it"
+        assert rig.router.proxy.stats.engines_broken == 0
+        assert chosen.breaker.closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("change", GONE)
+async def test_a_decode_engine_that_changed_while_the_prompt_was_computed_is_not_asked(
+    change: Change, stream: bool
+) -> None:
+    pd = msgspec.structs.replace(SPLITS, decode_delay_weight=100.0)
+    async with apart(P, D, D, pd=pd, fleet=SELDOM) as (rig, _):
+        legs = rig.router.proxy._forwarder._legs
+        left: list[Engine] = []
+
+        def meanwhile() -> None:
+            now = rig.router.accounts.now()
+            reserved = [
+                one for one in rig.router.fleet if one.engine.decodes and one.load.current(now).running
+            ]
+            left.append(max(reserved, key=lambda one: one.load.last_admit_s))
+            change(rig, left[0])
+
+        with busy(rig):
+            async with waiting_in(legs, "prefill", meanwhile) as entered:
+                status, answer = await rig.ask("POST", "/v1/completions", completion(7, stream=stream))
+        assert entered
+        assert status == 200, answer
+        await rig.over()
+        latest = [one for one in rig.router.accounts.receipts.latest if one.leg != "prefill"]
+        assert left[0].engine_id not in {one.engine_id for one in latest}
+        assert rig.router.proxy.pd_stats.split == 1, "what was computed is fetched by the other one"
