@@ -169,6 +169,17 @@ def _feed(engine: Engine) -> Iterator[Finding]:
         )
     if engine.unusable_events:
         yield _unusable(engine)
+    unused = {} if engine.residency is None else engine.residency.writer.unused
+    if unused and not engine.unusable_events:
+        said = ", ".join(f"{name} {count}" for name, count in sorted(unused.items()))
+        yield _warning(
+            "feed.unused",
+            subject=engine.engine_id,
+            seen=f"events that were seen and not used: {said}",
+            cause="kvatlas does not know these media or types: what they tell of is never predicted",
+            remedy="nothing, if hits there need no prediction; otherwise upgrade kvatlas, or report it with "
+            "what kvatlas record writes",
+        )
     if feed is not None and feed.phantom_alarms:
         yield _warning(
             "feed.phantoms",

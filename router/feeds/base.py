@@ -109,7 +109,7 @@ class FeedState(StrEnum):
     """State of knowledge about the engine's residency."""
 
     COLD = "cold"
-    """Nothing received yet."""
+    """Not connected yet."""
     REPLAYING = "replaying"
     """The history is being fetched from the engine's replay socket; the known part grows in order."""
     READY = "ready"

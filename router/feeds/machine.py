@@ -297,6 +297,6 @@ class FeedMachine:
         if recovery.unverified:
             return FeedState.DEGRADED, "unverified"
         if position.next_seq == NOWHERE:
-            asked = recovery.has_replay or recovery.snapshots.usable
-            return (FeedState.DEGRADED, "history_unknown") if asked else (FeedState.COLD, "")
+            # Subscribed: with nothing to ask for the history, no more will be known until it publishes.
+            return FeedState.DEGRADED, "history_unknown"
         return FeedState.READY, ""

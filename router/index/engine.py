@@ -129,6 +129,7 @@ class EngineResidency(EngineKnowledge):
         self.clears += old.clears
         self.re_reports += old.re_reports
         self.unknown_types.update(old.unknown_types)
+        self._outside.unknown_media.update(old._outside.unknown_media)  # of the same class
         self.budget = old.budget
         self._settle()
 
@@ -186,6 +187,12 @@ class EngineResidency(EngineKnowledge):
         else:
             self._rejected_in_row += rejected
             self._unknown_in_row += len(batch.unknown)
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """Events that were understood or skipped, and say nothing to the router, by medium or type."""
+        media = {f"medium {name}": count for name, count in self._outside.unknown_media.items()}
+        return media | {f"type {name}": count for name, count in self.unknown_types.items()}
 
     @property
     def unusable_events(self) -> int:

@@ -242,6 +242,10 @@ def _below(hits: Ends, layout: CacheLayout, num_hashes: int) -> Words:
     return covered
 
 
+_UNKNOWN_MEDIA_MAX = 8
+_MEDIUM_CHARS_MAX = 40
+
+
 class OffloadedBlocks:
     """Blocks of one engine outside its GPU. ``rejected`` counts invalid events by reason."""
 
@@ -249,6 +253,8 @@ class OffloadedBlocks:
         self.engine_id = engine_id
         self._index = index
         self._rejected = rejected
+        self.unknown_media = Counter[str]()
+        """Events in unknown media, by name; at most ``_UNKNOWN_MEDIA_MAX`` names, and ``other``."""
         # Shared stores that this engine wrote to.
         self.stores: frozenset[str] = frozenset()
         self.reset()
@@ -354,6 +360,8 @@ class OffloadedBlocks:
         medium, owner = medium_named(event.medium), event.ownership
         if medium is None:
             self._rejected["unknown_medium"] += 1
+            known, name = self.unknown_media, str(event.medium)[:_MEDIUM_CHARS_MAX]
+            known[name if name in known or len(known) < _UNKNOWN_MEDIA_MAX else "other"] += 1
             return None
         if owner is not None and len(owner) > OWNER_CHARS_MAX:
             self._rejected["owner_too_long"] += 1

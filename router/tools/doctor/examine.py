@@ -176,12 +176,14 @@ async def _ask_servers(http: Http, config: Config, engines: tuple[EngineAddress,
 
 
 async def _ask_server(http: Http, url: str) -> ServerEvidence:
-    paths = ("/health", "/v1/models", "/version", "/kv_event_sources", "/metrics", SERVER_INFO)
-    health, models_answer, version_answer, sources, metrics, info = await asyncio.gather(
+    paths = ("/health", "/v1/models", "/version", "/kv_event_sources", "/metrics", SERVER_INFO, "/ready")
+    health, models_answer, version_answer, sources, metrics, info, ready = await asyncio.gather(
         *(http.get(url + path) for path in paths)
     )
     stated = server_info_statement(info.body) if info.ok else None
     seen = ServerEvidence(health, models_answer, version_answer, sources, metrics, server_info=stated)
+    # Engines have no such path, or no such answer.
+    seen.is_router = {"ready", "engines"} <= (ready.json(dict[str, Any]) or {}).keys()
     models = seen.models_answer.json(_Models) if seen.models_answer.ok else None
     seen.models = tuple(models.data) if models is not None else ()
     version = seen.version_answer.json(dict[str, Any]) if seen.version_answer.ok else None

@@ -119,6 +119,8 @@ class ServerEvidence(msgspec.Struct):
     version_text: str = ""
     sources: dict[str, EventSource | None] | None = None
     """None if there was no response, or it was not understood."""
+    is_router: bool = False
+    """Whether it answers as a kvatlas router does."""
     server_info: EngineStatement | None = None
     """Statement of ``/server_info``, if it is enabled."""
 
@@ -491,9 +493,15 @@ def run_checks(seen: Evidence) -> list[Finding]:
         finding
         for subject, evidence in [*subjects, (FLEET, seen)]
         for name, work in ordered
-        if _of_fleet(name) == (evidence is seen)
+        if _of_fleet(name) == (evidence is seen) and _applies(name, evidence)
         for finding in _run(name, subject, work(evidence))
     ]
+
+
+def _applies(name: str, evidence: EngineEvidence | Evidence) -> bool:
+    """Whether a check makes sense: a router answers like an engine, and is none."""
+    router = isinstance(evidence, EngineEvidence) and evidence.server.is_router
+    return not router or name == "http.version"
 
 
 def _of_fleet(name: str) -> bool:

@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.schema import ModelConfig
+from router.fleet.engines import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.placement.shadow import ShadowSettings
 from tests.support.front import fronting
 from tests.support.waiting import until
@@ -109,3 +112,32 @@ async def test_answers_without_cached_tokens_are_named_with_the_flag() -> None:
             problem = (await findings(rig, front))["predictions.unreported"]
             assert problem["seen"].startswith("estimate: the latest 3 response(s)")
             assert REPORTS in problem["remedy"]
+
+
+async def test_an_idle_engine_without_a_replay_socket_is_ready_once_subscribed() -> None:
+    """33 s before: its feed counted as still catching up until the time for that was over."""
+    async with running({}) as (engine,):
+        address = EngineAddress(engine.base_url, events=engine.publisher.endpoint)
+        fleet = FleetSettings(warm_up_s_max=3600.0)
+        async with routing(configure(address, fleet=fleet), wait=False) as rig:
+            (status,) = rig.router.fleet
+            await until(lambda: rig.router.readiness().ready, "ready")
+            assert (str(status.feed_state), status.feed.reason) == ("degraded", "history_unknown")
+
+
+async def test_events_that_are_not_used_are_named() -> None:
+    stored = {"block_hashes": [1], "parent_block_hash": None, "token_ids": list(range(16)), "block_size": 16}
+    shared = {"type": "BlockStored", "medium": "SHARED_STORAGE", **stored}
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        await rig.chat(TEXT)
+        await rig.caught_up(engine)
+        assert await findings(rig, engine) == {}
+        engine.publisher._ledger = None  # it would refuse what it cannot read
+        events = [shared, shared, {"type": "CacheEvicted", "key": "k"}]
+        engine.publisher.publish_payload(msgspec.msgpack.encode([1.0, events, 0]))
+        (status,) = rig.router.fleet
+        await until(lambda: len(status.residency.writer.unused) == 2, "seen")
+        found = (await findings(rig, engine))["feed.unused"]
+        assert found["seen"].endswith("not used: medium SHARED_STORAGE 2, type CacheEvicted 1")
+        await rig.chat(TEXT)
+        assert "feed.unusable" not in await findings(rig, engine)

@@ -528,8 +528,9 @@ def test_publisher_ids_decide_about_restarts() -> None:
 def test_without_replay_the_first_seq_says_whether_history_is_known() -> None:
     fresh, late = Driver(has_replay=False), Driver(has_replay=False)
     for driver in (fresh, late):
-        driver.connected()
         assert driver.state == (FeedState.COLD, "")
+        driver.connected()
+        assert driver.state == (FeedState.DEGRADED, "history_unknown"), "subscribed, and nothing to ask"
     fresh.live(frame(0))
     assert fresh.state == (FeedState.READY, "")
     late.live(frame(4))

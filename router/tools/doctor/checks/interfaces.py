@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from router.fleet.statement import EVENTS_OPTION
+from router.index.base import ON_GPU, medium_named
 from router.tools.doctor.findings import (
     EVENT_SOURCES_SINCE,
     NEWEST_KNOWN,
@@ -220,6 +221,18 @@ def encoding(engine: EngineEvidence) -> Iterator[CheckResult]:
             "a newer or foreign publisher",
             "upgrade kvatlas; the content of these events is missing from the index",
         )
+    unknown_media = {
+        name: count
+        for name, count in event_counts.media.items()
+        if name not in ON_GPU and medium_named(name) is None
+    }
+    if unknown_media:
+        shown = ", ".join(f"{name} {count}" for name, count in sorted(unknown_media.items()))
+        yield warning(
+            f"events in media that were seen and not used: {shown}",
+            "kvatlas does not know these media: hits there are never predicted",
+            "nothing, if hits there need no prediction; otherwise upgrade kvatlas, or report it",
+        )
     if event_counts.unknown_types:
         types = ", ".join(f"{name} {count}" for name, count in sorted(event_counts.unknown_types.items()))
         seen = f"events of unknown types that could not be read: {types}"
@@ -346,6 +359,13 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
 def version(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report features that this vLLM release missing_features."""
     server = engine.server
+    if server.is_router:
+        yield error(
+            f"this is a kvatlas router (version {server.version_text}), not an engine",
+            "--engine names a router",
+            "give --router with the URL of its ops port, and --engine with those of its engines",
+        )
+        return
     if engine.kind == "sglang" or (not server.version_answer.status and not server.models):
         return
     if server.version is None:

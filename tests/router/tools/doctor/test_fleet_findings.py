@@ -264,3 +264,23 @@ async def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest
             publisher.publish([stored()])
             found = await examined(at(url, publisher), model=ModelConfig())
             found.expect("events.encoding", Severity.ERROR, "ZeroDivisionError: boom")
+
+
+async def test_a_router_given_as_an_engine_is_told_so() -> None:
+    async with running({}) as (engine,), routing(configure(engine)) as rig:
+        for url in (rig.url, rig.ops_url):
+            found = await examined(url)
+            assert [(one.check, one.severity) for one in found if one.subject == url] == [
+                ("http.version", Severity.ERROR)
+            ]
+            told = found.expect("http.version", Severity.ERROR, "this is a kvatlas router", "--router")
+            assert "upgrade" not in told.remedy
+
+
+async def test_events_in_a_medium_that_is_not_known_are_told() -> None:
+    async with http_server(server()) as url:
+        with publishing() as publisher:
+            publisher.publish([stored(), stored(medium="SHARED_STORAGE"), stored(medium="CPU")])
+            found = await examined(at(url, publisher))
+            told = found.expect("events.encoding", Severity.WARNING, "not used")
+            assert told.seen.endswith("SHARED_STORAGE 1")
