@@ -15,15 +15,15 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, Usage
+from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, Usage
 from router.proxy.events import (
     ERROR_MARK,
+    EVENT_ENDS,
     Kind,
     Said,
     abort_mark,
     blocks,
     data_of,
-    ends_event,
     in_background,
     is_comment,
     last_event_end,
@@ -141,6 +141,12 @@ _MARK_BYTES = 256
 _IN_CHOICES: Final = frozenset({CHAT, COMPLETION, GENERATE, BATCH})
 _GOES_ON = b'"finish_reason":null'
 _UNKNOWN_END = b"\0"  # of no event
+# APIs that name their events: the names of those that come by the hundred.
+_DELTAS: Final = {
+    MESSAGES: (b"event: content_block_delta\n",),
+    RESPONSES: (b"event: response.output_text.delta\n", b"event: response.reasoning_text.delta\n"),
+}
+_COLON = ord(":")
 # Of a stream that has said its end: nothing is missing.
 _ENDED = re.compile(
     rb"^data: ?\[DONE\]|^event: ?(?:message_stop|message-end|response\.(?:completed|incomplete|failed))",
@@ -156,10 +162,9 @@ class SseRelay:
     """
 
     __slots__ = (
-        *("_abort_mark", "_held", "_held_bytes", "_filter", "_holds", "_last", "_opened", "_partial"),
-        "_path",
-        *("_replaceable", "_tail", "_tail_seen", "_usual_end", "aborted", "begun", "count", "error"),
-        *("exposed", "failed", "given_up", "progress", "said", "unread_usages", "usage"),
+        *("_abort_mark", "_filter", "_held", "_held_bytes", "_holds", "_last", "_opened", "_partial"),
+        *("_path", "_replaceable", "_tail", "_tail_seen", "_usual_end", "_usual_start", "aborted", "begun"),
+        *("count", "error", "exposed", "failed", "given_up", "said", "unread_usages", "usage", "waits"),
     )
 
     def __init__(self, path: str = "", *, replaceable: bool = False, hides_usage: bool = False) -> None:
@@ -173,8 +178,9 @@ class SseRelay:
         # The beginning of an opening too long to wait for its end has been passed on.
         self._partial = False
         self._abort_mark = abort_mark(path)
-        # The last event of what aborts a message or a response has the usage; of choices, it has another end.
-        self._usual_end = _UNKNOWN_END
+        # An event that ends, or begins, like this is neither an error nor the end.
+        self._usual_start = _DELTAS.get(path, b"")
+        self._usual_end = _UNKNOWN_END if path not in _DELTAS else b""
         self.aborted = False
         """The engine gave up: nothing more is to be passed on."""
         self.given_up = False
@@ -189,8 +195,8 @@ class SseRelay:
         """By what it began."""
         self.error = b""
         """Data of the first error."""
-        self.progress = False
-        """The last piece had more than comments."""
+        self.waits = False
+        """The last piece was no part of an answer: comments or openings. To be reset by the reader."""
         self.count = 0
         """Events in the last piece, about one for each token."""
         self.usage: Usage | None = None
@@ -202,17 +208,22 @@ class SseRelay:
     def feed(self, data: bytes) -> bytes:
         """The bytes to pass on now; empty if no event has ended, or openings are held."""
         # By far the most pieces are whole events.
-        if (self._tail or not ends_event(data)) and not (data := self._whole(data)):
-            self.count, self.progress = 0, self.begun
+        if (self._tail or not data.endswith(EVENT_ENDS)) and not (data := self._whole(data)):
+            self.count, self.waits = 0, not self.begun
             return data
         self.count = count = data.count(b"\n\n")
-        if self.begun:
-            self.progress = not data.startswith(b":") or not all(map(is_comment, blocks(data)))
-        elif not (data := self._begin(data)):
-            return data
+        if not self.begun:
+            if not (data := self._begin(data)):
+                return data
+        elif data[0] == _COLON:
+            self.waits = all(map(is_comment, blocks(data)))
         # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
         has_usage = data.find(b'"usage"') >= 0
-        if has_usage or count != 1 or not data.endswith(self._usual_end):
+        if (
+            has_usage
+            or count != 1
+            or not (data.endswith(self._usual_end) and data.startswith(self._usual_start))
+        ):
             self.count = count - data.count(_DONE)
             data = self._watch(data)
             if has_usage:
@@ -282,7 +293,7 @@ class SseRelay:
 
     def _begin(self, data: bytes) -> bytes:
         """Whole events, of which none before was a token: those to be passed on now."""
-        self.progress = False
+        self.waits = True
         out: list[bytes] = []
         found = blocks(data)
         for block in found:
@@ -303,7 +314,7 @@ class SseRelay:
                 self.begun, self.said, self._opened = True, said, self._last
                 out += (*self._held, block, *found)
                 self._held.clear()
-                self.progress = True
+                self.waits = False
                 break
             self._held.append(block)
             self._held_bytes += len(block)

@@ -24,14 +24,9 @@ import msgspec
 
 from router.openai.request import MESSAGES, RESPONSES
 
-_BLANK: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
-"""Ends of an event whose lines all end alike."""
+EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+"""Of an event whose lines all end alike."""
 _BOM: Final = b"\xef\xbb\xbf"
-
-
-def ends_event(data: bytes) -> bool:
-    """Whether these bytes end with a blank line; False also where line ends are mixed."""
-    return data.endswith(_BLANK)
 
 
 def last_event_end(data: bytes | bytearray, start: int = 0) -> int:

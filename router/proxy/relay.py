@@ -120,7 +120,8 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._begin()
         if events.aborted or events.failed or events.given_up:
             self._failed(out)
-        if not events.progress:
+        if events.waits:
+            events.waits = False
             self._connection.kept_alive()
         if self._begun and self._success:
             self._record.piece()

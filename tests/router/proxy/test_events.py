@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -276,6 +277,25 @@ def test_text_that_speaks_of_errors_is_text(path: str) -> None:
         body = event_of(STREAMS[path].token) + event_of((STREAMS[path].token[0], data))
         assert relay.feed(body) == body
         assert (relay.aborted, relay.failed) == (False, 0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_chunk_like_the_one_before_costs_no_call(path: str) -> None:
+    """Neither decoded nor split: there are hundreds of them in an answer."""
+    if path == SGLANG:
+        pytest.skip("its events grow")
+    relay = SseRelay(path, replaceable=True)
+    token = event_of(STREAMS[path].token)
+    for _ in range(3):
+        relay.feed(token)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, what, _: calls.append(frame.f_code.co_name) if what == "call" else None)
+    try:
+        for _ in range(10):
+            relay.feed(token)
+    finally:
+        sys.setprofile(None)
+    assert calls == ["feed"] * 10
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.sampled_from(PATHS), st.booleans())
