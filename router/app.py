@@ -54,6 +54,7 @@ from router.prompts.reader import PromptReader
 from router.prompts.tokenizer_finder import TokenizerFinder
 from router.proxy.app import ProxyApp
 from router.proxy.settings import Aliases
+from router.replication.gossip import GossipedInflight
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
 from router.workers.merged_view import AggregateView, worker_families
@@ -356,7 +357,10 @@ class Router:
             responses=ResponseIds() if self.gate is None else ResponseIds(self.gate.secrets),
             pd=self.config.pd,
             pd_stats=pd_stats,
+            watched=self.fleet,
         )
+        if isinstance(inflight := self.accounts.inflight, GossipedInflight) and proxy.deaths is not None:
+            inflight.died, proxy.deaths.publish = proxy.deaths.learn, inflight.publish_death
         return planner, proxy
 
     def _open_gate(self) -> KeyGate | None:

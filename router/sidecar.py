@@ -203,6 +203,16 @@ class SidecarPlacer:
         answerer.retention, helper.retention = hints
         return answerer
 
+    def base_url(self, engine_id: str) -> str | None:
+        """Implement ``WatchedFleet``."""
+        if engine_id == self._engine:
+            return engine_id
+        return f"{self._scheme}://{engine_id}" if engine_id in self._prefillers else None
+
+    def leaves(self, engine_id: str) -> bool:
+        """Implement ``WatchedFleet``: nothing tells a sidecar."""
+        return False
+
     def _hints(self, request: InboundRequest) -> SidecarHints:
         """Return the retention hints of the picker, and none that a client wrote."""
         if request.method != "POST" or request.path not in PROMPT_APIS:
@@ -380,6 +390,7 @@ class Sidecar:
             tls=tls,
             pd=config.pd,
             pd_stats=self.pd_stats,
+            watched=placer,
         )
         server = config.server
         routes = [

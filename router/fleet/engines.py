@@ -87,6 +87,10 @@ def endpoint_of(base_url: str) -> str:
     return f"[{host}]:{url.port or 80}" if ":" in host else f"{host}:{url.port or 80}"
 
 
+NOT_READY = "not ready"
+"""Of ``DiscoveredEngine.held``: its own state, where all others are somebody's will."""
+
+
 class DiscoveredEngine(msgspec.Struct, frozen=True):
     """One engine as a source sees it now."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from lightkube.core.resource import ApiInfo, NamespacedResourceG, ResourceDef
 
-from router.fleet.engines import DiscoveredEngine, EngineAddress, EngineKind, Role
+from router.fleet.engines import NOT_READY, DiscoveredEngine, EngineAddress, EngineKind, Role
 from router.fleet.settings import KubernetesSettings
 
 Object = TypeVar("Object")
@@ -196,7 +196,7 @@ _ROLES: dict[str, Role] = {
     "both": "both",
 }
 RANKS_MAX = 1024
-NOT_READY, TERMINATING, ANNOTATED = "not ready", "terminating", "drained by annotation"
+TERMINATING, ANNOTATED = "terminating", "drained by annotation"
 NO_SLICE = "in no EndpointSlice"
 _OVER = frozenset({"Succeeded", "Failed"})
 

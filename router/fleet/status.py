@@ -14,7 +14,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
-from router.fleet.engines import DesiredFleet, EngineAddress, EngineKind
+from router.fleet.engines import NOT_READY, DesiredFleet, EngineAddress, EngineKind
 from router.fleet.salt_proof import DROPPED_BY_SGLANG, SaltProof, first_guess
 from router.fleet.statement import EngineStatement, SleepState
 
@@ -280,6 +280,16 @@ class Fleet(Generic[E]):
 
     def get(self, engine_id: str) -> E | None:
         return self._status.get(engine_id)
+
+    def base_url(self, engine_id: str) -> str | None:
+        """Implement ``WatchedFleet``."""
+        status = self._status.get(engine_id)
+        return None if status is None else status.engine.base_url
+
+    def leaves(self, engine_id: str) -> bool:
+        """Implement ``WatchedFleet``."""
+        status = self._status.get(engine_id)
+        return status is None or status.asleep or status.held not in ("", NOT_READY)
 
     def ranks(self, base_url: str) -> list[E]:
         """Return the engines of one server; do not modify the result."""

@@ -538,15 +538,17 @@ class UpstreamClient:
         *,
         once: Callable[[], None] | None = None,
         ready: Callable[[], None] | None = None,
+        fresh: bool = False,
     ) -> UpstreamConnection:
         """Send a request and wait for the response's head. Raises ``UpstreamError``.
 
         The caller owns the connection until ``release``. It is closed if this raises or is cancelled.
         ``once``: the request is written at most once, and this is called right before; ``ready`` is called
-        after the wait for a new connection. If one of them raises, nothing is sent.
+        after the wait for a new connection. If one of them raises, nothing is sent. ``fresh``: on a
+        connection of its own.
         """
         stale = False
-        connection = self._pop_idle(origin) if method in REPEATABLE else None
+        connection = self._pop_idle(origin) if method in REPEATABLE and not fresh else None
         if connection is not None:
             try:
                 if once is not None:

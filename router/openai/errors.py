@@ -147,6 +147,30 @@ def engine_refused(status: int, body: bytes) -> ApiError:
     return ApiError(status if status >= 400 else 502, "engine_refused", text[:_TOLD_CHARS_MAX])
 
 
+def engine_died(retry_s: int) -> ApiError:
+    """503: the engine that had the request died, and it may have been the request that ended it."""
+    return ApiError(
+        503,
+        "engine_died",
+        "The engine that computed this request died and is not known to be back. Since the request may have "
+        "ended it, no other engine gets it before; retry later.",
+        kind="service_unavailable_error",
+        headers=((b"retry-after", b"%d" % retry_s),),
+    )
+
+
+def ends_engines(wait_s: float) -> ApiError:
+    """503: two engines died with this request."""
+    return ApiError(
+        503,
+        "request_ends_engines",
+        "Two engines died while they computed this request: no engine gets it for the next "
+        f"{max(1.0, wait_s):.0f} s (proxy.suspect_s).",
+        kind="service_unavailable_error",
+        headers=((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *_NO_RETRY),
+    )
+
+
 def unknown_path(path: str, status: int = 404, remedy: str = "") -> ApiError:
     """404: no engine answers this path."""
     message = f"Unknown path {echoed(path)}{': ' + remedy if remedy else ''}."

@@ -66,6 +66,7 @@ from router.openai.response_ids import FIELD, PREFIX, ResponseIds
 from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
 from router.proxy.attempt import Outbound
+from router.proxy.deaths import Deaths, Pulse, WatchedFleet
 from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import (
     POST_PATHS,
@@ -119,6 +120,7 @@ class ProxyApp:
         responses: ResponseIds | None = None,
         pd: PdSettings | None = None,
         pd_stats: PdStats | None = None,
+        watched: WatchedFleet | None = None,
     ) -> None:
         settings, pd = settings or ProxySettings(), pd or PdSettings()
         self.stats = stats or ProxyStats()
@@ -127,6 +129,7 @@ class ProxyApp:
         self._gate = gate
         self._responses = responses
         self.client = UpstreamClient(settings, self.stats, clock, tls)
+        self.deaths = None if watched is None else Deaths(watched, Pulse(self.client), self.stats, clock)
         self._forwarder = Forwarder(
             planner,
             self.client,
@@ -135,6 +138,7 @@ class ProxyApp:
             clock=clock,
             pd=pd,
             pd_stats=self.pd_stats,
+            deaths=self.deaths,
         )
         self.configure(settings, pd, aliases, claims=claims, targets=targets)
 
@@ -203,7 +207,7 @@ class ProxyApp:
                 body = await self._read_body(head, receive, body)
             record.read_s, record.bytes_in = self.requests.clock(), len(body)
             out = await self._outbound(scope, head, body, record, entry)
-            out.own = own
+            out.own, out.client_body = own, body
             # What it costs must be known where there are bills.
             if out.request.stream and (entry is not None or self.requests.on_end is not None):
                 await self._ask_usage(out)

@@ -30,6 +30,7 @@ from router.pd.handoff import Handoff, NotFetchedError
 from router.pd.settings import Prefilled
 from router.pd.transfer import KvSource
 from router.proxy.breaker import Breaker
+from router.proxy.deaths import digest_of
 from router.proxy.headers import RequestHead, request_head
 from router.proxy.settings import ProxyStats
 
@@ -52,7 +53,7 @@ class Attempt:
             "client_headers",
             "engine_headers",
         ),
-        *("engine_id", "expected_s", "handoff", "kv_source", "now", "open", "prefill", "request"),
+        *("engine_id", "expected_s", "failed", "handoff", "kv_source", "now", "open", "prefill", "request"),
         *("blameless", "retention", "sent_body"),
         *("version", "waited_s", "watched", "work"),
     )
@@ -88,6 +89,8 @@ class Attempt:
         self._heard = False
         self.open = True
         """It has not ended."""
+        self.failed = ""
+        """Why it ended, if it failed: one of ``router.openai.request.FAILURES``."""
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
         self.retention = b""
@@ -250,6 +253,7 @@ class Attempt:
     def _end(self, usage: Usage | None, failed: str) -> bool:
         was_open, self.open = self.open, False
         if was_open:
+            self.failed = failed
             self._ended(usage, failed)
         return was_open
 
@@ -294,6 +298,14 @@ class Outbound(msgspec.Struct, gc=False):
     task: asyncio.Task[Any] | None = None
     """The one that answers it."""
     had: Had = Had.NOTHING
+    client_body: bytes = b""
+    """As the client sent it."""
+    lost: str = ""
+    """The engine whose answer broke off, if it may have died."""
+
+    def digest(self) -> bytes:
+        """The name of what the client asks, alike for each attempt of it."""
+        return digest_of(self.request.tenant, self.request.path, self.client_body or self.request.body)
 
 
 class Answer(Protocol):

@@ -98,11 +98,12 @@ class IdleTracker:
 
 class AgainError(Exception):
     """Place the request again, as its state allows: the decode engine is not at fault. ``broke``: the request
-    may have broken the prefill engine."""
+    may have broken the prefill engine. ``engine_id``: the engine that it may have ended, if any."""
 
-    def __init__(self, problem: str, *, broke: bool = False) -> None:
+    def __init__(self, problem: str, *, broke: bool = False, engine_id: str = "") -> None:
         super().__init__(problem)
         self.broke = broke
+        self.engine_id = engine_id
 
 
 class DisaggForwarder:
@@ -183,7 +184,7 @@ class DisaggForwarder:
                 raise
             engine_failed(attempt, error, self._proxy_stats)
             disagg.prefill_failed(attempt.engine_id)
-            raise AgainError(error.reason, broke=broke(error)) from None
+            raise _prefill_failed(attempt, error.reason, broke=broke(error)) from None
         finally:
             self._idle.end()
             if answer is not None:
@@ -200,7 +201,7 @@ class DisaggForwarder:
             if attempt.refused(status, wait_s):
                 self._proxy_stats.count_failure("status")
             disagg.prefill_failed(attempt.engine_id)
-            raise AgainError("status", broke=status == BROKEN)
+            raise _prefill_failed(attempt, "status", broke=status == BROKEN)
         attempt.answered(status)
         if status != 200:
             # the decode engine will tell the client why its request is invalid
@@ -363,7 +364,9 @@ class DisaggForwarder:
         disagg.decode_failed(status)
         # vLLM answers 500 if the blocks cannot be loaded: a failure of the transfer, not of the request.
         if status == BROKEN and attempt.fetch_failed():
-            raise _in_vain("fetch failed", attempt, out)
+            error = _in_vain("fetch failed", attempt, out)
+            error.engine_id = attempt.engine_id  # or it died
+            raise error
 
     def not_fetched(self, attempt: Attempt, out: Outbound, disagg: DisaggState | None) -> AgainError:
         """Handle an answer that began after the end of the lease."""
@@ -378,6 +381,10 @@ class DisaggForwarder:
 def broke(error: UpstreamError) -> bool:
     """Whether the request may have broken the engine: it was reached but did not answer."""
     return error.sent and error.reason not in ("overflow", "aborted") and not error.abandoned
+
+
+def _prefill_failed(attempt: Attempt, problem: str, *, broke: bool) -> AgainError:
+    return AgainError(problem, broke=broke, engine_id=attempt.engine_id if broke else "")
 
 
 def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from router.http.request_cycle import AsgiSink, ResponseSink, Send
+from router.http.request_cycle import AsgiSink, Send
 from router.http.upstream import REPEATABLE, UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import (
@@ -51,6 +51,7 @@ from router.proxy.attempt import (
     await_first_byte,
     engine_failed,
 )
+from router.proxy.deaths import Deaths
 from router.proxy.disaggregated import (
     AgainError,
     DisaggForwarder,
@@ -108,8 +109,10 @@ class Forwarder:
         clock: Callable[[], float],
         pd: PdSettings,
         pd_stats: PdStats,
+        deaths: Deaths | None = None,
     ) -> None:
         self._planner = planner
+        self._deaths = deaths
         self._own = OwnConnections(client)
         self._settings = settings
         self._stats = stats
@@ -144,6 +147,13 @@ class Forwarder:
             if out.had is Had.NOTHING:
                 raise
             await self._end_stream(error, out, send)
+        deaths = self._deaths
+        if deaths is not None and (out.lost or self._stats.suspects_current):
+            # The client has its answer, or the error in its place.
+            if out.lost and out.carrier is None and self._settings.suspect_s:
+                await deaths.ended(out.digest(), out.lost)
+            elif not out.record.broken and 200 <= out.record.status < 300:
+                deaths.suspects.clear(out.digest())
 
     async def _end_stream(self, error: ApiError, out: Outbound, send: Send) -> None:
         """The client has had comments, and no engine goes on: tell it so in the stream."""
@@ -155,7 +165,8 @@ class Forwarder:
         )
         data = SseRelay(out.request.path).broken(*error_event(error, out.request.path, b""))
         out.record.bytes_out += len(data)
-        if (waits := _sink(out, send).write(data, more=False)) is not None:
+        sink = out.own if out.own is not None and send == out.own.send else AsgiSink(send)
+        if (waits := sink.write(data, more=False)) is not None:
             await waits
 
     async def _forward(self, out: Outbound, send: Send) -> None:
@@ -174,7 +185,11 @@ class Forwarder:
             if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
-                placement = await self._place(out, exclude, left, disagg)
+                placement = await (
+                    self._place_again(out, exclude, left, disagg)
+                    if disagg is not None or left
+                    else self._planner.place(out.request, exclude=exclude)
+                )
             except ApiError:
                 # An engine that was not asked has not answered.
                 if outcome is None or _unasked(outcome):
@@ -187,13 +202,14 @@ class Forwarder:
             try:
                 outcome = await (
                     self._attempt(placement, out, carrier, None, send)
-                    if disagg is None and out.entry is None
+                    if disagg is None and out.entry is None and not self._stats.suspects_current
                     else self._carry_on(placement, out, carrier, send, disagg)
                 )
             except AgainError as again:
                 # At most once per prefill that the disagg allows, plus one.
                 # Not an attempt of its own: the failure was the prefill's, and the decode engine may be used
                 # again.
+                await self._hold_if_dead(out, again.engine_id)
                 breaks += again.broke
                 if breaks < _BREAKS_MAX and out.had is not Had.END:
                     continue
@@ -208,7 +224,7 @@ class Forwarder:
             # The engine may have acted on it: a second execution could do it twice.
             if _unrepeatable(out.request, outcome):
                 break
-            breaks = self._note_break(out, placement.engine_id, outcome, breaks)
+            breaks = await self._note_break(out, placement.engine_id, outcome, breaks)
             # A gateway that carries the request decides itself whether it can be sent again.
             if breaks >= _BREAKS_MAX or not carrier.may_retry():
                 break
@@ -223,17 +239,10 @@ class Forwarder:
         self._stats.requests_quarantined += 1
         return outcome or UpstreamError("reset")
 
-    def _place(
-        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
-    ) -> Awaitable[Attempt]:
-        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
-        if disagg is None and not left:
-            return self._planner.place(out.request, exclude=exclude)
-        return self._place_again(out, exclude, left, disagg)
-
     async def _place_again(
         self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
     ) -> Attempt:
+        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
         if disagg is not None:
             exclude |= disagg.failed
         try:
@@ -247,21 +256,23 @@ class Forwarder:
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState | None
     ) -> Refusal | UpstreamError | None:
         """Charge the tenant, then implement ``_attempt``; before it, the prompt is computed by another
-        engine, where the placement says so. Raises ``AgainError``."""
-        # One that takes over a prompt that has been computed costs what that did.
-        takes_over = placement.body is not None and placement.prefill is None
-        if out.entry is not None and not takes_over:
-            try:
+        engine, where the placement says so. Raises ``AgainError``, and ``ApiError`` for a request that no
+        engine gets now, or that its tenant may not make."""
+        prefill, body = placement.prefill, placement.body
+        try:
+            if self._deaths is not None and self._stats.suspects_current:
+                await self._deaths.check(out.digest(), self._settings.suspect_s)
+            # One that takes over a prompt that has been computed costs what that did.
+            if out.entry is not None and (body is None or prefill is not None):
                 out.entry.placed(placement.work)
-            except ApiError:
-                placement.finished(None)
-                if placement.prefill is not None:
-                    placement.prefill.finished(None)
-                raise
+        except BaseException:
+            placement.finished(None)
+            if prefill is not None:
+                prefill.finished(None)
+            raise
         if disagg is None:
             return await self._attempt(placement, out, carrier, None, send)
         try:
-            prefill, body = placement.prefill, placement.body
             if prefill is not None and body is not None:
                 self._note_placed(prefill, out)
                 await self._legs.prefill(prefill, body, out, disagg, new_transfer_id())
@@ -296,15 +307,26 @@ class Forwarder:
                 problem=_why(outcome),
             )
 
-    def _note_break(
+    async def _note_break(
         self, out: Outbound, engine_id: str, outcome: Refusal | UpstreamError, breaks: int
     ) -> int:
-        """How many engines it has broken now."""
+        """How many engines it has broken now. Raises ``ApiError`` if this one died."""
         if not _broke(outcome):
             return breaks
         out.record.explained = True
         self._log_break(out.request, engine_id, outcome, last=breaks + 1 >= _BREAKS_MAX)
+        await self._hold_if_dead(out, engine_id)
         return breaks + 1
+
+    async def _hold_if_dead(self, out: Outbound, engine_id: str) -> None:
+        """Before another engine is asked: raise ``ApiError`` if the one that had the request died of it, or
+        may have. "": none may have."""
+        deaths = self._deaths
+        if deaths is None or not engine_id or out.carrier is not None or not self._settings.suspect_s:
+            return
+        if await deaths.ended(out.digest(), engine_id):
+            out.record.tracker.warn("engine died", out.record, engine_id, engine=engine_id)
+            raise deaths.held_back()
 
     def _log_break(
         self, request: InboundRequest, engine_id: str, outcome: Refusal | UpstreamError, *, last: bool
@@ -407,7 +429,7 @@ class Forwarder:
             placement,
             out.record,
             head,
-            _sink(out, send),
+            out.own if out.own is not None and send == out.own.send else AsgiSink(send),
             self._stats,
             USAGE_BYTES_MAX,
             out.carrier is None,
@@ -417,7 +439,10 @@ class Forwarder:
             if (rest := relay.run()) is not None:
                 await rest
         finally:
-            out.had = relay.had
+            if relay.stream is not None:
+                out.had = relay.stream.had
+            if out.record.broken and placement.failed not in ("", "aborted"):
+                out.lost = placement.engine_id
 
     async def _not_a_stream(self, placement: Attempt, connection: Answer) -> ApiError:
         """The error for an answer that cannot go on in the stream that has begun."""
@@ -521,10 +546,6 @@ class Forwarder:
             if len(body) > _KEPT_ANSWER_BYTES_MAX:
                 raise UpstreamError("reset")
         return body
-
-
-def _sink(out: Outbound, send: Send) -> ResponseSink:
-    return out.own if out.own is not None and send == out.own.send else AsgiSink(send)
 
 
 def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:

@@ -215,12 +215,10 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _had: Had = Had.NOTHING
     _success: bool = False
     _wants_usage: bool = False
-    _stream: StreamRelay | None = None
-
-    @property
-    def had(self) -> Had:
-        """The client's share so far, of a stream, or before this answer."""
-        return self._had if self._stream is None else self._stream.had
+    _seen_end: bool = False
+    """Its end has been looked at: the engine did not give it up."""
+    stream: StreamRelay | None = None
+    """Set where the answer is an event stream."""
 
     def run(self, first: bytes | None = None) -> Awaitable[None] | None:
         """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
@@ -260,7 +258,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             replaceable=self._replaceable and self._success,
             hides_usage=request.hides_usage,
         )
-        self._stream = StreamRelay(
+        self.stream = StreamRelay(
             self._connection,
             self._attempt,
             self._record,
@@ -272,7 +270,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._replaceable,
             self._had,
         )
-        return self._stream.run(first)
+        return self.stream.run(first)
 
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
         """Pass a body that came in one piece on in one."""
@@ -283,6 +281,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
                 attempt.check_fetched()
             if self._wants_usage and aborted(attempt.request.path, data):
                 raise UpstreamError("aborted")
+            self._seen_end = True
         # An empty body is no sign that the engine generates.
         attempt.first_byte(status if data else 0)
         self._answer.start(status, head.fields, head.length)
@@ -300,7 +299,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         """The answer ended, with this whole body."""
         attempt, usage = self._attempt, None
         if self._wants_usage and len(body) <= self._usage_bytes_max:
-            if attempt.open and aborted(attempt.request.path, body):
+            if not self._seen_end and aborted(attempt.request.path, body):
                 # It was too long to be kept back, or a gateway's.
                 broke_off(attempt, self._record, UpstreamError("aborted"), self._stats)
             try:

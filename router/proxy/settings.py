@@ -70,6 +70,9 @@ class ProxySettings(ClientSettings, frozen=True):
     """Most engines that are tried for one request."""
     retry_time_s_max: float = 60.0
     """No further engine is tried later than this many seconds after the first attempt."""
+    suspect_s: float = 300.0
+    """Seconds for which a request is remembered that was on an engine when it died: no engine gets it before
+    that one is known to be back, and after two deaths none at all. 0: any engine gets it at once."""
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
 
@@ -98,6 +101,18 @@ class ProxyStats(ClientStats):
     """Requests whose engine answered 500 or ended the connection before the first byte, each time."""
     requests_quarantined: Annotated[int, "kvatlas_proxy_requests_quarantined_total"] = 0
     """Requests not tried again because they had broken two engines."""
+    suspects_noted: Annotated[int, "kvatlas_proxy_suspects_noted_total"] = 0
+    """Requests that were on an engine when it died, here or at another router."""
+    suspects_learned: Annotated[int, "kvatlas_proxy_suspects_learned_total"] = 0
+    """Deaths of engines with a request that other routers reported."""
+    suspects_forgotten: Annotated[int, "kvatlas_proxy_suspects_forgotten_total"] = 0
+    """Such requests that were forgotten early, as there were too many."""
+    suspects_current: Annotated[int, "kvatlas_proxy_suspects"] = 0
+    """Such requests that are remembered now (`proxy.suspect_s`)."""
+    suspects_refused: Annotated[dict[str, int], "kvatlas_proxy_suspects_refused_total{reason}"] = (
+        msgspec.field(default_factory=dict)
+    )
+    """Requests refused since an engine died with them: `waits` for it to come back, or `twice`."""
     clients_gone: Annotated[int, "kvatlas_proxy_clients_gone_total"] = 0
     """Clients that left before their answer was complete."""
     clients_left_unanswered: Annotated[int, "kvatlas_proxy_clients_left_unanswered_total"] = 0

@@ -23,6 +23,7 @@ import msgspec
 from publisher.events import BlockHash
 from router.placement.inflight import InflightPrefixes, InflightPrompt, Kept, kept_ranges
 from router.placement.others import OthersLoad
+from router.proxy.deaths import DIGEST_BYTES
 
 # Maximum number of hash blocks published per prompt, 8 bytes each: the longest prefix that others can match.
 _BLOCKS_MAX = 8192
@@ -69,6 +70,8 @@ class InflightEvent(IntEnum):
     PREFILLED = 1
     ENDED = 2
     FAILED = 3
+    DIED = 4
+    """Its engine died with it. Of a request rather than a prompt: ``hashes`` is the digest of its body."""
 
 
 class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -162,6 +165,8 @@ class GossipedInflight(InflightPrefixes):
         self._started = started
         self._publish = publish
         self._number = 0
+        self.died: Callable[[str, bytes], None] = lambda engine_id, digest: None
+        """Called with the engine and the digest of each death that another replica reports."""
         self._own: dict[InflightPrompt, int] = {}
         self._remote: OrderedDict[tuple[str, int, int], _RemotePrompt] = OrderedDict()
 
@@ -231,6 +236,11 @@ class GossipedInflight(InflightPrefixes):
     def _apply(self, entry: GossipEntry, now: float) -> None:
         self.gossip_stats.received += 1
         name = (entry.replica, entry.started, entry.number)
+        if entry.event is InflightEvent.DIED:
+            if len(entry.hashes) != DIGEST_BYTES:
+                raise ValueError("no digest")
+            self.died(entry.engine_id, entry.hashes)
+            return
         if entry.event is InflightEvent.SENT:
             hashes = _little_endian(array("Q", entry.hashes))
             keeps = kept_ranges(_range(told, len(hashes)) for told in entry.keeps[-_RANGES_MAX:])
@@ -249,6 +259,14 @@ class GossipedInflight(InflightPrefixes):
             super().end(remote.prompt, now)
         else:
             super().drop(remote.prompt)
+
+    def publish_death(self, engine_id: str, digest: bytes) -> None:
+        """Tell the others that an engine died with a request of this digest."""
+        self._number += 1
+        entry = GossipEntry(
+            self._me, self._started, self._number, InflightEvent.DIED, engine_id, hashes=digest
+        )
+        self._send(engine_id, entry)
 
     def _publish_event(self, prompt: InflightPrompt, event: InflightEvent) -> None:
         """Publish an event of an own prompt that was published before; ``ENDED`` and ``FAILED`` are final."""

@@ -20,6 +20,7 @@ from router.pd.handoff import DisaggState
 from router.proxy.app import ProxyApp
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
+from router.proxy.deaths import WatchedFleet
 from router.proxy.settings import ProxySettings
 
 NO_REQUEST = InboundRequest("POST", "/v1/chat/completions", b"", [], b"")
@@ -275,11 +276,12 @@ async def routing(
     wrap: Callable[[ProxyApp], Any] = lambda app: app,
     planner: FakePlanner | None = None,
     clock: Callable[[], float] = time.monotonic,
+    watched: WatchedFleet | None = None,
 ) -> AsyncIterator[Rig]:
     """The proxy in front of ``urls``, on a free port of this loop; ``planner``: instead of one for
     ``urls``."""
     planner = planner or FakePlanner(*urls)
-    app = ProxyApp(planner, settings, clock=clock)
+    app = ProxyApp(planner, settings, clock=clock, watched=watched)
     config = listen_config(
         wrap(app), port=0, listen=listen or ListenSettings(drain_s_max=0.5), lifespan="off"
     )

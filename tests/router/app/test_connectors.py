@@ -90,19 +90,21 @@ async def test_predictions_are_exact_where_they_were_made(connector: str) -> Non
 @pytest.mark.parametrize("point", ["before_answer", "after_first_byte", "after_answer"])
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_a_prefill_engine_that_dies_costs_no_answer(point: str, connector: str) -> None:
-    """With Mooncake, after its answer, only the router's time-out shows that it is gone."""
-    decoders, changes = [D], dict[str, Any]()
+    """Where no request is a suspect. With Mooncake, after its answer, only the router's time-out shows that
+    it is gone."""
+    decoders, proxy = [D], ProxySettings(suspect_s=0.0)
     if connector.startswith("mooncake"):
-        decoders, changes = [D, D], {"proxy": ProxySettings(first_byte_timeout_s=1.0)}
+        decoders, proxy = [D, D], ProxySettings(suspect_s=0.0, first_byte_timeout_s=1.0)
     one = await alone()
-    async with apart({**P, "dies_at": point}, *decoders, connector=connector, **changes) as (rig, _):
+    async with apart({**P, "dies_at": point}, *decoders, connector=connector, proxy=proxy) as (rig, _):
         assert await asked(rig) == one
 
 
 @pytest.mark.parametrize("connector", ["nixl", FOUND_OUT, "offloading"])
 async def test_a_decode_engine_that_dies_is_replaced(connector: str) -> None:
     one = await alone()
-    async with apart(P, {**D, "dies_at": "before_answer"}, D, connector=connector) as (rig, _):
+    proxy = ProxySettings(suspect_s=0.0)
+    async with apart(P, {**D, "dies_at": "before_answer"}, D, connector=connector, proxy=proxy) as (rig, _):
         for _ in range(2):  # one of them meets it
             assert await asked(rig) == one
 

@@ -47,6 +47,8 @@ FAULTS = {
     "engine_unreachable": 502,
     "engine_stream_broken": 502,
     "engine_timeout": 504,
+    "engine_died": 503,
+    "request_ends_engines": 503,
 }
 """What else, since engines are killed."""
 ABORTED = re.compile(rb'"(?:finish_reason|stop_reason)": ?"abort"|"status": ?"cancelled"')

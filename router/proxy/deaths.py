@@ -1,0 +1,219 @@
+"""Request bodies that were on an engine when it died, so that none of them ends one engine after another.
+
+A request that was on an engine when the connection broke, or that it answered with 500, may have ended it:
+the next engine would end too, and so would those that get the client's next attempts. So the router asks
+whether the engine is alive before it asks another one. If it is not, the body is a suspect for
+``proxy.suspect_s``: it is given to no engine before the last one that died with it is known to be alive, and
+to none at all after two deaths. Routers tell each other (``replication/gossip``); a whole answer clears it.
+
+Invariants: a body is known by a digest with its tenant, which no other tenant's body can meet by intent;
+requests with one body on one engine see one death; the memory is bounded, and forgets the oldest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+import xxhash
+
+from router.http.upstream import UpstreamClient, UpstreamError
+from router.openai.errors import ApiError, ends_engines, engine_died
+from router.proxy.headers import request_head
+from router.proxy.settings import ProxyStats
+
+DIGEST_BYTES = 16
+_SUSPECTS_MAX = 8192
+_DEATHS_MAX = 2
+# One engine does not die twice within this time: requests with one body that fail together saw one death.
+_SAME_DEATH_S = 5.0
+# An engine that was found dead counts as dead for this long.
+_KNOWN_S = 0.5
+_RETRY_S = 5
+_PULSE_S = 5.0
+_SERVER_ERRORS = 500
+
+
+def digest_of(tenant: str, path: str, body: bytes) -> bytes:
+    """Return the name of a client's request, as it came: what the router adds differs between attempts."""
+    digest = xxhash.xxh3_128(f"{len(tenant)}:{tenant}{path}\0".encode("utf-8", "surrogatepass"))
+    digest.update(body)
+    return digest.digest()
+
+
+class Suspect(msgspec.Struct, gc=False):
+    """One body. Times are monotonic seconds."""
+
+    engine_id: str
+    """The last engine that died with it."""
+    at_s: float
+    """When that was."""
+    deaths: int = 1
+    came_back: bool = False
+    """That engine has been seen alive since."""
+
+
+class Suspects:
+    """The memory. Pure."""
+
+    def __init__(self, stats: ProxyStats) -> None:
+        self._stats = stats
+        self._by_digest: OrderedDict[bytes, Suspect] = OrderedDict()
+        """The one that died last is the last."""
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def died(self, digest: bytes, engine_id: str, now: float) -> bool:
+        """Note that this body was on an engine when it died. Returns whether that is news."""
+        known = self._by_digest.get(digest)
+        if known is None:
+            self._by_digest[digest] = Suspect(engine_id, now)
+            self._stats.suspects_noted += 1
+            if len(self._by_digest) > _SUSPECTS_MAX:
+                self._by_digest.popitem(last=False)
+                self._stats.suspects_forgotten += 1
+        elif known.engine_id != engine_id or known.came_back or now - known.at_s > _SAME_DEATH_S:
+            self._by_digest[digest] = Suspect(engine_id, now, known.deaths + 1)
+            self._by_digest.move_to_end(digest)
+        else:
+            return False
+        self._stats.suspects_current = len(self._by_digest)
+        return True
+
+    def find(self, digest: bytes, now: float, kept_s: float) -> Suspect | None:
+        """Return what is known of a body; None: nothing speaks against it."""
+        suspects = self._by_digest
+        while suspects and now - next(iter(suspects.values())).at_s >= kept_s:
+            suspects.popitem(last=False)
+        self._stats.suspects_current = len(suspects)
+        return suspects.get(digest)
+
+    def clear(self, digest: bytes) -> None:
+        """An engine has answered it, to the end."""
+        self._by_digest.pop(digest, None)
+        self._stats.suspects_current = len(self._by_digest)
+
+
+class WatchedFleet(Protocol):
+    """The engines, as far as their ends are concerned."""
+
+    def base_url(self, engine_id: str) -> str | None:
+        """Return where an engine is asked; None: it is not in the fleet, and not known to be alive."""
+
+    def leaves(self, engine_id: str) -> bool:
+        """Whether it was to go, or to sleep: its end says nothing of its requests."""
+
+
+class Pulse:
+    """Looks whether an engine answers, over the proxy's own connections."""
+
+    def __init__(self, client: UpstreamClient) -> None:
+        self._client = client
+
+    async def __call__(self, base_url: str) -> bool:
+        """Whether ``/health`` is answered without an error of the engine's; vLLM answers 503 there as soon as
+        its core is dead."""
+        origin = self._client.origin(base_url)
+        head = request_head(
+            "GET", origin.path_prefix + b"/health", origin.host_header, [], own=(), length=None
+        )
+        try:
+            # A server that is ending may still answer on connections that it has.
+            answer = await self._client.request(origin, "GET", head, b"", _PULSE_S, fresh=True)
+        except UpstreamError:
+            return False
+        self._client.release(answer)
+        return answer.status < _SERVER_ERRORS
+
+
+class _Look(msgspec.Struct, gc=False):
+    at_s: float
+    done: asyncio.Event
+    alive: bool | None = None
+    """None: not known yet, or never, as the one that asked has left."""
+
+
+class Deaths:
+    """Asks engines whether they are alive, and holds back what may have ended them. ``alive``: whether one
+    answers, by base URL; it may take a moment, and never raises."""
+
+    def __init__(
+        self,
+        fleet: WatchedFleet,
+        alive: Callable[[str], Awaitable[bool]],
+        stats: ProxyStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._pulse = alive
+        self._stats = stats
+        self._clock = clock
+        self.suspects = Suspects(stats)
+        self.publish: Callable[[str, bytes], object] = lambda engine_id, digest: None
+        """Tells other routers that an engine died with this body."""
+        self._looks: dict[str, _Look] = {}
+        """The last one at each engine that is of use."""
+
+    def learn(self, engine_id: str, digest: bytes) -> None:
+        """Another router says that this body was on an engine when it died."""
+        if self.suspects.died(digest, engine_id, self._clock()):
+            self._stats.suspects_learned += 1
+
+    async def ended(self, digest: bytes, engine_id: str) -> bool:
+        """This body's request failed at an engine in a way that may be its death. Returns whether it is."""
+        if self._fleet.leaves(engine_id) or await self._alive(engine_id):
+            return False
+        if self.suspects.died(digest, engine_id, self._clock()):
+            self.publish(engine_id, digest)
+        return True
+
+    async def check(self, digest: bytes, kept_s: float) -> None:
+        """Raise ``ApiError`` if this body must be given to no engine now."""
+        now = self._clock()
+        known = self.suspects.find(digest, now, kept_s)
+        if known is None:
+            return
+        if known.deaths >= _DEATHS_MAX:
+            self._refuse("twice")
+            raise ends_engines(known.at_s + kept_s - now)
+        if known.came_back:
+            return
+        if not await self._alive(known.engine_id):
+            raise self.held_back()
+        known.came_back = True
+
+    def held_back(self) -> ApiError:
+        """Return the error for a suspect whose engine is not known to be alive."""
+        self._refuse("waits")
+        return engine_died(_RETRY_S)
+
+    def _refuse(self, reason: str) -> None:
+        counts = self._stats.suspects_refused
+        counts[reason] = counts.get(reason, 0) + 1
+
+    async def _alive(self, engine_id: str) -> bool:
+        """Whether it answers now. An engine dies with all its requests, which share one look at it."""
+        look = self._looks.get(engine_id)
+        if look is not None and (look.alive is None or self._clock() - look.at_s <= _KNOWN_S):
+            await look.done.wait()
+            if look.alive is False:
+                return False
+            # It began before this was asked: the engine may have died since.
+        look = self._looks[engine_id] = _Look(self._clock(), asyncio.Event())
+        try:
+            base_url = self._fleet.base_url(engine_id)
+            look.alive = base_url is not None and await self._pulse(base_url)
+        finally:
+            look.done.set()
+            self._forget(self._clock())
+        return look.alive
+
+    def _forget(self, now: float) -> None:
+        for name in [
+            one for one, look in self._looks.items() if look.done.is_set() and now - look.at_s > _KNOWN_S
+        ]:
+            del self._looks[name]

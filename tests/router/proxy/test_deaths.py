@@ -1,0 +1,367 @@
+"""A request that was on an engine when it died ends no second one, whatever its client and the other routers
+do; one whose engine is well is tried elsewhere as ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.openai.request import COMPLETION, MESSAGES, RESPONSES
+from router.proxy.deaths import DIGEST_BYTES, Deaths, Suspects, digest_of
+from router.proxy.settings import ProxySettings, ProxyStats
+from router.replication.gossip import GossipedInflight
+from tests.router.proxy.split.test_legs import Numbered, PairPlanner, all_over
+from tests.router.proxy.test_first_token import error_of
+from tests.support.api_streams import STREAMS, event_of
+from tests.support.proxy_rig import (
+    END,
+    SSE_HEAD,
+    Call,
+    Engine,
+    FakePlanner,
+    Rig,
+    Script,
+    answer,
+    ask,
+    chunk,
+    request,
+    reset,
+    routing,
+    says,
+)
+
+SETTINGS = ProxySettings(suspect_s=300.0)
+
+
+class Fleet:
+    """Engines whose id is their address; those that are to go leave."""
+
+    def __init__(self) -> None:
+        self.leaving: set[str] = set()
+        self.gone: set[str] = set()
+
+    def base_url(self, engine_id: str) -> str | None:
+        return None if engine_id in self.gone else engine_id
+
+    def leaves(self, engine_id: str) -> bool:
+        return engine_id in self.leaving
+
+
+def mortal(how: str) -> Script:
+    """Dies of a body that says "poison"; of others, and of looks at its health, it does not."""
+
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        if b"poison" not in call.body:
+            writer.write(answer(200, b'{"good": 1}', "content-type: application/json"))
+            return
+        if how == "comments":
+            writer.write(SSE_HEAD + chunk(b": keep-alive\n\n"))
+            await writer.drain()
+        elif how == "text":
+            writer.write(SSE_HEAD + chunk(event_of(STREAMS[COMPLETION].token)))
+            await writer.drain()
+            await asyncio.sleep(0.002)  # only so that it comes in a packet of its own
+        elif how == "status":
+            writer.write(answer(500, b'{"error": {"message": "EngineCore died"}}'))
+            await writer.drain()
+        elif how == "error event":
+            writer.write(SSE_HEAD + chunk(event_of(STREAMS[COMPLETION].error)) + END)
+            await writer.drain()
+        engine.server.close()
+        if how != "status":
+            reset(writer)
+
+    return script
+
+
+async def back(engine: Engine) -> None:
+    """Start it again at its address."""
+    engine.server = await asyncio.start_server(engine._serve, "127.0.0.1", engine.port, limit=2**24)
+
+
+def asked(engine: Engine) -> list[bytes]:
+    """The bodies that it was given."""
+    return [call.body for call in engine.calls if call.head.first[0] == "POST"]
+
+
+def body(word: str, path: str = COMPLETION, *, stream: bool = False) -> bytes:
+    return request(json.dumps({**STREAMS[path].body, "user": word, "stream": stream}).encode(), target=path)
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    *scripts: Script, now: Callable[[], float] | None = None, settings: ProxySettings = SETTINGS
+) -> AsyncIterator[tuple[Rig, list[Engine], Fleet]]:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Engine(script)) for script in scripts]
+        planner, fleet = FakePlanner(*[engine.url for engine in engines]), Fleet()
+        clock: dict[str, Any] = {} if now is None else {"clock": now}
+        if now is not None:
+            planner.now = now
+        rig = await stack.enter_async_context(
+            routing(planner=planner, settings=settings, watched=fleet, **clock)
+        )
+        yield rig, engines, fleet
+
+
+@pytest.mark.parametrize(
+    ("how", "stream"),
+    [(how, stream) for how in ("reset", "status") for stream in (False, True)]
+    + [("comments", True), ("error event", True)],
+)
+@pytest.mark.parametrize("path", [COMPLETION, MESSAGES, RESPONSES])
+async def test_a_request_that_ends_an_engine_ends_one(how: str, stream: bool, path: str) -> None:
+    async with routed(mortal(how), mortal(how), mortal(how)) as (rig, engines, _):
+        for _ in range(4):
+            got = await ask(rig, body("poison", path, stream=stream))
+            if got.status == 200:
+                error = error_of(path, got.body)
+            else:
+                assert got.status == 503
+                error = got.json()["error"]
+                assert int(got.head["retry-after"]) > 0
+            assert error["code"] == "engine_died"
+        assert [len(asked(engine)) for engine in engines] == [1, 0, 0]
+        assert (rig.stats.suspects_noted, rig.stats.suspects_current) == (1, 1)
+        assert rig.stats.suspects_refused == {"waits": 4}
+        # Others are served as ever.
+        assert (await ask(rig, body("well", path))).status == 200
+        assert all_over(rig)
+
+
+async def test_a_stream_that_broke_off_with_its_engine_is_a_suspect_too() -> None:
+    async with routed(mortal("text"), mortal("text")) as (rig, engines, _):
+        got = await ask(rig, body("poison", stream=True))
+        assert error_of(COMPLETION, got.body)["code"] == "engine_stream_broken"
+        assert (await ask(rig, body("poison", stream=True))).json()["error"]["code"] == "engine_died"
+        assert [len(asked(engine)) for engine in engines] == [1, 0]
+
+
+async def test_after_two_deaths_no_engine_gets_it_for_minutes() -> None:
+    now = [1000.0]
+    async with routed(mortal("reset"), mortal("reset"), mortal("reset"), now=lambda: now[0]) as (
+        rig,
+        engines,
+        _,
+    ):
+        assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
+        await back(engines[0])
+        rig.planner.urls = [engine.url for engine in engines[1:]]
+        # The first one is known to be alive, so another one may be asked; it dies as well.
+        now[0] += 20.0
+        assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
+        await back(engines[1])
+        rig.planner.urls = [engine.url for engine in engines]
+        for _ in range(3):
+            now[0] += 90.0
+            got = await ask(rig, body("poison"))
+            assert (got.status, got.json()["error"]["code"]) == (503, "request_ends_engines")
+            assert got.head["x-should-retry"] == "false"
+            assert 0 < int(got.head["retry-after"]) <= 300
+        assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
+        assert rig.stats.suspects_refused == {"waits": 2, "twice": 3}
+        now[0] += 31.0  # 300 s after the second death
+        assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
+        assert all_over(rig)
+
+
+async def test_a_request_whose_engine_came_back_and_that_is_answered_is_no_suspect() -> None:
+    now = [1000.0]
+    good = says(200, b'{"good": 1}')
+    async with routed(mortal("reset"), good, now=lambda: now[0]) as (rig, (first, second), _):
+        assert (await ask(rig, body("poison"))).status == 503
+        await back(first)
+        now[0] += 1.0  # a look at it counts for half a second
+        rig.planner.urls = [second.url]
+        assert (await ask(rig, body("poison"))).status == 200
+        assert rig.stats.suspects_current == 0
+
+
+@pytest.mark.parametrize("script", ["reset", "500"])
+async def test_a_request_whose_engine_is_well_goes_to_another_one(script: str) -> None:
+    async def breaks(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        if call.head.first[0] == "GET":
+            writer.write(answer(200, b""))
+        elif script == "reset":
+            reset(writer)
+        else:
+            writer.write(answer(500, b"oops"))
+
+    async with routed(breaks, says(200, b'{"good": 1}')) as (rig, (first, second), _):
+        got = await ask(rig, body("x"))
+        assert (got.status, got.body) == (200, b'{"good": 1}')
+        assert (len(asked(first)), len(asked(second))) == (1, 1)
+        assert rig.stats.suspects_noted == 0
+
+
+async def test_a_server_whose_core_is_dead_is_not_alive() -> None:
+    """vLLM's answers ``/health`` with 503 then."""
+
+    async def dead(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(503 if call.head.first[0] == "GET" else 500, b"dead"))
+
+    async with routed(dead, says(200, b"{}")) as (rig, (_, second), _):
+        assert (await ask(rig, body("x"))).json()["error"]["code"] == "engine_died"
+        assert asked(second) == []
+
+
+async def test_the_end_of_an_engine_that_was_to_go_says_nothing() -> None:
+    async with routed(mortal("reset"), says(200, b"{}")) as (rig, (first, _), fleet):
+        fleet.leaving.add(first.url)
+        assert (await ask(rig, body("poison"))).status == 200
+        assert rig.stats.suspects_noted == 0
+
+
+async def test_an_engine_that_left_the_fleet_is_not_known_to_be_alive() -> None:
+    async with routed(mortal("reset"), says(200, b"{}")) as (rig, (first, second), fleet):
+        assert (await ask(rig, body("poison"))).status == 503
+        await back(first)
+        fleet.gone.add(first.url)
+        rig.planner.urls = [second.url]
+        assert (await ask(rig, body("poison"))).status == 503
+        assert asked(second) == []
+
+
+async def test_without_the_memory_the_next_engine_is_asked_at_once() -> None:
+    settings = ProxySettings(suspect_s=0.0)
+    async with routed(mortal("reset"), says(200, b"{}"), settings=settings) as (rig, _, _):
+        assert (await ask(rig, body("poison"))).status == 200
+
+
+@pytest.mark.parametrize("how", ["reset", "status"])
+async def test_a_request_that_ends_a_prefill_engine_ends_no_other(how: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(Engine(script))
+            for script in (mortal(how), Numbered().script(), says(200, b"{}"))
+        ]
+        planner = PairPlanner([engines[0].url, engines[1].url], [engines[2].url])
+        rig = await stack.enter_async_context(routing(planner=planner, settings=SETTINGS, watched=Fleet()))
+        for _ in range(3):
+            assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
+        assert [len(asked(engine)) for engine in engines] == [1, 0, 0]
+        assert all_over(rig)
+
+
+async def test_a_decode_engine_that_dies_of_what_it_fetched_ends_no_other() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(Engine(script))
+            for script in (Numbered().script(), mortal("status"), says(200, b"{}"))
+        ]
+        planner = PairPlanner([engines[0].url], [engines[1].url, engines[2].url])
+        rig = await stack.enter_async_context(routing(planner=planner, settings=SETTINGS, watched=Fleet()))
+        assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
+        assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
+        assert all_over(rig)
+
+
+async def test_routers_tell_each_other() -> None:
+    """By the entries that they exchange of prompts in flight, among workers and among replicas."""
+    sent: list[bytes] = []
+
+    def joined(rig: Rig, name: str) -> GossipedInflight:
+        gossip = GossipedInflight(name, 1, lambda engine_id, entry: sent.append(entry) or True)
+        assert rig.app.deaths is not None
+        gossip.died, rig.app.deaths.publish = rig.app.deaths.learn, gossip.publish_death
+        return gossip
+
+    async with (
+        routed(mortal("reset"), mortal("reset")) as (one, engines, _),
+        routed(mortal("reset")) as (other, _, _),
+    ):
+        other.planner.urls = [engine.url for engine in engines]
+        first, second = joined(one, "a"), joined(other, "b")
+        assert (await ask(one, body("poison"))).status == 503
+        first.receive(sent, 0.0)
+        second.receive([*sent, msgspec.msgpack.encode(["x", 1, 1, 4, "e", [], b"short"])], 0.0)
+        assert second.gossip_stats.malformed == 1
+        assert (await ask(other, body("poison"))).json()["error"]["code"] == "engine_died"
+        assert (one.stats.suspects_learned, other.stats.suspects_learned) == (0, 1)
+        assert [len(asked(engine)) for engine in engines] == [1, 0]
+
+
+def test_tenants_and_paths_have_bodies_of_their_own() -> None:
+    names = [
+        digest_of(*one) for one in (("a", "/x", b"b"), ("", "/x", b"b"), ("a", "/y", b"b"), ("a", "/x", b"c"))
+    ]
+    assert len({*names, digest_of("a/", "x", b"b")}) == 5
+    assert {len(name) for name in names} == {DIGEST_BYTES}
+
+
+def test_the_rules_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = ProxyStats()
+    suspects = Suspects(stats)
+    assert suspects.died(b"x", "a", 0.0)
+    assert not suspects.died(b"x", "a", 4.0)  # many clients with one body: one death
+    found = suspects.find(b"x", 5.0, 300.0)
+    assert found is not None
+    assert found.deaths == 1
+    assert suspects.died(b"x", "a", 60.0)  # it has started again, and died again
+    assert suspects.died(b"x", "b", 61.0)
+    found = suspects.find(b"x", 62.0, 300.0)
+    assert found is not None
+    assert (found.deaths, found.engine_id) == (3, "b")
+    assert suspects.find(b"y", 62.0, 300.0) is None
+    assert suspects.find(b"x", 361.0, 300.0) is None
+    monkeypatch.setattr("router.proxy.deaths._SUSPECTS_MAX", 3)
+    for number in range(5):
+        suspects.died(b"%d" % number, "a", 400.0 + number)
+    assert [suspects.find(b"%d" % number, 405.0, 300.0) is not None for number in range(5)] == [
+        *(False, False),
+        *(True, True, True),
+    ]
+    assert (stats.suspects_forgotten, stats.suspects_current) == (2, 3)
+
+
+async def test_all_that_an_engine_died_with_look_once_and_no_look_from_before_counts() -> None:
+    looks: list[asyncio.Future[bool]] = []
+
+    async def pulse(base_url: str) -> bool:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
+    first = asyncio.ensure_future(deaths.ended(b"1", "a"))
+    await asyncio.sleep(0)
+    others = [asyncio.ensure_future(deaths.ended(b"%d" % n, "a")) for n in range(2, 9)]
+    await asyncio.sleep(0)
+    assert len(looks) == 1
+    looks[0].set_result(False)
+    assert await asyncio.gather(first, *others) == [True] * 8
+    # It is back, and looked at for one request; another one breaks it meanwhile.
+    deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
+    first = asyncio.ensure_future(deaths.ended(b"1", "a"))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(deaths.ended(b"2", "a"))
+    await asyncio.sleep(0)
+    looks[1].set_result(True)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    looks[2].set_result(False)
+    assert await asyncio.gather(first, second) == [False, True]
+
+
+async def test_a_look_whose_client_leaves_is_taken_over() -> None:
+    looks: list[asyncio.Future[bool]] = []
+
+    async def pulse(base_url: str) -> bool:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
+    first = asyncio.ensure_future(deaths.ended(b"1", "a"))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(deaths.ended(b"2", "a"))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    await asyncio.sleep(0)
+    looks[1].set_result(False)
+    assert await second
