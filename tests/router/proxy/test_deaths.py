@@ -266,8 +266,12 @@ async def test_routers_tell_each_other() -> None:
     """By the entries that they exchange of prompts in flight, among workers and among replicas."""
     sent: list[bytes] = []
 
+    def publish(engine_id: str, entry: bytes) -> bool:
+        sent.append(entry)
+        return True
+
     def joined(rig: Rig, name: str) -> GossipedInflight:
-        gossip = GossipedInflight(name, 1, lambda engine_id, entry: sent.append(entry) or True)
+        gossip = GossipedInflight(name, 1, publish)
         assert rig.app.deaths is not None
         gossip.died, rig.app.deaths.publish = rig.app.deaths.learn, gossip.publish_death
         return gossip

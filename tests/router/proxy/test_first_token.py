@@ -108,7 +108,9 @@ async def test_no_token_of_a_late_answer_is_given_out(path: str, shape: str) -> 
         assert (got.status, got.whole) == (200, True)
         assert b"SECRET" not in got.body
         comments = [line for line in got.body.splitlines() if line.startswith(b":")]
-        assert bool(comments) == (shape in ("comment", "comments", "comment and openings", "crlf", "cr"))
+        assert shape == "half a comment" or bool(comments) == (
+            shape in ("comment", "comments", "comment and openings", "crlf", "cr")
+        )
         assert got.body.endswith(good(path))
         rest = got.body.removesuffix(good(path))
         assert set(rest.splitlines()) <= {*comments, b""}
