@@ -262,13 +262,16 @@ class Forwarder:
         try:
             if self._deaths is not None and self._stats.suspects_current:
                 await self._deaths.check(out.digest(), self._settings.suspect_s)
+                placement.check_eligible()
             # One that takes over a prompt that has been computed costs what that did.
             if out.entry is not None and (body is None or prefill is not None):
                 out.entry.placed(placement.work)
-        except BaseException:
+        except BaseException as error:
             placement.finished(None)
             if prefill is not None:
                 prefill.finished(None)
+            if isinstance(error, UpstreamError):
+                return error
             raise
         if disagg is None:
             return await self._attempt(placement, out, carrier, None, send)
