@@ -137,8 +137,6 @@ class IndexLookup:
                 ids = [e for e, its in remote.items() if its == model]
                 found = await self._look_up(model, prompt, ids, hits, stores, detail=detail)
                 load |= found.load
-                if found.inflight:
-                    self._receive_inflight(found.inflight)
         except IndexUnavailable as error:
             self.breaker.record(False, self._clock())
             return self._fallback(error.reason, remote)
@@ -198,6 +196,9 @@ class IndexLookup:
                 spans[scheme] = len(asked), len(asked) + len(hashes)
                 asked += hashes
             found = await reader.lookup(asked, model)
+            # At once: what follows may fail, and they are read only once.
+            if found.inflight:
+                self._receive_inflight(found.inflight)
             new_schemes = _schemes(found.engines, ids)
             if prompt is None or new_schemes <= schemes:
                 break

@@ -67,6 +67,8 @@ class ScopeCache:
         self.engines: dict[str, SharedEngine] = {}
         # Id of the last entry read from the stream of prompts in flight; None before the first read.
         self.inflight_position: bytes | None = None
+        # Entries that were read and not returned yet: the look-up may have failed after that.
+        self.unread: list[bytes] = []
         # Time at which the next engine becomes stale if no lease is renewed.
         self.next_expiry = 0.0
         self._layouts: dict[CacheLayout, CacheLayout] = {}
@@ -153,7 +155,6 @@ class _Answer(NamedTuple):
     """Positions of the values' hashes in the request; None: the same order."""
     version: tuple[bytes | None, bytes | None]
     load: dict[str, bytes]
-    inflight: list[bytes]
 
 
 class _RoundTrip:
@@ -214,11 +215,9 @@ class SharedReader:
 
     async def _lookup(self, hashes: Sequence[BlockHash], cache: ScopeCache, deadline: float) -> SharedRows:
         words, is_hash = as_words(hashes)
-        inflight: list[bytes] = []
         for _ in range(_ATTEMPTS):
             identity, asked = self.client.identity, cache.view
             answer = await self._ask(cache, words, deadline)
-            inflight += answer.inflight
             if answer.version != cache.version or None in answer.version or identity != cache.identity:
                 await self._fetch(cache, deadline)
             # A concurrent lookup may have fetched a registry that the blocks were not requested by.
@@ -230,6 +229,7 @@ class SharedReader:
                     key: np.where(is_hash, column, np.uint64(0)) for key, column in rows.columns.items()
                 }
                 rows = Rows(rows.num_hashes, columns)
+            inflight, cache.unread = cache.unread, []
             return SharedRows(rows, cache.engines_at(_now()), answer.load, inflight)
         raise IndexUnavailable("changing", "the registry was recreated several times")
 
@@ -258,10 +258,10 @@ class SharedReader:
             values += next(replies)
         epoch, version = next(replies)
         load = {name.decode(errors="replace"): value for name, value in _fields(next(replies)).items()}
-        inflight = _new_inflight(cache, after, next(replies))
+        _keep_inflight(cache, after, next(replies))
         if with_leases:
             cache.update_leases(parse_leases(_fields(next(replies)), next(replies)), _now())
-        return _Answer(values or [None] * len(words), order, (epoch, version), load, inflight)
+        return _Answer(values or [None] * len(words), order, (epoch, version), load)
 
     def _queries(
         self, cache: ScopeCache, words: Words
@@ -311,19 +311,22 @@ def _inflight_query(cache: ScopeCache, after: bytes | None) -> bytes:
     return pack("XREAD", "COUNT", _INFLIGHT_MAX, "STREAMS", cache.keys.inflight, after)
 
 
-def _new_inflight(cache: ScopeCache, after: bytes | None, reply: Reply) -> list[bytes]:
-    """Parse the reply to the query ``after`` a position; what concurrent look-ups have read is left out."""
+def _keep_inflight(cache: ScopeCache, after: bytes | None, reply: Reply) -> None:
+    """Keep the entries in the reply to the query ``after`` a position, but for those that concurrent look-ups
+    have read, until a look-up returns them. Those that are too many are read again later."""
     read = cache.inflight_position
     if after is None:
         if read is None:
             cache.inflight_position = reply[0][0] if reply else b"0-0"
-        return []
+        return
+    if len(cache.unread) >= _INFLIGHT_MAX:
+        return
     entries = reply[0][1] if reply else []
     if read != after and read is not None:
         entries = [entry for entry in entries if _stream_id(entry[0]) > _stream_id(read)]
     if entries:
         cache.inflight_position = entries[-1][0]
-    return [fields[1] for _, fields in entries]
+    cache.unread += [fields[1] for _, fields in entries]
 
 
 def _stream_id(entry_id: bytes) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from router.replication.reader import SharedRows
+from router.replication.redis_connection import IndexUnavailable
 from tests.router.replication.backend import bits, make_settings
 from tests.router.replication.replicas import FULL, Replicas, blocks
 from tests.support.redis_servers import Server
@@ -47,3 +48,59 @@ async def test_a_lookup_beside_the_first_one_sees_what_engines_hold(plain_server
         found = await asyncio.gather(replicas.look(blocks(1)), first)
         seen = [bits(one.rows, FULL, one.engines["e0"].slot) for one in found]
     assert seen == [[True], [True]]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+async def test_a_lookup_that_fails_loses_no_prompt_in_flight_that_it_read(
+    plain_server: Server, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """It reads them beside the blocks, and may then need the registry too."""
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        client, reader = replicas.clients[0], replicas.reader
+        stream = replicas["a"].mirror.registry.keys.inflight
+        await replicas["a"].take("e0")
+        await replicas.look(blocks(1))
+        (cache,) = reader._caches.values()
+
+        async def fails(*_: object) -> None:
+            raise IndexUnavailable("timeout", "the registry did not come in time")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(reader, "_fetch", fails)
+            for number in range(failures):
+                await client.command("XADD", stream, "*", "f", b"%d" % number)
+                cache.identity = "of another server"
+                with pytest.raises(IndexUnavailable):
+                    await replicas.look(blocks(1))
+        found = await replicas.look(blocks(1))
+        assert list(found.inflight) == [b"%d" % number for number in range(failures)]
+        assert not (await replicas.look(blocks(1))).inflight
+
+
+async def test_no_more_prompts_in_flight_are_kept_than_the_bound_and_none_is_lost(
+    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.replication.reader._INFLIGHT_MAX", 4)
+    async with Replicas(make_settings(plain_server.url), "a") as replicas:
+        client, reader = replicas.clients[0], replicas.reader
+        stream = replicas["a"].mirror.registry.keys.inflight
+        await replicas["a"].take("e0")
+        await replicas.look(blocks(1))
+        (cache,) = reader._caches.values()
+        for number in range(20):
+            await client.command("XADD", stream, "*", "f", b"%d" % number)
+
+        async def fails(*_: object) -> None:
+            raise IndexUnavailable("timeout", "the registry did not come in time")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(reader, "_fetch", fails)
+            for _ in range(5):
+                cache.identity = "of another server"
+                with pytest.raises(IndexUnavailable):
+                    await replicas.look(blocks(1))
+                assert len(cache.unread) <= 8
+        read: list[bytes] = []
+        while found := (await replicas.look(blocks(1))).inflight:
+            read += found
+        assert read == [b"%d" % number for number in range(20)]
