@@ -27,7 +27,8 @@ from router import __version__
 from router.admission.gate import sidecar_secret
 from router.admission.key_file import KeyFileError
 from router.api.admin_auth import AdminFileError
-from router.api.app import OpsPort, json_answer, ops_authenticator
+from router.api.app import OpsPort, ops_authenticator
+from router.api.asgi import json_answer
 from router.api.metrics_page import ReloadStats, build_info, of_requests, page_steps
 from router.api.metrics_tables import of_each, of_stats
 from router.config.errors import ConfigError

@@ -4,8 +4,8 @@
 
 Rules: no banned turns of phrase; no public class name twice in a package; client errors are made in
 ``router/openai/errors.py`` only; tasks are started in task groups only; a Protocol has at least two classes
-that fulfil it (test doubles count); no function, class, method or property without a user. Prints one line
-per fault; status 1 if there is any. Exceptions are listed here, each with its reason.
+that fulfil it (test doubles count); no circle of imports; no function, class, method or property without a
+user. Prints one line per fault; status 1 if there is any. Exceptions are listed here, each with its reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,6 +193,34 @@ def dead_code() -> Iterator[str]:
             yield f"{path}:{item.first_lineno}: nothing uses {item.typ} {item.name}"
 
 
+def circles(code: list[Module]) -> Iterator[str]:
+    """Modules that import each other, also inside functions or for types only."""
+    names = {
+        module.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): module for module in code
+    }
+    imports = {name: _imported(module.tree, names.keys()) - {name} for name, module in names.items()}
+    # What cannot be reached from itself is in no circle.
+    while ends := {name for name, others in imports.items() if not others}:
+        imports = {name: others - ends for name, others in imports.items() if name not in ends}
+    begins = set(imports)
+    while begins:
+        begins = set(imports) - {other for others in imports.values() for other in others}
+        imports = {name: others for name, others in imports.items() if name not in begins}
+    if imports:
+        yield f"a circle of imports: {', '.join(sorted(imports))}"
+
+
+def _imported(tree: ast.Module, names: Container[str]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in names else node.module for name in whole}
+    return {name for name in found if name in names}
+
+
 def main() -> int:
     """Print every fault; returns the exit status."""
     code, tests = list(modules(*PACKAGES)), list(modules("tests"))
@@ -201,6 +229,7 @@ def main() -> int:
         *doubled_names(code),
         *banned_calls(code),
         *lonely_protocols(code, tests),
+        *circles(code),
         *dead_code(),
     ]
     for fault in faults:

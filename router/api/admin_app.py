@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator, TokenFile
-from router.api.app import add_errors, json_answer, read_body
+from router.api.asgi import add_errors, json_answer, read_body
 from router.fleet.engines import DesiredState, EngineAddress, FleetFullError, SourceStats
 from router.fleet.sources import check_address
 from router.fleet.status import Fleet

@@ -38,7 +38,8 @@ from router.api.answers import (
     refer,
     schemas,
 )
-from router.api.app import CONTROL_PREFIX, Control, add_errors, json_answer, read_body
+from router.api.app import CONTROL_PREFIX, Control
+from router.api.asgi import add_errors, json_answer, read_body
 from router.api.metrics_page import Sources
 from router.api.views import LocalView, OpsView, Readiness, explain
 from router.fleet.engines import SourceStats

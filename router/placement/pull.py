@@ -239,7 +239,7 @@ _REST_S_MAX: Final = 600.0
 """A pair rests after a bad pull, twice as long after each further one in a row."""
 _KEYS_MAX: Final = 4096
 _SOURCE_PATIENCE: Final = 2
-"""A source rests after this many bad pulls in a row, whoever pulled."""
+"""A source rests after this many bad pulls in a row, by any engines."""
 _PROOF_S_MAX: Final = 60.0
 """After this time a pull that was to prove its source counts as lost: twice the handshake of vLLM."""
 

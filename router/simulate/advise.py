@@ -27,7 +27,6 @@ from router.simulate.advise_trials import (
     reusable_share,
     trials,
 )
-from router.simulate.cli import AdviseOptions
 from router.simulate.command import (
     ENGINES,
     check_numbers,
@@ -40,6 +39,7 @@ from router.simulate.command import (
     transfers,
 )
 from router.simulate.fit import FitError, fetch, fetch_from_router, fetch_usage, fit_capture
+from router.simulate.options import AdviseOptions
 from router.simulate.report import retention_text
 from router.simulate.requests import WorkloadError
 from router.simulate.setup import FleetSetup, Timing

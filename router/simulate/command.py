@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from publisher.events import GroupSpec
 from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
-from router.simulate.cli import AdviseOptions, SimulateOptions
 from router.simulate.fit import Fit, FitError, fetch, fit_capture, fit_metrics
+from router.simulate.options import AdviseOptions, SimulateOptions
 from router.simulate.report import facts_of, report_json, show
 from router.simulate.requests import WorkloadError
 from router.simulate.setup import FleetSetup, Timing, Variant, variants_of

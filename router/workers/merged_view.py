@@ -18,7 +18,7 @@ from prometheus_client.samples import Sample
 from starlette.requests import ClientDisconnect, Request
 
 from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
-from router.api.app import error_answer, read_body
+from router.api.asgi import error_answer, read_body
 from router.api.metrics_page import Sources, families, in_steps, page_steps
 from router.api.metrics_tables import of_stats
 from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
