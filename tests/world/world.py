@@ -65,6 +65,8 @@ class World:
         self.counts = Counter[str]()
         self.receipts = Counter[str]()
         self.faults = Faults(self.fleet, self.loop.time())
+        self._compiled = False
+        """The first chat has been answered: its template is compiled in this process."""
         self.gateway = Gateway(self.fleet) if plan.gateway else None
 
     async def run(self) -> None:
@@ -113,6 +115,8 @@ class World:
         else:
             await clients.exchange(one, (router_host(request.router), PORT))
         answer = one.answer
+        if not self._compiled and answer.status == 200 and request.api not in ("completions", "tokens"):
+            self._compiled, self.loop.calls_max = True, 0
         self.counts[str(answer.status) if answer.end == "complete" else answer.end] += 1
         self.loop.mark(answer.body, request_id, answer.end, answer.status)
         self.violations += oracles.judge_answer(judged, self.plan, self.faults)
