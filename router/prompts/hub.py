@@ -5,23 +5,20 @@ HF_HUB_OFFLINE. The commit is resolved first and every file is taken from it.
 
 Invariants: only files named here are fetched, never weights or code; nothing of a repository is executed; all
 files together are at most ``bytes_max`` and the time ``timeout_s``, both measured during the download.
-Blocking: for a thread.
+Blocking: for the process of a trial (``trial.py``).
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import itertools
 import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from threading import Thread
 from typing import Any, Final, Literal, NamedTuple
 
 from router.http.sockets import describe_error
-from router.prompts.settings import PromptSettings
 
 _LASTING: Final = frozenset(
     {"no_tokenizer", "remote_code", "too_large", "unusable", "differs", "not_readable"}
@@ -338,76 +335,3 @@ def _problem_of(error: Exception, source: TokenizerSource, *, downloading: bool)
         f"{source}: {text or describe_error(error)}",
         "let the router reach the hub, name a mirror (prompts.hub_endpoint), or give --tokenizer DIR",
     )
-
-
-# Directory of a tokenizer: a named one, or one of the hub's cache, fetched in a thread.
-#
-# The thread is a daemon: a connection that the hub keeps open does not delay the router's end. Invariant: one
-# fetch at a time.
-
-
-class Located(NamedTuple):
-    """``shown``: its origin for users, a path or ``ORG/NAME@COMMIT``."""
-
-    folder: Path
-    shown: str
-
-
-class Locator:
-    """Finds directories; ``settings`` bound the fetches."""
-
-    def __init__(self, settings: PromptSettings) -> None:
-        self._limits = HubLimits(
-            settings.hub_downloads, settings.hub_endpoint, settings.hub_bytes_max, settings.hub_timeout_s
-        )
-        self._thread: Thread | None = None
-        self._one = asyncio.Lock()
-
-    async def locate(self, source: TokenizerSource) -> Located:
-        """Return the directory of this source. Raises ``TokenizerProblem``."""
-        if source.kind == "repository":
-            async with self._one:
-                found = await self._fetch(source)
-            return Located(found.folder, f"{source.name}@{found.commit[:12]}")
-        folder = Path(source.name)
-        if not await asyncio.to_thread(has_tokenizer, folder):
-            raise TokenizerProblem(
-                "not_readable",
-                f"{source.name}, where the engine has its model, is no directory with a tokenizer here",
-                "mount it here too, or give --tokenizer ORG/NAME or DIR",
-            )
-        return Located(folder, source.name)
-
-    async def _fetch(self, source: TokenizerSource) -> Fetched:
-        if self._thread is not None and self._thread.is_alive():
-            # An earlier one still waits for the hub.
-            raise too_slow(self._limits)
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[Fetched] = loop.create_future()
-
-        def deliver(found: Fetched | None, problem: Exception | None) -> None:
-            if not result.done():
-                if found is not None:
-                    result.set_result(found)
-                elif problem is not None:
-                    result.set_exception(problem)
-
-        def work() -> None:
-            found, problem = None, None
-            try:
-                found = fetch(source, self._limits)
-            except Exception as error:  # noqa: BLE001  # raised where it is awaited
-                problem = error
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(deliver, found, problem)
-
-        self._thread = Thread(target=work, name="tokenizer-fetch", daemon=True)
-        self._thread.start()
-        try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                await asyncio.wait([result])
-        except TimeoutError:
-            result.cancel()  # later results are not used
-            raise too_slow(self._limits) from None
-        self._thread = None  # it has delivered, and ends
-        return result.result()

@@ -5,7 +5,8 @@ each server's own tokens, and used if all agree. Then the first prompts of clien
 then, and after any failure, engines are asked for the tokens as without a tokenizer. A server that joins,
 comes back or shows another card is compared before it gets prompts made here; if it differs, the search
 starts again. A configured directory or repository is compared in the same way, and is the operator's choice:
-if it differs it stays in use, and log, ``/ready`` and doctor report it.
+if it differs it stays in use, and log, ``/ready`` and doctor report it. Files that engines name are fetched
+and tried in a process of their own first (``trial.py``).
 
 Invariant: a tokenizer named by engines is in use only if it agreed with every server that is up, as far as it
 was compared. One task per model, one comparison per server at a time; all on the event loop, fetching and
@@ -26,10 +27,10 @@ import structlog
 from router.fleet.status import Fleet
 from router.openai.errors import ApiError
 from router.prompts.hub import (
-    Located,
-    Locator,
+    HubLimits,
     TokenizerProblem,
     TokenizerSource,
+    has_tokenizer,
     named_by_engine,
     parse_source,
 )
@@ -38,6 +39,7 @@ from router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadH
 from router.prompts.remote import EngineSide, Post
 from router.prompts.request import NotLocalError
 from router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
+from router.prompts.trial import TrialRequest, Trials
 
 _log = structlog.get_logger()
 
@@ -50,6 +52,13 @@ _COMPARED_AT_ONCE: Final = 8
 _COMPARE_TIMEOUT_S: Final = 10.0
 # Number of prompts per model that are compared after it is in use.
 _FIRST_PROMPTS: Final = 4
+
+
+class Located(NamedTuple):
+    """``shown``: its origin for users, a path or ``ORG/NAME@COMMIT``."""
+
+    folder: Path
+    shown: str
 
 
 class ModelOrigin(msgspec.Struct):
@@ -110,7 +119,7 @@ class TokenizerFinder:
         self._setting_of = setting_of
         self._file_found = file_found
         self._clock = clock
-        self._locator = Locator(settings)
+        self._trials = Trials()
         patient = msgspec.structs.replace(settings, engine_timeout_s=_COMPARE_TIMEOUT_S)
         self._side = EngineSide(post, patient, PromptStats(), clock)  # these are no prompts of clients
         self._models: dict[str, _Model] = {}
@@ -224,7 +233,7 @@ class TokenizerFinder:
         problem: TokenizerProblem | None = None
         for source in map(named_by_engine, by_share) if auto else [configured]:
             try:
-                located = await self._locator.locate(source)
+                located = await self._locate(model.name, source)
                 if model.local is not None and located.shown == model.origin.source:
                     # configured, differs, and there is no other revision of it.
                     return
@@ -244,6 +253,27 @@ class TokenizerFinder:
             return
         if problem is not None:
             raise problem
+
+    async def _locate(self, name: str, source: TokenizerSource) -> Located:
+        """Return the directory of this source, whose files were tried. Raises ``TokenizerProblem``."""
+        prompts, settings = self._setting_of(name)[1], self._settings
+        limits = HubLimits(
+            settings.hub_downloads, settings.hub_endpoint, settings.hub_bytes_max, settings.hub_timeout_s
+        )
+        fast = settings.fast_tokenizer == "auto"
+        if source.kind == "repository":
+            found = await self._trials.run(TrialRequest(source, limits, prompts, fast), str(source))
+            return Located(found.folder, f"{source.name}@{found.commit[:12]}")
+        folder = Path(source.name)
+        if not await asyncio.to_thread(has_tokenizer, folder):
+            raise TokenizerProblem(
+                "not_readable",
+                f"{source.name}, where the engine has its model, is no directory with a tokenizer here",
+                "mount it here too, or give --tokenizer ORG/NAME or DIR",
+            )
+        prompts = msgspec.structs.replace(prompts, tokenizer_dir=source.name)
+        found = await self._trials.run(TrialRequest(None, limits, prompts, fast), source.name)
+        return Located(found.folder, source.name)
 
     async def _check_directory(
         self, model: _Model, configured: TokenizerSource, servers: list[_Server]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,6 +59,8 @@ class StandInHub:
         self.hold = threading.Event()
         self.hold.set()
         self.url = ""
+        self.unpacks_to = 0
+        """Bytes to which a repository's description unpacks; 0: it is sent as it is."""
 
     def fetched(self) -> set[str]:
         """The names of all files that were sent."""
@@ -110,7 +113,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return
         card = {"_id": "0", "id": name, "sha": repository.commit, "siblings": []}
-        self._send(200, json.dumps(card).encode(), {})
+        data = json.dumps(card).encode()
+        if (size := self.server.hub.unpacks_to) > 0:
+            packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+            # Blocks that refer to nothing before them: the same bytes unpack to the same again.
+            blank = packer.compress(b" " * (1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+            packed = blank * (size >> 20) + packer.compress(data) + packer.flush(zlib.Z_FINISH)
+            self._send(200, packed, {"Content-Encoding": "deflate"})
+            return
+        self._send(200, data, {})
 
     def _file(self, repository: Repository, name: str) -> None:
         data = repository.files[name]

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from huggingface_hub import constants
 
 from publisher.events import GroupSpec
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
@@ -33,7 +32,7 @@ LOCAL = {"root": str(DEMO_TOKENIZER_DIR)}
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))  # of the process that fetches
     monkeypatch.setattr("router.prompts.tokenizer_finder.RETRY_S", 0.2)
     with stand_in_hub() as served:
         served.repositories[NAME] = repository_of(Path(DEMO_TOKENIZER_DIR))
