@@ -13,6 +13,7 @@ that is absent or failing is not called for a while. No sockets here: ``post`` i
 from __future__ import annotations
 
 import asyncio
+import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ from router.fleet.status import Frontend
 from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES, InboundRequest
 from router.prompts.bodies import Parsed
 from router.prompts.chat.anthropic import MessagesBody
+from router.prompts.chat.messages import MEDIA_KEYS
 from router.prompts.cuts import Ids
 from router.prompts.families.base import is_unlike_sglang
 from router.prompts.request import NO_REST, SHARE, ChatBody, CompletionBody, NotLocalError, Rest, rest_of
@@ -196,6 +198,9 @@ def without_tensors(body: bytes) -> bytes:
     return body[:start] + b'"mm_payload":"none"' + (b"" if empty else b",") + body[start:]
 
 
+_MEDIA: Final = re.compile(b'"(?:%s)"' % "|".join(sorted(MEDIA_KEYS)).encode())
+
+
 def tokenize_is_exact(body: ChatBody | CompletionBody) -> bool:
     """Whether ``/tokenize`` sees everything that decides this prompt; it ignores the fields named here."""
     if body.truncate_prompt_tokens is not None or body.kv_transfer_params is not None:
@@ -203,6 +208,9 @@ def tokenize_is_exact(body: ChatBody | CompletionBody) -> bool:
     if isinstance(body, CompletionBody):
         is_text = bytes(body.prompt).lstrip().startswith(b'"')
         return is_text and body.suffix is None and body.prompt_embeds is None
+    # It tells the tokens of images, but not their hashes, which are in those of their blocks.
+    if any(_MEDIA.search(raw) for raw in body.messages):
+        return False
     extra: tuple[Any, ...] = (body.documents, body.reasoning_effort)
     return all(value is None for value in extra) and body.tool_choice != "none"
 

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from publisher.block_hash import HashScheme
-from router.openai.request import CHAT, MESSAGES
+from router.openai.request import CHAT, MESSAGES, RESPONSES
 from router.prompts import remote as media_module
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.prompts.images import MARK, TEMPLATE, Engine, shows
 from tests.support.prompts.readers import chat, model_dir, read, read_affinity, read_prompt, reader, say
+
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+MESSAGE = say("user", [{"type": "text", "text": "What?"}, {"type": "image", "source": _SOURCE}])
+INPUT = say("user", [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}])
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +124,35 @@ def test_without_anybody_to_ask_images_go_by_text(folder: Path) -> None:
     models = {"m": ModelPrompts(tokenizer_dir=str(folder), chat_template=TEMPLATE)}
     side = reader(models)
     assert read_affinity(side, chat(shows("One", "AAAA"))).reason == "multimodal"
+
+
+@pytest.mark.parametrize("tokenizer", ["here", "off"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(shows("One", "AAAA"))),
+        (CHAT, chat(say("user", [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]))),
+        (CHAT, chat(say("user", [{"type": "input_audio", "input_audio": {"data": "A", "format": "wav"}}]))),
+        (MESSAGES, {"model": "m", "max_tokens": 1, "messages": [MESSAGE]}),
+        (RESPONSES, {"model": "m", "input": [INPUT]}),
+    ],
+)
+def test_an_engine_that_tells_tokens_without_the_hashes_of_images_is_not_believed(
+    path: str, body: dict[str, Any], tokenizer: str, folder: Path
+) -> None:
+    """Two images of one shape would be one prompt: the second was promised what the first one left."""
+    asked = []
+
+    async def post(url: str, data: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
+        asked.append(url)
+        return (200, b'{"tokens": [1, 2, 3]}') if url.endswith("/tokenize") else (403, b"")
+
+    models = {"m": ModelPrompts(tokenizer_dir=str(folder), chat_template=TEMPLATE)}
+    models = models if tokenizer == "here" else {"m": ModelPrompts()}
+    side = reader(models, post=post, engine_url=lambda *_: "http://e")
+    read_affinity(side, body, path)
+    assert [url for url in asked if url.endswith("/tokenize")] == []
+    if tokenizer == "off":  # a text that only speaks of images
+        found = read(side, chat(say("user", 'What is "image_url"?')))
+        assert isinstance(found, Prompt)
+        assert list(found.token_ids) == [1, 2, 3]
