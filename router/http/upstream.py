@@ -183,7 +183,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether the connection is lost."""
         return self._state is _CLOSED
 
-    def send_request(self, method: str, head: bytes, body: bytes, head_timeout_s: float) -> None:
+    def send_request(self, method: str, head: bytes, body: bytes | memoryview, head_timeout_s: float) -> None:
         """Send a request. ``head`` is the whole head with its blank line."""
         transport = self._transport
         self._reset(method)
@@ -533,7 +533,7 @@ class UpstreamClient:
         origin: Origin,
         method: str,
         head: bytes,
-        body: bytes,
+        body: bytes | memoryview,
         head_timeout_s: float,
         *,
         once: Callable[[], None] | None = None,

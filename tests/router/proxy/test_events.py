@@ -235,11 +235,29 @@ def test_the_name_of_a_background_response_does_not_wait() -> None:
     assert (relay.begun, relay.exposed) == (False, True)
 
 
-def _events(path: str, *names: str) -> list[bytes]:
-    parts = STREAMS[path]
-    return [
-        event_of({"token": parts.token, "abort": parts.abort, "error": parts.error}[name]) for name in names
-    ]
+@pytest.mark.parametrize("path", PATHS)
+def test_a_comment_passes_while_openings_wait(path: str) -> None:
+    relay = SseRelay(path, replaceable=True)
+    opening = event_of(STREAMS[path].openings[0])
+    assert relay.feed(opening + b": keep-alive\n\n") == b": keep-alive\n\n"
+    assert relay.feed(b":\r\n\r\n") == b":\r\n\r\n"
+    assert relay.waits
+    token = event_of(STREAMS[path].token)
+    assert relay.feed(token) == opening + token
+    assert relay.feed(b": keep-alive\n\n") == b": keep-alive\n\n"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_cannot_be_replaced_is_passed_on_and_known_to_have_failed(path: str) -> None:
+    """A gateway's answer: openings, an abort, an error."""
+    for kind in ("abort", "error"):
+        relay = SseRelay(path)
+        named = STREAMS[path]
+        parts = [*named.openings, named.token, getattr(named, kind)]
+        for one in parts:
+            assert relay.feed(event_of(one)) == event_of(one)
+        assert (relay.given_up, bool(relay.failed)) == (kind == "abort", kind == "error")
+        assert not relay.aborted
 
 
 @pytest.mark.parametrize("path", PATHS)
