@@ -66,6 +66,7 @@ class ModelLengths(NamedTuple):
     """Context lengths of the engines that serve a model, in tokens: prompt and answer together."""
 
     shortest: float
+    longest: float
     of: dict[str, float]
     """By engine id; infinite where an engine does not say."""
 
@@ -434,7 +435,8 @@ class Fleet(Generic[E]):
             of: dict[str, float] = {
                 status.engine_id: status.context_tokens(model) for status in self.serving(model)
             }
-            found = ModelLengths(min(of.values(), default=math.inf), of)
+            known = of.values()
+            found = ModelLengths(min(known, default=math.inf), max(known, default=math.inf), of)
             if of:
                 self.lengths_of[model] = found
         return found

@@ -97,6 +97,10 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Its retention hint as JSON, behind what that rests on; set when it is placed."""
     prompt: Any = None
     """Parts of its prompt, decoded from this body; the reader takes them away."""
+    context_tokens: float = 0.0
+    """Longest context of the engines of its model, when it was placed."""
+    longer_than: int = 0
+    """An engine with a context of this many tokens has refused it as too long."""
     hides_usage: bool = False
     """The router asked for the usage of its stream, not its client."""
 

@@ -64,7 +64,15 @@ NO_LENGTH: Final = Length(0, 0)
 
 
 def length_of(request: InboundRequest, read: Prompt | TextAffinity | None) -> Length:
-    """Return the length of a request that was read."""
+    """Return the length of a request that was read; at least what an engine refused as too long."""
+    found = _length_of(request, read)
+    if not request.longer_than:
+        return found
+    least = request.longer_than + 1
+    return Length(max(found.asked, least), max(found.least, least))
+
+
+def _length_of(request: InboundRequest, read: Prompt | TextAffinity | None) -> Length:
     if isinstance(read, Prompt):
         tokens, rest, least = read.num_tokens, read.rest, read.answer_tokens_min
         if read.variants:

@@ -399,6 +399,15 @@ class Placement(Attempt):
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
 
+    def needs_longer(self) -> bool:
+        """Implement ``Attempt``."""
+        request, own = self.request, self.engine.context_tokens(self.request.model)
+        bound = not request.pinned is request.earlier_response is request.among is None
+        if bound or not own < request.context_tokens:
+            return False
+        request.longer_than = max(request.longer_than, int(own))
+        return True
+
     def check_eligible(self) -> None:
         """Implement ``Attempt``."""
         engine, model = self.engine, self.request.model

@@ -34,7 +34,8 @@ from router.proxy.deaths import digest_of
 from router.proxy.headers import RequestHead, request_head
 from router.proxy.settings import ProxyStats
 
-_TOO_MANY = 429
+# Refusals that say nothing against an engine: it has enough to do, or too short a context.
+_NO_FAULTS: Final = frozenset({400, 429})
 Fields = tuple[tuple[bytes, bytes], ...]
 
 
@@ -159,6 +160,11 @@ class Attempt:
         self._breaker.unseen(self.asked_s)
         return 0.0
 
+    def needs_longer(self) -> bool:
+        """The engine refused the request as too long. Returns whether another one has a longer context; it is
+        then placed on one of these."""
+        return False
+
     def check_eligible(self) -> None:
         """Raises ``UpstreamError`` if its engine may not get the request any more; to be called after each
         wait on the way to it."""
@@ -201,7 +207,7 @@ class Attempt:
         """The engine answered with an error of its own; it asked to be left alone for ``wait_s``. Returns
         whether that ended the attempt."""
         now = self.now()
-        self._breaker.record(status == _TOO_MANY, now, connection=False)
+        self._breaker.record(status in _NO_FAULTS, now, connection=False)
         if wait_s > 0:
             request = self.request
             self._breaker.refused(xxhash.xxh3_64_intdigest(request.body), wait_s, now, request.client)

@@ -12,8 +12,9 @@ what the second one may be told, and what comes after a failure, is for the requ
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import structlog
@@ -65,6 +66,10 @@ from router.proxy.settings import ProxySettings, ProxyStats
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400
+# Of a refusal, until its reason is known.
+_TOLD_BYTES: Final = 4096
+# How vLLM and SGLang say that a prompt is too long.
+_TOO_LONG: Final = re.compile(rb"context length|maximum model length|max_model_len|context window")
 _NOT_PASSED_ON = REFUSALS | REDIRECTS
 # Of an answer that is searched for its `usage`; longer ones give receipts without reported tokens.
 USAGE_BYTES_MAX = 4 << 20
@@ -191,7 +196,7 @@ class Forwarder:
                     else self._planner.place(out.request, exclude=exclude)
                 )
             except ApiError:
-                # An engine that was not asked has not answered.
+                # An engine that was not asked has not answered, and one with a longer context may come back.
                 if outcome is None or _unasked(outcome):
                     raise
                 break
@@ -439,13 +444,28 @@ class Forwarder:
             out.had,
         )
         try:
-            if (rest := relay.run()) is not None:
+            first = None
+            if connection.status == _BAD_REQUEST and out.carrier is None:
+                first = await self._not_too_long(placement, connection, head)
+            if (rest := relay.run(first)) is not None:
                 await rest
         finally:
             if relay.stream is not None:
                 out.had = relay.stream.had
             if out.record.broken and placement.failed not in ("", "aborted"):
                 out.lost = placement.engine_id
+
+    async def _not_too_long(self, placement: Attempt, connection: Answer, head: AnswerHead) -> bytes:
+        """The beginning of a refusal, to be passed on. Raises ``EventRefusedError`` for a prompt that is too
+        long for this engine while another one of its model has a longer context: the tokens of a text are not
+        always known here, and an engine may have restarted with another length."""
+        first = await connection.read()
+        while not connection.at_eof and len(first) < _TOLD_BYTES:
+            first += await connection.read()
+        if placement.body is None and _TOO_LONG.search(first) is not None and placement.needs_longer():
+            body = first + await self._read_refusal(connection)
+            raise EventRefusedError(_BAD_REQUEST, head.fields, body)
+        return first
 
     async def _not_a_stream(self, placement: Attempt, connection: Answer) -> ApiError:
         """The error for an answer that cannot go on in the stream that has begun."""
@@ -556,8 +576,10 @@ def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:
 
 
 def _unasked(outcome: Refusal | UpstreamError) -> bool:
-    """Whether the engine was given up before the request was sent."""
-    return _abandoned(outcome) and isinstance(outcome, UpstreamError) and not outcome.sent
+    """Whether the engine was given up before the request was sent, or is not the one that it needs."""
+    if isinstance(outcome, Refusal):
+        return outcome.status == _BAD_REQUEST
+    return _abandoned(outcome) and not outcome.sent
 
 
 def _not_reached(outcome: Refusal | UpstreamError) -> bool:

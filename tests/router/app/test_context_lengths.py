@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from router.fleet.engines import DesiredFleet, EngineAddress
+from router.fleet.settings import FleetSettings
 from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.pd.settings import PdSettings
+from tests.router.app.test_keys import serving
 from tests.router.app.test_prefill_decode import D, P, apart, prompt
+from tests.support.proxy_rig import Engine, says
 from tests.support.whole_router import MODEL, configure, routed, routing, running
 
 SHORT, LONG = {"max_model_len": 256}, {"max_model_len": 4096}
@@ -87,3 +92,56 @@ async def test_a_picker_that_allows_only_short_engines_hears_it_from_them() -> N
         body = {"model": MODEL, "prompt": prompt(1), "max_tokens": 4}
         status, answer = await rig.ask("POST", COMPLETION, body)
         assert (status, "256 tokens" in str(answer)) == (400, True)
+
+
+DENSE = "".join(chr(33 + (7 * at * at + 3 * at) % 90) for at in range(900))
+"""Far more tokens than a text of its size usually has."""
+SELDOM = FleetSettings(poll_interval_s=600.0, gauge_interval_s=600.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_a_text_that_turns_out_too_long_goes_to_a_longer_engine(path: str, stream: bool) -> None:
+    body = {"messages": [{"role": "user", "content": DENSE}]} if path == CHAT else {"prompt": DENSE}
+    async with routed(SHORT, LONG, SHORT, models={}) as (rig, _):
+        for number in range(9):
+            asked = {"model": MODEL, "max_tokens": 2, "stream": stream, "user": f"{number}", **body}
+            status, answer = await rig.ask("POST", path, asked)
+            assert status == 200, answer
+        await rig.over()
+        assert rig.router.proxy.stats.retries > 0, "some went to a short one first"
+        assert all(engine.breaker.closed for engine in rig.router.fleet), "which is no fault of it"
+        assert rig.router.proxy.stats.engines_broken == 0
+
+
+async def test_an_engine_that_restarted_with_a_shorter_context_refuses_nothing_for_ever() -> None:
+    async with routed(SHORT, LONG, fleet=SELDOM) as (rig, engines):
+        short = rig.router.fleet.get(engines[0].base_url)
+        long = rig.router.fleet.get(engines[1].base_url)
+        assert short is not None
+        assert long is not None
+        # What it said before.
+        short.models = tuple(msgspec.structs.replace(card, max_model_len=4000) for card in short.models)
+        long.held = "drained"
+        body = {"model": MODEL, "prompt": prompt(1), "max_tokens": 4}
+        status, answer = await rig.ask("POST", COMPLETION, body)
+        assert (status, answer["error"]["code"]) == (503, "no_ready_engine"), "the other one may come back"
+        long.held = ""
+        for number in range(4):
+            await rig.ok("POST", COMPLETION, {**body, "prompt": prompt(number)})
+        # Where no engine says that it has a longer context, its refusal is the client's.
+        long.models = tuple(msgspec.structs.replace(card, max_model_len=4000) for card in long.models)
+        rig.router.fleet.assign(DesiredFleet((EngineAddress(engines[0].base_url),)))
+        status, answer = await rig.ask("POST", COMPLETION, body)
+        assert (status, "context length" in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("text", [b"temperature must be at most 2", b"", b"x" * 300_000])
+async def test_other_refusals_are_passed_on_as_they_are(text: bytes) -> None:
+    async with Engine(says(400, text, "content-type: application/json")) as engine:
+        config = configure(EngineAddress(engine.url), models={})
+        engine.script = serving("m", engine.script)
+        async with routing(config) as rig:
+            async with rig.session.post(rig.url + COMPLETION, json={"model": "m", "prompt": "x"}) as got:
+                assert (got.status, await got.read()) == (400, text)
+            assert rig.router.proxy.stats.retries == 0
