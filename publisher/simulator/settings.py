@@ -57,7 +57,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     frontend: Literal["python", "rust"] = "python"
     """vLLM's API server that it answers like; `rust` (VLLM_USE_RUST_FRONTEND=1) makes other tokens of some
     chats."""
-    groups: str | tuple[GroupSpec, ...] = "gemma3-like"
+    groups: str | tuple[GroupSpec, ...] = "full"
     """Layout of the KV cache: a preset, or explicit group specs."""
     block_size: int = 16
     """Tokens per block of a preset."""

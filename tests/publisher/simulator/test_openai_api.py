@@ -37,7 +37,7 @@ async def prompt_tokens(running: SimulatedEngine, messages: list[Any]) -> list[i
 
 
 async def test_a_chat_reports_usage_and_its_next_turn_hits_the_cache() -> None:
-    async with engine() as running, client(running) as api:
+    async with engine(groups="gemma3-like") as running, client(running) as api:
         first = await chat(api, [SYSTEM, user("Hello")])
         assert first.choices[0].finish_reason == "length"
         assert first.choices[0].message.role == "assistant"

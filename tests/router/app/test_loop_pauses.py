@@ -216,11 +216,12 @@ def test_no_frames_hold_the_loop() -> None:
     run_real(main(), 500)
 
 
-CALLS_MAX = 300
-"""Python calls within ``router/`` of one repeated chat before four engines that hold it, from its first byte
-to its receipt: 276 at fb3277f2; 297 since lengths of contexts, work of all prompts and answers, and the first
-token are counted, and an engine that died is asked whether it lives. A new ability that needs more takes it
-from elsewhere (benchmarks/results/request.md)."""
+CALLS_MAX = {"gemma3-like": 300, "full": 310}
+"""By cache layout, Python calls within ``router/`` of one repeated chat before four engines that hold it,
+from its first byte to its receipt: 276 at fb3277f2; 297 since lengths of contexts, work of all prompts and
+answers, and the first token are counted, and an engine that died is asked whether it lives. A new ability
+that needs more takes it from elsewhere (benchmarks/results/request.md). Full attention keeps every block in
+flight, also what a prompt hits."""
 ROUTER = str(Path(router.app.__file__).parent)
 CHAT = "/v1/chat/completions"
 
@@ -244,10 +245,11 @@ async def calls(rig: Rig, body: dict[str, object]) -> int:
     return found
 
 
-async def test_a_repeated_chat_takes_a_bounded_number_of_calls() -> None:
+@pytest.mark.parametrize("groups", CALLS_MAX)
+async def test_a_repeated_chat_takes_a_bounded_number_of_calls(groups: str) -> None:
     body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": TEXT * 20}]}
     seldom = FleetSettings(poll_interval_s=600.0, gauge_interval_s=600.0)
-    async with routed({}, {}, {}, {}, server=ServerConfig(port=0), fleet=seldom) as (rig, engines):
+    async with routed(*[{"groups": groups}] * 4, server=ServerConfig(port=0), fleet=seldom) as (rig, engines):
         for engine in engines:
             async with rig.session.post(engine.base_url + CHAT, json=body) as answer:
                 assert answer.status == 200
@@ -257,5 +259,5 @@ async def test_a_repeated_chat_takes_a_bounded_number_of_calls() -> None:
             await rig.over()
         # The least of many: feeds and timers have their turn in some of them.
         counts = [await calls(rig, body) for _ in range(32)]
-        assert min(counts) <= CALLS_MAX, counts
+        assert min(counts) <= CALLS_MAX[groups], counts
         assert rig.outcomes("exact") > 32

@@ -110,7 +110,14 @@ def test_what_is_recorded_replays_to_what_the_engine_held(tmp_path: Path) -> Non
 
     async def scenario() -> list[set[int]]:
         async with (
-            running({"num_blocks": 300, "max_model_len": 768, "max_num_batched_tokens": 256}) as (engine,),
+            running(
+                {
+                    "groups": "gemma3-like",
+                    "num_blocks": 300,
+                    "max_model_len": 768,
+                    "max_num_batched_tokens": 256,
+                }
+            ) as (engine,),
             routing(configure(engine)) as rig,
         ):
             await rig.ready()
