@@ -402,7 +402,7 @@ class Placement(Attempt):
     def needs_longer(self) -> bool:
         """Implement ``Attempt``."""
         request, own = self.request, self.engine.context_tokens(self.request.model)
-        bound = not request.pinned is request.earlier_response is request.among is None
+        bound = (request.pinned, request.earlier_response, request.among) != (None, None, None)
         if bound or not own < request.context_tokens:
             return False
         request.longer_than = max(request.longer_than, int(own))
