@@ -146,12 +146,15 @@ class EligibleEngines:
     def _fitting(self, request: InboundRequest, engines: list[Engine], length: Length) -> list[Engine]:
         """Return those that the gateway allows, with room for the prompt and its answer. If no engine of the
         model has, those with the longest context, whose own refusal tells the client."""
-        of, among = self._fleet.lengths(request.model).of, request.among
+        lengths, among = self._fleet.lengths(request.model), request.among
         if among is not None:
             engines = _among(among, engines)
         # Where only one engine can take it anyway, that one tells the client what is too long.
-        if request.pinned is not None or request.earlier_response is not None:
+        bound = request.pinned is not None or request.earlier_response is not None
+        # The usual list stays the same object, by which what follows from it is found again.
+        if bound or length.asked <= lengths.shortest:
             return engines
+        of = lengths.of
         for tokens in length:
             if found := [engine for engine in engines if of[engine.engine_id] >= tokens]:
                 return found

@@ -72,6 +72,12 @@ def test_only_engines_with_room_for_prompt_and_answer_get_it(model: str | None, 
     assert places(eligible, 1500, 900, model=model) == long
 
 
+def test_where_all_are_long_enough_the_list_of_engines_stays_the_same_object() -> None:
+    fleet, eligible = fleet_of(*[4000] * 1000)
+    for length in (NO_LENGTH, Length(100, 0), Length(4000, 3000)):
+        assert eligible.engines(request(), NOBODY, length) is fleet.ready("m")
+
+
 def test_one_that_does_not_say_is_not_left_out() -> None:
     _, eligible = fleet_of(1000, None, -5, 0)
     assert places(eligible, 2000, 2000) == [1, 2, 3]
