@@ -1,7 +1,7 @@
 """One run of a plan: start the fleet, let clients and faults go, wait for quiet, look at everything, stop.
 
 ``play`` is the whole of it: a plan in, a ``Report`` out. The same plan gives the same report, byte for byte
-(``Report.digest``), on every machine and Python.
+(``Report.digest``).
 """
 
 from __future__ import annotations
