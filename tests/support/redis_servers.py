@@ -17,6 +17,9 @@ import pytest
 
 from tests.support.ports import free_port_with_bus
 from tests.support.waiting import wait_until
+from tests.world import seams
+from tests.world.loop import VirtualLoop
+from tests.world.redis_server import RedisServer
 
 SWITCH = "KVATLAS_TEST_SERVERS"
 
@@ -130,6 +133,51 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class VirtualServer:
+    """The same face over a ``RedisServer`` that each virtual loop of a test finds."""
+
+    def __init__(self) -> None:
+        self._server = RedisServer(("127.0.0.1", 6379))
+        self._kept = False
+        seams.BEGINS.append(self._begin)
+
+    def _begin(self, loop: VirtualLoop) -> None:
+        self._server.listen(loop, empty=not self._kept)
+        self._kept = True
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def start(self) -> None:
+        """Empty, as after ``kill`` without persistence."""
+        self._server.listen(seams.virtual_loop())
+
+    def kill(self) -> None:
+        self._server.stop()
+
+    def freeze(self) -> None:
+        self._server.frozen = True
+
+    def thaw(self) -> None:
+        self._server.thaw()
+
+    def command(self, *args: str | bytes | int) -> Any:
+        """One command; errors are returned, not raised."""
+        socket = self._server.open()
+        socket.sendall(hiredis.pack_command(args))  # type: ignore[arg-type]
+        return socket.responses.get_nowait()
+
+    def all_keys(self) -> list[bytes]:
+        return list(self.command("KEYS", "*"))
+
+    def close(self) -> None:
+        seams.BEGINS.remove(self._begin)
+
+
+AnyServer = Server | VirtualServer
 
 
 class Cluster:

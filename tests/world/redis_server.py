@@ -29,6 +29,8 @@ class RedisServer:
         self.address = address
         self.starts = self.commands = 0
         self.connections: dict[_Connection, None] = {}
+        self.frozen = False
+        """Whether it takes bytes and answers nothing, as a stopped process."""
         self._process = 0
         self._store: Any = None
 
@@ -37,13 +39,15 @@ class RedisServer:
         return f"redis://{self.address[0]}:{self.address[1]}/0"
 
     async def start(self, *, empty: bool = True) -> None:
-        loop: Any = asyncio.get_running_loop()
+        self.listen(asyncio.get_running_loop(), empty=empty)
+
+    def listen(self, loop: Any, *, empty: bool = True) -> None:
+        """Start, on this loop."""
         if empty or self._store is None:
             self._store = fakeredis.FakeServer(server_type="valkey", version=(7, 4))
         self.starts += 1
         with loop.machine(self.address[0], process=True) as self._process:
-            server = await loop.create_server(lambda: _Connection(self), None, self.address[1])
-        self.address = self.address[0], server.sockets[0].getsockname()[1]
+            self.address = loop.net.listen(lambda: _Connection(self), None, self.address[1]).key
 
     def stop(self, *, silent: bool = False) -> None:
         """End its process; ``silent``: as when power fails."""
@@ -56,6 +60,11 @@ class RedisServer:
 
     def open(self) -> Any:
         return _Socket(self._store, 0, None, redis.asyncio.Redis)
+
+    def thaw(self) -> None:
+        self.frozen = False
+        for one in list(self.connections):
+            one.data_received(b"")
 
 
 class _Socket(AsyncFakeSocket):
@@ -71,6 +80,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        self._unread = b""
         self._server.connections[self] = None
         self._socket: Any = self._server.open()
         self._process = self._socket._process_command
@@ -89,6 +99,10 @@ class _Connection(asyncio.Protocol):
                 self._process(fields)
 
     def data_received(self, data: bytes) -> None:
+        data, self._unread = self._unread + data, b""
+        if self._server.frozen:
+            self._unread = data
+            return
         self._socket.sendall(data)
         replies = self._socket.responses
         written = []

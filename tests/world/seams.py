@@ -36,6 +36,10 @@ class _State:
     installed = False
 
 
+BEGINS: list[Callable[[VirtualLoop], None]] = []
+"""Called with each virtual loop when it begins: what a test finds there, as a server."""
+
+
 def virtual_loop() -> VirtualLoop | None:
     """The virtual loop that runs now."""
     return _State.loop
@@ -79,6 +83,8 @@ def _running(loop: VirtualLoop) -> Iterator[None]:
     _State.loop = loop
     asyncio.set_event_loop(loop)
     try:
+        for begin in BEGINS:
+            begin(loop)
         yield
     finally:
         loop.close()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
-
-import pytest
 
 from router.openai.request import CHAT
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
-from tests.support.redis_servers import Server, program
+from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routed, routing, running
 
@@ -42,15 +39,7 @@ async def test_both_frontends_are_predicted_exactly() -> None:
         assert [one["frontend"] for one in shown] == ["python", "rust"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server(program("valkey"))
-    yield made
-    made.close()
-
-
-@pytest.mark.real  # a Valkey server
-async def test_both_frontends_are_predicted_exactly_by_every_replica(server: Server) -> None:
+async def test_both_frontends_are_predicted_exactly_by_every_replica(plain_server: AnyServer) -> None:
     """One replica follows an engine, the other predicts it from the shared index."""
     body = _body([STORY, *["one"] * 10, STORY])
     async with AsyncExitStack() as stack:
@@ -59,7 +48,7 @@ async def test_both_frontends_are_predicted_exactly_by_every_replica(server: Ser
         for name in ("r0", "r1"):
             # No lease moves to the second replica while requests are predicted: its index would be behind.
             times = {"lookup_timeout_s": 5.0, "lease_s": 360.0, "block_ttl_s": 3600.0}
-            index = IndexSettings(url=server.url, replica=name, **times)
+            index = IndexSettings(url=plain_server.url, replica=name, **times)
             config = configure(*engines, proxy=ProxySettings(pin_header=True), index=index)
             rigs.append(await stack.enter_async_context(routing(config)))
         for engine in engines:

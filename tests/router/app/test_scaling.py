@@ -9,7 +9,7 @@ import pytest
 from publisher.simulator.server import SimulatedEngine
 from router.observe.receipts import WORTH_HALF_LIFE_S
 from router.replication.settings import IndexSettings
-from tests.support.redis_servers import Server, any_program
+from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
@@ -48,11 +48,8 @@ async def test_the_cost_of_losing_an_engine_is_the_worth_of_its_cache() -> None:
         assert costs[b.base_url] > 10 * costs[a.base_url] > 0
 
 
-@pytest.mark.real  # a Redis or Valkey server
-async def test_one_of_several_replicas_writes_the_costs() -> None:
-    server = Server(any_program())
+async def test_one_of_several_replicas_writes_the_costs(server: AnyServer) -> None:
     async with AsyncExitStack() as stack:
-        stack.callback(server.close)
         engines = await stack.enter_async_context(running({}, {}))
         rigs = []
         for name in ("r0", "r1"):

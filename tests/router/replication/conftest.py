@@ -13,21 +13,6 @@ BOTH = ["redis", "valkey"]
 
 
 @pytest.fixture(scope="session")
-def plain_server() -> Iterator[Server]:
-    """One server of whatever kind there is, shared by tests: each uses a namespace of its own."""
-    server = Server(any_program())
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """A server to break, for one test."""
-    with Server(any_program()) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """A Cluster of whatever kind there is."""
     made = Cluster(any_program())
@@ -61,6 +46,6 @@ def open_index() -> Iterator[Callable[[SharedSettings], SharedIndex]]:
 
 
 @pytest.fixture
-def index(plain_server: Server, open_index: Callable[[SharedSettings], SharedIndex]) -> SharedIndex:
+def index(real_server: Server, open_index: Callable[[SharedSettings], SharedIndex]) -> SharedIndex:
     """One writer and one reader on one server."""
-    return open_index(make_settings(plain_server.url))
+    return open_index(make_settings(real_server.url))

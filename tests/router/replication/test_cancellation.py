@@ -10,8 +10,6 @@ from router.replication.mirror import MirroredIndex
 from router.replication.redis_client import Client
 from router.replication.settings import SharedSettings
 
-pytestmark = pytest.mark.real  # a Redis or Valkey server
-
 
 async def rounds(count: int) -> None:
     """So many turns of the event loop."""

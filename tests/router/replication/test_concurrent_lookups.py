@@ -10,12 +10,10 @@ from router.replication.reader import SharedRows
 from router.replication.redis_connection import IndexUnavailable
 from tests.router.replication.backend import bits, make_settings
 from tests.router.replication.replicas import FULL, Replicas, blocks
-from tests.support.redis_servers import Server
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
+from tests.support.redis_servers import AnyServer
 
 
-async def test_concurrent_lookups_read_each_prompt_in_flight_once(plain_server: Server) -> None:
+async def test_concurrent_lookups_read_each_prompt_in_flight_once(plain_server: AnyServer) -> None:
     """From the first one on, which asks for the stream's end in another form."""
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         client = replicas.clients[0]
@@ -36,7 +34,7 @@ async def test_concurrent_lookups_read_each_prompt_in_flight_once(plain_server: 
     assert len(read) >= added - 1, "only what was there before the first look-up is left out"
 
 
-async def test_a_lookup_beside_the_first_one_sees_what_engines_hold(plain_server: Server) -> None:
+async def test_a_lookup_beside_the_first_one_sees_what_engines_hold(plain_server: AnyServer) -> None:
     """It asks before the registry is known, and again although the first one has fetched the registry."""
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         await replicas["a"].take("e0")
@@ -52,7 +50,7 @@ async def test_a_lookup_beside_the_first_one_sees_what_engines_hold(plain_server
 
 @pytest.mark.parametrize("failures", [1, 3])
 async def test_a_lookup_that_fails_loses_no_prompt_in_flight_that_it_read(
-    plain_server: Server, monkeypatch: pytest.MonkeyPatch, failures: int
+    plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     """It reads them beside the blocks, and may then need the registry too."""
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
@@ -78,7 +76,7 @@ async def test_a_lookup_that_fails_loses_no_prompt_in_flight_that_it_read(
 
 
 async def test_no_more_prompts_in_flight_are_kept_than_the_bound_and_none_is_lost(
-    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+    plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.replication.reader._INFLIGHT_MAX", 4)
     async with Replicas(make_settings(plain_server.url), "a") as replicas:

@@ -8,10 +8,8 @@ import pytest
 
 from tests.support.process_fleet import Fleet, Relay, fleet
 from tests.support.processes import Replica
-from tests.support.redis_servers import PERSISTENT, Cluster, Server, any_program
+from tests.support.redis_servers import PERSISTENT, AnyServer, Cluster, Server, any_program
 from tests.support.waiting import run, until
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
 
 
 async def recovered(made: Fleet, among: set[str] | None = None) -> None:
@@ -26,7 +24,7 @@ def other(made: Fleet, member: Replica) -> Replica:
 
 
 @pytest.mark.long
-async def test_two_replicas_share_the_feeds_and_are_exact(server: Server) -> None:
+async def test_two_replicas_share_the_feeds_and_are_exact(server: AnyServer) -> None:
     async with fleet(server.url, engines=4) as made:
 
         async def even() -> bool:
@@ -65,7 +63,7 @@ async def test_the_server_killed_and_restarted(keep_data: bool) -> None:
 
 
 @pytest.mark.process
-async def test_the_server_frozen_for_a_while(server: Server) -> None:
+async def test_the_server_frozen_for_a_while(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         server.freeze()
         await made.clients.more(20)
@@ -74,14 +72,14 @@ async def test_the_server_frozen_for_a_while(server: Server) -> None:
 
 
 @pytest.mark.process
-async def test_the_server_forgets_everything_while_it_runs(server: Server) -> None:
+async def test_the_server_forgets_everything_while_it_runs(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         server.command("FLUSHALL")
         await recovered(made)
 
 
 @pytest.mark.process
-async def test_a_replica_killed_with_its_leases(server: Server) -> None:
+async def test_a_replica_killed_with_its_leases(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         victim = made.members[0]
         assert victim.name in (await made.holders()).values()
@@ -91,14 +89,14 @@ async def test_a_replica_killed_with_its_leases(server: Server) -> None:
 
 
 @pytest.mark.process
-async def test_a_replica_stopped_in_order_gives_its_leases_at_once(server: Server) -> None:
+async def test_a_replica_stopped_in_order_gives_its_leases_at_once(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         assert made.members[0].stop() == 0
         await recovered(made, {made.members[1].name})
 
 
 @pytest.mark.process
-async def test_a_replica_that_slept_past_its_leases_cannot_write(server: Server) -> None:
+async def test_a_replica_that_slept_past_its_leases_cannot_write(server: AnyServer) -> None:
     """While it sleeps the other takes everything; on waking both believe that they hold leases."""
     async with fleet(server.url) as made:
         sleeper, waker = made.members
@@ -134,7 +132,7 @@ async def test_a_full_server_costs_hits_and_no_request() -> None:
 
 
 @pytest.mark.process
-async def test_a_server_turned_read_only_costs_no_request(server: Server) -> None:
+async def test_a_server_turned_read_only_costs_no_request(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         server.command("REPLICAOF", "127.0.0.1", "1")
         await made.clients.more(20)
@@ -160,7 +158,7 @@ def test_a_cluster_node_down_and_up_again() -> None:
 
 
 @pytest.mark.process
-async def test_the_network_between_a_replica_and_the_server_is_cut(server: Server) -> None:
+async def test_the_network_between_a_replica_and_the_server_is_cut(server: AnyServer) -> None:
     """Packets vanish, connections stay: one replica is cut off while the other goes on."""
     async with Relay(server.port) as relay, fleet(server.url, cut=relay.url) as made:
         lonely, other_one = made.members

@@ -16,11 +16,10 @@ from router.replication.write_queue import RegistryGc
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
 from tests.support import waiting
-from tests.support.redis_servers import Cluster, Server
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
+from tests.support.redis_servers import AnyServer, Cluster, Server
 
 
+@pytest.mark.real  # every kind of server
 async def test_an_old_writer_is_fenced(servers: Server | Cluster) -> None:
     async with Replicas(make_settings(servers.url), "old", "new") as replicas:
         old, new = replicas["old"], replicas["new"]
@@ -46,7 +45,7 @@ async def test_an_old_writer_is_fenced(servers: Server | Cluster) -> None:
         assert await old.leases.renew({"e": 1, **old.mirror.mirrored()}) == {"e"}
 
 
-async def test_writes_alone_are_fenced_too(plain_server: Server) -> None:
+async def test_writes_alone_are_fenced_too(plain_server: AnyServer) -> None:
     """Not only the books: a batch that was on its way when another took over changes nothing."""
 
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
@@ -76,7 +75,7 @@ async def test_writes_alone_are_fenced_too(plain_server: Server) -> None:
         assert await replicas.held("e", FULL, 1, 7, 8) == [True, True, False]
 
 
-async def test_tokens_only_rise(plain_server: Server) -> None:
+async def test_tokens_only_rise(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         one, two = replicas["a"].leases, replicas["b"].leases
         first = await one.acquire("e")
@@ -107,7 +106,7 @@ async def test_tokens_only_rise(plain_server: Server) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"\xf7\xff", b"12", b"1|", b"|1|a", b"x" * 100_000])
-async def test_a_lease_that_no_replica_wrote_is_taken(plain_server: Server, text: bytes) -> None:
+async def test_a_lease_that_no_replica_wrote_is_taken(plain_server: AnyServer, text: bytes) -> None:
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         one, registry = replicas["a"], replicas["b"].mirror.registry
         await one.take("e", "gone")
@@ -132,7 +131,7 @@ async def test_a_lease_that_no_replica_wrote_is_taken(plain_server: Server, text
 @pytest.mark.parametrize("field", [b"p", b"w", b"home", b"s:e", b"e:e", b"p:x", b"s:\xff"])
 @pytest.mark.parametrize("value", [b"", b"\xf7", b"9" * 5000, b"1:\xff"])
 async def test_a_registry_that_another_program_wrote_into_is_refused_by_name(
-    plain_server: Server, field: bytes, value: bytes
+    plain_server: AnyServer, field: bytes, value: bytes
 ) -> None:
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         one = replicas["a"]
@@ -147,7 +146,7 @@ async def test_a_registry_that_another_program_wrote_into_is_refused_by_name(
             await one.mirror.registry.fetch()
 
 
-async def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
+async def test_a_lower_token_cannot_take_over(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         token = await replicas["a"].leases.acquire("e")
         assert token is not None
@@ -162,7 +161,7 @@ async def test_a_lower_token_cannot_take_over(plain_server: Server) -> None:
         assert not replicas["b"].mirror.mirrored()
 
 
-async def test_an_engine_without_a_live_lease_is_stale(plain_server: Server) -> None:
+async def test_an_engine_without_a_live_lease_is_stale(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         writer = replicas["a"]
         await writer.take("e", "f")
@@ -190,6 +189,7 @@ async def test_an_engine_without_a_live_lease_is_stale(plain_server: Server) -> 
         await until(fresh)
 
 
+@pytest.mark.real  # every kind of server
 async def test_a_lost_fence_is_raised_again_by_its_owner_only(servers: Server | Cluster) -> None:
     async with Replicas(make_settings(servers.url), "a", "b") as replicas:
         one, two = replicas["a"], replicas["b"]
@@ -213,7 +213,7 @@ async def test_a_lost_fence_is_raised_again_by_its_owner_only(servers: Server | 
         assert await replicas.held("f", FULL, 1, 2) == [False, False]
 
 
-async def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
+async def test_retired_engines_leave_their_slot(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         writer = replicas["a"]
         await writer.take("e", "f")
@@ -237,7 +237,7 @@ async def test_retired_engines_leave_their_slot(plain_server: Server) -> None:
         assert "f" not in (await replicas.look([])).engines
 
 
-async def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
+async def test_engines_nobody_writes_are_swept(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         writer, other = replicas["a"], replicas["b"]
         await writer.take("gone", "lost", "kept")
@@ -265,7 +265,7 @@ async def test_engines_nobody_writes_are_swept(plain_server: Server) -> None:
         assert await replicas.held("lost", FULL, 1, 2) == [True, True], "it was there after all"
 
 
-async def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server) -> None:
+async def test_an_engine_whose_seat_is_gone_claims_another(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         writer = replicas["a"]
         await writer.take("e", "f")
@@ -284,7 +284,7 @@ async def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server)
         assert writer.mirror.counters.lost_slots == 1
 
 
-async def test_an_engine_removed_while_its_lease_is_acquired_is_not_followed(plain_server: Server) -> None:
+async def test_an_engine_removed_while_its_lease_is_acquired_is_not_followed(plain_server: AnyServer) -> None:
     """Its feed, which starts after the removal, is stopped, and its lease is free for another replica."""
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         client, engine = replicas.clients[1], EngineAddress("http://e")

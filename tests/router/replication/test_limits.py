@@ -22,11 +22,9 @@ from router.replication.redis_client import Client
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.examples import examples
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
 
 FIELDS = [(b"authorization", b"Bearer key")]
 KEY = {"authorization": "Bearer key"}
@@ -275,7 +273,7 @@ def test_whatever_a_field_holds_requests_go_on(rules: Path, field: bytes) -> Non
 
 
 @asynccontextmanager
-async def connected(server: Server) -> AsyncIterator[Client]:
+async def connected(server: AnyServer) -> AsyncIterator[Client]:
     client = Client(make_settings(server.url))
     try:
         assert await client.start(10)
@@ -284,7 +282,7 @@ async def connected(server: Server) -> AsyncIterator[Client]:
         await client.close()
 
 
-async def test_the_server_goes_away_and_comes_back(server: Server, rules: Path) -> None:
+async def test_the_server_goes_away_and_comes_back(server: AnyServer, rules: Path) -> None:
     clock = Clock()
     one, two = (Replica(rules, name, clock) for name in ("one", "two"))
     async with connected(server) as client, connected(server) as another:
@@ -312,7 +310,7 @@ async def test_the_server_goes_away_and_comes_back(server: Server, rules: Path) 
         assert server.command("HKEYS", "limits") == [b"two"]
 
 
-async def test_too_many_tenants_are_told_in_part(server: Server, tmp_path: Path) -> None:
+async def test_too_many_tenants_are_told_in_part(server: AnyServer, tmp_path: Path) -> None:
     count = TENANTS_MAX + 3
     path = tmp_path / "keys.toml"
     path.write_text("".join(f"[tenants.t{n}]\nrequests_per_minute = 9\n" for n in range(count)))
@@ -327,7 +325,7 @@ async def test_too_many_tenants_are_told_in_part(server: Server, tmp_path: Path)
 
 
 @asynccontextmanager
-async def two_routers(server: Server, path: Path) -> AsyncIterator[list[Rig]]:
+async def two_routers(server: AnyServer, path: Path) -> AsyncIterator[list[Rig]]:
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(running({"decode_s_per_token": 0.05}))
         rigs = []
@@ -338,7 +336,7 @@ async def two_routers(server: Server, path: Path) -> AsyncIterator[list[Rig]]:
         yield rigs
 
 
-async def test_two_routers_give_one_limit(server: Server, tmp_path: Path) -> None:
+async def test_two_routers_give_one_limit(server: AnyServer, tmp_path: Path) -> None:
     path = key_file(tmp_path, "concurrent_requests = 1")
 
     async with two_routers(server, path) as (one, other):

@@ -11,9 +11,7 @@ from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import EngineFacts, IndexRefused
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, Writer, blocks, until
-from tests.support.redis_servers import Cluster, Server, any_program
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
+from tests.support.redis_servers import AnyServer, Cluster, any_program
 
 MANY = blocks(*(n * 7_919_000_000_000_003 % (1 << 64) for n in range(3000)))
 
@@ -40,7 +38,8 @@ async def never_wrong_until_exact(replicas: Replicas, hashes: list[int]) -> None
     await until(exact)
 
 
-async def test_eviction_hides_and_refresh_heals(server: Server) -> None:
+@pytest.mark.real  # a server's memory limit
+async def test_eviction_hides_and_refresh_heals(server: AnyServer) -> None:
     settings = make_settings(server.url, block_ttl_s=6.0)
     async with Replicas(settings, "a", "b") as replicas:
         one, two = replicas["a"], replicas["b"]
@@ -75,7 +74,7 @@ async def test_eviction_hides_and_refresh_heals(server: Server) -> None:
 
 
 @pytest.mark.parametrize("lost", ["scope", "leases", "fence", "everything"])
-async def test_lost_books_are_written_again(server: Server, lost: str) -> None:
+async def test_lost_books_are_written_again(server: AnyServer, lost: str) -> None:
     async with Replicas(make_settings(server.url), "a", "b") as replicas:
         one, two = replicas["a"], replicas["b"]
         await one.take("e")
@@ -101,8 +100,9 @@ async def test_lost_books_are_written_again(server: Server, lost: str) -> None:
         assert (await replicas.look([])).engines["g"].feed_state == "ready"
 
 
+@pytest.mark.real  # a server's saved data
 @pytest.mark.parametrize("data", ["empty", "old"])
-async def test_a_restarted_server_is_believed_only_when_written_again(data: str, server: Server) -> None:
+async def test_a_restarted_server_is_believed_only_when_written_again(data: str, server: AnyServer) -> None:
     """With old data: what was saved before the last removals and forgets comes back with the server."""
     async with Replicas(make_settings(server.url), "a") as replicas:
         writer = replicas["a"]
@@ -136,7 +136,8 @@ async def test_a_restarted_server_is_believed_only_when_written_again(data: str,
         assert not writer.lost
 
 
-async def test_a_full_server_shows_nothing_that_is_gone(server: Server) -> None:
+@pytest.mark.real  # a server's memory limit
+async def test_a_full_server_shows_nothing_that_is_gone(server: AnyServer) -> None:
     settings = make_settings(server.url)
     async with Replicas(settings, "a", "b") as replicas:
         one, two = replicas["a"], replicas["b"]
@@ -171,7 +172,8 @@ async def test_a_full_server_shows_nothing_that_is_gone(server: Server) -> None:
         assert await replicas.exact(MANY[:500])
 
 
-async def test_a_full_server_and_news_it_has_no_room_for(server: Server) -> None:
+@pytest.mark.real  # a server's memory limit
+async def test_a_full_server_and_news_it_has_no_room_for(server: AnyServer) -> None:
     """New patterns and new descriptions cannot be written; removals in the same breath must be."""
 
     async with Replicas(make_settings(server.url), "a") as replicas:
@@ -200,7 +202,8 @@ async def test_a_full_server_and_news_it_has_no_room_for(server: Server) -> None
         assert (await replicas.look([])).engines["f"].mode == "unknown"
 
 
-async def test_engines_whose_changes_cannot_be_written_are_not_believed(server: Server) -> None:
+@pytest.mark.real  # a server's rights
+async def test_engines_whose_changes_cannot_be_written_are_not_believed(server: AnyServer) -> None:
     """The lease is renewed, only the writes fail: for ever so, if nobody did anything about it."""
 
     settings = make_settings(server.url, lease_s=0.5, renew_s=0.1)
@@ -227,7 +230,7 @@ async def test_engines_whose_changes_cannot_be_written_are_not_believed(server: 
 
 
 @pytest.mark.long
-async def test_blocks_are_written_again_before_they_expire(server: Server) -> None:
+async def test_blocks_are_written_again_before_they_expire(server: AnyServer) -> None:
     settings = make_settings(server.url, block_ttl_s=3.0, lease_s=1.2, renew_s=0.4)
     async with Replicas(settings, "a") as replicas:
         writer = replicas["a"]
@@ -249,7 +252,7 @@ async def test_blocks_are_written_again_before_they_expire(server: Server) -> No
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_scripts_may_be_flushed(server: Server) -> None:
+async def test_scripts_may_be_flushed(server: AnyServer) -> None:
     async with Replicas(make_settings(server.url), "a") as replicas:
         writer = replicas["a"]
         await writer.take("e")
@@ -261,7 +264,7 @@ async def test_scripts_may_be_flushed(server: Server) -> None:
         assert not await writer.leases.renew(writer.mirror.mirrored())
 
 
-async def test_a_silent_server_costs_no_more_than_the_deadline(server: Server) -> None:
+async def test_a_silent_server_costs_no_more_than_the_deadline(server: AnyServer) -> None:
     settings = make_settings(server.url, lookup_timeout_s=0.02, write_timeout_s=0.1)
     async with Replicas(settings, "a") as replicas:
         writer = replicas["a"]
@@ -281,7 +284,7 @@ async def test_a_silent_server_costs_no_more_than_the_deadline(server: Server) -
         assert replicas.reader.counters.failures["timeout"] >= 3
 
 
-async def test_another_schema_is_refused(server: Server) -> None:
+async def test_another_schema_is_refused(server: AnyServer) -> None:
     settings = make_settings(server.url)
     server.command("SET", f"{settings.namespace}:schema", "2")
     async with Replicas(settings, "a") as replicas:
@@ -322,7 +325,7 @@ async def test_a_cluster_node_that_comes_back_empty() -> None:
             assert found.engines.keys() == {"e", "f"}
 
 
-async def test_the_model_is_part_of_every_key(server: Server) -> None:
+async def test_the_model_is_part_of_every_key(server: AnyServer) -> None:
     """Another model in the same namespace shares nothing, though its hashes are the same."""
 
     async with Replicas(make_settings(server.url), "a") as replicas:

@@ -16,9 +16,8 @@ from router.replication.settings import SharedSettings
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, WINDOW, Replicas, Writer, blocks, until
 from tests.support.examples import some
-from tests.support.redis_servers import Cluster, Server
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
+from tests.support.redis_servers import AnyServer, Cluster, Server
+from tests.support.waiting import run
 
 SHARED = Plane("STORAGE*0@store", 1)
 PLANES = [FULL, WINDOW, CPU, SHARED]
@@ -78,6 +77,7 @@ async def hand_over(rng: random.Random, writers: Sequence[Writer]) -> None:
     await new.take(engine_id)
 
 
+@pytest.mark.real  # every kind of server
 @pytest.mark.parametrize("seed", some(range(4), 4))
 def test_the_reader_sees_what_the_writers_hold(servers: Server | Cluster, seed: int) -> None:
     asyncio.run(history(make_settings(servers.url), seed, engines=9, steps=25))
@@ -86,26 +86,26 @@ def test_the_reader_sees_what_the_writers_hold(servers: Server | Cluster, seed: 
 @pytest.mark.parametrize(
     "changes", [{"code_bytes": 2}, {"partitions": 8}], ids=lambda changes: next(iter(changes))
 )
-def test_it_does_so_with_any_settings(plain_server: Server, changes: dict[str, Any]) -> None:
-    asyncio.run(history(make_settings(plain_server.url, **changes), 7, engines=9, steps=25))
+def test_it_does_so_with_any_settings(plain_server: AnyServer, changes: dict[str, Any]) -> None:
+    run(history(make_settings(plain_server.url, **changes), 7, engines=9, steps=25))
 
 
 @pytest.mark.parametrize(("name", "value"), [("TOUCHED_MAX", 3), ("SCRIPT_BLOCKS", 2)])
 def test_it_does_so_within_any_bounds(
-    plain_server: Server, name: str, value: int, monkeypatch: pytest.MonkeyPatch
+    plain_server: AnyServer, name: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_queue, name, value)
-    asyncio.run(history(make_settings(plain_server.url), 7, engines=9, steps=25))
+    run(history(make_settings(plain_server.url), 7, engines=9, steps=25))
 
 
 @pytest.mark.parametrize("code_bytes", [1, 2])
-def test_more_engines_than_bits_in_a_word(plain_server: Server, code_bytes: int) -> None:
-    asyncio.run(history(make_settings(plain_server.url, code_bytes=code_bytes), 3, engines=140, steps=10))
+def test_more_engines_than_bits_in_a_word(plain_server: AnyServer, code_bytes: int) -> None:
+    run(history(make_settings(plain_server.url, code_bytes=code_bytes), 3, engines=140, steps=10))
 
 
 @pytest.mark.parametrize("seed", some(range(6), 6))
 async def test_changes_while_a_flush_is_under_way(
-    plain_server: Server, seed: int, monkeypatch: pytest.MonkeyPatch
+    plain_server: AnyServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is changed while batches are on their way is written by the same or the next flush."""
     monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
@@ -120,14 +120,14 @@ async def test_changes_while_a_flush_is_under_way(
             flush = asyncio.create_task(writer.mirror.flush())
             while not flush.done():
                 change(rng, writer, rng.choice(["e0", "e1"]))
-                await asyncio.sleep(0)
+                await asyncio.sleep(rng.random() * 5e-4)
             await flush
             await writer.mirror.flush()
             assert await replicas.exact(HASHES)
 
 
 async def test_a_flush_may_be_cancelled_at_any_moment(
-    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+    plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had taken waits again."""
     monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
@@ -140,8 +140,7 @@ async def test_a_flush_may_be_cancelled_at_any_moment(
             for _ in range(10):
                 change(rng, writer, rng.choice(["e0", "e1"]))
             flush = asyncio.create_task(writer.mirror.flush())
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await asyncio.sleep(turns * 2e-5)  # a message takes up to ten of these
             flush.cancel()
             await asyncio.gather(flush, return_exceptions=True)
             await writer.mirror.flush()
@@ -150,7 +149,7 @@ async def test_a_flush_may_be_cancelled_at_any_moment(
             assert writer.mirror.written("e1")
 
 
-async def test_changes_while_an_engine_is_taken_over(plain_server: Server) -> None:
+async def test_changes_while_an_engine_is_taken_over(plain_server: AnyServer) -> None:
     """A feed may run on while its engine is taken over again under a new token."""
 
     rng = random.Random(8)
@@ -173,7 +172,7 @@ async def test_changes_while_an_engine_is_taken_over(plain_server: Server) -> No
                 writer.mirror.drop("e0")
 
 
-async def test_two_hundred_and_fifty_five_generations(plain_server: Server) -> None:
+async def test_two_hundred_and_fifty_five_generations(plain_server: AnyServer) -> None:
     """A slot whose generations are used up is left for another one, and for good."""
 
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
@@ -195,7 +194,7 @@ async def test_two_hundred_and_fifty_five_generations(plain_server: Server) -> N
 
 
 async def test_a_scope_without_free_slots_is_begun_anew(
-    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+    plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.replication.registry.SLOTS_MAX", 3)
 
@@ -221,7 +220,7 @@ async def test_a_scope_without_free_slots_is_begun_anew(
 
 
 async def test_patterns_without_a_code_are_shown_in_part(
-    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+    plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 2)
 
@@ -241,7 +240,7 @@ async def test_patterns_without_a_code_are_shown_in_part(
 
 
 async def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
-    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+    plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 8)
 
@@ -266,7 +265,7 @@ async def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
         assert replicas["a"].mirror._queue.codes.without_code > 0
 
 
-async def test_a_shared_store_that_grew_old_leaves_the_rest_in_sight(plain_server: Server) -> None:
+async def test_a_shared_store_that_grew_old_leaves_the_rest_in_sight(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         mirror = replicas["a"].mirror
         await replicas["a"].take("e0")
@@ -281,7 +280,7 @@ async def test_a_shared_store_that_grew_old_leaves_the_rest_in_sight(plain_serve
         assert mirror.counters.claims == seats, "no new generation"
 
 
-async def test_more_planes_than_fit_are_left_out(plain_server: Server) -> None:
+async def test_more_planes_than_fit_are_left_out(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         mirror = replicas["a"].mirror
         await replicas["a"].take("e0")
@@ -293,6 +292,7 @@ async def test_more_planes_than_fit_are_left_out(plain_server: Server) -> None:
         assert len(missing) == 2 * 6
 
 
+@pytest.mark.real  # every kind of server
 def test_every_key_expires(servers: Server | Cluster) -> None:
     """Nothing is written without a time to live, whatever happened to it."""
     settings = make_settings(servers.url)

@@ -13,15 +13,13 @@ from router.placement.candidate import PullSettings
 from router.placement.others import OthersLoad, others_at
 from router.placement.pull import link_busy_s, occupy_links
 from router.replication.settings import IndexSettings
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
-pytestmark = pytest.mark.real  # a Redis or Valkey server
-
 
 @asynccontextmanager
-async def replicas(server: Server, engines: int, **changes: Any) -> AsyncIterator[tuple[Rig, Rig]]:
+async def replicas(server: AnyServer, engines: int, **changes: Any) -> AsyncIterator[tuple[Rig, Rig]]:
     """Two routers before the same engines."""
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(running(*({} for _ in range(engines))))
@@ -35,7 +33,7 @@ async def replicas(server: Server, engines: int, **changes: Any) -> AsyncIterato
             rig.check_books()
 
 
-async def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
+async def test_recent_work_is_a_total_of_all_replicas(server: AnyServer) -> None:
     async with replicas(server, 1) as (one, other):
         (engine,), (there,) = one.router.fleet, other.router.fleet
         now = time.monotonic()
@@ -58,7 +56,7 @@ async def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
         assert own.recent_ms < 1000, "that of the first one is not reported back"
 
 
-async def test_a_link_that_another_replica_s_pull_uses_is_waited_for(server: Server) -> None:
+async def test_a_link_that_another_replica_s_pull_uses_is_waited_for(server: AnyServer) -> None:
     async with replicas(server, 2, pull=PullSettings(enabled=True)) as (one, other):
         target, source = one.router.fleet
         occupy_links(target.load, source.load, 80.0, time.monotonic())

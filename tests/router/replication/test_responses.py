@@ -11,10 +11,8 @@ import pytest
 from router.admission.key_file import KeyFile, KeySettings, digest_of
 from router.replication.settings import IndexSettings
 from tests.support.clients import openai_client
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import AnyServer
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
 
 
 def key_file(folder: Path, *tenants: str) -> Path:
@@ -49,7 +47,7 @@ def test_secrets_of_a_tenant_are_those_of_its_own_keys(tmp_path: Path) -> None:
 
 
 async def test_a_response_is_found_by_another_replica_for_its_tenant_alone(
-    server: Server, tmp_path: Path
+    server: AnyServer, tmp_path: Path
 ) -> None:
     path = key_file(tmp_path, "ada", "eve")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from publisher.simulator.server import SimulatedEngine
 from publisher.simulator.settings import EngineSettings
@@ -12,11 +11,9 @@ from router.fleet.settings import FleetSettings
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.ports import free_ports
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import QUICK, TEXT, Rig, configure, routing
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
 
 ONCE = FleetSettings(poll_interval_s=1000.0, gauge_interval_s=1000.0)
 PORTS = "port", "events_port", "replay_port"
@@ -29,7 +26,7 @@ async def _predicted(rig: Rig) -> tuple[int, int]:
 
 
 async def test_a_replica_that_looks_up_counts_on_nothing_of_a_process_that_may_have_ended(
-    plain_server: Server,
+    plain_server: AnyServer,
 ) -> None:
     shared = msgspec.structs.asdict(make_settings(plain_server.url))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from publisher.block_hash import HashScheme
 from publisher.events import BlockStored, encode_tokens
 from router.feeds.base import FeedState
@@ -18,9 +16,7 @@ from router.replication.registry import EngineFacts
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import Replicas
 from tests.support.event_writer import Prompt, Writer, batch, tokens
-from tests.support.redis_servers import Server
-
-pytestmark = pytest.mark.real  # a Redis or Valkey server
+from tests.support.redis_servers import AnyServer
 
 SCHEME = HashScheme()
 WRITER = Writer(SCHEME)
@@ -54,7 +50,9 @@ def facts_of(fleet: FleetResidency, engine_id: str) -> EngineFacts:
     return engine_facts(fleet.engine(engine_id), fleet.residency(engine_id).query(), FeedState.READY, 0)
 
 
-async def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_server: Server) -> None:
+async def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(
+    plain_server: AnyServer,
+) -> None:
     async with Replicas(make_settings(plain_server.url), "one", "two") as replicas:
         fleets = {name: FleetResidency(ModelFacts(), replicas[name].mirror) for name in ("one", "two")}
         for name, engine_id in (("one", "writer"), ("two", "reader"), ("two", "stranger")):

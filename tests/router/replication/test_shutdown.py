@@ -12,20 +12,18 @@ from router.replication.redis_client import Client
 from router.replication.service import SharedIndex
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
-from tests.support.redis_servers import Server
+from tests.support.redis_servers import AnyServer
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, configure, routing, running
 
-pytestmark = pytest.mark.real  # a Redis or Valkey server
 
-
-def _settings(server: Server) -> IndexSettings:
+def _settings(server: AnyServer) -> IndexSettings:
     shared = make_settings(server.url)
     return IndexSettings(url=shared.url, namespace=shared.namespace)
 
 
 def test_a_router_with_several_leases_ends_without_a_fault_and_releases_each(
-    plain_server: Server, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    plain_server: AnyServer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = _settings(plain_server)
 
@@ -46,7 +44,7 @@ def test_a_router_with_several_leases_ends_without_a_fault_and_releases_each(
     assert "Traceback" not in capsys.readouterr().out
 
 
-async def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: Server) -> None:
+async def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: AnyServer) -> None:
     settings = _settings(plain_server)
 
     async with running({}, {}) as engines, routing(configure(*engines, index=settings)) as rig:
