@@ -61,6 +61,28 @@ class Located(NamedTuple):
     shown: str
 
 
+async def locate(
+    source: TokenizerSource, prompts: ModelPrompts, settings: PromptSettings, trials: Trials
+) -> Located:
+    """Return the directory of this source, whose files were tried. Raises ``TokenizerProblem``."""
+    limits = HubLimits(
+        settings.hub_downloads, settings.hub_endpoint, settings.hub_bytes_max, settings.hub_timeout_s
+    )
+    fast = settings.fast_tokenizer == "auto"
+    if source.kind == "repository":
+        found = await trials.run(TrialRequest(source, limits, prompts, fast), str(source))
+        return Located(found.folder, f"{source.name}@{found.commit[:12]}")
+    if not await asyncio.to_thread(has_tokenizer, Path(source.name)):
+        raise TokenizerProblem(
+            "not_readable",
+            f"{source.name}, where the engine has its model, is no directory with a tokenizer here",
+            "mount it here too, or give --tokenizer ORG/NAME or DIR",
+        )
+    prompts = msgspec.structs.replace(prompts, tokenizer_dir=source.name)
+    found = await trials.run(TrialRequest(None, limits, prompts, fast), source.name)
+    return Located(found.folder, source.name)
+
+
 class ModelOrigin(msgspec.Struct):
     """Source of the prompts of one model, for ``/ready`` and ``doctor``."""
 
@@ -233,7 +255,7 @@ class TokenizerFinder:
         problem: TokenizerProblem | None = None
         for source in map(named_by_engine, by_share) if auto else [configured]:
             try:
-                located = await self._locate(model.name, source)
+                located = await locate(source, self._setting_of(model.name)[1], self._settings, self._trials)
                 if model.local is not None and located.shown == model.origin.source:
                     # configured, differs, and there is no other revision of it.
                     return
@@ -253,27 +275,6 @@ class TokenizerFinder:
             return
         if problem is not None:
             raise problem
-
-    async def _locate(self, name: str, source: TokenizerSource) -> Located:
-        """Return the directory of this source, whose files were tried. Raises ``TokenizerProblem``."""
-        prompts, settings = self._setting_of(name)[1], self._settings
-        limits = HubLimits(
-            settings.hub_downloads, settings.hub_endpoint, settings.hub_bytes_max, settings.hub_timeout_s
-        )
-        fast = settings.fast_tokenizer == "auto"
-        if source.kind == "repository":
-            found = await self._trials.run(TrialRequest(source, limits, prompts, fast), str(source))
-            return Located(found.folder, f"{source.name}@{found.commit[:12]}")
-        folder = Path(source.name)
-        if not await asyncio.to_thread(has_tokenizer, folder):
-            raise TokenizerProblem(
-                "not_readable",
-                f"{source.name}, where the engine has its model, is no directory with a tokenizer here",
-                "mount it here too, or give --tokenizer ORG/NAME or DIR",
-            )
-        prompts = msgspec.structs.replace(prompts, tokenizer_dir=source.name)
-        found = await self._trials.run(TrialRequest(None, limits, prompts, fast), source.name)
-        return Located(found.folder, source.name)
 
     async def _check_directory(
         self, model: _Model, configured: TokenizerSource, servers: list[_Server]

@@ -39,10 +39,12 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
 from router.observe.findings import Finding
 from router.openai.request import COMPLETION
-from router.prompts.hub import Locator, TokenizerProblem, TokenizerSource, named_by_engine, parse_source
+from router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from router.prompts.model_config import ModelConfigFile, read_model_file
 from router.prompts.reader import ModelDirError, PromptReader
 from router.prompts.settings import ANY_MODEL, ModelPrompts
+from router.prompts.tokenizer_finder import locate
+from router.prompts.trial import Trials
 from router.tools.doctor.findings import (
     EngineEvidence,
     EventSource,
@@ -441,7 +443,7 @@ class _Examination:
 
     async def _find_tokenizers(self) -> None:
         """Locate a tokenizer for each base model as the router does: named by its engines, or configured."""
-        locator = Locator(self._seen.config.prompts)
+        trials = Trials()
         found: dict[tuple[str, str], tuple[str, ModelConfigFile, TokenizerProblem | None]] = {}
         for engine in self._seen.engines:
             model, setting = engine.base_model, engine.model_config.tokenizer
@@ -456,14 +458,14 @@ class _Examination:
                 source = named_by_engine(root)
             if (model, str(source)) not in found:
                 self._progress(f"looking for the tokenizer of {model}")
-                found[model, str(source)] = await self._find_tokenizer(model, engine, locator, source)
+                found[model, str(source)] = await self._find_tokenizer(model, engine, trials, source)
             engine.tokenizer, engine.model_file, engine.tokenizer_problem = found[model, str(source)]
 
     async def _find_tokenizer(
-        self, model: str, engine: EngineEvidence, locator: Locator, source: TokenizerSource
+        self, model: str, engine: EngineEvidence, trials: Trials, source: TokenizerSource
     ) -> tuple[str, ModelConfigFile, TokenizerProblem | None]:
         try:
-            located = await locator.locate(source)
+            located = await locate(source, engine.model_config.prompts(), self._seen.config.prompts, trials)
         except TokenizerProblem as problem:
             return "", ModelConfigFile(), problem
         file = await asyncio.to_thread(read_model_file, located.folder)

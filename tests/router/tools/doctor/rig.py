@@ -16,7 +16,7 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
 from router.observe.findings import Finding, Severity
-from router.prompts.settings import ANY_MODEL
+from router.prompts.settings import ANY_MODEL, PromptSettings
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
 from tests.support.whole_router import LOCAL
@@ -61,10 +61,11 @@ async def examined(
     probe: bool = False,
     seconds: float = 0.2,
     timeout_s: float = TIMEOUT_S,
+    prompts: PromptSettings | None = None,
 ) -> Findings:
     """What the doctor finds."""
     listed = tuple(EngineAddress(e) if isinstance(e, str) else e for e in engines)
-    config = Config(engines=listed, models={ANY_MODEL: model})
+    config = Config(engines=listed, models={ANY_MODEL: model}, prompts=prompts or PromptSettings())
     settings = ExamineSettings(seconds=seconds, timeout_s=timeout_s, probe_timeout_s=10.0, probe=probe)
     seen = await examine(config, settings, router_url=router, progress=lambda _text: None)
     return Findings(run_checks(seen))

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.schema import ModelConfig
 from router.observe.findings import Severity
+from router.prompts.settings import PromptSettings
 from tests.router.tools.doctor.rig import examined
 from tests.support.stand_in_hub import Repository, stand_in_hub
 from tests.support.whole_router import running
@@ -27,18 +27,18 @@ async def test_the_tokenizer_that_an_engine_names() -> None:
 
 @pytest.mark.real  # threads of the hub's library
 async def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))  # of the process that fetches
     other = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
     config = json.loads((other / "tokenizer_config.json").read_text())
     config["chat_template"] += "x"
     (other / "tokenizer_config.json").write_text(json.dumps(config))
 
     with stand_in_hub() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        prompts = PromptSettings(hub_endpoint=hub.url)
         hub.repositories["org/gated"] = Repository({}, error=(401, "GatedRepo"))
         roots = ("/elsewhere", "org/gated", "org/unknown", str(other))
         async with running(*({"root": root} for root in roots)) as engines:
-            wrong = [await examined(engine.base_url, model=AUTO) for engine in engines]
+            wrong = [await examined(engine.base_url, model=AUTO, prompts=prompts) for engine in engines]
     for found, *words in zip(
         wrong[:3],
         ("/elsewhere", "gated", "no such repository"),
