@@ -57,6 +57,9 @@ ANSWERS_MAX: Final = 1 << 14
 _DECODED_BYTES_MAX: Final = 2 * VALUES_MAX
 # Between two texts of a list, as clients write them.
 _NEXT_TEXT: Final = re.compile(rb'",[ \n]{0,16}"')
+_NEAR_BYTES: Final = 4096
+# Quotes within texts are escaped.
+_ANSWERS: Final = re.compile(rb'"n"[ \t\r\n]{0,16}:[ \t\r\n]{0,16}([0-9]{1,9})')
 _FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"input"'}
 
 
@@ -140,6 +143,15 @@ def num_answers(parsed: Parsed) -> int:
     """Return how many answers a request wants to its prompt (``n``), at most ``ANSWERS_MAX``."""
     count = parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n")
     return min(count, ANSWERS_MAX) if type(count) is int and count > 1 else 1
+
+
+def answers_beside(body: bytes) -> int:
+    """Return the number of answers (``n``) of a body that is not decoded, by its beginning and its end:
+    messages or prompt are what is long in it."""
+    for part in (body[:_NEAR_BYTES], body[-_NEAR_BYTES:]):
+        if (found := _ANSWERS.search(part)) is not None:
+            return max(1, min(int(found[1]), ANSWERS_MAX))
+    return 1
 
 
 def num_prompts(parsed: Parsed) -> int:

@@ -31,6 +31,7 @@ from router.prompts.bodies import (
     ModelTarget,
     Parsed,
     answer_tokens,
+    answers_beside,
     decode_body,
     num_answers,
     num_prompts,
@@ -333,7 +334,8 @@ class PromptReader:
         self.stats.not_local[reason] += 1
         self._count_affinity(path, reason)
         piece = raw_piece(request.body, prompt_field(path))
-        return TextAffinity(affinity_keys([piece], _affinity_scope(request, None)), reason)
+        keys = affinity_keys([piece], _affinity_scope(request, None))
+        return TextAffinity(keys, reason, num_answers=answers_beside(request.body))
 
     async def _read_local(
         self, request: InboundRequest, path: str, parsed: Parsed, frontend: Frontend = "python"

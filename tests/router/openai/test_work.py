@@ -9,6 +9,7 @@ from router.admission.tenants import Tenant, TenantRequest
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest, Usage
 from router.openai.work import Work, estimated_tokens
+from router.prompts.bodies import answers_beside
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,18 @@ def test_requests_that_came_together_are_not_all_let_in_before_the_first_is_char
     # A retry of one that was let in is no new request.
     entries[0].placed(Work(50_000, 60_000, 256))
     assert tenant.stats.uncached_tokens == 50_000
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        (b'{"n": 64, "messages": [' + b"x" * 9000, 64),
+        (b'{"messages": [' + b"x" * 9000 + b'], "n":7}', 7),
+        (b'{"messages": [' + b"x" * 9000 + b'], "n":999999999}', 1 << 14),
+        (b'{"messages": [' + b"x" * 9000 + b'], "n":0}', 1),
+        (b'{"messages": ["say \\"n\\": 5"' + b"x" * 9000 + b"]}", 1),
+        (b'{"messages": [' + b"x" * 9000 + b"]}", 1),
+    ],
+)
+def test_the_answers_of_a_body_that_is_not_decoded(body: bytes, answers: int) -> None:
+    assert answers_beside(body) == answers
