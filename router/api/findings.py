@@ -278,7 +278,7 @@ def _predictions(engine: Engine) -> Iterator[Finding]:
             cause="tokenizer or chat template differ from the engine's",
             remedy="see tokens.parity of kvatlas doctor; give the router the engine's tokenizer and template",
         )
-    first = receipts.first_tokens.summary()
+    first = receipts.first_tokens
     if first.compared >= ACCURATE_OF_MIN and first.accurate < ACCURATE_SHARE_MIN * first.compared:
         yield _warning(
             "predictions.first_token",

@@ -129,12 +129,14 @@ class SloStats(msgspec.Struct):
 class FirstTokenErrors:
     """Predictions of one engine compared with measured first tokens."""
 
-    __slots__ = ("_latest", "_margin_s", "_refresh_in", "by_model", "outcomes")
+    __slots__ = ("_latest", "_margin_s", "_refresh_in", "accurate", "by_model", "outcomes")
 
     def __init__(self) -> None:
         self.by_model: dict[str, Histogram] = {}
         """Errors in seconds."""
         self.outcomes = {"accurate": 0, "late": 0, "early": 0}
+        self.accurate = 0
+        """Accurate predictions of the window."""
         self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._margin_s: float | None = None
         self._refresh_in = 0
@@ -147,9 +149,19 @@ class FirstTokenErrors:
             name = model if len(self.by_model) < MODELS_MAX else OTHER
             histogram = self.by_model.setdefault(name, Histogram(_ERRORS_S))
         histogram.observe(error_s)
-        self.outcomes[_outcome(predicted_s, error_s)] += 1
+        outcome = _outcome(predicted_s, error_s)
+        self.outcomes[outcome] += 1
+        if len(self._latest) == WINDOW:
+            before_s, real_s = self._latest[0]
+            self.accurate -= _outcome(before_s, real_s - before_s) == "accurate"
+        self.accurate += outcome == "accurate"
         self._latest.append((predicted_s, measured_s))
         self._refresh_in -= 1
+
+    @property
+    def compared(self) -> int:
+        """Length of the window."""
+        return len(self._latest)
 
     @property
     def margin_s(self) -> float | None:
@@ -165,9 +177,7 @@ class FirstTokenErrors:
         if not self._latest:
             return FirstTokenSummary()
         return FirstTokenSummary(
-            accurate=sum(
-                [_outcome(predicted, real - predicted) == "accurate" for predicted, real in self._latest]
-            ),
+            accurate=self.accurate,
             compared=len(self._latest),
             predicted_s=median([predicted for predicted, _ in self._latest]),
             measured_s=median([measured for _, measured in self._latest]),
