@@ -67,7 +67,7 @@ def fitting(draft: Draft) -> list[str]:
     if draft.kind in ("pd", "sglang"):
         left_out |= {"other_model"}
     if len({one["max_model_len"] for one in draft.engines}) > 1:
-        left_out |= {"leave", "drain"}  # the only engine for long prompts may not go
+        left_out |= {"leave", "drain", "other_model"}  # the only engine for long prompts may not go
     return [name for name in FAULTS if name not in left_out]
 
 

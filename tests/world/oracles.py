@@ -110,7 +110,10 @@ def _judge_success(judged: Judged, plan: Plan, where: str, explained: bool) -> I
     except (ValueError, KeyError, TypeError, IndexError) as error:
         yield Violation("ends", f"unreadable answer ({error!r}) {answer.body[-_SHOWN_CHARS:]!r}: {where}")
         return
-    yield from _judge_text(said, judged.expected, plan, where)
+    # An engine that is terminated says "completed" on /v1/responses, whose bodies know no abort.
+    aborted = explained and request.api == "responses" and judged.expected.text.startswith(said.text)
+    if not aborted:
+        yield from _judge_text(said, judged.expected, plan, where)
     if said.whole and not said.error and said.choices != request.prompts * request.answers:
         yield Violation("text", f"{said.choices} choices: {where}")
     if said.reason not in {"length", "stop"} and not explained:
