@@ -65,6 +65,8 @@ class World:
         self.counts = Counter[str]()
         self.receipts = Counter[str]()
         self.faults = Faults(self.fleet, self.loop.time())
+        self.calls_max, self.calls_max_at_s = 0, 0.0
+        """Most calls of one turn, and when."""
         self._compiled = False
         """The first chat has been answered: its template is compiled in this process."""
         self.gateway = Gateway(self.fleet) if plan.gateway else None
@@ -85,7 +87,8 @@ class World:
             await asyncio.gather(*faults)
             fleet.losing.clear()
             await self._quiet()
-            self._judge_all()
+            self.calls_max, self.calls_max_at_s = self.loop.calls_max, self.loop.calls_max_at_s
+            self._judge_all()  # from here on the turns are also the oracles'
             await self._end()
         finally:
             fleet.close()
@@ -209,12 +212,11 @@ async def _run(loop: Any, plan: Plan, report: Report, log: list[Any] | None, *, 
         if counts_calls:
             with loop.count_calls():
                 await world.run()
-            report.calls_max = loop.calls_max
-            if loop.calls_max > oracles.CALLS_MAX:
-                at_s = loop.calls_max_at_s - world.faults.begin_s
-                world.violations.append(
-                    Violation("turns", f"{loop.calls_max} calls in one turn at {at_s:.3f} s")
-                )
+            report.calls_max = world.calls_max
+            if world.calls_max > oracles.CALLS_MAX:
+                at_s = world.calls_max_at_s - world.faults.begin_s
+                text = f"{world.calls_max} calls in one turn at {at_s:.3f} s"
+                world.violations.append(Violation("turns", text))
         else:
             await world.run()
     finally:
