@@ -15,6 +15,7 @@ from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings, PullSettings
+from router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import busy
 from tests.router.epp.test_envoy import FORMS, epp, port_of
 from tests.support.envoy import Envoy, envoy, program
@@ -38,10 +39,15 @@ def _needs_envoy() -> None:
 
 @asynccontextmanager
 async def apart(
-    folder: Path, *prefills: dict[str, Any], pd: PdSettings = SPLITS, decode: dict[str, Any] = D
+    folder: Path,
+    *prefills: dict[str, Any],
+    pd: PdSettings = SPLITS,
+    decode: dict[str, Any] = D,
+    suspect_s: float = 300.0,
 ) -> AsyncIterator[tuple[Rig, Envoy, SidecarRig, list[SimulatedEngine]]]:
     """Prefill engines, a decode engine behind its sidecar, picker and gateway."""
-    async with running(*prefills, decode) as (*ps, d), sidecar(d, *ps, pd=pd) as beside:
+    proxy = ProxySettings(suspect_s=suspect_s)
+    async with running(*prefills, decode) as (*ps, d), sidecar(d, *ps, pd=pd, proxy=proxy) as beside:
         behind = EngineAddress(beside.url, role="decode")
         helpers = [EngineAddress(p.base_url, role="prefill") for p in ps]
         config = configure(*helpers, behind, epp=epp(sidecar=True), pd=pd)
@@ -132,7 +138,7 @@ async def test_a_client_steers_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_prefill_engine_that_dies_costs_no_answer(tmp_path: Path) -> None:
-    async with apart(tmp_path, {**P, "dies_at": "before_answer"}) as (rig, through, beside, _):
+    async with apart(tmp_path, {**P, "dies_at": "before_answer"}, suspect_s=0.0) as (rig, through, beside, _):
         with busy(rig):
             status, _, answer = await through.ask("original_dst", PATH, completion(1))
         assert status == 200, answer
@@ -142,7 +148,12 @@ async def test_a_prefill_engine_that_dies_costs_no_answer(tmp_path: Path) -> Non
 
 
 async def test_the_second_choice_computes_where_the_first_one_is_gone(tmp_path: Path) -> None:
-    async with apart(tmp_path, {**P, "dies_at": "before_answer"}, P) as (rig, through, beside, _):
+    async with apart(tmp_path, {**P, "dies_at": "before_answer"}, P, suspect_s=0.0) as (
+        rig,
+        through,
+        beside,
+        _,
+    ):
         for number in range(4):  # one of them meets it
             with busy(rig):
                 status, _, answer = await through.ask("override_host", PATH, completion(number))

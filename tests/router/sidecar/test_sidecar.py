@@ -21,6 +21,7 @@ from router.fleet.settings import FileSettings, FleetSettings
 from router.openai.request import InboundRequest
 from router.pd.settings import PdSettings, PdStats, SidecarSettings, hint_field
 from router.proxy.attempt import Attempt
+from router.proxy.settings import ProxySettings
 from router.sidecar import Allowed, SidecarPlacer, check, reloads_of
 from tests.router.app.test_engine_order import watched
 from tests.router.serve.test_reload import Serving
@@ -187,10 +188,22 @@ async def test_an_engine_that_may_not_be_asked_never_is() -> None:
 
 @pytest.mark.parametrize("point", ["before_answer", "after_answer"])
 async def test_a_prefill_engine_that_dies_costs_no_answer(point: str) -> None:
-    expected = await alone(completion(1))
-    async with running({**P, "dies_at": point}, D) as (p, d), sidecar(d, p) as beside:
+    """Where no request is a suspect."""
+    expected, proxy = await alone(completion(1)), ProxySettings(suspect_s=0.0)
+    async with running({**P, "dies_at": point}, D) as (p, d), sidecar(d, p, proxy=proxy) as beside:
         status, answer, told = await beside.ask(completion(1), endpoint(p))
         assert (status, words(answer), told) == (200, expected, "- -")
+
+
+async def test_a_prompt_that_ends_a_prefill_engine_ends_no_other_one() -> None:
+    dies = {**P, "dies_at": "before_answer"}
+    async with running(dies, dies, D) as (one, other, d), sidecar(d, one, other) as beside:
+        for engine in (one, other):
+            status, answer, _ = await beside.ask(completion(1), endpoint(engine))
+            assert (status, answer["error"]["code"]) == (503, "engine_died")
+        status, answer, _ = await beside.ask(completion(2), endpoint(d))
+        assert status == 200, answer
+        assert beside.sidecar.pd_stats.split == 1
 
 
 async def test_a_prefill_that_takes_as_long_as_those_before_it_is_no_silence() -> None:
