@@ -3,9 +3,10 @@
     python scripts/check_structure.py
 
 Rules: no banned turns of phrase; no public class name twice in a package; client errors are made in
-``router/openai/errors.py`` only; tasks are started in task groups only; a Protocol has at least two classes
-that fulfil it (test doubles count); no circle of imports; no function, class, method or property without a
-user. Prints one line per fault; status 1 if there is any. Exceptions are listed here, each with its reason.
+``router/openai/errors.py`` only; tasks are started in task groups only; sockets, threads, processes and waits
+that virtual time cannot replace are in listed modules only; a Protocol has at least two classes that fulfil
+it (test doubles count); no circle of imports; no function, class, method or property without a user. Prints
+one line per fault; status 1 if there is any. Exceptions are listed here, each with its reason.
 """
 
 from __future__ import annotations
@@ -42,6 +43,34 @@ LONE_TASKS = frozenset(
     }
 )
 """Modules that start tasks outside a task group."""
+
+REAL_THINGS = frozenset(
+    {
+        *("socket.socket", "socket.create_server", "socket.create_connection", "socket.socketpair"),
+        *("threading.Thread", "threading.Timer", "time.sleep", "asyncio.new_event_loop"),
+        *("subprocess.run", "subprocess.Popen", "os.fork", "uuid.uuid1", "random.SystemRandom"),
+    }
+)
+"""Calls that tests on virtual time cannot replace: sockets come from the loop and from ``zmq.Context``,
+threads from a pool or ``asyncio.to_thread``, time and randomness from ``time``, ``random``, ``secrets``,
+``uuid4``."""
+
+REAL_MODULES = frozenset(
+    {
+        # processes, and what they inherit and hand over
+        *("router/workers/supervisor.py", "router/workers/context.py", "router/prompts/trial.py"),
+        *("router/demo/run.py", "router/demo/load.py", "router/demo/gateway.py"),
+        # ends the process when its loop hangs
+        "router/server_lifecycle.py",
+        # write files beside the loop for as long as they are open
+        *("router/observe/usage.py", "router/tools/capture.py"),
+        # a certificate by openssl
+        "router/epp/server.py",
+        # runs in an engine's process, which has no loop
+        "publisher/vllm_plugin.py",
+    }
+)
+"""Modules that make these calls."""
 
 SINGLE_PROTOCOLS = frozenset(
     {
@@ -111,7 +140,7 @@ def doubled_names(code: list[Module]) -> Iterator[str]:
 
 
 def banned_calls(code: list[Module]) -> Iterator[str]:
-    """Client errors made outside their module; tasks that no task group waits for."""
+    """Client errors made outside their module; tasks that no task group waits for; calls without a seam."""
     for module in code:
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Call):
@@ -120,6 +149,9 @@ def banned_calls(code: list[Module]) -> Iterator[str]:
             where = f"{module.path}:{node.lineno}"
             if called.rpartition(".")[2] == "ApiError" and module.path != API_ERRORS:
                 yield f"{where}: ApiError is made in {API_ERRORS} only; add a function there"
+            inside = not module.path.startswith("connectors/")  # which run in an engine's processes
+            if called in REAL_THINGS and inside and module.path not in REAL_MODULES:
+                yield f"{where}: {called} cannot run on virtual time; ask the loop, or list the module"
             lone = called in {"asyncio.create_task", "asyncio.ensure_future"} or called.endswith(
                 "loop.create_task"
             )

@@ -44,7 +44,7 @@ class PickerContext(msgspec.Struct):
     stats: EppStats = msgspec.field(default_factory=EppStats)
     draining: bool = False
     tasks: asyncio.TaskGroup | None = None
-    passing: set[Callable[[], None]] = msgspec.field(default_factory=set)
+    passing: dict[Callable[[], None], None] = msgspec.field(default_factory=dict)
     watched_due: float = 1.0
     seldom: LogThrottle = msgspec.field(default_factory=lambda: LogThrottle(_TELL_EVERY_S))
 

@@ -474,13 +474,13 @@ class GatewayCarrier:
         self._writer.finish()
         out.request.body = b""
         self._body.free()
-        context.passing.add(self.end_unobserved)
+        context.passing[self.end_unobserved] = None
         try:
             self._timer.wait(attempt.unseen(self.end_unobserved))
             while self._unseen and not self._timed_out:
                 await self._wakeup.wait()
         finally:
-            context.passing.discard(self.end_unobserved)
+            context.passing.pop(self.end_unobserved, None)
 
     def end_unobserved(self) -> None:
         """End the wait for an unobserved answer."""

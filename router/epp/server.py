@@ -172,7 +172,7 @@ class PickerServer:
         self._clock = clock
         self._tls = self._make_tls(certificates)
         self._drains_from = self._drains_until = 0.0
-        self._members: set[H2Connection] = set()
+        self._members: dict[H2Connection, None] = {}
         self._handshakes: Handshakes | None = None
         times_s = (HANDSHAKE_TIMEOUT_S, STALL_TIMEOUT_S, settings.request_timeout_s)
         self._context = PickerContext(

@@ -134,7 +134,7 @@ _AWAITING_PREFACE, _AWAITING_SETTINGS, _OPEN, _DRAINING, _LAST_STREAMS, _CLOSED 
 
 
 class H2Connection(asyncio.Protocol):
-    """One connection of a client. ``connections`` is the set of open connections of the server."""
+    """One connection of a client. ``connections`` are the open connections of the server, in order."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class H2Connection(asyncio.Protocol):
         stats: H2Stats,
         clock: Callable[[], float],
         sweeper: Sweeper,
-        connections: set[H2Connection],
+        connections: dict[H2Connection, None],
         connections_max: int,
     ) -> None:
         self.loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ class H2Connection(asyncio.Protocol):
             self._stats.connections_refused += 1
             self._transport.abort()
             return
-        self._connections.add(self)
+        self._connections[self] = None
         self._stats.connections += 1
         self._stats.connections_open += 1
         self._sweeper.add(self)
@@ -198,7 +198,7 @@ class H2Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self not in self._connections:
             return
-        self._connections.discard(self)
+        del self._connections[self]
         self._stats.connections_open -= 1
         self._sweeper.discard(self)
         self._scheduler.clear()

@@ -302,7 +302,7 @@ class RequestTracker:
         """Keys of ``_counts`` by engine."""
         self.times_by_model: dict[str, ModelTimes] = {}
         """As far as they are counted (``models``)."""
-        self.live: set[RequestRecord] = set()
+        self.live: dict[RequestRecord, None] = {}
         """Requests in progress."""
         self._ended: deque[RequestRecord] = deque(maxlen=ENDED_KEPT)
         self._here = here
@@ -336,7 +336,7 @@ class RequestTracker:
         """Begin a record when a request's head has been read."""
         now = self.clock()
         record = RequestRecord(self, method, path, now, now)
-        self.live.add(record)
+        self.live[record] = None
         return record
 
     def trace(self, record: RequestRecord, fields: Fields) -> None:
@@ -362,7 +362,7 @@ class RequestTracker:
 
     def end(self, record: RequestRecord) -> None:
         """Log an ended request, and have it counted soon."""
-        self.live.discard(record)
+        self.live.pop(record, None)
         record.ended_s = now = self.clock()
         if record.trace is not None:
             outcome = record.outcome

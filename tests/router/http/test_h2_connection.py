@@ -47,7 +47,7 @@ class Echoing:
     def __init__(self, connections_max: int = 256) -> None:
         self.connections_max = connections_max
         self.stats = H2Stats()
-        self.members: set[H2Connection] = set()
+        self.members: dict[H2Connection, None] = {}
         self.heads: list[list[Field]] = []
         self.lost = 0
         self.port = 0
