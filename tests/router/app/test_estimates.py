@@ -66,6 +66,7 @@ async def test_a_plain_engine_is_sized_by_its_metrics(block_size: int) -> None:
     assert (line["engine"], EVENTS in line["event"]) == (engine.base_url, True)
 
 
+@pytest.mark.real  # a process that tries the tokenizer
 async def test_windows_come_from_the_models_file(tmp_path: Path) -> None:
     shutil.copytree(DEMO_TOKENIZER_DIR, folder := tmp_path / "model")
     content = {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"] * 4}
