@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
@@ -19,6 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.tests import test_iterable, test_sequence
 
+from router.prompts.chat.bounds import BoundedEnvironment, FastTemplate, may_explode, render
 from router.prompts.chat.messages import Message, text_message
 from router.prompts.chat.watched import (
     NotPlainError,
@@ -304,32 +305,34 @@ def _clock(time_zone: str | None) -> Callable[[str], str]:
 
 def reference_environment(time_zone: str | None = None) -> jinja2.Environment:
     """The jinja2 environment with which engines compile chat templates."""
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
+    environment.bound_filters()
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = _clock(time_zone)
     return environment
 
 
-def template_fault(source: str) -> str:
-    """Return why jinja2 cannot compile this template; "" if it can."""
-    try:
-        reference_environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {error.message}"
-    return ""
-
-
-def _fast_environment(
-    source: str, parsed: nodes.Template, time_zone: str | None
-) -> minijinja.Environment | None:
+def _fast_environment(source: str, parsed: nodes.Template, time_zone: str | None) -> FastTemplate | None:
     """The same for minijinja, or None if it cannot parse the template, or is known to differ."""
     # Known differences are excluded here, since a probe may not contain the character that shows them.
     if not _UNLIKE.isdisjoint(_called(parsed)) or _joins_safe_text(parsed) or _makes_numbers(parsed):
         return None
-    environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True)
+    if may_explode(parsed):
+        return None
+    try:
+        literal = max([len(one.data) for one in parsed.find_all(nodes.TemplateData)], default=1)
+        return FastTemplate(partial(_minijinja, _for_minijinja(source), time_zone), literal)
+    except minijinja.TemplateError:
+        return None
+
+
+def _minijinja(
+    source: str, time_zone: str | None, seen: Callable[[Any], Any] | None
+) -> minijinja.Environment:
+    environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True, finalizer=seen)
     # Engines render without escaping: a prompt is no HTML.
     environment.auto_escape_callback = lambda _name: False
     environment.add_filter("tojson", tojson)
@@ -338,10 +341,7 @@ def _fast_environment(
     # jinja2's own: minijinja's answer differs for texts and undefined values.
     environment.add_test("iterable", test_iterable)
     environment.add_test("sequence", test_sequence)
-    try:
-        environment.add_template("chat", _for_minijinja(source))
-    except minijinja.TemplateError:
-        return None
+    environment.add_template("chat", source)
     return environment
 
 
@@ -436,7 +436,7 @@ class CompiledTemplate(NamedTuple):
     differ about letters beyond ASCII."""
 
     reference: jinja2.Template
-    fast: minijinja.Environment | None
+    fast: FastTemplate | None
     """None if it cannot read the template, or gives another text for a probe."""
     variables: frozenset[str]
     content_format: str
@@ -476,7 +476,7 @@ def compile_template(
 
 def _probes_agree(
     reference: jinja2.Template,
-    fast: minijinja.Environment,
+    fast: FastTemplate,
     content_format: str,
     special_tokens: dict[str, str],
 ) -> bool:
@@ -487,15 +487,19 @@ def _probes_agree(
         except TemplateRejectsError:
             # Engines refuse this chat: its text does not matter.
             continue
-        if by_fast(fast, context) != expected:
-            return False
+        for environment in (fast.plain, fast.counted):
+            try:
+                if fast.render_with(environment, context) != expected:
+                    return False
+            except Exception:  # noqa: BLE001  # whatever it is, it is no equal text
+                return False
     return True
 
 
-def by_fast(fast: minijinja.Environment, context: Context) -> str | None:
+def by_fast(fast: FastTemplate, context: Context) -> str | None:
     """minijinja's text; None if it fails."""
     try:
-        return fast.render_template("chat", **context)
+        return fast.render(context)
     except Exception:  # noqa: BLE001  # whatever it is, the reference decides
         return None
 
@@ -503,7 +507,7 @@ def by_fast(fast: minijinja.Environment, context: Context) -> str | None:
 def by_reference(reference: jinja2.Template, context: Context) -> str:
     """jinja2's text. Raises ``TemplateRejectsError``."""
     try:
-        return reference.render(**context)
+        return render(reference, context)
     except Exception as error:  # noqa: BLE001  # templates can raise anything; the engine answers 400
         raise TemplateRejectsError(str(error)) from None
 
@@ -602,7 +606,7 @@ def _watched(
     watch = TemplateTracer(texts)
     messages = text_messages(key, [watch.text(Part(at)) for at in range(len(texts))])
     try:
-        pieces = watch.pieces(template.render({**names, "messages": messages}))
+        pieces = watch.pieces(render(template, {**names, "messages": messages}))
     except (NotPlainError, Exception):  # noqa: BLE001  # templates can raise anything
         return None
     written = [one if isinstance(one, str) else "" for one in pieces]

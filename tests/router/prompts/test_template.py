@@ -10,6 +10,7 @@ from datetime import datetime
 import minijinja
 import pytest
 
+from router.prompts.chat.bounds import FastTemplate
 from router.prompts.chat.compiled import (
     TemplateRejectsError,
     detect_content_format,
@@ -74,11 +75,15 @@ def test_jinja2_takes_over_what_minijinja_cannot_do(source: str) -> None:
     assert stats.rendered_jinja2 == 1
 
 
-def differing(source: str) -> minijinja.Environment:
+def differing(source: str) -> FastTemplate:
     """In place of the real one: some values come out otherwise."""
-    other = minijinja.Environment()
-    other.add_template("chat", source)
-    return other
+
+    def make(_: object) -> minijinja.Environment:
+        other = minijinja.Environment()
+        other.add_template("chat", source)
+        return other
+
+    return FastTemplate(make)
 
 
 def test_a_known_shape_that_differs_ends_minijinja_for_that_template() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prompts.chat.compiled import compile_template
+from router.prompts.chat.compiled import by_reference, compile_template
 from router.prompts.chat.messages import parse_message
 from router.prompts.chat.template import (
     UNLIKE,
@@ -156,4 +156,4 @@ def test_any_values_are_written_as_jinja2_writes_them(where: str, values: list[A
     compiled = compile_template("{{ x }}{{ x | tojson }}{{ [x] | string }}", ())
     for value in values:
         if UNLIKE not in value_kinds(value):
-            assert compiled.fast.render_template("chat", x=value) == compiled.reference.render(x=value)
+            assert compiled.fast.render({"x": value}) == by_reference(compiled.reference, {"x": value})

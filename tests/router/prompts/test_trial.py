@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,16 +111,19 @@ async def test_an_answer_of_the_hub_that_grows_when_it_is_unpacked(
 
 
 async def test_a_trial_that_is_not_wanted_any_more_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with stand_in_hub() as hub:
-        hub.repositories["org/model"] = repository_of(Path(DEMO_TOKENIZER_DIR))
-        hub.hold.clear()
-        source = TokenizerSource("repository", "org/model")
-        request = TrialRequest(source, LIMITS._replace(endpoint=hub.url), ModelPrompts(), fast=False)
-        task = asyncio.create_task(Trials().run(request, "the model"))
-        await until(lambda: bool(children()), "the child runs")
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: not children(), "the child is gone")
+    begun: list[subprocess.Popen[bytes]] = []
+    begin = subprocess.Popen
+
+    def waiting(_: object, **named: Any) -> subprocess.Popen[bytes]:
+        begun.append(begin(["sleep", "60"], **named))
+        return begun[-1]
+
+    monkeypatch.setattr("router.prompts.trial.subprocess.Popen", waiting)
+    task = asyncio.create_task(Trials().run(of(folder), "the model"))
+    await until(lambda: bool(begun), "the child runs")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: begun[0].poll() is not None, "the child is gone")
+    assert begun[0].returncode < 0

@@ -1,0 +1,444 @@
+"""Bounds of rendering: a chat template is a program that somebody else wrote, and runs with each request.
+
+jinja2 renders with fuel: turns of loops and calls. Every value that a template makes is bounded in size
+before or when it is made, and so is the text. minijinja counts instructions; it cannot bound values, so it
+renders only templates whose values cannot grow by themselves (``may_explode``), and the text that it writes
+is counted where its parts are long. A chat beyond a bound is rendered by the engine.
+
+Invariant: no render takes more than ``FUEL`` turns and calls, or writes more than ``TEXT_MAX`` characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from threading import local
+from typing import Any, Final
+
+import jinja2
+import minijinja
+from jinja2 import nodes, sandbox
+
+FUEL: Final = 5_000_000
+"""A conversation of 8,192 messages takes some hundred turns and calls for each."""
+TEXT_MAX: Final = 64 << 20
+"""Characters of a text or of the whole prompt; bodies have at most ``prompts.prompt_bytes_max`` bytes."""
+_ITEMS_MAX: Final = 1_000_000
+# Numbers as arguments: widths, counts.
+_NUMBER_MAX: Final = 1_000_000
+_POWER_MAX: Final = 64
+_NUMBER_BITS_MAX: Final = 4096
+_WIDE: Final = re.compile(r"%[^a-zA-Z]*\d{5,}|\{[^}]*\d{5,}")
+
+
+# Texts of blocks and macros are written twice, or more often.
+_WRITTEN_MAX: Final = 4
+# Longer literal texts are counted each time they are written.
+_LITERAL_CHARS: Final = 64
+_TOO_MUCH: Final = "the chat template writes too much"
+_TOO_LONG: Final = "the chat template makes a text that is too long"
+
+
+class TooMuchError(jinja2.TemplateError):
+    """A template goes beyond a bound."""
+
+
+class _Left(local):
+    fuel = FUEL
+    chars = 0
+    """Written so far, also into blocks and macros whose text becomes a value."""
+
+
+_left = _Left()
+
+
+def _spend() -> None:
+    _left.fuel -= 1
+    if _left.fuel < 0:
+        raise TooMuchError("the chat template takes too many steps")
+
+
+class _Turns:
+    """What a loop iterates over, which spends fuel."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            _spend()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]  # jinja2 counts what has no length
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, str):
+        return str.__len__(value)  # a traced text answers no ``len``
+    return len(value) if isinstance(value, list | tuple | dict) else 0
+
+
+def _sized(value: Any) -> Any:
+    if isinstance(value, str):
+        if _length(value) > TEXT_MAX:
+            raise TooMuchError(_TOO_LONG)
+    elif isinstance(value, list | tuple | dict) and len(value) > _ITEMS_MAX:
+        raise TooMuchError("the chat template makes a list that is too long")
+    return value
+
+
+def _nested(value: Any) -> Any:
+    """Check a list or dict with all that it has: lists may have one another many times."""
+    left, waiting = _ITEMS_MAX, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting.extend(one.values())
+        elif isinstance(one, list | tuple):
+            waiting.extend(one)
+        left -= 1
+        if left < len(waiting):
+            raise TooMuchError("the chat template makes a value that is too large")
+    return value
+
+
+def _check_arguments(name: str, given: tuple[Any, ...]) -> None:
+    """Refuse what would be too large before it is made."""
+    if name in _WIDTHS and any(isinstance(one, int) and one > _NUMBER_MAX for one in given[1:]):
+        raise TooMuchError(_TOO_LONG)
+    size = _SIZES.get(name)
+    if size is not None and size(given, [one for one in given if isinstance(one, str)]) > TEXT_MAX:
+        raise TooMuchError(_TOO_LONG)
+
+
+_WIDTHS: Final = frozenset({
+    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "truncate", "wordwrap", "zfill",
+})  # fmt: skip
+
+
+def _replaced(_: tuple[Any, ...], texts: list[str]) -> int:
+    if len(texts) < len(("text", "old", "new")):
+        return 0
+    text, old, new = texts[:3]
+    size, more = _length(text), _length(new)
+    if more <= _length(old) or size * (more + 1) <= TEXT_MAX:
+        return size
+    return size + more * (str.count(text, old) if old else size + 1)
+
+
+def _joined(given: tuple[Any, ...], texts: list[str]) -> int:
+    items = next((one for one in given if isinstance(one, list | tuple)), ())
+    return sum(map(_length, items)) + len(items) * max(map(_length, texts), default=0)
+
+
+def _indented(given: tuple[Any, ...], texts: list[str]) -> int:
+    widths = [one if isinstance(one, int) else _length(one) for one in given[1:]]
+    return str.count(texts[0], "\n") * max(widths, default=0) if texts else 0
+
+
+def _formatted(_: tuple[Any, ...], texts: list[str]) -> int:
+    return TEXT_MAX + 1 if texts and _WIDE.search(texts[0]) else 0
+
+
+_SIZES: Final[dict[str, Callable[[tuple[Any, ...], list[str]], int]]] = {
+    "replace": _replaced,
+    "join": _joined,
+    "indent": _indented,
+    "format": _formatted,
+    "%": _formatted,
+}
+
+
+def _bounded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(work)
+    def filtered(*given: Any, **named: Any) -> Any:
+        _check_arguments(name, (*given, *named.values()))
+        return _sized(work(*given, **named))
+
+    return filtered
+
+
+def _count(value: Any) -> Any:
+    _left.chars += _length(value) if isinstance(value, str) else 0
+    if _left.chars > _WRITTEN_MAX * TEXT_MAX:
+        raise TooMuchError(_TOO_MUCH)
+    return value
+
+
+@jinja2.pass_context  # so that jinja2 does not work it out when it compiles
+def _literal(_: Any, value: str) -> str:
+    return str(_count(value))
+
+
+class BoundedEnvironment(sandbox.ImmutableSandboxedEnvironment):
+    """Hugging Face's sandbox, with bounds. Filters that are set later are not bounded: ``bound_filters``."""
+
+    intercepted_binops = frozenset(("+", "*", "%", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=_count, **options)
+
+    def bound_filters(self) -> None:
+        """Bound every filter that is there now."""
+        self.filters = {name: _bounded(name, work) for name, work in self.filters.items()}
+        self.filters |= {"_turns": _Turns, "_sized": _sized, "_nested": _nested, "_literal": _literal}
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Implement ``SandboxedEnvironment``."""
+        if operator == "*":
+            for times, value in ((left, right), (right, left)):
+                if isinstance(times, int) and times * _length(value) > TEXT_MAX:
+                    raise TooMuchError(_TOO_LONG)
+            numbers = isinstance(left, int) and isinstance(right, int)
+            if numbers and (left | right).bit_length() > _NUMBER_BITS_MAX:
+                raise TooMuchError("the chat template makes a number that is too large")
+        elif operator == "**" and not (abs(left) <= _NUMBER_MAX and abs(right) <= _POWER_MAX):
+            raise TooMuchError("the chat template makes a number that is too large")
+        elif operator == "%" and isinstance(left, str):
+            _check_arguments("%", (left,))
+        return _sized(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as in jinja2
+        """Implement ``SandboxedEnvironment``."""
+        _spend()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            _check_arguments(getattr(__obj, "__name__", ""), (owner, *args, *kwargs.values()))
+        found = _sized(super().call(__context, __obj, *args, **kwargs))
+        return _nested(found) if __obj is dict else found
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        """Compile: loops spend fuel, and what is joined or listed is bounded."""
+        for loop in source.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "_turns", [], [], None, None, lineno=loop.lineno)
+        _wrap(source)
+        return super()._generate(source, *args, **kwargs)
+
+
+def _wrap(node: nodes.Node) -> None:
+    for name, value in node.iter_fields():
+        if isinstance(value, list):
+            setattr(node, name, [_wrapped(one) for one in value])
+        elif isinstance(value, nodes.Node):
+            setattr(node, name, _wrapped(value))
+
+
+def _wrapped(node: Any) -> Any:
+    if not isinstance(node, nodes.Node):
+        return node
+    _wrap(node)
+    how = "_sized" if isinstance(node, nodes.Concat) else ""
+    if isinstance(node, nodes.TemplateData) and len(node.data) > _LITERAL_CHARS:
+        node, how = nodes.Const(node.data, lineno=node.lineno), "_literal"
+    if isinstance(node, nodes.List | nodes.Dict) and _names_in(node):
+        how = "_nested"
+    return nodes.Filter(node, how, [], [], None, None, lineno=node.lineno) if how else node
+
+
+def _names_in(node: nodes.Node) -> bool:
+    return next(node.find_all(nodes.Name), None) is not None
+
+
+def render(template: jinja2.Template, context: dict[str, Any]) -> str:
+    """Render with fuel, and a bound of the text. Raises whatever the template raises."""
+    _left.fuel, _left.chars = FUEL, 0
+    pieces, size = [], 0
+    for piece in template.generate(context):
+        pieces.append(piece)
+        size += str.__len__(piece)
+        if size > TEXT_MAX:
+            raise TooMuchError(_TOO_MUCH)
+    return "".join(pieces)
+
+
+# Beyond these a conversation is rendered with every part counted; below, what the instructions can write is
+# bounded: a third of them write one part each.
+_PLAIN_FUEL: Final = 50_000
+_PLAIN_MESSAGES_MAX: Final = 128
+_PLAIN_CHARS_MAX: Final = 1 << 14
+_COUNTED_FUEL: Final = 50_000_000
+
+
+class _Written(local):
+    chars = 0
+
+
+_written_now = _Written()
+
+
+def _count_part(value: Any) -> Any:
+    if isinstance(value, str):
+        _written_now.chars += len(value)
+        if _written_now.chars > TEXT_MAX:
+            raise TooMuchError(_TOO_MUCH)
+    return NotImplemented  # it is written as always
+
+
+class FastTemplate:
+    """A template in minijinja, with fuel. ``make`` makes its environment, with a function that sees every
+    part that is written, or without; ``literal``: characters of its longest literal text."""
+
+    def __init__(
+        self, make: Callable[[Callable[[Any], Any] | None], minijinja.Environment], literal: int = 1
+    ) -> None:
+        self.plain, self.counted = make(None), make(_count_part)
+        # Literal texts are not seen: what the instructions could write of them is bounded instead.
+        most = 2 * _WRITTEN_MAX * TEXT_MAX // max(1, literal)
+        self.plain.fuel, self.counted.fuel = min(_PLAIN_FUEL, most), min(_COUNTED_FUEL, most)
+
+    def render(self, context: dict[str, Any]) -> str:
+        """Raises whatever minijinja raises."""
+        return self.render_with(self.plain if _is_short(context) else self.counted, context)
+
+    def render_with(self, environment: minijinja.Environment, context: dict[str, Any]) -> str:
+        """Render in one of both environments."""
+        _written_now.chars = 0
+        return environment.render_template("chat", **context)
+
+
+def _is_short(context: dict[str, Any]) -> bool:
+    """Whether these are few messages of short texts, and nothing else that could be written."""
+    size = 0
+    for name, value in context.items():
+        if name == "messages":
+            if len(value) > _PLAIN_MESSAGES_MAX:
+                return False
+            for message in value:
+                for part in message.values():
+                    if type(part) is str:
+                        size += len(part)
+                    elif part:
+                        return False
+        elif type(value) is str:
+            size += len(value)
+        elif value and value is not True:
+            return False
+    return size <= _PLAIN_CHARS_MAX
+
+
+# minijinja: whether values of a template can grow by themselves.
+#
+# Variables depend on those whose values become a part of theirs. A variable that depends on itself in one
+# way grows by what is added in each turn; in two ways, it doubles. Without a circle it grows by the number of
+# ways that lead to it.
+
+
+_GROWING: Final = frozenset({
+    "batch", "center", "expandtabs", "format", "indent", "join", "ljust", "replace", "rjust", "slice",
+    "wordwrap", "xmlattr", "zfill",
+})  # fmt: skip
+_WAYS_MAX: Final = 64
+
+
+def may_explode(parsed: nodes.Template) -> bool:
+    """Whether a value may grow by more than what is added to it, turn after turn. Errs towards True."""
+    for const in parsed.find_all(nodes.Const):
+        value = const.value
+        if isinstance(value, int) and abs(value) > 10_000:
+            return True
+        if isinstance(value, str) and _WIDE.search(value):
+            return True
+    return next(parsed.find_all(nodes.Pow), None) is not None or _ways(_edges(parsed)) > _WAYS_MAX
+
+
+def _edges(parsed: nodes.Template) -> dict[str, Counter[str]]:
+    """Variables, and those whose values become a part of theirs."""
+    edges: dict[str, Counter[str]] = {}
+
+    def add(names: Iterable[str], parts: Counter[str]) -> None:
+        for name in names:
+            edges.setdefault(name, Counter()).update(parts)
+
+    macros = {one.name: one for one in parsed.find_all(nodes.Macro)}
+    for assign in parsed.find_all(nodes.Assign):
+        add(_targets(assign.target), _parts(assign.node))
+    for block in parsed.find_all(nodes.AssignBlock):
+        add(_targets(block.target), _written(block))
+    for loop in parsed.find_all(nodes.For):
+        add(_targets(loop.target), _parts(loop.iter))
+    for name, macro in macros.items():
+        add((name,), _written(macro))
+    for call in parsed.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            names = [one.name for one in macros[call.node.name].args]
+            for key, value in zip(names, call.args, strict=False):
+                add((key,), _parts(value))
+            for given in call.kwargs:
+                add((given.key,), _parts(given.value))
+    return edges
+
+
+def _targets(node: nodes.Node) -> list[str]:
+    if isinstance(node, nodes.NSRef):
+        return [f"{node.name}.{node.attr}"]
+    return [one.name for one in (node, *node.find_all(nodes.Name)) if isinstance(one, nodes.Name)]
+
+
+def _written(node: nodes.Node) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for output in node.find_all(nodes.Output):
+        for one in output.nodes:
+            found.update(_parts(one))
+    return found
+
+
+def _parts(node: nodes.Node) -> Counter[str]:
+    """Variables whose values become a part of this expression's, by how often; twice: it may double."""
+    if isinstance(node, nodes.Name):
+        return Counter((node.name,))
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        return Counter((node.node.name, f"{node.node.name}.{node.attr}"))
+    if isinstance(node, nodes.Const | nodes.TemplateData | nodes.Compare | nodes.Test | nodes.Not):
+        return Counter()
+    if isinstance(node, nodes.Getitem | nodes.Getattr):
+        return _parts(node.node)
+    if isinstance(node, nodes.CondExpr):
+        return _parts(node.expr1) | (Counter() if node.expr2 is None else _parts(node.expr2))
+    if isinstance(node, nodes.And | nodes.Or):
+        return _parts(node.left) | _parts(node.right)
+    found: Counter[str] = Counter()
+    for child in node.iter_child_nodes():
+        found.update(_parts(child))
+    name = node.name if isinstance(node, nodes.Filter) else ""
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+        name = node.node.attr
+    grows = name in _GROWING or isinstance(node, nodes.Mul | nodes.Pow)
+    return found + found if grows else found
+
+
+def _ways(edges: dict[str, Counter[str]]) -> int:
+    """The most ways that lead from one variable to another; many where there are two within a circle."""
+    reach = {name: _reached(name, edges) for name in edges}
+    counted: dict[str, int] = {}
+
+    def count(name: str) -> int:
+        if name in counted:
+            return counted[name]
+        counted[name] = 1
+        total = 0
+        circle = {one for one in reach.get(name, ()) if name in reach.get(one, ())}
+        if sum([edges[name][one] for one in circle if one in edges[name]]) > 1:
+            return 1 << 30
+        for one, times in edges.get(name, Counter()).items():
+            if one not in circle:
+                total += times * count(one)
+        counted[name] = max(1, total)
+        return counted[name]
+
+    return max(map(count, edges), default=0)
+
+
+def _reached(start: str, edges: dict[str, Counter[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(edges[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting.extend(edges.get(name, ()))
+    return found
