@@ -19,6 +19,8 @@ from router.prompts.trial import FILE_BYTES_MAX, TrialRequest, Trials, check_siz
 from tests.support.stand_in_hub import repository_of, stand_in_hub
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.real  # processes take real time
+
 LIMITS = HubLimits(downloads=True, endpoint="", bytes_max=64 << 20, timeout_s=30.0)
 
 
