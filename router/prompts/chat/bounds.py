@@ -61,7 +61,7 @@ def _spend() -> None:
 
 
 class _Turns:
-    """What a loop iterates over, which spends fuel."""
+    """The items of a loop; each spends fuel."""
 
     __slots__ = ("_items",)
 
