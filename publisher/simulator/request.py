@@ -178,7 +178,7 @@ def _families(
     yield success
     name = "vllm:time_to_first_token_seconds"
     yield histogram(name, "Time to first token.", labels, stats.ttft, TTFT_BUCKETS_S)
-    # Of prometheus_client's ProcessCollector, whose other metrics nobody reads.
+    # Of prometheus_client's ProcessCollector, of which routers read this one.
     started = GaugeMetricFamily(
         "process_start_time_seconds", "Start of the process, seconds since the epoch."
     )
