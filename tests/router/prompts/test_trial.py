@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -51,39 +50,47 @@ async def test_good_files_pass_and_leave_nothing_behind(folder: Path) -> None:
     assert not children()
 
 
-DOUBLES = "{% set s = namespace(t='ab') %}" + "{% set s.t = s.t ~ s.t %}" * 60
-LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% set c = b %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        (
-            "chat_template.jinja",
-            "{% set s = namespace(t='ab') %}" + "{% set s.t = s.t ~ s.t %}" * 60,
-            "template",
-        ),
-        ("chat_template.jinja", LOOPS, "template"),
-        ("tokenizer.json", "{" * 100_000, "tokenizer.json"),
-        ("tokenizer.json", "[" + "1," * 50 + "1]", "tokenizer.json"),
-    ],
-    ids=["a text that doubles", "endless loops", "no JSON", "no tokenizer"],
-)
-async def test_what_would_end_or_hold_the_router_ends_the_trial(
-    folder: Path, name: str, content: str, says: str
-) -> None:
-    if name == "chat_template.jinja":
-        config = folder / "tokenizer_config.json"
-        known = json.loads(config.read_text())
-        known.pop("chat_template", None)
-        config.write_text(json.dumps(known))
-    (folder / name).write_text(content)
+@pytest.mark.parametrize("content", ["{" * 100_000, "[" + "1," * 50 + "1]"], ids=["no JSON", "no tokenizer"])
+async def test_a_file_that_cannot_be_loaded_is_named(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
     problem = await problem_of(of(folder, cpu_s=8))
-    assert problem.reason in {"unusable", "too_large"}
-    assert says in str(problem)
+    assert problem.reason == "unusable"
+    assert "tokenizer.json" in str(problem)
     assert "--tokenizer" in problem.remedy
     assert not children()
+
+
+async def test_a_template_that_never_ends_holds_no_trial(folder: Path) -> None:
+    """Rendering is bounded; its chats are left to the engines."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}"
+    )
+    assert (await Trials().run(of(folder), "the model")).folder == folder
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ("kill -ABRT $$", "ended the process (SIGABRT)"),
+        ("kill -SEGV $$", "ended the process (SIGSEGV)"),
+        ("kill -XCPU $$", "more than 20 s of CPU"),
+        ("exit 3", "status 3"),
+    ],
+)
+async def test_a_process_that_ends_names_the_file_that_it_was_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, says: str
+) -> None:
+    begin = subprocess.Popen
+    script = f"""printf '{{"at":"files of the hub"}}\n{{"at":"tokenizer.json"}}\n'; {end}"""
+
+    def ending(_: object, **named: Any) -> subprocess.Popen[bytes]:
+        return begin(["sh", "-c", script], **named)
+
+    monkeypatch.setattr("router.prompts.trial.subprocess.Popen", ending)
+    problem = await problem_of(of(folder))
+    assert problem.reason == "unusable"
+    assert "tokenizer.json" in str(problem)
+    assert says in str(problem)
 
 
 def test_large_files_are_not_loaded(folder: Path) -> None:
