@@ -1,4 +1,4 @@
-"""The publisher over real sockets: live frames, replay, ring bound, bad requests, clean close."""
+"""The publisher over the sockets of ZMQ: live frames, replay, ring bound, bad requests, clean close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that misbehave, a planner that remembers, and a client that sees bytes: all on real sockets."""
+"""Engines that misbehave, a planner that remembers, and a client that sees bytes."""
 
 from __future__ import annotations
 

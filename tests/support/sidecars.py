@@ -1,4 +1,4 @@
-"""A running sidecar before a decode engine: real sockets, in this loop."""
+"""A running sidecar before a decode engine, in this loop."""
 
 from __future__ import annotations
 

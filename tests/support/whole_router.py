@@ -1,4 +1,4 @@
-"""A whole router before simulated engines: real sockets, one event loop, nothing replaced."""
+"""A whole router before simulated engines, in one event loop (on virtual time unless the test is real)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill and decode apart, on two simulated engines over real HTTP and a real side channel.
+"""Prefill and decode apart, on two simulated engines over HTTP and a side channel.
 
 What must hold is what was seen on vLLM 0.32 with NixlConnector: who holds blocks until when, what a decode
 engine's cache and usage say, and what goes wrong without an error.

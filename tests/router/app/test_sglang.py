@@ -1,6 +1,6 @@
 """SGLang engines behind a whole router: every receipt is exact, also beside vLLM's.
 
-The engines are simulated: SGLang's radix tree, its own events over real sockets, ``/server_info`` and gauges.
+The engines are simulated: SGLang's radix tree, its own events over ZMQ, ``/server_info`` and gauges.
 """
 
 from __future__ import annotations

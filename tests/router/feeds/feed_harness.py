@@ -1,4 +1,4 @@
-"""A feed under test over real sockets: a recording sink, and waiting for a condition with a deadline."""
+"""A feed under test over ZMQ, with a recording sink."""
 
 from __future__ import annotations
 

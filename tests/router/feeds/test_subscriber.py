@@ -1,4 +1,4 @@
-"""Feeds over real sockets, against our own publisher and against hand-made ones."""
+"""Feeds over ZMQ, against our own publisher and against hand-made ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The answer begins with its first token, in every API and framing: before it, another engine may go on in
-the same response, and after it nobody does. Over real sockets, with a clock of the test's own."""
+the same response, and after it nobody does. Over HTTP, with a clock of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feeds that recover by snapshot, over real sockets: our publisher, and the proposed forms of vLLM."""
+"""Feeds that recover by snapshot, over ZMQ: our publisher, and the proposed forms of vLLM."""
 
 from __future__ import annotations
 

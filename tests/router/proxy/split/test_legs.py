@@ -1,4 +1,4 @@
-"""One request on two engines, over real sockets, whatever fails: one answer or one error, and no place
+"""One request on two engines, over HTTP, whatever fails: one answer or one error, and no place
 kept."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mooncake's transfers over real sockets: whatever fails, one answer or one error, and no transfer told twice
+"""Mooncake's transfers over HTTP: whatever fails, one answer or one error, and no transfer told twice
 or after its prefill has failed."""
 
 from __future__ import annotations

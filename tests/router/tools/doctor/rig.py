@@ -1,4 +1,4 @@
-"""The doctor on real sockets: simulated engines, and servers and publishers that are broken on purpose."""
+"""The doctor before simulated engines, servers and publishers that are broken on purpose."""
 
 from __future__ import annotations
 
