@@ -24,7 +24,7 @@ import openai
 
 from router.fleet.engines import EngineAddress
 from tests.support.browser import Tab, browsing
-from tests.support.waiting import run, until
+from tests.support.waiting import run_real, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,4 +115,4 @@ async def _main(folder: Path) -> None:
 if __name__ == "__main__":
     pictures = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
     pictures.mkdir(parents=True, exist_ok=True)
-    run(_main(pictures), 480)
+    run_real(_main(pictures), 480)

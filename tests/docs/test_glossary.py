@@ -18,6 +18,7 @@ from router.feeds.base import FeedState
 from router.feeds.position import DOUBTS
 from router.feeds.recovery import RepairKind
 from router.fleet import kubernetes_objects as objects
+from router.fleet.engines import NOT_READY
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.root_events import Removals
 from router.index.query_plan import Mode
@@ -40,7 +41,7 @@ PAGE = ROOT / "docs" / "glossary.md"
         [kind.value for kind in RepairKind],
         DOUBTS,
         MALFORMED,
-        [objects.NOT_READY, objects.TERMINATING, objects.ANNOTATED, objects.NO_SLICE],
+        [NOT_READY, objects.TERMINATING, objects.ANNOTATED, objects.NO_SLICE],
         Detection,
         Removals,
         get_args(Mode),

@@ -315,6 +315,15 @@ def reference_environment(time_zone: str | None = None) -> jinja2.Environment:
     return environment
 
 
+def template_fault(source: str) -> str:
+    """Return why jinja2 cannot compile this template; "" if it can."""
+    try:
+        reference_environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return ""
+
+
 def _fast_environment(source: str, parsed: nodes.Template, time_zone: str | None) -> FastTemplate | None:
     """The same for minijinja, or None if it cannot parse the template, or is known to differ."""
     # Known differences are excluded here, since a probe may not contain the character that shows them.

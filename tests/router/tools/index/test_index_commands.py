@@ -16,7 +16,7 @@ from router.replication.codec import SCHEMA, schema_key
 from tests.support.paths import ROOT
 from tests.support.process_fleet import fleet
 from tests.support.redis_servers import Server, any_program
-from tests.support.waiting import run
+from tests.support.waiting import run_real
 
 TRACES = ROOT / "tests" / "data" / "traces"
 
@@ -74,7 +74,7 @@ def test_stats_and_verify_of_a_fleet_at_work() -> None:
             assert "generation" in (await _beside("index", "stats", index=server.url)).stdout
 
     with Server(any_program()) as server:
-        run(main(server), wait_s=280)  # four commands, two routers and two engines, one after the other
+        run_real(main(server), 280)  # four commands, two routers and two engines, one after the other
 
 
 @pytest.mark.process
