@@ -34,6 +34,8 @@ _FETCH_BYTES_MAX: Final = 768 << 20
 CPU_S_MAX: Final = 60
 # Beside the time for fetching: several times the CPU, since others need the machine too.
 _TRIAL_S_MAX: Final = 180.0
+# The hub's package is imported by the first fetch.
+_IMPORT_S: Final = 1.0
 FILE_BYTES_MAX: Final = {"tokenizer.json": 64 << 20, "tekken.json": 64 << 20}
 """The largest known vocabularies have 35 MB. Reading one holds the router for about 10 ms per MB."""
 _OTHER_BYTES_MAX: Final = 16 << 20
@@ -165,8 +167,11 @@ def main() -> None:
         _limit(request)
         folder, commit = Path(request.prompts.tokenizer_dir or ""), ""
         if request.source is not None:
+            # A download that goes on is ended by its meter; this ends one that hangs.
+            signal.setitimer(signal.ITIMER_REAL, request.limits.timeout_s + _IMPORT_S)
             found: Fetched = fetch(request.source, request.limits)
             folder, commit = found.folder, found.commit
+        signal.setitimer(signal.ITIMER_REAL, _TRIAL_S_MAX)
         _allow_memory(_MEMORY_BYTES_MAX)
         _try(folder, request, begin)
     except TokenizerProblem as problem:
@@ -175,7 +180,9 @@ def main() -> None:
         seen = f"{request.source or request.prompts.tokenizer_dir}: {at}: takes too much memory"
         say(problem=("too_large", seen, _REMEDY))
     except Exception as error:  # noqa: BLE001  # files of others, in the hands of several packages
-        seen = f"{request.source or request.prompts.tokenizer_dir}: {at}: {type(error).__name__}: {error}"
+        from router.http.sockets import describe_error  # noqa: PLC0415
+
+        seen = f"{request.source or request.prompts.tokenizer_dir}: {at}: {describe_error(error)}"
         say(problem=("unusable", seen[:500], _REMEDY))
     else:
         say(folder=str(folder), commit=commit)
@@ -184,8 +191,6 @@ def main() -> None:
 def _limit(request: TrialRequest) -> None:
     import resource  # noqa: PLC0415  # of Unix
 
-    fetch_s = request.limits.timeout_s if request.source is not None else 0.0
-    signal.alarm(int(fetch_s + _TRIAL_S_MAX) + 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 1))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -18,7 +18,6 @@ import structlog
 
 from router.admission.gate import KeyGate, read_secret
 from router.admission.key_file import KeyFile
-from router.api import app as api_app
 from router.fleet.engines import EngineAddress
 from router.observe.requests import LogThrottle
 from router.proxy.app import ProxyApp
@@ -298,7 +297,7 @@ async def test_requests_for_which_no_engine_is_there_cost_nothing(
 async def test_an_unknown_key_is_answered_with_an_id_and_logged(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_app, "_refusals", LogThrottle(0.0))
+    monkeypatch.setattr("router.api.asgi._refusals", LogThrottle(0.0))
     async with guarded(tmp_path) as rig:
         for given in ({}, {"x-request-id": "mine"}):
             headers = {"authorization": "Bearer wrong", **given}

@@ -56,7 +56,7 @@ def ends_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         ("block_size=big", "--set 'block_size=big': expected a whole number"),
         ("max_num_seqs=0", "max_num_seqs = 0: expected 1 to"),
         ("retention_interval=-1", "retention_interval = -1: expected 0 to"),
-        ("retention_interval=7", "retention interval 7 is no multiple of 16"),
+        ("retention_interval=7", "retention interval 7 has no effect without a window or Mamba group"),
         ("prefill_s_per_token=-1", "prefill_s_per_token = -1.0: expected 0 to 3600"),
         ("decode_s_per_token=nan", "decode_s_per_token = nan: expected 0 to 3600"),
         ("events_port=70000", "events_port = 70000: expected 0 to 65535"),

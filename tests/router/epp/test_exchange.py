@@ -322,9 +322,9 @@ def given_back(peer: H2Peer, number: int) -> tuple[bytes, bool]:
 async def test_an_answer_goes_on_before_the_router_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, reads = asyncio.Event(), AnswerRelay.run
 
-    async def late(relay: AnswerRelay) -> None:
+    async def late(relay: AnswerRelay, *given: Any) -> None:
         await busy.wait()
-        if (rest := reads(relay)) is not None:
+        if (rest := reads(relay, *given)) is not None:
             await rest
 
     monkeypatch.setattr(AnswerRelay, "run", late)

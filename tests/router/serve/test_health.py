@@ -48,6 +48,7 @@ def test_ports_by_the_configuration_file_which_flags_override(tmp_path: Path) ->
     assert health_check.urls(["kvatlas", "serve", f"--config={file}"], {})[0] == OPS
 
 
+@pytest.mark.real  # urllib opens sockets of the kernel
 async def test_a_running_router_is_healthy_and_a_closed_port_is_not() -> None:
     async with running({}) as (engine,), routing(configure(engine)) as rig:
         assert await asyncio.to_thread(health_check._answers, f"{rig.ops_url}/health")
