@@ -85,6 +85,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     session: Session | None = None
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
+    reads_response: bool = False
+    """It asks for, deletes or cancels that response: its engine computes nothing, and may rest."""
     response_id: str = ""
     """Id that its own response gets, but for its engine (``response_ids``); "": of another API."""
     read_s: float | None = None

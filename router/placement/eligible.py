@@ -99,10 +99,18 @@ class EligibleEngines:
         self, request: InboundRequest, exclude: frozenset[str], length: Length = NO_LENGTH
     ) -> list[Engine]:
         """Return the engines. Raises ``ApiError`` if there are none."""
+        holder = None if request.pinned is not None else self._holder(request, exclude)
+        if holder is not None and request.reads_response:
+            # Also where no engine is ready to compute.
+            return [holder]
         engines = self._ready(request, exclude, length)
-        if request.pinned is None and request.earlier_response is None:
+        if request.pinned is not None:
+            return _pinned(request.pinned, engines)
+        if holder is None:
             return engines
-        return self._holders(request, engines, exclude)
+        if request.isolated and request.path in SALTED:
+            self._salting(request, [holder])
+        return [holder]
 
     def _ready(self, request: InboundRequest, exclude: frozenset[str], length: Length) -> list[Engine]:
         model, client = request.model, request.client
@@ -113,7 +121,7 @@ class EligibleEngines:
             raise model_not_found(model)
         untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
         if request.isolated and request.path in SALTED:
-            untried = self._salting(request.path, untried)
+            untried = self._salting(request, untried)
         if not untried:
             raise no_ready_engine("No engine can take this request now; GET /ready gives the reason.")
         if length is not NO_LENGTH or request.among is not None:
@@ -168,37 +176,39 @@ class EligibleEngines:
         longest = max([of[engine.engine_id] for engine in engines])
         return [engine for engine in engines if of[engine.engine_id] == longest]
 
-    def _salting(self, path: str, engines: list[Engine]) -> list[Engine]:
+    def _salting(self, request: InboundRequest, engines: list[Engine]) -> list[Engine]:
         """Return those that are proven to read the salt in requests for this path. Raises ``ApiError`` if
         none is."""
-        fleet = self._fleet
+        fleet, path, model = self._fleet, request.path, request.model
         found = [engine for engine in engines if not fleet.why_unsalted(engine, path)]
-        if found or not engines:
+        if len(found) == len(engines):
+            # The usual list stays the same object, by which what follows from it is found again.
+            return engines
+        if found:
             return found
         why = fleet.why_unsalted(engines[0], path)
-        waits = [one for one in fleet if one.salt_proof is None or one.salt_proof.may_change(path)]
+        others = fleet if model is None else fleet.serving(model)
+        waits = [one for one in others if one.salt_proof is None or one.salt_proof.may_change(path)]
         if waits and fleet.needs_salt_proofs:
             raise no_ready_engine(f"{path} {why}, and this router isolates caches; retry shortly.")
         raise salt_not_accepted(f"{path} {why}, and this router isolates caches")
 
-    def _holders(
-        self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
-    ) -> list[Engine]:
-        """Return the engines that can continue from an earlier response: the one that made it."""
+    def _holder(self, request: InboundRequest, exclude: frozenset[str]) -> Engine | None:
+        """Return the engine that made the response that a request is about; None: about none that a router
+        has named. Raises ``ApiError`` where it cannot be asked."""
         # Any other one would answer that the response does not exist.
-        if request.pinned is not None:
-            return _pinned(request.pinned, engines)
         wanted = None if request.earlier_response is None else engine_digits(request.earlier_response)
         if wanted is None:
-            # No router made the id.
-            return engines
+            return None
         found = next((engine for engine in self._fleet if digits_of(engine.engine_id) == wanted), None)
         if found is None:
             raise no_ready_engine("The engine that holds this response is not here now; retry shortly.")
-        elsewhere = request.among is not None and found not in engines
+        elsewhere = request.among is not None and endpoint_of(found.engine.base_url) not in request.among
         if not (found.up or found.silent) or found.engine_id in exclude or elsewhere:
             raise no_ready_engine("The engine that holds this response does not answer; retry shortly.")
-        return [found]
+        if (found.held or found.asleep) and not request.reads_response:
+            raise no_ready_engine("The engine that holds this response computes nothing now; retry shortly.")
+        return found
 
 
 def _answering(ready: list[Engine]) -> list[Engine]:

@@ -411,7 +411,8 @@ class Placement(Attempt):
     def check_eligible(self) -> None:
         """Implement ``Attempt``."""
         engine, model = self.engine, self.request.model
-        gone = engine.closed or bool(engine.held) or engine.asleep or not (engine.up or engine.silent)
+        rests = not self.request.reads_response and (bool(engine.held) or engine.asleep)
+        gone = rests or engine.closed or not (engine.up or engine.silent)
         if gone or not (model is None or engine.serves(model)):
             self.blameless = True
             error = UpstreamError("refused", sent=False)

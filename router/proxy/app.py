@@ -269,6 +269,7 @@ class ProxyApp:
         else:
             look = peek_chat(path, body) or await self._peek(path, method, body)
         earlier = None if prompts else response_named(method, path)
+        reads_response = earlier is not None
         if earlier is None and path.startswith(RESPONSES):
             earlier = look.previous_response
         if entry is not None:
@@ -293,6 +294,7 @@ class ProxyApp:
         )
         request.client = hash(record.tenant or tuple(head.forwarded_for.rsplit(b",", 2)[-2:]))
         request.trace, request.earlier_response = record.trace, earlier
+        request.reads_response = reads_response
         request.prompt = look.prompt if body is seen else None
         request.response_id = "" if ids is None else ids.make(record.tenant)
         if self.settings.pin_header:

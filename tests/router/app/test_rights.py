@@ -196,6 +196,24 @@ def test_the_owner_alone_reaches_a_response_whatever_happens(happens: str, tmp_p
     in_world(tmp_path, story)
 
 
+@pytest.mark.parametrize("state", ["held", "asleep"])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_response_is_read_where_its_engine_computes_nothing(
+    engines: int, state: str, tmp_path: Path
+) -> None:
+    async def story(world: World) -> None:
+        response_id = await world.begin()
+        holder = engine_digits(response_id)
+        for way in ("get", "cancel", "delete", "go on"):
+            for engine in world.rig.router.fleet:
+                if engines == 2 or digits_of(engine.engine_id) == holder:
+                    setattr(engine, state, "drained" if state == "held" else True)
+            status, answer = await ask(world, way, response_id, "ada")
+            assert status in (WAYS[way][3] if way != "go on" else {503}), (way, answer)
+
+    in_world(tmp_path, story)
+
+
 @pytest.mark.parametrize("secret", ["", "secret_file", "isolate_secret_file"])
 def test_a_configured_secret_outlives_new_keys_and_a_restart(secret: str, tmp_path: Path) -> None:
     """Without one the ids end with the key that they were made under: refused, never another's."""

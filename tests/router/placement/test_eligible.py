@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
 from publisher.events import DecodedBatch
 from router.fleet.engines import DesiredFleet, EngineAddress
+from router.fleet.salt_proof import SaltProof
 from router.fleet.status import Fleet, ModelCard
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
-from router.placement.eligible import CandidateSets, candidate_set
+from router.openai.errors import ApiError
+from router.openai.request import CHAT, RESPONSES, InboundRequest
+from router.openai.response_ids import ResponseIds, of_engine
+from router.placement.eligible import CandidateSets, EligibleEngines, candidate_set
 from router.placement.engine import Accounts, Engine
 from router.placement.shadow import ShadowSpec
 from tests.support.event_writer import Writer, batch
@@ -133,3 +138,44 @@ def test_what_is_known_of_the_same_engines_is_not_found_again() -> None:
     assert world.parties.get(ready) is first
     world.change("restarts", 1)
     assert world.parties.get(ready) is not first
+
+
+def isolating(*proven: str | None) -> tuple[Fleet[Engine], EligibleEngines, list[Engine]]:
+    """Engines of these models; None: of ``m`` but not proven to read salts."""
+    world = World(None)
+    world.fleet.needs_salt_proofs = True
+    engines = list(world.fleet)[: len(proven)]
+    for engine, model in zip(engines, proven, strict=True):
+        engine.up, engine.models = True, (ModelCard(model or "m"),)
+        refused = {} if model else {CHAT: "drops it"}
+        engine.salt_proof = SaltProof(proven={CHAT, RESPONSES} if model else set(), refused=refused)
+    return world.fleet, EligibleEngines(world.fleet, world.accounts), engines
+
+
+def salted(path: str = CHAT, **fields: Any) -> InboundRequest:
+    return InboundRequest("POST", path, b"", [], b"{}", "m", isolated=True, **fields)
+
+
+def test_where_all_engines_are_proven_their_list_stays_the_same_object() -> None:
+    fleet, eligible, _ = isolating("m", "m")
+    assert eligible.engines(salted(), frozenset()) is fleet.ready("m")
+
+
+def test_engines_of_other_models_are_not_waited_for() -> None:
+    _, eligible, engines = isolating(None, "n")
+    engines[1].salt_proof = None
+    with pytest.raises(ApiError) as refused:
+        eligible.engines(salted(), frozenset())
+    assert refused.value.code == "cache_salt_not_accepted"
+    engines[0].salt_proof = None
+    with pytest.raises(ApiError) as refused:
+        eligible.engines(salted(), frozenset())
+    assert refused.value.status == 503
+
+
+def test_a_response_is_not_gone_on_from_where_salts_are_dropped() -> None:
+    _, eligible, engines = isolating("m", None)
+    earlier = [of_engine(ResponseIds().make(""), engine.engine_id) for engine in engines]
+    assert eligible.engines(salted(RESPONSES, earlier_response=earlier[0]), frozenset()) == [engines[0]]
+    with pytest.raises(ApiError):
+        eligible.engines(salted(RESPONSES, earlier_response=earlier[1]), frozenset())
