@@ -128,8 +128,7 @@ def _salts(engine: Engine) -> Iterator[Finding]:
     proof = engine.salt_proof
     if proof is None:
         return
-    doubts = {**proof.refused, **proof.later}
-    if doubts:
+    if doubts := proof.doubts:
         yield _warning(
             "isolation.unproven",
             subject=engine.engine_id,

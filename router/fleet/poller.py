@@ -23,7 +23,6 @@ import msgspec
 import structlog
 
 from router.fleet.engines import DesiredFleet
-from router.fleet.salt_proof import AGAIN_S as SALTS_AGAIN_S
 from router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
 from router.fleet.salt_proof import SaltProof, SaltProver
 from router.fleet.settings import FleetSettings
@@ -356,11 +355,11 @@ class FleetPoller(Generic[E]):
 
     async def _look_at_salts(self, base_url: str, models: tuple[ModelCard, ...]) -> None:
         """Have the APIs of a server that joins tried before it is up; later, beside its polls, what it did
-        not answer."""
+        not show."""
         if not any(status.up for status in self._fleet.ranks(base_url)) or base_url not in self._proofs:
             proof = self._proofs[base_url] = SaltProof()
             await self._prove_salts(base_url, models, proof)
-        elif self._proofs[base_url].later and self._tasks is not None:
+        elif self._proofs[base_url].again and self._tasks is not None:
             now = asyncio.get_running_loop().time()
             if now >= self._proofs_due.get(base_url, 0.0):
                 self._proofs_due[base_url] = math.inf
@@ -383,7 +382,11 @@ class FleetPoller(Generic[E]):
 
         stated = self._informed.get(base_url)
         with contextlib.suppress(OSError, _BadAnswerError):
-            stated = read_statement(await self._get(f"{base_url}/metrics"), rank) or stated
+            page = await self._get(f"{base_url}/metrics")
+            if not proof.tries:
+                # Later tries may meet another process, of which what is proven says nothing.
+                proof.started = read_started(page)
+            stated = read_statement(page, rank) or stated
         kind = kind_of(address, self._informed.get(base_url), models)
         prover = SaltProver(
             ask,
@@ -393,12 +396,15 @@ class FleetPoller(Generic[E]):
             tokens_max=models[0].max_model_len,
             caches=stated is None or stated.caches_prefixes is not False,
         )
+        known = proof.doubts
         try:
             await prover.prove(proof)
         except Exception as error:  # noqa: BLE001  # whatever an engine answers: nothing is proven by it
             _log.exception("salts could not be tried", server=base_url, problem=describe_error(error))
-        self._proofs_due[base_url] = asyncio.get_running_loop().time() + SALTS_AGAIN_S
-        for path, why in {**proof.refused, **proof.later}.items():
+        self._proofs_due[base_url] = asyncio.get_running_loop().time() + proof.pause_s
+        for path, why in proof.doubts.items():
+            if known.get(path) == why:
+                continue
             _log.warning("prompts cannot be isolated", server=base_url, path=path, problem=why)
 
     async def _ask_server_info(self, base_url: str) -> None:
@@ -459,10 +465,12 @@ class FleetPoller(Generic[E]):
             if None not in (started, before) and started != before:
                 self._informed.pop(base_url, None)
                 _log.info("engine restarted", engine=status.engine_id)
-                # Another release may have started: what was proven of the last one counts no longer.
-                self._proofs.pop(base_url, None)
-                status.salt_proof = None
-                self._restarted.add(base_url)
+                proof = self._proofs.get(base_url)
+                if proof is None or proof.started != started:
+                    # Another release may have started: what was proven of the last one counts no longer.
+                    self._proofs.pop(base_url, None)
+                    status.salt_proof = None
+                    self._restarted.add(base_url)
                 self._listener.engine_restarted(status)
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")

@@ -2,12 +2,16 @@
 
 Releases, frontends and proxies in front of an engine drop the field without an error: vLLM 0.20 and 0.26 in
 ``/v1/messages``, 0.20 in the batch of chats, SGLang 0.5.23 outside three APIs. So no release is trusted. For
-each API three short requests with one new prompt are sent: a salt, the same salt, another salt. The second
-must hit and the third must not, by the ``cached_tokens`` of the answers, or by the engine's own counters
-where nothing else was computed meanwhile. What is not proven is refused for tenants with isolated caches.
+each API short requests with one new prompt are sent: one salt, another, the first again, a third, and so on.
+Each repetition must hit and no foreign salt may, by the ``cached_tokens`` of the answers, or by the engine's
+own counters where nothing else was computed meanwhile. What is not proven is refused for tenants with
+isolated caches. Only a hit of a foreign salt is final; everything else is tried again, after growing pauses.
 
 Invariant: no answer and no error of an engine raises, or makes a proof. Bounds: prompts of ``TOKENS_MAX``
-words, and ``PROOF_S_MAX`` seconds in all.
+words, and ``PROOF_S_MAX`` seconds in all. Several caches behind one URL: where the salt is dropped, a foreign
+prompt that misses has stored the prompt in one cache more. So up to ``FOREIGN`` caches prove nothing wrong,
+whatever balances them. Of more that are taken by chance, 1 try in 2,000 at most: all foreign prompts must
+miss and all repetitions hit (9 caches: 0.038 x 0.012).
 """
 
 from __future__ import annotations
@@ -37,7 +41,10 @@ from router.openai.request import (
 PROOF_S_MAX: Final = 10.0
 REQUEST_S_MAX: Final = 5.0
 AGAIN_S: Final = 30.0
-"""After how many seconds what an engine did not answer is asked again."""
+"""After how many seconds what an engine did not show is tried again; twice as many each time."""
+AGAIN_S_MAX: Final = 480.0
+FOREIGN: Final = 6
+"""Salts that must not hit what another one stored."""
 TOKENS_MAX: Final = 4096
 # Factor by which a prompt grows whose repetition does not hit.
 _LONGER: Final = 8
@@ -49,31 +56,60 @@ _COUNTERS: Final = re.compile(
     rb"^vllm:prefix_cache_(queries|hits)(?:_total)?(?:\{[^}\n]*\})? ([0-9.e+]+)$", re.MULTILINE
 )
 _CACHED: Final = frozenset({"cached_tokens", "cache_read_input_tokens"})
+# The second one in the Messages and Responses APIs.
+_PROMPT: Final = frozenset({"prompt_tokens", "input_tokens"})
 
 Ask = Callable[[str, str, bytes | None], Awaitable[tuple[int, bytes]]]
 """Method, path and body of a request to one engine: status and body of its answer. Raises ``OSError``."""
-Outcome = Literal["proven", "refused", "absent", "later"]
+Outcome = Literal["proven", "refused", "absent", "unshown", "later"]
 
 
 class SaltProof(msgspec.Struct):
-    """Paths of one server that are proven; the others with the reason. ``absent``: nothing is
-    served there, or no test is known; ``later``: may be proven the next time."""
+    """Paths of one server that are proven; the others with the reason. ``refused``: they drop the salt, which
+    is final. All others are tried again: ``absent``: nothing is served there (or no test is known);
+    ``unshown``: the answers show neither; ``later``: the engine was too busy."""
 
     proven: set[str] = set()
     refused: dict[str, str] = {}
     absent: dict[str, str] = {}
+    unshown: dict[str, str] = {}
     later: dict[str, str] = {}
+    again: bool = False
+    """Whether something is to be tried again."""
+    tries: int = 0
+    started: float | None = None
+    """When the process that was tried started, by its own metrics."""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next try."""
+        return min(AGAIN_S_MAX, AGAIN_S * 2.0 ** min(max(0, self.tries - 1), 10))
+
+    @property
+    def doubts(self) -> dict[str, str]:
+        """What is served and not proven, with the reason."""
+        return {**self.refused, **self.unshown, **self.later}
 
     def why_not(self, path: str) -> str:
         """Why prompts of this path are not kept apart, to be read behind the path; "": they are."""
         if path in self.proven:
             return ""
-        known = self.refused.get(path) or self.absent.get(path) or self.later.get(path)
-        return known or "is not tried yet"
+        known = {**self.absent, **self.doubts}
+        return known.get(path) or "is not tried yet"
 
     def may_change(self, path: str) -> bool:
         """Whether it may be proven soon."""
-        return path not in self.proven and path not in self.refused and path not in self.absent
+        return not any(path in known for known in (self.proven, self.refused, self.absent, self.unshown))
+
+    def note(self, path: str, outcome: Outcome, why: str) -> None:
+        """Take in how a try of this path ended."""
+        for table in (self.absent, self.unshown, self.later):
+            table.pop(path, None)
+        if outcome == "proven":
+            self.proven.add(path)
+        else:
+            found: dict[str, str] = getattr(self, outcome)
+            found[path] = why
 
 
 def first_guess(kind: EngineKind) -> frozenset[str]:
@@ -111,20 +147,20 @@ class SaltProver:
         guess = first_guess(self._kind)
         proof.absent |= dict.fromkeys(sorted(SALTED - guess), DROPPED_BY_SGLANG)
         proof.absent |= dict.fromkeys(sorted(guess - _BODIES.keys()), "cannot be tried by this router")
-        todo = [path for path in _BODIES if path in guess and proof.may_change(path)]
-        proof.later = dict.fromkeys(todo, "was not answered in time when its cache_salt was tried")
+        tried = [path for path in _BODIES if path in guess]
+        todo = [path for path in tried if path not in proof.proven and path not in proof.refused]
+        # What was not answered goes first: the others have their reason already.
+        todo.sort(key=lambda path: not proof.may_change(path))
+        for path in filter(proof.may_change, todo):
+            proof.later[path] = "was not answered in time when its cache_salt was tried"
         try:
             async with asyncio.timeout(PROOF_S_MAX):
                 for path in todo:
-                    outcome, why = await self._prove(path)
-                    proof.later.pop(path, None)
-                    if outcome == "proven":
-                        proof.proven.add(path)
-                    else:
-                        found: dict[str, str] = getattr(proof, outcome)
-                        found[path] = why
+                    proof.note(path, *await self._prove(path))
         except TimeoutError:
             pass
+        proof.tries += 1
+        proof.again = any(path not in proof.proven and path not in proof.refused for path in tried)
 
     async def _prove(self, path: str) -> tuple[Outcome, str]:
         words = self._words
@@ -138,10 +174,13 @@ class SaltProver:
         return tried
 
     async def _try(self, path: str, words: int) -> tuple[Outcome, str]:
-        """The three requests."""
-        body, one, other = _BODIES[path](words), secrets.token_hex(16), secrets.token_hex(16)
-        hits: list[_Hit] = []
-        for salt in (one, one, other):
+        """The requests, until one shows enough."""
+        body, one = _BODIES[path](words), secrets.token_hex(16)
+        again: list[_Hit] = []
+        others: list[_Hit] = []
+        for at in range(2 * FOREIGN):
+            own = at % 2 == 0
+            salt = one if own else secrets.token_hex(16)
             before = await self._counters()
             try:
                 sent = msgspec.json.encode({"model": self._model, **body, "cache_salt": salt})
@@ -156,8 +195,12 @@ class SaltProver:
                 return "later", f"could not be tried: status {status}"
             if status != 200:
                 return "absent", f"refuses the request that tries its cache_salt (status {status})"
-            hits.append(await self._hit(answer, before))
-        return _judge(hits)
+            hit = await self._hit(answer, before)
+            if at > 0:
+                (again if own else others).append(hit)
+            if at > 1 and (judged := _judge(again, others))[0] != "proven":
+                return judged
+        return judged
 
     async def _hit(self, answer: bytes, before: tuple[float, float] | None) -> _Hit:
         try:
@@ -168,7 +211,7 @@ class SaltProver:
         reported = max(cached) if cached else None
         if reported:
             return _Hit(reported)
-        prompt = max((value for name, value in _numbers(told) if name == "prompt_tokens"), default=0)
+        prompt = max((value for name, value in _numbers(told) if name in _PROMPT), default=0)
         if before is None or not prompt:
             return _Hit(reported)
         counted = await self._counted(before, prompt)
@@ -181,7 +224,7 @@ class SaltProver:
             if now is None or now[0] - before[0] > prompt:
                 return None
             if now[0] - before[0] == prompt:
-                return int(now[1] - before[1])
+                return max(0, int(now[1] - before[1]))
             await asyncio.sleep(_SETTLE_S)
         return None
 
@@ -220,20 +263,20 @@ class _Hit(NamedTuple):
     """Other requests were counted with it."""
 
 
-def _judge(hits: list[_Hit]) -> tuple[Outcome, str]:
-    """``hits``: of the first request, of its repetition, and of the one with another salt."""
-    _, again, other = hits
-    foreign = other.reported or other.counted
+def _judge(again: list[_Hit], others: list[_Hit]) -> tuple[Outcome, str]:
+    """``again``: of the repetitions; ``others``: of the requests with other salts."""
+    foreign = max([hit.reported or hit.counted or 0 for hit in others])
     if foreign:
         return "refused", f"drops cache_salt: a prompt with another salt took {foreign} tokens from the cache"
-    if again.reported:
+    if all(hit.reported for hit in again):
         # It reports hits. vLLM leaves one of 0 out.
         return "proven", ""
-    if again.counted is not None and other.counted is not None:
-        return ("proven", "") if again.counted else ("refused", _NO_HIT)
-    if again.noisy or other.noisy:
+    sizes = [hit.reported or hit.counted for hit in again]
+    if None not in sizes and all(hit.counted is not None for hit in others):
+        return ("proven", "") if all(sizes) else ("unshown", _NO_HIT)
+    if any(hit.noisy for hit in (*again, *others)):
         return "later", _NOISY
-    return "refused", _NO_REPORT if again.reported is None else _NO_HIT
+    return "unshown", _NO_REPORT if any(hit.reported is None for hit in again) else _NO_HIT
 
 
 def _numbers(told: Any, depth: int = 0) -> Iterator[tuple[str, int]]:

@@ -411,7 +411,7 @@ class _Examination:
         proof = SaltProof()
         prover = SaltProver(ask, model, engine.kind, block_tokens=None, tokens_max=card.max_model_len)
         await prover.prove(proof)
-        return {path: why for path, why in {**proof.refused, **proof.later}.items() if path != COMPLETION}
+        return {path: why for path, why in proof.doubts.items() if path != COMPLETION}
 
     def _prober(self, engine: EngineEvidence, quiet_s: float) -> EngineProber:
         card = next(card for card in engine.server.models if card.id == engine.base_model)

@@ -140,6 +140,7 @@ def test_what_an_engine_was_too_busy_to_show_is_shown_later(
         times.append(1)
         if len(times) == 1:
             proof.later = dict.fromkeys(BODIES, "could not be tried: status 503")
+            proof.again = True
         else:
             await real(self, proof)
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from router.fleet.engines import EngineKind
-from router.fleet.salt_proof import PROOF_S_MAX, TOKENS_MAX, SaltProof, SaltProver
+from router.fleet.salt_proof import (
+    AGAIN_S,
+    AGAIN_S_MAX,
+    FOREIGN,
+    PROOF_S_MAX,
+    TOKENS_MAX,
+    SaltProof,
+    SaltProver,
+)
 from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
 from tests.world.seams import run
 
@@ -48,9 +58,13 @@ class FakeEngine:
         self.hangs: tuple[str, ...] = ()
         self.sees: Callable[[str, str], bool] = lambda path, salt: path not in self.drops
         self.__dict__.update(ways)
+        self.balances: Callable[[], int] = lambda: 0
+        """The cache behind it that gets the next request."""
+        self.evicts = 0
+        """Requests after which the cache is emptied once; 0: never."""
         self.asked: list[tuple[str, int]] = []
         self.queries = self.hits = 0
-        self._cache: set[tuple[str, str]] = set()
+        self._cache: set[tuple[str, str, int]] = set()
 
     async def ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         if path in self.hangs:
@@ -69,10 +83,13 @@ class FakeEngine:
         text = json.dumps({name: value for name, value in sent.items() if name != "model"})
         words = len(sent["token_ids"]) if path == GENERATE else len(text.split())
         self.asked.append((path, words))
-        known = (path + key, text) in self._cache
+        entry = (path + key, text, self.balances())
+        if len(self.asked) == self.evicts:
+            self._cache.clear()
+        known = entry in self._cache
         hit = words - words % self.block if known else 0
         if self.caches:
-            self._cache.add((path + key, text))
+            self._cache.add(entry)
         self.queries += words + self.others
         self.hits += hit + self.others // 2
         usage: dict[str, Any] = {"prompt_tokens": words}
@@ -81,6 +98,8 @@ class FakeEngine:
             usage["prompt_tokens_details"] = {"cached_tokens": hit}
         if reports and path == MESSAGES:
             usage = {"input_tokens": words, "cache_read_input_tokens": hit}
+        elif path in (MESSAGES, RESPONSES):
+            usage["input_tokens"] = usage.pop("prompt_tokens")
         return 200, self.body or json.dumps({"data": [{"index": 0}], "usage": usage}).encode()
 
 
@@ -88,7 +107,7 @@ async def prove(engine: FakeEngine, kind: EngineKind = "vllm", **facts: Any) -> 
     proof = SaltProof()
     facts = {"block_tokens": None, "tokens_max": 32_768, **facts}
     await SaltProver(engine.ask, "m", kind, **facts).prove(proof)
-    assert not proof.proven & {*proof.refused, *proof.absent, *proof.later}
+    assert not proof.proven & {*proof.absent, *proof.doubts}
     assert all(proof.why_not(path) or path in proof.proven for path in SALTED)
     return proof
 
@@ -117,7 +136,7 @@ async def test_large_blocks_are_met_by_longer_prompts(block: int) -> None:
     assert max(words for _, words in engine.asked) <= TOKENS_MAX + 8
     told = FakeEngine(block=block, serves=PROMPTS)
     assert (await prove(told, block_tokens=block)).proven == set(PROMPTS)
-    assert len(told.asked) == 3 * len(PROMPTS), "three requests for each"
+    assert len(told.asked) == 2 * FOREIGN * len(PROMPTS)
 
 
 @pytest.mark.parametrize("block", [16, 544])
@@ -147,7 +166,7 @@ async def test_counters_that_others_change_prove_nothing_yet(drops: tuple[str, .
 async def test_no_prompt_is_longer_than_the_context() -> None:
     engine = FakeEngine(block=1056)
     proof = await prove(engine, tokens_max=512)
-    assert proof.refused == dict.fromkeys(PROMPTS, "does not show that it caches prompts")
+    assert proof.unshown == dict.fromkeys(PROMPTS, "does not show that it caches prompts")
     assert max(words for _, words in engine.asked) <= 128 + 8
 
 
@@ -238,4 +257,75 @@ async def test_prompts_are_new_and_salts_too() -> None:
 
     for _ in range(2):
         await SaltProver(ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(SaltProof())
-    assert len(seen) == 2 * (2 * len(PROMPTS) + len(POOLED)), "one for each API that is not served"
+    apart = (1 + FOREIGN) * len(PROMPTS)
+    assert len(seen) == 2 * (apart + len(POOLED)), "one for each API that is not served"
+
+
+def by_chance(caches: int, seed: int) -> Callable[[], int]:
+    chance = random.Random(seed)
+    return lambda: chance.randrange(caches)
+
+
+@pytest.mark.parametrize("caches", range(1, FOREIGN + 1))
+@pytest.mark.parametrize("reports", [True, False])
+async def test_behind_a_balancer_nothing_that_drops_salts_is_proven(caches: int, *, reports: bool) -> None:
+    for seed in range(30):
+        engine = FakeEngine(
+            serves=(CHAT,), drops=(CHAT,), reports=reports, balances=by_chance(caches, seed), block=1
+        )
+        assert not (await prove(engine, tokens_max=64)).proven
+
+
+@pytest.mark.parametrize("caches", [1, 2, 3, 4, 5, 8, 13, 40])
+async def test_nor_where_the_caches_take_turns(caches: int) -> None:
+    engine = FakeEngine(serves=(CHAT,), drops=(CHAT,), balances=itertools.cycle(range(caches)).__next__)
+    assert not (await prove(engine)).proven
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        {"reports": False, "counts": False},
+        {"status": dict.fromkeys(PROMPTS, 400)},
+        {"status": dict.fromkeys(PROMPTS, 403)},
+        {"serves": ()},
+        {"caches": False},
+        {"body": b"no json"},
+    ],
+)
+async def test_one_bad_moment_is_not_for_ever(moment: dict[str, Any]) -> None:
+    usual = FakeEngine().__dict__
+    engine = FakeEngine(**moment)
+    proof = await prove(engine)
+    assert proof.again
+    assert not proof.proven
+    for name in moment:
+        setattr(engine, name, usual[name])
+    await SaltProver(engine.ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(proof)
+    assert proof.proven == set(PROMPTS)
+    assert not proof.doubts
+
+
+async def test_an_evicted_repetition_is_tried_again() -> None:
+    engine = FakeEngine(serves=(CHAT,), evicts=2)
+    assert (await prove(engine)).proven == {CHAT}, "with a longer prompt at once"
+    engine = FakeEngine(serves=(CHAT,), evicts=2)
+    proof = await prove(engine, tokens_max=32)
+    assert proof.unshown.keys() == {CHAT}
+    await SaltProver(engine.ask, "m", "vllm", block_tokens=1, tokens_max=None).prove(proof)
+    assert proof.proven == {CHAT}
+
+
+async def test_a_foreign_hit_is_final() -> None:
+    engine = FakeEngine(serves=(CHAT,), drops=(CHAT,))
+    proof = await prove(engine, tokens_max=512)
+    engine.drops, before = (), len(engine.asked)
+    await SaltProver(engine.ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(proof)
+    assert proof.refused.keys() == {CHAT}
+    assert len(engine.asked) == before
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    pauses = [SaltProof(tries=tries).pause_s for tries in (*range(1, 8), 10_000)]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[1], pauses[-1]) == (AGAIN_S, 2 * AGAIN_S, AGAIN_S_MAX)
