@@ -196,6 +196,7 @@ class FleetPoller(Generic[E]):
         self._settled.discard(base_url)
         self._informed.pop(base_url, None)
         self._proofs.pop(base_url, None)
+        self._proofs_due.pop(base_url, None)
         self._restarted.discard(base_url)
 
     def _notify(self, listener: Callable[[_T], None], about: _T) -> None:
@@ -401,7 +402,8 @@ class FleetPoller(Generic[E]):
             await prover.prove(proof)
         except Exception as error:  # noqa: BLE001  # whatever an engine answers: nothing is proven by it
             _log.exception("salts could not be tried", server=base_url, problem=describe_error(error))
-        self._proofs_due[base_url] = asyncio.get_running_loop().time() + proof.pause_s
+        if self._proofs.get(base_url) is proof:  # its server has not left meanwhile
+            self._proofs_due[base_url] = asyncio.get_running_loop().time() + proof.pause_s
         for path, why in proof.doubts.items():
             if known.get(path) == why:
                 continue

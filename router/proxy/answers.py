@@ -27,6 +27,7 @@ from router.proxy.events import (
     in_background,
     is_comment,
     last_event_end,
+    names_opening,
     read_event,
 )
 from router.proxy.stream_usage import UsageFilter
@@ -134,6 +135,8 @@ def _in_other_terms(usage: _Usage) -> Usage | None:
 # A longer unfinished event is passed on in parts, and so are openings that are longer together.
 _EVENT_BYTES_MAX = 256 * 1024
 _HELD_BYTES_MAX = 4 << 20
+# Within which an event is named.
+_NAME_BYTES_MAX = 1024
 _DONE: Final = b"data: [DONE]"
 # Enough of what was passed on to recognise its end.
 _MARK_BYTES = 256
@@ -285,7 +288,9 @@ class SseRelay:
         # A blank line may have begun in the piece before.
         end = last_event_end(tail, max(0, self._tail_seen - 2))
         if not end and len(tail) >= (_HELD_BYTES_MAX if self._holds else _EVENT_BYTES_MAX):
-            end, self._holds, self._partial = len(tail), False, not self.begun
+            end, self._holds = len(tail), False
+            # Any other one counts as the first token, which the lease must cover.
+            self._partial = not self.begun and (self._partial or names_opening(tail[:_NAME_BYTES_MAX]))
         whole = bytes(tail[:end])
         del tail[:end]
         self._tail_seen = len(tail)

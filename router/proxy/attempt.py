@@ -308,6 +308,8 @@ class Outbound(msgspec.Struct, gc=False):
     """As the client sent it."""
     lost: str = ""
     """The engine whose answer broke off, if it may have died."""
+    asked_s: float = 0.0
+    """When an engine was last asked."""
 
     def digest(self) -> bytes:
         """The name of what the client asks, alike for each attempt of it."""
@@ -445,6 +447,11 @@ def abandoned(attempt: Attempt, stats: ProxyStats) -> UpstreamError | None:
     error.abandoned = True
     stats.requests_moved += 1
     return error
+
+
+def ended_with_process(attempt: Attempt, error: UpstreamError) -> bool:
+    """Whether the process that had the request has ended since, as another one runs there now."""
+    return error.abandoned and error.sent and attempt.blameless
 
 
 def broke_off(

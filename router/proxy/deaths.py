@@ -3,16 +3,19 @@
 A request that was on an engine when the connection broke, or that it answered with 500, may have ended it:
 the next engine would end too, and so would those that get the client's next attempts. So the router asks
 whether the engine is alive before it asks another one. If it is not, the body is a suspect for
-``proxy.suspect_s``: it is given to no engine before the last one that died with it is known to be alive, and
-to none at all after two deaths. Routers tell each other (``replication/gossip``); a whole answer clears it.
+``proxy.suspect_s``: it is given to no engine before the last one that died with it is known to be alive, or
+has left the fleet, and to none at all after two deaths. Routers tell each other (``replication/gossip``); a
+whole answer clears it.
 
 Invariants: a body is known by a digest with its tenant, which no other tenant's body can meet by intent;
-requests with one body on one engine see one death; the memory is bounded, and forgets the oldest first.
+requests with one body that one engine had at one time see one death, however late they fail; the memory is
+bounded, and forgets the oldest first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -28,7 +31,8 @@ from router.proxy.settings import ProxyStats
 DIGEST_BYTES = 16
 _SUSPECTS_MAX = 8192
 _DEATHS_MAX = 2
-# One engine does not die twice within this time: requests with one body that fail together saw one death.
+# One engine does not die twice within this time, for all that other routers say: they do not tell when the
+# request was sent.
 _SAME_DEATH_S = 5.0
 # An engine that was found dead counts as dead for this long.
 _KNOWN_S = 0.5
@@ -67,8 +71,9 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._by_digest)
 
-    def died(self, digest: bytes, engine_id: str, now: float) -> bool:
-        """Note that this body was on an engine when it died. Returns whether that is news."""
+    def died(self, digest: bytes, engine_id: str, now: float, sent_s: float | None = None) -> bool:
+        """Note that this body was on an engine when it died. ``sent_s``: since when; one that was there
+        before a death that is known saw that one, however late it fails. Returns whether that is news."""
         known = self._by_digest.get(digest)
         if known is None:
             self._by_digest[digest] = Suspect(engine_id, now)
@@ -76,7 +81,9 @@ class Suspects:
             if len(self._by_digest) > _SUSPECTS_MAX:
                 self._by_digest.popitem(last=False)
                 self._stats.suspects_forgotten += 1
-        elif known.engine_id != engine_id or known.came_back or now - known.at_s > _SAME_DEATH_S:
+        elif known.engine_id != engine_id or (
+            known.came_back or now - known.at_s > _SAME_DEATH_S if sent_s is None else sent_s > known.at_s
+        ):
             self._by_digest[digest] = Suspect(engine_id, now, known.deaths + 1)
             self._by_digest.move_to_end(digest)
         else:
@@ -102,7 +109,7 @@ class WatchedFleet(Protocol):
     """The engines, as far as their ends are concerned."""
 
     def base_url(self, engine_id: str) -> str | None:
-        """Return where an engine is asked; None: it is not in the fleet, and not known to be alive."""
+        """Return where an engine is asked; None: it is not in the fleet."""
 
     def leaves(self, engine_id: str) -> bool:
         """Whether it was to go, or to sleep: its end says nothing of its requests."""
@@ -114,9 +121,9 @@ class Pulse:
     def __init__(self, client: UpstreamClient) -> None:
         self._client = client
 
-    async def __call__(self, base_url: str) -> bool:
+    async def __call__(self, base_url: str) -> bool | None:
         """Whether ``/health`` is answered without an error of the engine's; vLLM answers 503 there as soon as
-        its core is dead."""
+        its core is dead. None: our own limits allow no look at it."""
         origin = self._client.origin(base_url)
         head = request_head(
             "GET", origin.path_prefix + b"/health", origin.host_header, [], own=(), length=None
@@ -124,8 +131,8 @@ class Pulse:
         try:
             # A server that is ending may still answer on connections that it has.
             answer = await self._client.request(origin, "GET", head, b"", _PULSE_S, fresh=True)
-        except UpstreamError:
-            return False
+        except UpstreamError as error:
+            return None if error.reason == "overflow" else False
         self._client.release(answer)
         return answer.status < _SERVER_ERRORS
 
@@ -134,17 +141,19 @@ class _Look(msgspec.Struct, gc=False):
     at_s: float
     done: asyncio.Event
     alive: bool | None = None
-    """None: not known yet, or never, as the one that asked has left."""
+    """None: not known."""
+    answered: bool = False
+    """False when it is done: the one that asked has left."""
 
 
 class Deaths:
     """Asks engines whether they are alive, and holds back what may have ended them. ``alive``: whether one
-    answers, by base URL; it may take a moment, and never raises."""
+    answers, by base URL, or None where that is not known; it may take a moment, and never raises."""
 
     def __init__(
         self,
         fleet: WatchedFleet,
-        alive: Callable[[str], Awaitable[bool]],
+        alive: Callable[[str], Awaitable[bool | None]],
         stats: ProxyStats,
         clock: Callable[[], float],
     ) -> None:
@@ -163,13 +172,26 @@ class Deaths:
         if self.suspects.died(digest, engine_id, self._clock()):
             self._stats.suspects_learned += 1
 
-    async def ended(self, digest: bytes, engine_id: str) -> bool:
-        """This body's request failed at an engine in a way that may be its death. Returns whether it is."""
-        if self._fleet.leaves(engine_id) or await self._alive(engine_id):
+    async def ended(self, digest: bytes, engine_id: str, sent_s: float) -> bool:
+        """This body's request, which an engine has had since ``sent_s``, failed there in a way that may be
+        its death. Returns whether it is."""
+        if self._fleet.leaves(engine_id) or await self._alive(engine_id) is not False:
             return False
-        if self.suspects.died(digest, engine_id, self._clock()):
+        if self.suspects.died(digest, engine_id, self._clock(), sent_s):
             self.publish(engine_id, digest)
         return True
+
+    def restarted(self, digest: bytes, engine_id: str, sent_s: float) -> None:
+        """A newer process runs at an engine that has had this body since ``sent_s``. It may have ended the
+        older one: another engine gets it, and a second death counts."""
+        if self._fleet.leaves(engine_id):
+            return
+        now = self._clock()
+        if self.suspects.died(digest, engine_id, now, sent_s):
+            self.publish(engine_id, digest)
+        known = self.suspects.find(digest, now, math.inf)
+        if known is not None and known.engine_id == engine_id:
+            known.came_back = True
 
     async def check(self, digest: bytes, kept_s: float) -> None:
         """Raise ``ApiError`` if this body must be given to no engine now."""
@@ -182,7 +204,9 @@ class Deaths:
             raise ends_engines(known.at_s + kept_s - now)
         if known.came_back:
             return
-        if not await self._alive(known.engine_id):
+        # One that has left, as a pod that was replaced, never comes back under its id.
+        gone = self._fleet.base_url(known.engine_id) is None
+        if not gone and not await self._alive(known.engine_id):
             raise self.held_back()
         known.came_back = True
 
@@ -195,18 +219,25 @@ class Deaths:
         counts = self._stats.suspects_refused
         counts[reason] = counts.get(reason, 0) + 1
 
-    async def _alive(self, engine_id: str) -> bool:
-        """Whether it answers now. An engine dies with all its requests, which share one look at it."""
-        look = self._looks.get(engine_id)
-        if look is not None and (look.alive is None or self._clock() - look.at_s <= _KNOWN_S):
-            await look.done.wait()
-            if look.alive is False:
+    async def _alive(self, engine_id: str) -> bool | None:
+        """Whether it answers now; None: not known. An engine dies with all its requests, which share the
+        looks at it; what a look from before this was asked says counts only if the engine was dead."""
+        before = self._looks.get(engine_id)
+        if before is not None and (not before.done.is_set() or self._clock() - before.at_s <= _KNOWN_S):
+            await before.done.wait()
+            if before.alive is False:
                 return False
-            # It began before this was asked: the engine may have died since.
+        while (look := self._looks.get(engine_id)) is not None and look is not before:
+            await look.done.wait()
+            if look.answered:
+                return look.alive
+            before = look
+        # Nothing is awaited between the search and the entry: the others wait for this one.
         look = self._looks[engine_id] = _Look(self._clock(), asyncio.Event())
         try:
             base_url = self._fleet.base_url(engine_id)
-            look.alive = base_url is not None and await self._pulse(base_url)
+            look.alive = False if base_url is None else await self._pulse(base_url)
+            look.answered = True
         finally:
             look.done.set()
             self._forget(self._clock())

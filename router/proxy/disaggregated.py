@@ -40,6 +40,7 @@ from router.proxy.attempt import (
     OwnConnections,
     abandoned,
     await_first_byte,
+    ended_with_process,
     engine_failed,
 )
 from router.proxy.events import aborted
@@ -98,10 +99,14 @@ class IdleTracker:
 
 class AgainError(Exception):
     """Place the request again, as its state allows: the decode engine is not at fault. ``broke``: the request
-    may have broken the prefill engine. ``engine_id``: the engine that it may have ended, if any."""
+    may have broken the prefill engine. ``engine_id``: the engine that it may have ended, if any.
+    ``restarted``: another process runs there now."""
 
-    def __init__(self, problem: str, *, broke: bool = False, engine_id: str = "") -> None:
+    def __init__(
+        self, problem: str, *, broke: bool = False, engine_id: str = "", restarted: bool = False
+    ) -> None:
         super().__init__(problem)
+        self.restarted = restarted
         self.broke = broke
         self.engine_id = engine_id
 
@@ -184,6 +189,8 @@ class DisaggForwarder:
                 raise
             engine_failed(attempt, error, self._proxy_stats)
             disagg.prefill_failed(attempt.engine_id)
+            if ended_with_process(attempt, error):
+                raise AgainError(error.reason, engine_id=attempt.engine_id, restarted=True) from None
             raise _prefill_failed(attempt, error.reason, broke=broke(error)) from None
         finally:
             self._idle.end()
@@ -301,7 +308,8 @@ class DisaggForwarder:
             elif error.stale:  # not a failure of the engine
                 self._stats.handoffs_lost += 1
                 disagg.decode_failed()
-                raise AgainError("stale connection") from None
+                # One that only closed it is alive; one that died may have died of the request.
+                raise AgainError("stale connection", engine_id=attempt.engine_id) from None
             raise
         return answer
 

@@ -7,10 +7,10 @@ an answer without text is one. So does data of no known shape, which must not be
 
 An engine that ends by SIGTERM aborts what it was asked and answers 200 (vLLM 0.32 and 0.33 with
 ``shutdown_timeout = 0``: entrypoints/launchers/launcher.py): ``finish_reason`` is ``abort`` in ``choices``,
-an object of that type in SGLang's ``meta_info``; a message has no ``stop_reason``
-(entrypoints/anthropic/serving.py); a response is ``cancelled``, or ``completed`` with what had been
-generated, if anything (entrypoints/openai/responses/serving.py). An engine whose core dies ends its streams
-with an event that is an error, and the connection as after a success.
+an object of that type in SGLang's ``meta_info`` (one with a status is an error); a message has no
+``stop_reason`` (entrypoints/anthropic/serving.py); a response is ``cancelled``, or ``completed`` with what
+had been generated, if anything (entrypoints/openai/responses/serving.py). An engine whose core dies ends its
+streams with an event that is an error, and the connection as after a success.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Said(msgspec.Struct, frozen=True, gc=False):
 
 _OPENING, _TOKEN, _ABORT = Said(Kind.OPENING), Said(Kind.TOKEN), Said(Kind.ABORT)
 _EMPTY: Final = (b"", b"{}", b"null")
-_ERROR_MIN, _ERROR_MAX = 400, 599
+_ERROR_MIN, _SERVER_ERRORS, _ERROR_MAX = 400, 500, 599
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -180,11 +180,20 @@ def read_event(path: str, data: bytes | None) -> Said:
     event = _decoded(data)
     if event is None:
         return _TOKEN
-    if status := _error_status(event):
+    if status := _error_status(event) or _abort_status(event):
         return Said(Kind.ERROR, status)
     if _gave_up(path, event):
         return _ABORT
     return _TOKEN if _has_token(event) else _OPENING
+
+
+def names_opening(begin: bytes | bytearray) -> bool:
+    """Whether an event that begins like this has the name of an opening."""
+    for line in begin.removeprefix(_BOM).splitlines():
+        name, _, value = line.partition(b":")
+        if name == b"event":
+            return value.strip().decode("utf-8", "replace") in _OPENING_TYPES
+    return False
 
 
 def in_background(data: bytes | None) -> bool:
@@ -208,6 +217,16 @@ def _error_status(event: _Event) -> int:
     return 500
 
 
+def _abort_status(event: _Event) -> int:
+    """Status that SGLang names for an abort of its own: it refuses a request in its stream so, or fails
+    (srt/managers/schedule_batch.py ``FINISH_ABORT``). 0: none, or it is no abort."""
+    reason = None if event.meta_info is None else event.meta_info.finish_reason
+    if not isinstance(reason, dict) or reason.get("type") != "abort":
+        return 0
+    code = reason.get("status_code")
+    return code if isinstance(code, int) and _ERROR_MIN <= code <= _ERROR_MAX else 0
+
+
 def _gave_up(path: str, event: _Event) -> bool:
     if path == MESSAGES:
         stops = isinstance(event.delta, dict) and event.delta.get("stop_reason", "") is None
@@ -220,7 +239,8 @@ def _gave_up(path: str, event: _Event) -> bool:
 def _choices_gave_up(event: _Event) -> bool:
     if event.meta_info is not None:
         reason = event.meta_info.finish_reason
-        return isinstance(reason, dict) and reason.get("type") == "abort"
+        aborts = isinstance(reason, dict) and reason.get("type") == "abort"
+        return aborts and not _ERROR_MIN <= _abort_status(event) < _SERVER_ERRORS
     return any(choice.finish_reason == "abort" for choice in event.choices or ())
 
 

@@ -50,6 +50,7 @@ from router.proxy.attempt import (
     OwnConnections,
     abandoned,
     await_first_byte,
+    ended_with_process,
     engine_failed,
 )
 from router.proxy.deaths import Deaths
@@ -156,7 +157,7 @@ class Forwarder:
         if deaths is not None and (out.lost or self._stats.suspects_current):
             # The client has its answer, or the error in its place.
             if out.lost and out.carrier is None and self._settings.suspect_s:
-                await deaths.ended(out.digest(), out.lost)
+                await deaths.ended(out.digest(), out.lost, out.asked_s)
             elif not out.record.broken and 200 <= out.record.status < 300:
                 deaths.suspects.clear(out.digest())
 
@@ -214,7 +215,7 @@ class Forwarder:
                 # At most once per prefill that the disagg allows, plus one.
                 # Not an attempt of its own: the failure was the prefill's, and the decode engine may be used
                 # again.
-                await self._hold_if_dead(out, again.engine_id)
+                await self._hold_if_dead(out, again.engine_id, restarted=again.restarted)
                 breaks += again.broke
                 if breaks < _BREAKS_MAX and out.had is not Had.END:
                     continue
@@ -229,7 +230,7 @@ class Forwarder:
             # The engine may have acted on it: a second execution could do it twice.
             if _unrepeatable(out.request, outcome):
                 break
-            breaks = await self._note_break(out, placement.engine_id, outcome, breaks)
+            breaks = await self._note_break(out, placement, outcome, breaks)
             # A gateway that carries the request decides itself whether it can be sent again.
             if breaks >= _BREAKS_MAX or not carrier.may_retry():
                 break
@@ -289,9 +290,9 @@ class Forwarder:
         finally:
             placement.finished(None)
 
-    @staticmethod
-    def _note_placed(placement: Attempt, out: Outbound) -> None:
+    def _note_placed(self, placement: Attempt, out: Outbound) -> None:
         """An engine is asked now."""
+        out.asked_s = self._clock()
         record = out.record
         record.placed(
             placement.engine_id, completion=out.request.path in PROMPT_APIS, waited_s=placement.waited_s
@@ -316,23 +317,28 @@ class Forwarder:
             )
 
     async def _note_break(
-        self, out: Outbound, engine_id: str, outcome: Refusal | UpstreamError, breaks: int
+        self, out: Outbound, placement: Attempt, outcome: Refusal | UpstreamError, breaks: int
     ) -> int:
         """How many engines it has broken now. Raises ``ApiError`` if this one died."""
+        engine_id = placement.engine_id
         if not _broke(outcome):
+            if isinstance(outcome, UpstreamError) and ended_with_process(placement, outcome):
+                await self._hold_if_dead(out, engine_id, restarted=True)
             return breaks
         out.record.explained = True
         self._log_break(out.request, engine_id, outcome, last=breaks + 1 >= _BREAKS_MAX)
         await self._hold_if_dead(out, engine_id)
         return breaks + 1
 
-    async def _hold_if_dead(self, out: Outbound, engine_id: str) -> None:
+    async def _hold_if_dead(self, out: Outbound, engine_id: str, *, restarted: bool = False) -> None:
         """Before another engine is asked: raise ``ApiError`` if the one that had the request died of it, or
-        may have. "": none may have."""
+        may have. "": none may have; ``restarted``: it did, and is back."""
         deaths = self._deaths
         if deaths is None or not engine_id or out.carrier is not None or not self._settings.suspect_s:
             return
-        if await deaths.ended(out.digest(), engine_id):
+        if restarted:
+            deaths.restarted(out.digest(), engine_id, out.asked_s)
+        elif await deaths.ended(out.digest(), engine_id, out.asked_s):
             out.record.tracker.warn("engine died", out.record, engine_id, engine=engine_id)
             raise deaths.held_back()
 

@@ -72,7 +72,8 @@ class ProxySettings(ClientSettings, frozen=True):
     """No further engine is tried later than this many seconds after the first attempt."""
     suspect_s: float = 300.0
     """Seconds for which a request is remembered that was on an engine when it died: no engine gets it before
-    that one is known to be back, and after two deaths none at all. 0: any engine gets it at once."""
+    that one is known to be back or has left the fleet, and after two deaths none at all. 0: any engine gets
+    it at once."""
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
 

@@ -158,7 +158,7 @@ STREAMS: dict[str, ApiStream] = {
         (("", _native("")),),
         ("", _native("SECRET")),
         (("", _native("SECRET.", {"type": "stop", "matched": 2})), ("", None)),
-        ("", _native("SECRET.", {"type": "abort", "message": "Aborted", "status_code": 503})),
+        ("", _native("SECRET.", {"type": "abort", "message": "Aborted", "status_code": None})),
         ("", {"error": {**_FAILED, "object": "error"}}),
     ),
 }

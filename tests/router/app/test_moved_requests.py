@@ -223,6 +223,24 @@ async def test_what_was_sent_before_a_restart_is_asked_again(
         await _answered([*tasks, younger])
         assert rig.router.proxy.stats.requests_moved == ended
         assert rig.router.proxy.stats.engines_broken == 0
+        # It may have been any of them; each has been answered since.
+        assert rig.router.proxy.stats.suspects_noted == 1  # they have one body
+        assert rig.router.proxy.stats.suspects_current == 0
+        rig.check_books()
+
+
+async def test_a_request_that_waits_at_two_restarts_is_given_to_no_third_engine() -> None:
+    async with two() as (rig, _, _, _):
+        task = asyncio.create_task(rig.ask("POST", "/v1/completions", BODY))
+        stats = rig.router.proxy.stats
+        for restarts in (1, 2):
+            await until(lambda: any(engine.waiting for engine in rig.router.fleet), "it waits")
+            at = next(engine for engine in rig.router.fleet if engine.waiting)
+            at.end_older(rig.router.clock() + 1)
+            await until(lambda: stats.requests_moved == restarts, "it is moved")  # noqa: B023  # awaited here
+        status, told = await task
+        assert (status, stats.suspects_refused) == (503, {"twice": 1})
+        assert told["error"]["code"] == "request_ends_engines"
         rig.check_books()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.poller import EngineCalls
+from router.fleet.salt_proof import SaltProof
 from router.fleet.settings import FleetSettings
 from router.fleet.statement import (
     reachable,
@@ -22,6 +23,7 @@ from router.fleet.statement import (
     read_started,
     read_transfers,
 )
+from router.fleet.status import ModelCard
 from router.tools.doctor.http import Http
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
 from tests.support.waiting import until
@@ -463,6 +465,21 @@ async def test_servers_that_come_are_asked_and_those_that_leave_are_told_of_and_
         await watch.until(lambda: other.server.count("/v1/models") >= mark + 5, "time goes by")
         assert len(watch.server.asked) <= asked + 1  # one may have been on its way
         assert watch.told.count(("up", there)) == 1
+
+
+async def test_nothing_is_kept_of_a_server_that_left() -> None:
+    async with watching() as watch:
+        base_url = watch.server.base_url
+        await watch.until(lambda: all(s.up for s in watch.fleet), "up")
+        poller, proof = watch.poller, SaltProof()
+        poller._proofs[base_url] = proof
+        await poller._prove_salts(base_url, (ModelCard("m"),), proof)
+        assert poller._proofs_due
+        poller.assign(DesiredFleet())
+        assert not poller._proofs_due
+        # One that was under way when it left.
+        await poller._prove_salts(base_url, (ModelCard("m"),), proof)
+        assert not poller._proofs_due
 
 
 async def test_an_answer_on_its_way_from_who_left_counts_for_nothing() -> None:

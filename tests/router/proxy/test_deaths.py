@@ -24,6 +24,7 @@ from tests.support.proxy_rig import (
     SSE_HEAD,
     Call,
     Engine,
+    FakePlacement,
     FakePlanner,
     Rig,
     Script,
@@ -34,7 +35,9 @@ from tests.support.proxy_rig import (
     reset,
     routing,
     says,
+    writes,
 )
+from tests.support.waiting import until
 
 SETTINGS = ProxySettings(suspect_s=300.0)
 
@@ -218,14 +221,17 @@ async def test_the_end_of_an_engine_that_was_to_go_says_nothing() -> None:
         assert rig.stats.suspects_noted == 0
 
 
-async def test_an_engine_that_left_the_fleet_is_not_known_to_be_alive() -> None:
-    async with routed(mortal("reset"), says(200, b"{}")) as (rig, (first, second), fleet):
+async def test_after_an_engine_that_left_the_fleet_one_more_is_asked() -> None:
+    """Its pod was replaced: it never comes back under its id."""
+    async with routed(mortal("reset"), mortal("reset"), says(200, b"{}")) as (rig, engines, fleet):
+        first, second, third = engines
         assert (await ask(rig, body("poison"))).status == 503
-        await back(first)
         fleet.gone.add(first.url)
-        rig.planner.urls = [second.url]
-        assert (await ask(rig, body("poison"))).status == 503
-        assert asked(second) == []
+        rig.planner.urls = [second.url, third.url]
+        assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
+        fleet.gone.add(second.url)
+        assert (await ask(rig, body("poison"))).json()["error"]["code"] == "request_ends_engines"
+        assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
 
 
 async def test_without_the_memory_the_next_engine_is_asked_at_once() -> None:
@@ -259,6 +265,61 @@ async def test_a_decode_engine_that_dies_of_what_it_fetched_ends_no_other() -> N
         rig = await stack.enter_async_context(routing(planner=planner, settings=SETTINGS, watched=Fleet()))
         assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
         assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
+        assert all_over(rig)
+
+
+@pytest.mark.parametrize("how", ["reset", "close"])
+async def test_a_decode_engine_that_dies_on_a_kept_connection_ends_no_other(how: str) -> None:
+    """The engine may have closed the connection for another reason; whether it lives decides."""
+
+    async def dies(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        if b"poison" not in call.body:
+            writer.write(answer(200, b"{}", "content-type: application/json"))
+            return
+        engine.server.close()
+        if how == "reset":
+            reset(writer)
+        else:
+            writer.close()
+
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(Engine(script))
+            for script in (Numbered().script(), dies, says(200, b"{}"))
+        ]
+        planner = PairPlanner([engines[0].url], [engines[1].url, engines[2].url])
+        rig = await stack.enter_async_context(routing(planner=planner, settings=SETTINGS, watched=Fleet()))
+        assert (await ask(rig, body("well"))).status == 200
+        assert (await ask(rig, body("poison"))).json()["error"]["code"] == "engine_died"
+        assert [len(asked(engine)) for engine in engines] == [2, 2, 0]
+        assert engines[1].connections == 1
+        assert all_over(rig)
+
+
+async def test_a_prefill_engine_that_restarts_with_a_request_has_died_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another engine gets it; a second death counts."""
+    cancels: dict[str, Callable[[], object]] = {}
+    monkeypatch.setattr(
+        FakePlacement, "awaited", lambda self, cancel: cancels.update({self.engine_id: cancel})
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        hangs = writes(then="hang")
+        first, second, last = [
+            await stack.enter_async_context(Engine(script)) for script in (hangs, hangs, says(200, b"{}"))
+        ]
+        planner = PairPlanner([first.url, second.url], [last.url])
+        rig = await stack.enter_async_context(routing(planner=planner, settings=SETTINGS, watched=Fleet()))
+        task = asyncio.create_task(ask(rig, body("poison")))
+        for engine in (first, second):
+            await until(lambda: asked(engine), "it is asked")  # noqa: B023  # awaited here
+            placement = next(one for one in planner.placements if one.engine_id == engine.url)
+            placement.abandoned = placement.blameless = True
+            cancels[engine.url]()
+        assert (await task).json()["error"]["code"] == "request_ends_engines"
+        assert asked(last) == []
+        assert (rig.stats.suspects_noted, rig.stats.suspects_refused) == (1, {"twice": 1})
         assert all_over(rig)
 
 
@@ -309,6 +370,9 @@ def test_the_rules_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.deaths == 1
     assert suspects.died(b"x", "a", 60.0)  # it has started again, and died again
     assert suspects.died(b"x", "b", 61.0)
+    # Sent before that death, however late they fail; then after it.
+    assert not suspects.died(b"x", "b", 90.0, 60.5)
+    assert not suspects.died(b"x", "b", 90.0, 61.0)
     found = suspects.find(b"x", 62.0, 300.0)
     assert found is not None
     assert (found.deaths, found.engine_id) == (3, "b")
@@ -332,24 +396,77 @@ async def test_all_that_an_engine_died_with_look_once_and_no_look_from_before_co
         return await looks[-1]
 
     deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
-    first = asyncio.ensure_future(deaths.ended(b"1", "a"))
+    first = asyncio.ensure_future(deaths.ended(b"1", "a", 0.0))
     await asyncio.sleep(0)
-    others = [asyncio.ensure_future(deaths.ended(b"%d" % n, "a")) for n in range(2, 9)]
+    others = [asyncio.ensure_future(deaths.ended(b"%d" % n, "a", 0.0)) for n in range(2, 9)]
     await asyncio.sleep(0)
     assert len(looks) == 1
     looks[0].set_result(False)
     assert await asyncio.gather(first, *others) == [True] * 8
     # It is back, and looked at for one request; another one breaks it meanwhile.
     deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
-    first = asyncio.ensure_future(deaths.ended(b"1", "a"))
+    first = asyncio.ensure_future(deaths.ended(b"1", "a", 0.0))
     await asyncio.sleep(0)
-    second = asyncio.ensure_future(deaths.ended(b"2", "a"))
+    second = asyncio.ensure_future(deaths.ended(b"2", "a", 0.0))
     await asyncio.sleep(0)
     looks[1].set_result(True)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     looks[2].set_result(False)
     assert await asyncio.gather(first, second) == [False, True]
+
+
+@pytest.mark.parametrize(("alive", "pulses"), [(True, 2), (None, 2), (False, 1)])
+async def test_a_thousand_requests_that_fail_together_share_the_looks(
+    alive: bool | None, pulses: int
+) -> None:
+    """A look from before the failure of most, and one from after it."""
+    looks: list[asyncio.Future[bool | None]] = []
+
+    async def pulse(base_url: str) -> bool | None:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    stats = ProxyStats()
+    deaths = Deaths(Fleet(), pulse, stats, lambda: 0.0)
+    tasks = [asyncio.ensure_future(deaths.ended(b"%d" % n, "a", 0.0)) for n in range(1000)]
+    for number in range(pulses):
+        while len(looks) <= number:
+            await asyncio.sleep(0)
+        looks[number].set_result(alive)
+    assert await asyncio.gather(*tasks) == [alive is False] * 1000
+    assert (len(looks), stats.suspects_noted) == (pulses, 1000 * (alive is False))
+
+
+async def test_our_own_limits_make_no_request_a_suspect() -> None:
+    async def breaks(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(500, b"oops"))
+
+    settings = ProxySettings(suspect_s=300.0, engine_connections_max=1)
+    async with routed(breaks, says(200, b"{}"), settings=settings) as (rig, (first, _), _):
+        assert (await ask(rig, body("x"))).status == 200
+        assert (len(first.calls), rig.stats.engine_pool_overflows, rig.stats.suspects_noted) == (1, 1, 0)
+
+
+async def test_all_that_fail_of_one_death_count_as_one_however_late() -> None:
+    now = [0.0]
+
+    async def pulse(base_url: str) -> bool:
+        return False
+
+    deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: now[0])
+    said: list[str] = []
+    deaths.publish = lambda engine_id, digest: said.append(engine_id)
+    for now[0], sent_s in ((100.0, 90.0), (104.0, 91.0), (112.0, 95.0), (130.0, 100.0)):
+        assert await deaths.ended(b"x", "a", sent_s)
+    suspect = deaths.suspects.find(b"x", now[0], 300.0)
+    assert suspect is not None
+    assert (suspect.deaths, said) == (1, ["a"])
+    now[0] = 131.0
+    assert await deaths.ended(b"x", "a", 130.5)
+    suspect = deaths.suspects.find(b"x", now[0], 300.0)
+    assert suspect is not None
+    assert (suspect.deaths, said) == (2, ["a", "a"])
 
 
 async def test_a_look_whose_client_leaves_is_taken_over() -> None:
@@ -360,9 +477,9 @@ async def test_a_look_whose_client_leaves_is_taken_over() -> None:
         return await looks[-1]
 
     deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
-    first = asyncio.ensure_future(deaths.ended(b"1", "a"))
+    first = asyncio.ensure_future(deaths.ended(b"1", "a", 0.0))
     await asyncio.sleep(0)
-    second = asyncio.ensure_future(deaths.ended(b"2", "a"))
+    second = asyncio.ensure_future(deaths.ended(b"2", "a", 0.0))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait([first])

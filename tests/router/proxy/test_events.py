@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.proxy.answers import SseRelay
-from router.proxy.events import Kind, aborted, blocks, data_of, last_event_end, read_event
+from router.proxy.events import Kind, Said, aborted, blocks, data_of, last_event_end, read_event
 from tests.support.api_streams import LINE_ENDS, SGLANG, STREAMS, event_of, stream_of
 
 PATHS = sorted(STREAMS)
@@ -131,6 +131,26 @@ def test_the_status_that_an_error_names(data: bytes, status: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("", Said(Kind.ABORT)),
+        (',"status_code":null', Said(Kind.ABORT)),
+        (',"status_code":"400"', Said(Kind.ABORT)),
+        (',"status_code":200', Said(Kind.ABORT)),
+        (',"status_code":400', Said(Kind.ERROR, 400)),
+        (',"status_code":413', Said(Kind.ERROR, 413)),
+        (',"status_code":500', Said(Kind.ERROR, 500)),
+        (',"status_code":503', Said(Kind.ERROR, 503)),
+    ],
+)
+def test_an_abort_of_sglangs_that_names_a_status_is_an_error(named: str, said: Said) -> None:
+    data = b'{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"m"%b}}}' % named.encode()
+    assert read_event(SGLANG, data) == said
+    # Whole, a refusal of the request is its answer, and anything else is given up.
+    assert aborted(SGLANG, data) is not (400 <= said.status < 500)
+
+
+@pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
         (CHAT, b'{"choices":[{"finish_reason": "abort"}]}', True),
@@ -217,14 +237,42 @@ def test_an_opening_of_any_size_is_none_the_less_one(size: int, piece: int) -> N
     assert relay.feed(token) == opening + token
 
 
-def test_openings_beyond_the_bound_pass_and_are_no_tokens() -> None:
-    opening = b'data: {"prompt_token_ids":[%b5],"choices":[]}\n\n' % (b"5," * 2_500_000)
-    relay = SseRelay(CHAT, replaceable=True)
-    out = b"".join(relay.feed(opening[at : at + 65_536]) for at in range(0, len(opening), 65_536))
-    assert out == opening
+def in_pieces(relay: SseRelay, body: bytes) -> bytes:
+    return b"".join(relay.feed(body[at : at + 65_536]) for at in range(0, len(body), 65_536))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (RESPONSES, b"event: response.created\n"),
+        (RESPONSES, b"id: 1\r\nevent:response.in_progress\r\n"),
+        (MESSAGES, b"event: message_start\n"),
+    ],
+)
+def test_openings_beyond_the_bound_pass_and_are_no_tokens(path: str, name: bytes) -> None:
+    opening = name + b'data: {"response":{"instructions":"%b"}}\n\n' % (b"5," * 2_500_000)
+    relay = SseRelay(path, replaceable=True)
+    assert in_pieces(relay, opening) == opening
     assert (relay.begun, relay.exposed) == (False, True)
-    relay.feed(event_of(STREAMS[CHAT].token))
+    relay.feed(event_of(STREAMS[path].token))
     assert relay.begun
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(CHAT, b""), (RESPONSES, b"event: response.output_text.delta\n"), (MESSAGES, b"event: odd\n")],
+)
+def test_any_other_event_beyond_the_bound_is_the_first_token_before_a_part_of_it_passes(
+    path: str, name: bytes
+) -> None:
+    event = name + b'data: {"choices":[{"delta":{"content":"%b"}}],"delta":"x"}\n\n' % (b"5," * 2_500_000)
+    relay = SseRelay(path, replaceable=True)
+    for at in range(0, len(event), 65_536):
+        assert bool(relay.feed(event[at : at + 65_536])) <= relay.begun
+    assert (relay.begun, relay.said.kind) == (True, Kind.TOKEN)
+    relay = SseRelay(path, replaceable=True)
+    token = event_of(STREAMS[path].token)
+    assert in_pieces(relay, event + token) + relay.end() == event + token
 
 
 def test_the_name_of_a_background_response_does_not_wait() -> None:

@@ -227,6 +227,21 @@ async def test_where_no_engine_goes_on_the_stream_ends_with_the_apis_error(
         assert all_over(rig)
 
 
+@pytest.mark.parametrize(("status", "asks_on"), [(400, False), (413, False), (500, True), (503, True)])
+async def test_sglang_refuses_a_request_in_its_stream(status: int, asks_on: bool) -> None:
+    """An abort with a status is an error: another engine would refuse the request as well."""
+    reason = {"type": "abort", "message": "too long", "status_code": status}
+    refusal = event_of(("", {"text": "", "meta_info": {"finish_reason": reason, "completion_tokens": 0}}))
+    script = writes(SSE_HEAD, chunk(COMMENT), chunk(refusal), END)
+    again = writes(SSE_HEAD, chunk(good(SGLANG)), END)
+    async with served(script, again, settings=PASSED) as (_, other, rig):
+        got = await ask(rig, asks(SGLANG))
+        assert got.body == COMMENT + (good(SGLANG) if asks_on else refusal)
+        assert (len(other.calls), rig.stats.retries) == (asks_on, asks_on)
+        assert rig.stats.engine_failures == ({"status": 1} if asks_on else {})
+        assert all_over(rig)
+
+
 async def test_with_nobody_left_to_ask_too() -> None:
     async with served(LOST["cut"](CHAT)) as (_, rig):
         got = await ask(rig, asks(CHAT))
