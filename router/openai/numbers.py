@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -25,4 +26,19 @@ def whole_number(raw: bytes | msgspec.Raw, name: str) -> int | None:
             "send a whole number of at most 18 digits.",
             param=name,
         )
+    return None
+
+
+_DIGITS = re.compile(r"[-+]?[0-9](?:_?[0-9]){0,17}(?:\.0{0,18})?")
+
+
+def lax_whole(value: Any) -> int | None:
+    """A decoded value as pydantic's lax mode reads a whole number, so as engines do: also ``128.0``,
+    ``"128"``, ``" +1_28.0 "`` and ``true``. None for what it refuses."""
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    if isinstance(value, str) and len(value) <= 64 and _DIGITS.fullmatch(value.strip()):
+        return int(value.strip().partition(".")[0])
     return None

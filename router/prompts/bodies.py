@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -16,7 +17,7 @@ from publisher.block_hash import NO_EXTRAS, PromptExtras
 from router.openai import request
 from router.openai.body import Peek, named_session
 from router.openai.guarded import GUARDED
-from router.openai.numbers import whole_number
+from router.openai.numbers import lax_whole, whole_number
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
 from router.prompts.chat.responses import ResponsesBody, decode_responses
 from router.prompts.prompt import chat_pieces, completion_pieces
@@ -59,7 +60,7 @@ _DECODED_BYTES_MAX: Final = 2 * VALUES_MAX
 _NEXT_TEXT: Final = re.compile(rb'",[ \n]{0,16}"')
 _NEAR_BYTES: Final = 4096
 # Quotes within texts are escaped.
-_ANSWERS: Final = re.compile(rb'"n"[ \t\r\n]{0,16}:[ \t\r\n]{0,16}([0-9]{1,9})')
+_ANSWERS: Final = re.compile(rb'"n"[ \t\r\n]{0,16}:[ \t\r\n]{0,16}("[^"\\]{1,64}"|[0-9.eE+-]{1,64})')
 _FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"input"'}
 
 
@@ -141,17 +142,20 @@ def answer_tokens(parsed: Parsed) -> tuple[int, int]:
 
 def num_answers(parsed: Parsed) -> int:
     """Return how many answers a request wants to its prompt (``n``), at most ``ANSWERS_MAX``."""
-    count = parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n")
-    return min(count, ANSWERS_MAX) if type(count) is int and count > 1 else 1
+    count = lax_whole(parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n"))
+    return 1 if count is None else max(1, min(count, ANSWERS_MAX))
 
 
 def answers_beside(body: bytes) -> int:
     """Return the number of answers (``n``) of a body that is not decoded, by its beginning and its end:
     messages or prompt are what is long in it."""
+    most = 1
     for part in (body[:_NEAR_BYTES], body[-_NEAR_BYTES:]):
-        if (found := _ANSWERS.search(part)) is not None:
-            return max(1, min(int(found[1]), ANSWERS_MAX))
-    return 1
+        # The highest one: of equal keys engines take the last.
+        for found in _ANSWERS.findall(part):
+            with suppress(msgspec.MsgspecError):
+                most = max(most, lax_whole(msgspec.json.decode(found)) or 1)
+    return min(most, ANSWERS_MAX)
 
 
 def num_prompts(parsed: Parsed) -> int:

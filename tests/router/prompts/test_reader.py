@@ -306,6 +306,10 @@ def test_prompt_log_probabilities_skip_the_cache(tmp_path: Path) -> None:
 def test_the_number_of_answers_is_read(tmp_path: Path) -> None:
     side = local_reader(model_dir(tmp_path, "chatml"))
     assert [read_exact(side, {**HELLO, "n": n}).num_answers for n in (None, 1, 3, 0, "x")] == [1, 1, 3, 1, 1]
+    # As pydantic reads whole numbers, and so vLLM.
+    for given, wanted in (("128", 128), (128.0, 128), (" +1_28.0 ", 128), (True, 1), (2.5, 1), ("1e2", 1)):
+        assert read_exact(side, {**HELLO, "n": given}).num_answers == wanted
+        assert read_exact(side, {"prompt": "x", "n": given}, COMPLETION).num_answers == wanted
     assert read_exact(side, {"prompt": "x", "n": 2}, COMPLETION).num_answers == 2
     side.close()
 
