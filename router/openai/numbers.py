@@ -29,7 +29,7 @@ def whole_number(raw: bytes | msgspec.Raw, name: str) -> int | None:
     return None
 
 
-_DIGITS = re.compile(r"[-+]?[0-9](?:_?[0-9]){0,17}(?:\.0{0,18})?")
+_DIGITS = re.compile(r"[-+]?[0-9](?:_?[0-9]){0,17}(?:\.0{1,18})?")
 
 
 def lax_whole(value: Any) -> int | None:

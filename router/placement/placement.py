@@ -19,7 +19,7 @@ from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
 from router.openai.request import PROMPT_APIS, InboundRequest, Usage
-from router.openai.work import Work, estimated_tokens
+from router.openai.work import Work, estimated_tokens, pooled
 from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Cost, Hit, columns
 from router.placement.cost import Choice, LongWait, predicted_wait_s
@@ -156,7 +156,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         size = estimated_tokens(request, None if read is None else read.reason)
         # of a text, without the tokens assumed to be cached
         uncached += max(0, size - tokens)
-        if read is None or read.num_prompts == 1 == read.num_answers:
+        if read is None:
+            prompts, more = pooled(request)
+            # Nothing that a query brings again is taken to be cached.
+            return Work(uncached + more, max(size, tokens) + more, prompts, known=False)
+        if read.num_prompts == 1 == read.num_answers:
             return Work(uncached, max(size, tokens), known=False)
         prompts, answers = read.num_prompts, read.num_answers
         again = (answers - 1) * prompts * _BLOCK_TOKENS

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from router.admission.key_file import TenantRules
 from router.admission.tenants import Tenant, TenantRequest
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest, Usage
-from router.openai.work import Work, estimated_tokens
+from router.openai.work import Work, estimated_tokens, pooled
 from router.prompts.bodies import answers_beside
 
 
@@ -88,3 +91,37 @@ def test_requests_that_came_together_are_not_all_let_in_before_the_first_is_char
 )
 def test_the_answers_of_a_body_that_is_not_decoded(body: bytes, answers: int) -> None:
     assert answers_beside(body) == answers
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompts", "more"),
+    [
+        ("/rerank", {"query": "q" * 398, "documents": ["a", "b", "c"]}, 3, 200),
+        ("/v2/rerank", {"documents": ["a"] * 1000, "query": "q" * 398}, 1000, 99_900),
+        ("/v1/rerank/", {"query": "q" * 398, "documents": ["a"], "x": float("nan")}, 1, 0),
+        ("/v1/rerank", {"query": "q" * 398, "documents": ["a"] * 5, "x": float("nan")}, 5, 400),
+        ("/rerank", {"query": "q" * 398, "documents": {"content": [{"type": "text"}] * 3}}, 3, 200),
+        ("/score", {"text_1": "q" * 398, "text_2": ["a", "b"]}, 2, 100),
+        ("/v1/score", {"queries": ["q" * 398], "documents": ["a", "b"]}, 2, 100),
+        ("/score", {"text_1": ["q" * 398, "r"], "text_2": ["a", "b"]}, 2, 0),
+        ("/score", {"data_1": "q", "data_2": "a"}, 1, 0),
+        ("/v1/embeddings", {"input": ["a", "b", "c"]}, 3, 0),
+        ("/v1/embeddings", {"input": [[1, 2], [3]]}, 2, 0),
+        ("/v1/embeddings", {"input": [1, 2, 3]}, 1, 0),
+        ("/v1/embeddings", {"input": "a"}, 1, 0),
+        ("/v1/embeddings", {"input": []}, 1, 0),
+        ("/v2/embed", {"texts": ["a", "b"]}, 2, 0),
+        ("/pooling", {"messages": [{"role": "user"}] * 3}, 1, 0),
+        ("/classify", {"input": ["a"] * 4}, 4, 0),
+        # Of large bodies the quotes are counted, also those of the name.
+        ("/classify", {"input": ["a" * 999_999] * 5}, 6, 0),
+        ("/classify", {"input": ["a"] * 100_000}, 100_001, 0),
+        ("/v1/embeddings", {"input": [7] * 100_000}, 1, 0),
+        ("/v1/chat/completions", {"input": ["a"] * 4}, 1, 0),
+        ("/rerank", [], 1, 0),
+    ],
+)
+def test_each_document_and_each_input_is_a_prompt(path: str, body: Any, prompts: int, more: int) -> None:
+    text = json.dumps(body).encode()
+    assert pooled(InboundRequest("POST", path, b"", [], text)) == (prompts, more)
+    assert pooled(InboundRequest("POST", path, b"", [], b"no json")) == (1, 0)
