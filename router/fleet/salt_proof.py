@@ -87,7 +87,7 @@ class SaltProof(msgspec.Struct):
 
     @property
     def doubts(self) -> dict[str, str]:
-        """What is served and not proven, with the reason."""
+        """APIs that are served and not proven, with the reason."""
         return {**self.refused, **self.unshown, **self.later}
 
     def why_not(self, path: str) -> str:
