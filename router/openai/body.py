@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from router.openai.errors import ApiError, bad_request
 from router.openai.guarded import GUARDED
-from router.openai.numbers import whole_number
+from router.openai.numbers import lax_true, whole_number
 from router.openai.request import SESSION_MEMBERS, Session, session_in_body
 
 # Chosen members of a large JSON object, without decoding it: one pass over its brackets and quotes.
@@ -315,7 +315,7 @@ def peek(body: bytes) -> Peek:
         found = decode_leniently(body, error)
         return Peek(
             _plain_text(found.get("model")),
-            found.get("stream") is True,
+            lax_true(found.get("stream")),
             not found.keys().isdisjoint(GUARDED),
             _plain_text(found.get("previous_response_id")),
             _plain_text(found.get("request_id")),
@@ -396,11 +396,20 @@ def _read(
         raise invalid_json(error) from None
     number = None if priority == b"" else whole_number(priority, "priority")
     prioritized = priority not in (b"", b"null")
-    return Peek(name, stream == b"true", guarded, earlier, own, number, prioritized, session=session)
+    return Peek(name, _is_true(stream), guarded, earlier, own, number, prioritized, session=session)
 
 
 def _text(raw: bytes) -> str | None:
     return _TEXT.decode(raw) if raw.startswith(b'"') else None
+
+
+def _is_true(raw: bytes) -> bool:
+    if raw in (b"true", b"false", b"null", b""):
+        return raw == b"true"
+    try:
+        return lax_true(msgspec.json.decode(raw))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def _whole(value: Any) -> int | None:

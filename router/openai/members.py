@@ -253,7 +253,11 @@ def has_any(text: bytes, needles: Sequence[bytes]) -> Generator[None, None, bool
 
 
 def with_value(
-    body: bytes, name: bytes, value: str | int | msgspec.Raw | Callable[[bytes], str], *, adds: bool = False
+    body: bytes,
+    name: bytes,
+    value: str | int | msgspec.Raw | Callable[[bytes], str | msgspec.Raw],
+    *,
+    adds: bool = False,
 ) -> Generator[None, None, bytes]:
     """Steps to the body with this value of a member of its own: of the last one, which is what engines read.
 

@@ -1,4 +1,4 @@
-"""Numbers that clients send, bounded where they are read: JSON and headers allow thousands of digits."""
+"""Numbers and truth values of clients, bounded where they are read: JSON allows thousands of digits."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def lax_whole(value: Any) -> int | None:
     if isinstance(value, str) and len(value) <= 64 and _DIGITS.fullmatch(value.strip()):
         return int(value.strip().partition(".")[0])
     return None
+
+
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+
+
+def lax_true(value: Any) -> bool:
+    """Whether pydantic's lax mode, and so engines, read a decoded value as true: also 1 and ``"true"``."""
+    if isinstance(value, str):
+        return len(value) <= 64 and value.strip().lower() in _TRUE
+    return isinstance(value, int | float) and value == 1

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from router.openai.members import with_first, with_value
+from router.openai.numbers import lax_true
 from router.openai.request import CHAT, COMPLETION
 from router.proxy.events import blocks, data_of
 
@@ -20,10 +21,12 @@ ASKED: Final = frozenset({CHAT, COMPLETION})
 """APIs with ``stream_options``; the others report usage unasked."""
 _NAME: Final = b'"stream_options"'
 _ASK: Final = b'{"include_usage":true}'
-# The usual form of a client that asks itself; quotes within texts are escaped.
-_ASKS: Final = re.compile(
-    _NAME + rb'[ \t\r\n]*:[ \t\r\n]*\{[^{}]{0,256}"include_usage"[ \t\r\n]*:[ \t\r\n]*true\b'
-)
+# How a letter of the name may be written too: in hexadecimal digits.
+_LETTERS: Final = (b"\\u005", b"\\u006", b"\\u007")
+
+
+class _AsksItselfError(Exception):
+    """The client's own options ask for usage."""
 
 
 class _Options(msgspec.Struct, gc=False):
@@ -41,34 +44,24 @@ _EVENT: Final = msgspec.json.Decoder(_Event)
 
 
 def with_usage(body: bytes) -> Generator[None, None, bytes]:
-    """Steps to the body of a stream that asks for usage; the same object if its client asks already, or if it
-    cannot be told."""
-    at = body.find(_NAME)
-    if at < 0:
+    """Steps to the body of a stream that asks for usage; the same object if its client asks already: if the
+    last of its own members of this name, which engines read, says so. Any other one is replaced."""
+    if body.find(_NAME) < 0 and all(body.find(letter) < 0 for letter in _LETTERS):
         return (yield from with_first(body, b"stream_options", _ASK))
-    if _ASKS.match(body, at):
-        return body
-    found: list[bytes] = []
-
-    def note(own: bytes) -> str:
-        found.append(own)
-        return ""
-
-    # A value that is not read is left to the engine.
-    yield from with_value(body, b"stream_options", note)
-    if not found:
-        return (yield from with_first(body, b"stream_options", _ASK))
-    if not _may_be_replaced(found[0]):
-        return body
-    return (yield from with_value(body, b"stream_options", msgspec.Raw(_ASK)))
-
-
-def _may_be_replaced(own: bytes) -> bool:
-    """Whether a client's own options do not ask for usage, and the engine would take them."""
     try:
-        return own == b"null" or _OPTIONS.decode(own).include_usage in (None, False)
+        return (yield from with_value(body, b"stream_options", _asking, adds=True))
+    except _AsksItselfError:
+        return body
+
+
+def _asking(own: bytes) -> msgspec.Raw:
+    try:
+        asks = lax_true(_OPTIONS.decode(own).include_usage)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
+        asks = False
+    if asks:
+        raise _AsksItselfError
+    return msgspec.Raw(_ASK)
 
 
 class UsageFilter:

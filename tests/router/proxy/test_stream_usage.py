@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.openai.body import peek
 from router.openai.members import at_once
 from router.openai.request import CHAT, Usage
 from router.proxy.answers import SseRelay
@@ -35,6 +37,14 @@ def asked(body: bytes) -> bytes:
         '{"include_usage":null}',
         '{"continuous_usage_stats":true}',
         '{"include_usage":false,"continuous_usage_stats":true}',
+        '{"include_usage":"no"}',
+        '{"include_usage":0}',
+        '{"include_usage":true,"include_usage":false}',
+        '{"x":{"include_usage":true}}',
+        '{"x":NaN,"include_usage":false}',
+        "7",
+        "[]",
+        '"x"',
     ],
 )
 @pytest.mark.parametrize("text", ["hi", 'say \\"stream_options\\": {\\"include_usage\\": true}', "\\u00e9"])
@@ -44,9 +54,7 @@ def test_a_client_that_does_not_ask_is_asked_for(own: str | None, text: str) -> 
     found = msgspec.json.decode(asked(body))
     assert found["stream_options"] == {"include_usage": True}
     del found["stream_options"]
-    assert found == {
-        name: value for name, value in msgspec.json.decode(body).items() if name != "stream_options"
-    }
+    assert found == {name: value for name, value in json.loads(body).items() if name != "stream_options"}
 
 
 @pytest.mark.parametrize(
@@ -56,12 +64,11 @@ def test_a_client_that_does_not_ask_is_asked_for(own: str | None, text: str) -> 
         '{"include_usage" : true, "continuous_usage_stats": true}',
         '{"x":{"y":1},"include_usage":true}',
         '{"include_usage":"yes"}',
-        "7",
-        "[]",
-        '"x"',
+        '{"include_usage":1}',
+        '{"include_usage":false,"include_usage":true}',
     ],
 )
-def test_a_client_that_asks_or_is_wrong_is_left_alone(own: str) -> None:
+def test_a_client_that_asks_is_left_alone(own: str) -> None:
     body = b'{"model":"m","stream_options":%b,"stream":true}' % own.encode()
     assert asked(body) is body or asked(body) == body
 
@@ -69,6 +76,39 @@ def test_a_client_that_asks_or_is_wrong_is_left_alone(own: str) -> None:
 def test_a_name_within_a_message_is_no_member() -> None:
     body = b'{"metadata":{"stream_options":{"include_usage":false}},"stream":true}'
     assert msgspec.json.decode(asked(body))["stream_options"] == {"include_usage": True}
+
+
+TRUE, FALSE = '{"include_usage":true}', '{"include_usage":false}'
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        f'"x":{{"stream_options":{TRUE}}},"stream_options":{FALSE}',
+        f'"x":{{"stream_options":{TRUE}}}',
+        f'"stream_options":{TRUE},"stream_options":{FALSE}',
+        f'"stream_options":{TRUE},"stream_options":null',
+        f'"stream\\u005foptions":{FALSE}',
+        f'"stream_options":{TRUE},"\\u0073tream_options":{FALSE}',
+        f'"stream_o\\u0070tions":{FALSE},"stream":true',
+    ],
+)
+def test_the_last_member_of_its_own_decides_however_it_is_written(members: str) -> None:
+    body = asked(f'{{"model":"m",{members}}}'.encode())
+    assert json.loads(body)["stream_options"] == {"include_usage": True}
+    assert body != f'{{"model":"m",{members}}}'.encode()
+
+
+@pytest.mark.parametrize("value", ["true", "1", "1.0", '"true"', '" Yes "', '"ON"'])
+@pytest.mark.parametrize("more", ["", ',"x":NaN'])
+def test_what_engines_read_as_a_stream_is_one(value: str, more: str) -> None:
+    assert peek(f'{{"stream":{value}{more}}}'.encode()).stream
+
+
+@pytest.mark.parametrize("value", ["false", "null", "0", "2", '"no"', '"2"', "[]", "{}", "[true]"])
+@pytest.mark.parametrize("more", ["", ',"x":NaN'])
+def test_what_they_do_not_is_none(value: str, more: str) -> None:
+    assert not peek(f'{{"stream":{value}{more}}}'.encode()).stream
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"no json"])
