@@ -343,7 +343,7 @@ def _section(
 def _stays(key: str, running: Config, wanted: Config) -> bool:
     """Whether a change needs a restart after all: keys are required for all requests or none, and caches are
     isolated for all or none; replicas share facts of models as they were written."""
-    if key.startswith("keys.isolate") or key == "keys.client_salts":
+    if key.startswith("keys.isolate") or key in ("keys.client_salts", "keys.secret_file"):
         return True
     if key == "keys.file":
         return (running.keys.file is None) != (wanted.keys.file is None)

@@ -308,6 +308,14 @@ def test_ids_prove_one_tenant_and_each_is_new(tmp_path: Path) -> None:
     assert not ids.is_of(ids.make("ada"), "ada"), "no engine"
 
 
+def test_a_tenant_without_a_secret_owns_nothing_that_anybody_could_make() -> None:
+    public, without = ResponseIds(), ResponseIds(lambda tenant: ())
+    one = of_engine(public.make("ada"), "http://a:1")
+    assert public.is_of(one, "ada")
+    assert not without.is_of(one, "ada")
+    assert not without.is_of(of_engine(without.make("ada"), "http://a:1"), "ada")
+
+
 @pytest.mark.parametrize("before", ["{", " {\n", "\ufeff{"])
 def test_the_id_is_a_member_before_the_others(before: str) -> None:
     begin, rest = with_id((before + '"input":"x"}').encode(), "resp_1")

@@ -468,6 +468,8 @@ def test_keys_are_neither_switched_on_nor_off(tmp_path: Path) -> None:
     assert changes(without, one).waiting == ("keys.file",)
     assert changes(one, without).waiting == ("keys.file",)
     assert changes(one, other).taken == ("keys.file",)
+    secret = config(keys=KeySettings(file="a", secret_file="s"))
+    assert changes(one, secret).waiting == changes(secret, one).waiting == ("keys.secret_file",)
 
 
 def test_models_of_a_shared_index_stay() -> None:
