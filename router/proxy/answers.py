@@ -307,6 +307,10 @@ class SseRelay:
                 out += (*self._held, block)
                 self._held.clear()
                 continue
+            if block == b"\n" and self._held and self._held[-1].endswith(b"\r"):
+                # The other half of a line end that was cut within CR LF.
+                self._held[-1] += block
+                continue
             if is_comment(block):
                 out.append(block)
                 continue

@@ -171,6 +171,13 @@ def test_whole_answers_that_the_engine_gave_up(path: str, body: bytes, expected:
     assert aborted(path, body) is expected
 
 
+def test_an_opening_cut_within_its_last_line_end_comes_out_as_it_came() -> None:
+    relay = SseRelay("/generate", replaceable=True)
+    opening, token = b"data:\r\n\r\n", event_of(STREAMS["/generate"].token, b"\r\n")
+    assert relay.feed(opening[:-1]) == b""
+    assert relay.feed(opening[-1:] + token) == opening + token
+
+
 @given(st.data())
 def test_openings_wait_for_the_first_token_and_comments_do_not(data: st.DataObject) -> None:
     """However the stream is framed and split: nothing but comments comes out before the whole token is there;
