@@ -19,6 +19,7 @@ import msgspec
 from router.epp import messages as m
 from router.epp.grpc import DESTINATION, GrpcReader, message_frame
 from router.epp.messages import as_bytes, as_int, bytes_field, fields, number_field
+from router.http.sockets import keep_alive
 from tests.support.h2_peer import H2Peer
 from tests.world.fleet import GATEWAY, PICKER_PORT, Fleet, on, router_host
 
@@ -247,6 +248,7 @@ class Gateway:
         try:
             try:
                 reader, engine = await asyncio.wait_for(asyncio.open_connection(host, int(port)), 2.0)
+                keep_alive(engine.transport)
                 engine.write(_request(head, body))
                 answered = await _read_head(reader)
             except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
