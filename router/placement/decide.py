@@ -385,12 +385,13 @@ class Planner:
             if now == seen:
                 break
             # Engines went down, fell asleep, were held, changed their model or came while we waited.
-            seen, before = now, asked_of
+            seen, before, hashed = now, asked_of, candidate_set.schemes
             engines = self._eligible.engines(request, exclude, length_of(request, read))
             asked_of = engines if apart is None else apart.asked_of(engines, fleet, exclude, read)
             if isinstance(read, Prompt):
                 candidate_set = self._candidate_sets.get(asked_of)
-            if asked_of == before:
+            # A hash scheme that became known meanwhile is hashed above, in turns, not by the look-up.
+            if asked_of == before and candidate_set.schemes == hashed:
                 break
         return self._choose(
             request, read, candidate_set, engines, look, apart, pulling=pulling, rehearsal=rehearsal

@@ -401,7 +401,7 @@ class FleetSnapshot:
 
     def _take_over(self, like: FleetSnapshot) -> None:
         """Copy the rows of engines that both have; the others are to be read."""
-        if not like._known:  # of the same class
+        if not like._known or not self.engines:  # of the same class
             return
         missing = len(like.engines)
         places = list(map(like._at.get, self.engines, repeat(missing)))

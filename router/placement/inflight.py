@@ -38,7 +38,7 @@ class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds. A block costs 8 bytes, in an array shared with the prompt."""
 
     prompts_max: int = 8192
-    blocks_max: int = 2_000_000
+    blocks_max: int = 32_000_000
     grace_s: float = 2.0
     """How long events are awaited: after the first token, and after the answer's end."""
 
@@ -49,7 +49,7 @@ class InflightStats(msgspec.Struct):
     prompts: Annotated[int, "kvatlas_inflight_prompts"] = 0
     """Prompts in flight, whose blocks their engine will soon hold."""
     blocks: Annotated[int, "kvatlas_inflight_blocks"] = 0
-    """Distinct blocks of these prompts."""
+    """Blocks of these prompts; one that several prompts have counts for each."""
     evicted: Annotated[int, "kvatlas_inflight_evicted_total"] = 0
     """Prompts removed before their end because there were too many."""
 

@@ -232,8 +232,9 @@ def _pulled(scored: ScoredCandidates, target: int, pull: Pull, page_price: float
 # The router's own pulls: who may pull from whom, what came of it, and pairs that are left alone.
 
 
-PullOutcome = Literal["complete", "partial", "missed", "late", "failed", "unreported"]
+PullOutcome = Literal["complete", "partial", "missed", "late", "failed", "unreported", "unsent"]
 _BAD: Final = frozenset({"missed", "late", "failed"})
+_SAY_NOTHING: Final = frozenset({"unreported", "unsent"})
 _REST_S: Final = 10.0
 _REST_S_MAX: Final = 600.0
 """A pair rests after a bad pull, twice as long after each further one in a row."""
@@ -249,7 +250,8 @@ class PullStats(msgspec.Struct):
 
     pulls: Annotated[dict[str, int], "kvatlas_pulls_total{outcome}"] = msgspec.field(default_factory=dict)
     """Pulls by outcome: `complete`; `partial`: at least half of the tokens came; `missed`: less; `late`: the
-    first token came later than it would have by computing; `failed`: the engine gave no answer; `unreported`:
+    first token came later than it would have by computing; `failed`: the engine gave no answer;
+    `unsent`: the router did not send it, or took it back; `unreported`:
     the answer does not say how many tokens were cached."""
     not_possible: Annotated[dict[str, int], "kvatlas_pulls_not_possible_total{reason}"] = msgspec.field(
         default_factory=dict
@@ -474,8 +476,10 @@ class Pulls:
         if outcome in _BAD:
             stats.rests += 1
             self.pairs.bad(target_id, source_id, now=now)
-            stats.source_rests += self.sources.bad(source_id, now=now)
-        elif outcome != "unreported":
+            # An answer that failed is the target's doing: its source may serve others.
+            if outcome != "failed":
+                stats.source_rests += self.sources.bad(source_id, now=now)
+        elif outcome not in _SAY_NOTHING:
             self.pairs.good(target_id, source_id)
             self.sources.good(source_id)
         failed = self.sources.in_a_row(source_id) >= _SOURCE_PATIENCE

@@ -75,13 +75,13 @@ class _Look:
     def __init__(self, fleet: Fleet[Engine], gaps: Mapping[Engine, float]) -> None:
         self._fleet = fleet
         self._gaps = gaps
-        self._of_lists: dict[int, float] = {}
+        self._of_lists: dict[tuple[int, float], float] = {}
         self._members: dict[int, set[Engine]] = {}
 
     def gap_s(self, lane: Lane) -> float:
         """Seconds until an engine of the lane has room; 0 without engines."""
         assert isinstance(lane, tuple)  # noqa: S101  # set in ``wait``
-        model, only = lane
+        model, only, context_tokens = lane
         ready = self._fleet.ready(model)
         if only is not None:
             engine = self._fleet.get(only)
@@ -89,10 +89,14 @@ class _Look:
             if id(ready) not in self._members:
                 self._members[id(ready)] = set(ready)
             return found if found < math.inf and engine in self._members[id(ready)] else 0.0
-        known = self._of_lists.get(id(ready))
+        known = self._of_lists.get((id(ready), context_tokens))
         if known is None:
-            least = min(map(self._gaps.__getitem__, ready), default=math.inf)
-            known = self._of_lists[id(ready)] = least if least < math.inf else 0.0
+            fit: Sequence[Engine] = ready
+            if context_tokens:
+                lengths = self._fleet.lengths(model).of
+                fit = [engine for engine in ready if lengths[engine.engine_id] >= context_tokens]
+            least = min(map(self._gaps.__getitem__, fit), default=math.inf)
+            known = self._of_lists[id(ready), context_tokens] = least if least < math.inf else 0.0
         return known
 
 
@@ -152,11 +156,19 @@ class SaturationGate:
             request.claim,
             work_s=cost.prefill_s + cost.load_s + decision.more_s(work),
             pool=pool_of(decision),
-            lane=(request.model, only),
+            lane=(request.model, only, self._context_tokens(request.model, engines)),
             engines=len(engines),
             tokens_per_s=self._tokens_per_s(request.model),
             session="" if request.session is None else request.session.id,
         )
+
+    def _context_tokens(self, model: str | None, engines: Sequence[Engine]) -> float:
+        """Return the shortest context of a request's engines if some cannot take it; 0: all can."""
+        lengths = self._fleet.lengths(model)
+        if lengths.shortest == lengths.longest:
+            return 0.0
+        least = min([lengths.of.get(engine.engine_id, math.inf) for engine in engines])
+        return least if least > lengths.shortest else 0.0
 
     def _tokens_per_s(self, model: str | None) -> float:
         """Prompt tokens per second of all engines of a model together."""
@@ -188,12 +200,12 @@ class SaturationGate:
         """Rows of all engines."""
         fleet = self._fleet
         if fleet.setups != self._setups:
-            self._setups, before = fleet.setups, self._rows
-            engines = list(fleet)
+            setups, before, engines = fleet.setups, self._rows, list(fleet)
             self._silent = [engine for engine in engines if not engine.engine.answers]
             if engines != before.engines:
                 self._rows = FleetSnapshot(engines, self._accounts.changes, before)
                 self._accounts.changes.leave(before.changed)
+            self._setups = setups
         return self._rows
 
     def _fresh_others(self) -> Mapping[str, OthersLoad] | None:

@@ -28,7 +28,7 @@ from router.placement.engine import Accounts, Engine
 from router.placement.inflight import Kept
 from router.placement.load import Ticket
 from router.placement.placement import Decision, MostHeld, Placement, Split
-from router.placement.pull import PullOrder, Pulls
+from router.placement.pull import PullOrder, PullOutcome, Pulls
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Fields
 
@@ -204,7 +204,7 @@ class SidecarPlacement(DecodePlacement):
 class PullPlacement(Placement):
     """The engine pulls a part of the prompt from another one's host memory, and computes the rest."""
 
-    __slots__ = ("_order", "_pulls")
+    __slots__ = ("_judged", "_order", "_pulls")
 
     def __init__(
         self,
@@ -218,6 +218,8 @@ class PullPlacement(Placement):
         waited_s: float,
     ) -> None:
         self._order, self._pulls = order, pulls
+        self._judged = False
+        """Its end is counted: an answer that breaks off later is no second one."""
         super().__init__(
             request,
             decision,
@@ -247,8 +249,10 @@ class PullPlacement(Placement):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         super()._ended(usage, failed)
-        if failed:
-            self._pulls.end(self.engine.engine_id, self._order, "failed", self.now())
+        if failed and not self._judged:
+            # The router's own doing (an engine that is drained, our limits) says nothing of the pair.
+            outcome: PullOutcome = "unsent" if self.blameless else "failed"
+            self._pulls.end(self.engine.engine_id, self._order, outcome, self.now())
 
     def _receipt(self, usage: Usage | None, held: MostHeld, feed: str) -> Receipt:
         order = self._order
@@ -268,6 +272,7 @@ class PullPlacement(Placement):
         super()._learn(usage, feed)
         # At once, unlike the receipt: the next decision must not choose a bad pair again.
         predicted_s = None if self._first_token is None else self._first_token.total_s
+        self._judged = True
         outcome = self._pulls.judge(self._order, self._came_tokens(usage), predicted_s, self._ttft_s)
         self._pulls.end(self.engine.engine_id, self._order, outcome, self.now())
 

@@ -1,11 +1,13 @@
 """Bounds of rendering: a chat template is a program that somebody else wrote, and runs with each request.
 
-jinja2 renders with fuel: turns of loops and calls. Every value that a template makes is bounded in size
-before or when it is made, and so is the text. minijinja counts instructions; it cannot bound values, so it
-renders only templates whose values cannot grow by themselves (``may_explode``), and the text that it writes
-is counted where its parts are long. A chat beyond a bound is rendered by the engine.
+jinja2 renders with fuel: turns of loops, calls, and the sizes of what is made. Every value that a template
+makes is bounded in size before or when it is made, and so is the text. minijinja counts instructions; it
+cannot bound values, so it renders only templates whose values cannot grow by themselves (``may_explode``), and
+the text that it writes is counted where its parts are long. A chat beyond a bound is rendered by the engine.
 
-Invariant: no render takes more than ``FUEL`` turns and calls, or writes more than ``TEXT_MAX`` characters.
+Invariants: no render takes more than ``FUEL`` turns and calls, where what is made costs by its size, or
+writes more than ``TEXT_MAX`` characters; all values that it makes together have at most
+``FUEL << _CHARS_SHIFT`` characters.
 """
 
 from __future__ import annotations
@@ -23,6 +25,11 @@ from jinja2 import nodes, sandbox
 
 FUEL: Final = 5_000_000
 """A conversation of 8,192 messages takes some hundred turns and calls for each."""
+_SHORT_FUEL: Final = 100_000
+"""Of a short conversation, which is rendered on the event loop: some 40 ms at most."""
+# Of a value: so many characters, or items, cost as much as a turn.
+_CHARS_SHIFT: Final = 5
+_ITEMS_SHIFT: Final = 3
 TEXT_MAX: Final = 64 << 20
 """Characters of a text or of the whole prompt; bodies have at most ``prompts.prompt_bytes_max`` bytes."""
 _ITEMS_MAX: Final = 1_000_000
@@ -54,8 +61,8 @@ class _Left(local):
 _left = _Left()
 
 
-def _spend() -> None:
-    _left.fuel -= 1
+def _spend(units: int = 1) -> None:
+    _left.fuel -= units
     if _left.fuel < 0:
         raise TooMuchError("the chat template takes too many steps")
 
@@ -85,10 +92,17 @@ def _length(value: Any) -> int:
 
 def _sized(value: Any) -> Any:
     if isinstance(value, str):
-        if _length(value) > TEXT_MAX:
+        size = _length(value)
+        if size > TEXT_MAX:
             raise TooMuchError(_TOO_LONG)
-    elif isinstance(value, list | tuple | dict) and len(value) > _ITEMS_MAX:
-        raise TooMuchError("the chat template makes a list that is too long")
+        if size >> _CHARS_SHIFT:
+            _spend(size >> _CHARS_SHIFT)
+    elif isinstance(value, list | tuple | dict):
+        size = len(value)
+        if size > _ITEMS_MAX:
+            raise TooMuchError("the chat template makes a list that is too long")
+        if size >> _ITEMS_SHIFT:
+            _spend(size >> _ITEMS_SHIFT)
     return value
 
 
@@ -246,7 +260,7 @@ def _names_in(node: nodes.Node) -> bool:
 
 def render(template: jinja2.Template, context: dict[str, Any]) -> str:
     """Render with fuel, and a bound of the text. Raises whatever the template raises."""
-    _left.fuel, _left.chars = FUEL, 0
+    _left.fuel, _left.chars = _SHORT_FUEL if _is_short(context) else FUEL, 0
     pieces, size = [], 0
     for piece in template.generate(context):
         pieces.append(piece)

@@ -391,7 +391,7 @@ def test_a_bad_pair_rests_and_every_other_pair_goes_on() -> None:
     assert pulls.stats.source_rests == 1
 
 
-@pytest.mark.parametrize("outcome", ["missed", "late", "failed"])
+@pytest.mark.parametrize("outcome", ["missed", "late"])
 def test_a_source_rests_for_every_target_after_two_bad_pulls(outcome: Any) -> None:
     """Before, each of N targets paid the time-out of a handshake."""
     pulls = Pulls()
@@ -412,6 +412,20 @@ def test_a_source_rests_for_every_target_after_two_bad_pulls(outcome: Any) -> No
     assert applied(pulls, now=29.9)[1] is None, "twice as long"
     pulls.end("http://other3:1", order, "complete", 30.0)
     assert pulls.resting_source(source) is None
+
+
+@pytest.mark.parametrize("outcome", ["failed", "unsent"])
+def test_a_target_that_gives_no_answer_rests_no_source(outcome: Any) -> None:
+    """Engines that answer 429 pull from nobody; what the router took back says nothing of the pair either."""
+    pulls = Pulls()
+    pulls.configure(PullSettings(enabled=True), 5710)
+    _, order = applied(pulls)
+    assert order is not None
+    for number in range(5):
+        pulls.end(f"http://other{number}:1", order, outcome, 0.0)
+    pulls.end(NAMES[1], order, outcome, 0.0)
+    assert pulls.resting_source(EngineAddress(NAMES[0])) is None
+    assert (applied(pulls)[1] is None) == (outcome == "failed")
 
 
 def test_one_pull_proves_a_source_before_others_follow() -> None:

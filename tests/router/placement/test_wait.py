@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import TenantRules
-from router.fleet.engines import EngineAddress
+from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.status import Fleet, ModelCard
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
@@ -24,6 +24,7 @@ from router.placement.cost import late_first_token, long_wait, predicted_wait_s
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine, PeerSnapshot
 from router.placement.others import OthersLoad
+from router.placement.saturation import SaturationGate
 from router.prompts.reader import PromptReader
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples
@@ -137,8 +138,41 @@ def test_other_routers_load_keeps_an_engine_saturated_while_it_is_fresh() -> Non
     )
     gate = planner.gate
     assert gate is not None
-    assert gate._look().gap_s(("m", None)) < 0, "it has room"
+    assert gate._look().gap_s(("m", None, 0.0)) < 0, "it has room"
     asyncio.run(planner.explain(InboundRequest("POST", "/v1/chat/completions", b"", [], b"{}", "m")))
-    assert gate._look().gap_s(("m", None)) > 10.0
+    assert gate._look().gap_s(("m", None, 0.0)) > 10.0
     now[0] += 1.1
-    assert gate._look().gap_s(("m", None)) < 0, "older statements are not believed"
+    assert gate._look().gap_s(("m", None, 0.0)) < 0, "older statements are not believed"
+
+
+def queued_fleet(now: list[float], *lengths: int) -> tuple[Fleet[Engine], SaturationGate]:
+    """An engine of model ``m`` for each context length, and their queue."""
+    accounts = Accounts(lambda: now[0])
+    fleet: Fleet[Engine] = Fleet(
+        [EngineAddress(f"http://e{at}:1") for at in range(len(lengths))],
+        lambda address, *, fleet_changed: Engine(address, accounts, fleet_changed=fleet_changed),
+    )
+    for engine, length in zip(fleet, lengths, strict=True):
+        engine.models, engine.up = (ModelCard("m", max_model_len=length),), True
+    return fleet, SaturationGate(QueueSettings(saturation_s=1.0), fleet, accounts)
+
+
+def test_a_prompt_waits_for_an_engine_with_room_for_its_length() -> None:
+    """An idle engine that is too short for it does not release it to the saturated long one."""
+    now = [100.0]
+    fleet, gate = queued_fleet(now, 8_000, 128_000)
+    short, long = fleet
+    gate.others({long.engine_id: OthersLoad(running=1, tokens=1_000_000)})
+    look = gate._look()
+    assert gate._context_tokens("m", [short, long]) == 0.0
+    assert gate._context_tokens("m", [long]) == 128_000
+    assert look.gap_s(("m", None, 0.0)) < 0
+    assert look.gap_s(("m", None, 128_000.0)) > 10.0
+    assert look.gap_s(("m", None, 0.0)) < 0, "one list's answer is not another's"
+
+
+def test_a_queue_whose_engines_all_left_lets_everything_go() -> None:
+    fleet, gate = queued_fleet([100.0], 8_000, 8_000)
+    assert gate._look().gap_s(("m", None, 0.0)) < 0
+    fleet.assign(DesiredFleet(()))
+    assert gate._look().gap_s(("m", None, 0.0)) == 0.0

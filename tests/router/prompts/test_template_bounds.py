@@ -47,6 +47,8 @@ ENDLESS = {
     "loops": MANY + "{% set c = b %}" + END,
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
     "text": MANY + "{{ messages[0].content }}" + END,
+    "long values": MANY + "{% set x = 'a' * 60000 %}" + END,
+    "long lists": "{% set n = namespace(l=[]) %}" + MANY + "{% set n.l = n.l + [a] %}" + END,
     "literal text": MANY + "a" * 5000 + END,
     "literal text as a value": "{% set s %}" + MANY + "a" * 5000 + END + "{% endset %}",
 }
