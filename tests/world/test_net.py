@@ -144,10 +144,12 @@ def test_keepalive_notices_a_half_open_connection(*, back: bool) -> None:
 def test_a_slow_reader_holds_the_writer_back() -> None:
     async def main(loop: VirtualLoop) -> None:
         held: list[asyncio.StreamReader] = []
+        open_writers: list[asyncio.StreamWriter] = []  # a writer that nothing holds closes its connection
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             held.append(reader)
+            open_writers.append(writer)
 
         await start(loop, serve)
         _, writer = await reach(loop)
@@ -162,6 +164,7 @@ def test_a_slow_reader_holds_the_writer_back() -> None:
         assert len(await held[0].readexactly(size)) == size
         await writer.drain()
         writer.close()
+        open_writers[0].close()
 
     run_with(main)
 

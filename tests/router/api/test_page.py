@@ -47,6 +47,8 @@ CUT = """[...document.querySelectorAll('#done td')].some(e => e.getBoundingClien
 LOGIN = """document.getElementById('token').value = '{}';
 document.getElementById('login').requestSubmit()"""
 
+pytestmark = pytest.mark.real  # a browser
+
 
 async def used(rig: Rig, *engines: SimulatedEngine) -> None:
     """Requests with a common beginning, all answered; each knows what those before it left in the caches."""
@@ -137,7 +139,7 @@ async def test_in_a_browser_wide_narrow_dark_and_by_keyboard() -> None:
         await tab.shows("#state", "ready")
         assert await tab.js("document.getElementById('state').className") == "good"
         await tab.shows("#engines", "up")
-        await tab.shows("#engines", "blocks in group 0")
+        await tab.shows("#engines", "blocks held, full attention")
         await tab.shows("#done", "exact")
         await tab.shows("#tree", "256 tokens")
         await tab.shows("#data", "data of ")

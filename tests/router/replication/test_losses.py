@@ -302,6 +302,7 @@ async def test_another_schema_is_refused(server: AnyServer) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.real  # servers of a Cluster
 async def test_a_cluster_node_that_comes_back_empty() -> None:
     with closing(Cluster(any_program())) as made:
         async with Replicas(make_settings(made.url, write_timeout_s=1.0), "a", "b") as replicas:

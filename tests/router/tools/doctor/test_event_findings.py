@@ -65,6 +65,7 @@ async def test_event_sockets_that_nobody_has_bound() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.real  # ZMQ's own greeting
 async def test_http_ports_given_as_event_sockets() -> None:
     async with http_server(server()) as url:
         port = url.replace("http://", "tcp://")
@@ -74,6 +75,7 @@ async def test_http_ports_given_as_event_sockets() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.real  # sockets of a kind that does not fit
 async def test_events_and_replay_exchanged() -> None:
     async with http_server(server()) as url:
         with publishing() as publisher:

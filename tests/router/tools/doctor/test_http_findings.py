@@ -91,12 +91,15 @@ def test_old_releases_lack_everything_that_came_later() -> None:
 
 
 async def test_a_server_that_never_answers_is_given_up() -> None:
-    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
+    held: list[asyncio.StreamWriter] = []  # a writer that nothing holds closes its connection
+    async with await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0) as silent:
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         async with http_server(server()) as good:
             found = await examined(url, good, timeout_s=0.3)
         found.expect("http.models", Severity.OK, "serves m")
         found.expect("http.health", Severity.ERROR, "no response within 0.3 s")
+        for writer in held:
+            writer.close()
 
 
 async def test_configured_endpoints_against_those_the_engine_names() -> None:
