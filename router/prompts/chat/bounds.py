@@ -2,8 +2,9 @@
 
 jinja2 renders with fuel: turns of loops, calls, and the sizes of what is made. Every value that a template
 makes is bounded in size before or when it is made, and so is the text. minijinja counts instructions; it
-cannot bound values, so it renders only templates whose values cannot grow by themselves (``may_explode``), and
-the text that it writes is counted where its parts are long. A chat beyond a bound is rendered by the engine.
+cannot bound values, so it renders only templates whose values cannot grow by themselves (``may_explode``),
+and the text that it writes is counted where its parts are long. A chat beyond a bound is rendered by the
+engine.
 
 Invariants: no render takes more than ``FUEL`` turns and calls, where what is made costs by its size, or
 writes more than ``TEXT_MAX`` characters; all values that it makes together have at most
@@ -27,7 +28,7 @@ FUEL: Final = 5_000_000
 """A conversation of 8,192 messages takes some hundred turns and calls for each."""
 _SHORT_FUEL: Final = 100_000
 """Of a short conversation, which is rendered on the event loop: some 40 ms at most."""
-# Of a value: so many characters, or items, cost as much as a turn.
+# Of a value: this many characters (as a power of two), or items, cost as much as a turn.
 _CHARS_SHIFT: Final = 5
 _ITEMS_SHIFT: Final = 3
 TEXT_MAX: Final = 64 << 20
