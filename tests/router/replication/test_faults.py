@@ -24,6 +24,7 @@ def other(made: Fleet, member: Replica) -> Replica:
 
 
 @pytest.mark.long
+@pytest.mark.real  # processes
 async def test_two_replicas_share_the_feeds_and_are_exact(server: AnyServer) -> None:
     async with fleet(server.url, engines=4) as made:
 
