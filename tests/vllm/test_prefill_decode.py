@@ -46,6 +46,8 @@ FREE_CHOICE = (
     *("--set", "proxy.connect_timeout_s=20"),
     # Engines that share two cores are slow to answer polls; one that is killed refuses connections.
     *("--set", "fleet.poll_timeout_s=60"),
+    # What is shown here is what each failure costs if nobody waits for a sign of life.
+    *("--set", "proxy.suspect_s=0"),
 )
 
 
