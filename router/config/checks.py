@@ -275,6 +275,7 @@ _SIZE_MAX = 1 << 48
 
 _MAY_BE_ZERO = frozenset(
     {
+        "suspect_s",  # an engine that died keeps no request from the next one
         "ageing",
         "answers_watched_share",
         "drain_delay_s",

@@ -482,3 +482,11 @@ def test_what_does_not_go_with_what_stays_is_refused() -> None:
     running = config(admin=AdminSettings(enabled=True, token_file="tokens"))
     with pytest.raises(ConfigError, match=r"admin.enabled.*log_level"):
         changes(running, config(server=ServerConfig(log_level="error")))
+
+
+def test_zero_is_a_value_where_the_documentation_says_what_it_means() -> None:
+    config = load(
+        None, environ={}, engines=(parse_engine("http://a:1"),), flags={"proxy.suspect_s": "0"}
+    ).config
+    check(config)
+    assert config.proxy.suspect_s == 0.0
