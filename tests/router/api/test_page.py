@@ -220,7 +220,7 @@ async def test_many_engines_are_a_table_with_the_worst_first() -> None:
             await until(lambda: rig.router.readiness().ready, "one engine is ready")
             await used(rig, *engines)
             await tab.open(f"{rig.ops_url}/kvatlas/")
-            await tab.shows("#state", "62 of 64 engines down")
+            await tab.shows("#state", "62 errors")
             assert await tab.js("document.getElementById('state').className") == "warn"
             assert "2 of 64" in await tab.text("#tiles")
             states = "[...document.querySelectorAll('#engines td[data-name=state]')].map(e => e.innerText)"

@@ -14,11 +14,13 @@ from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.placement.candidate import PolicySettings, PullSettings
 from router.placement.engine import Engine
+from router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import BODIES, plain, receipts, told_alone, words
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 PULLS: dict[str, Any] = {"kv_connector": "offloading", "host_blocks": 8000, "handshake_timeout_s": 0.05}
+PROXY = ProxySettings()
 PULL = PullSettings(enabled=True)
 ALIKE = PolicySettings(spread=0.0, probe_interval_s=3600.0)
 PATH = "/v1/completions"
@@ -61,14 +63,16 @@ class Fleet(NamedTuple):
 
 
 @asynccontextmanager
-async def fleet(*engines: dict[str, Any], pull: PullSettings = PULL, **each: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    *engines: dict[str, Any], pull: PullSettings = PULL, proxy: ProxySettings = PROXY, **each: Any
+) -> AsyncIterator[Fleet]:
     settings = engines or ({}, {})
     async with running(*({**PULLS, **each, **one} for one in settings)) as started:
         listed = []
         for one in started:
             host, port = one.connector.address
             listed.append(EngineAddress(one.base_url, kv_source=f"{host}:{port}"))
-        config = configure(*listed, pull=pull, policy=ALIKE)
+        config = configure(*listed, pull=pull, policy=ALIKE, proxy=proxy)
         async with routing(config) as rig:
             await until(lambda: all(engine.version for engine in rig.router.fleet), "versions are known")
             world = Fleet(rig, started)
@@ -201,7 +205,7 @@ async def test_a_source_whose_tier_is_gone_costs_the_handshake_once() -> None:
 
 
 async def test_a_source_that_dies_is_no_source_any_more() -> None:
-    async with fleet() as world:
+    async with fleet(proxy=ProxySettings(suspect_s=0.0)) as world:
         holder, answer = await holder_of(world, completion())
         holder.die()
         again = await world.ask(completion())

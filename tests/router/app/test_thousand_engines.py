@@ -206,8 +206,8 @@ async def test_a_saturated_queue_looks_at_each_engine_once(requests_max: int | N
             room.wait(claim, work_s=1.0, pool=MODEL, lane=lane, engines=ENGINES, tokens_per_s=1.0)
         )
         for lane in [
-            *((name, None) for name in adapters),
-            *((MODEL, engine.engine_id) for engine in many.engines[:50]),
+            *((name, None, 0.0) for name in adapters),
+            *((MODEL, engine.engine_id, 0.0) for engine in many.engines[:50]),
         ]
     ]
     await asyncio.sleep(0)

@@ -32,7 +32,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> PromptReader:
     [
         (b'{"model": "m", "stream": true, "messages": [{"role": "user"}]}', Peek("m", True)),
         (b'{"messages": []}', Peek(None, False)),
-        (b'{"model": 5, "stream": "yes"}', Peek(None, False)),
+        (b'{"model": 5, "stream": "yes"}', Peek(None, True)),
+        (b'{"model": 5, "stream": "ja"}', Peek(None, False)),
         (b'{"model": "m", "stream": null, "model": "n"}', Peek("n", False)),
         (b'{"model": "m", "temperature": NaN}', Peek("m", False)),
         ('{"model": "m", "stream": true}'.encode("utf-16"), Peek("m", True)),
