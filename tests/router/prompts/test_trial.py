@@ -38,9 +38,20 @@ async def problem_of(request: TrialRequest) -> TokenizerProblem:
     return caught.value
 
 
+OTHERS: set[str] = set()
+"""Servers that other tests of this process share."""
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    OTHERS.clear()
+    OTHERS.update(children())
+
+
 def children() -> set[str]:
-    """Processes that any thread of this one began."""
-    return {name for own in Path("/proc/self/task").glob("*/children") for name in own.read_text().split()}
+    """Processes that any thread of this one began, without ``OTHERS``."""
+    found = {name for own in Path("/proc/self/task").glob("*/children") for name in own.read_text().split()}
+    return found - OTHERS
 
 
 async def test_good_files_pass_and_leave_nothing_behind(folder: Path) -> None:
