@@ -26,7 +26,7 @@ _SPIN = "while True: pass"
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that want a processor each."""
+    """Processes that each keep one processor busy."""
     spinning = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]  # noqa: S603
     try:
         yield

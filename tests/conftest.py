@@ -78,7 +78,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test runs by ``waiting.run`` is on virtual time, unless it or its module is marked."""
+    """Tests that use ``waiting.run`` run on virtual time, unless they or their module are marked."""
     Chosen.real = any(item.get_closest_marker(name) for name in ("real", "process", "envoy", "vllm"))
     Chosen.seed = item.config.getoption("randomly_seed", 1)
 

@@ -1,4 +1,4 @@
-"""What happens to engines while a request waits counts when it is placed: none gets it that may not.
+"""A request that waited is placed by the state of the engines at that time, not by that before the wait.
 
 Each wait of the request path is held open here while an engine changes."""
 
@@ -129,7 +129,7 @@ async def test_where_no_other_engine_is_left_the_client_may_come_back(change: Ch
         (engine,) = rig.router.fleet
         async with waiting_in(rig.router.planner._reader, "read", lambda: change(rig, engine)):
             status, answer = await rig.ask("POST", "/v1/completions", body)
-        # A breaker keeps nobody from the only engine; whether a prompt is too long for it, it says itself.
+        # A breaker never excludes the only engine; that engine itself refuses a prompt that is too long.
         expected = {other_model: 404, gone: 503, broken: 200, shorter: 200}.get(change, 503)
         assert status == expected, answer
         assert rig.router.accounts.load_stats.admitted == (expected == 200)
