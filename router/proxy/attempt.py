@@ -310,10 +310,14 @@ class Outbound(msgspec.Struct, gc=False):
     """The engine whose answer broke off, if it may have died."""
     asked_s: float = 0.0
     """When an engine was last asked."""
+    _digest: bytes = b""
 
     def digest(self) -> bytes:
-        """The name of what the client asks, alike for each attempt of it."""
-        return digest_of(self.request.tenant, self.request.path, self.client_body or self.request.body)
+        """The name of what the client asks, alike for each attempt of it; made once."""
+        if not self._digest:
+            body = self.client_body or self.request.body
+            self._digest = digest_of(self.request.tenant, self.request.path, body)
+        return self._digest
 
 
 class Answer(Protocol):
