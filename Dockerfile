@@ -11,6 +11,7 @@ COPY requirements requirements
 RUN python -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
 RUN python -m venv /opt/kvatlas && /opt/kvatlas/bin/pip install --require-hashes -r requirements/image.txt
 COPY pyproject.toml README.md LICENSE ./
+COPY kvatlas kvatlas
 COPY publisher publisher
 COPY connectors connectors
 COPY router router
@@ -31,6 +32,6 @@ USER 65532:65532
 WORKDIR /tmp
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=6 \
-    CMD ["python", "-m", "router.health_check"]
+    CMD ["python", "-m", "kvatlas.router.health_check"]
 ENTRYPOINT ["kvatlas"]
 CMD ["serve", "--config", "/etc/kvatlas/config/kvatlas.toml"]

@@ -27,18 +27,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.layouts import LAYOUTS, Layout, events_of
-from publisher.events import DecodedBatch
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.app import Router
-from router.config.schema import Config, ModelConfig
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import EngineAddress
-from router.fleet.status import ModelCard
-from router.http.request_cycle import DISCONNECT_EXTENSION
-from router.openai.request import InboundRequest, Usage
-from router.placement.shadow import ShadowSettings
-from router.prompts.prompt import Prompt
-from router.prompts.settings import ANY_MODEL
+from kvatlas.publisher.events import DecodedBatch
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.status import ModelCard
+from kvatlas.router.http.request_cycle import DISCONNECT_EXTENSION
+from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.placement.shadow import ShadowSettings
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.settings import ANY_MODEL
 
 MODEL = "kvatlas-demo"
 _RUNS = 3

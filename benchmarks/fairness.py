@@ -3,12 +3,11 @@
     python benchmarks/fairness.py [--seeds 8] [--engines 4] [--out F]
 
 Simulated engines of 8,000 prompt tokens per second behind the router's own placement and queue
-(``router.simulate``). The guest sends chats of its own at 10, 25, 40 and 45 % of what the fleet can compute;
-the flood sends prompts nobody has, at ten times an equal share (five times what the fleet can compute), for
-the whole time. Three routers: none of it held (today's default), held first come first served, and held with
-shares by tenant. The report, Markdown, gives the guest's mean and p99 first-token time, and what the flood
-got.
-"""
+(``kvatlas.router.simulation``). The guest sends chats of its own at 10, 25, 40 and 45 % of what the fleet can
+compute; the flood sends prompts nobody has, at ten times an equal share (five times what the fleet can
+compute), for the whole time. Three routers: none of it held (today's default), held first come first served,
+and held with shares by tenant. The report, Markdown, gives the guest's mean and p99 first-token time, and
+what the flood got."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.routing import put
-from publisher.events import GroupSpec
-from router.observe.history import UNIT_TOKENS
-from router.simulate.fleet import FleetSim
-from router.simulate.requests import Request
-from router.simulate.setup import FleetRun, FleetSetup, Timing, variants_of
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.requests import Request
+from kvatlas.router.simulation.setup import FleetRun, FleetSetup, Timing, variants_of
 
 SECONDS = 60.0
 TIMING = Timing(chunk_tokens=2048)

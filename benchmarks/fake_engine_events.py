@@ -14,11 +14,11 @@ import itertools
 import sys
 
 from benchmarks.layouts import LAYOUTS, events_of
-from publisher.zmq_publisher import ZmqPublisher
-from router.openai.request import InboundRequest
-from router.prompts.prompt import Prompt
-from router.prompts.reader import PromptReader
-from router.prompts.settings import ModelPrompts, PromptSettings
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.reader import PromptReader
+from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings
 
 BLOCK = 16
 SESSIONS = 64

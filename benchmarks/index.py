@@ -22,12 +22,12 @@ from typing import Any
 
 import msgspec
 
-from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, BlockStored, Event, encode_batch, encode_tokens
-from router.index.base import Plane
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockHash, BlockStored, Event, encode_batch, encode_tokens
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 
 BLOCK, WINDOW = 16, 128
 OTHER_BLOCKS = 500_000

@@ -32,7 +32,7 @@ import uvloop
 from benchmarks.fake_engine_events import SESSIONS
 from benchmarks.layouts import LAYOUTS
 from benchmarks.legs import Load, Router, engines, hold, router_words, running
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 
 HERE = Path(__file__).resolve().parent.parent
 WARM_ROUNDS = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from publisher.block_pool import HybridBlockPool
-from publisher.events import Event, GroupSpec
-from publisher.simulator.settings import EngineSettings, hash_scheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import Event, GroupSpec
+from kvatlas.publisher.simulator.settings import EngineSettings, hash_scheme
 
 
 class Layout(NamedTuple):

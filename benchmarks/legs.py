@@ -35,7 +35,7 @@ import uvloop
 from benchmarks.fake_engine_events import SESSIONS, TAIL_BYTES, session_body
 from benchmarks.picker import cpu_s
 from benchmarks.streams import HEAD, LAST, TOKEN
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 
 CONNECTIONS = 32
 EVENTS_PORT = 19101
@@ -189,7 +189,7 @@ def routers() -> Iterator[tuple[Router, Router]]:
 
 def router_words(told: Sequence[str], port: int, ops_port: int, config: str = "") -> list[str]:
     """The command of a router that splits whatever it can; ``config``: a file with what its models are."""
-    words = [sys.executable, "-m", "router", "serve"]
+    words = [sys.executable, "-m", "kvatlas", "serve"]
     words += ["--config", config] if config else ["--tokenizer", str(DEMO_TOKENIZER_DIR)]
     words += ["--port", str(port), "--ops-port", str(ops_port), "--log-level", "warning"]
     for one in told:

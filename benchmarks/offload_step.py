@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.tier.base import block_key
-from connectors.tier.eviction import POLICY_NAMES, make_policy
-from connectors.tier.host import HostTier
+from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.tier.base import block_key
+from kvatlas.connectors.tier.eviction import POLICY_NAMES, make_policy
+from kvatlas.connectors.tier.host import HostTier
 
 BLOCK, WINDOW_BLOCKS, STEP_BLOCKS = 16, 64, 512
 FULL, WINDOWS = 0, (1, 2, 3, 4, 5)

@@ -26,30 +26,30 @@ from typing import Any, cast
 import msgspec
 import uvloop
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.app import Router
-from router.config.schema import Config, ModelConfig, ServerConfig
-from router.epp import messages as m
-from router.epp.grpc import DESTINATION, message_frame
-from router.epp.messages import bytes_field, number_field
-from router.epp.server import PickerServer
-from router.epp.settings import EppSettings
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.fleet.status import ModelCard
-from router.http import h2_codec as h2
-from router.http.h2_codec import FrameReader, encode_literal
-from router.http.settings import ListenSettings
-from router.http.sockets import Certificates
-from router.observe.requests import RequestRecord, RequestTracker
-from router.openai.request import InboundRequest
-from router.prompts.settings import ANY_MODEL
-from router.proxy.app import CARRIER
-from router.proxy.attempt import Attempt, Outbound
-from router.proxy.breaker import Breaker
-from router.proxy.headers import read_request_headers
-from router.proxy.settings import ProxySettings
-from router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.fleet.status import ModelCard
+from kvatlas.router.http import h2_codec as h2
+from kvatlas.router.http.h2_codec import FrameReader, encode_literal
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.http.sockets import Certificates
+from kvatlas.router.observe.requests import RequestRecord, RequestTracker
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.proxy.app import CARRIER
+from kvatlas.router.proxy.attempt import Attempt, Outbound
+from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.headers import read_request_headers
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
+from kvatlas.router.services.epp import messages as m
+from kvatlas.router.services.epp.grpc import DESTINATION, message_frame
+from kvatlas.router.services.epp.messages import bytes_field, number_field
+from kvatlas.router.services.epp.server import PickerServer
+from kvatlas.router.services.epp.settings import EppSettings
 
 MODEL = "kvatlas-demo"
 ENGINES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]

@@ -20,7 +20,7 @@ from typing import cast
 import uvloop
 
 from benchmarks.picker import ANSWER, bodies, cpu_s, picker
-from router.demo.gateway import find_envoy, gateway_process
+from kvatlas.router.simulation.demo.gateway import find_envoy, gateway_process
 
 _KINDS = {
     "none": ("", 1.0),

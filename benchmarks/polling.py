@@ -22,13 +22,13 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from router.app import Router
-from router.config.schema import Config
-from router.fleet.engines import EngineAddress
-from router.fleet.poller import FleetPoller
-from router.fleet.settings import FleetSettings
-from router.http.client import HttpClient
-from router.placement.engine import Engine
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.poller import FleetPoller
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.placement.engine import Engine
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 LABELS = f'engine="0",model_name="{MODEL}"'

@@ -25,9 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from publisher.block_hash import HashScheme
-from router.openai.body import peek
-from router.openai.request import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.openai.body import peek
+from kvatlas.router.openai.request import (
     BATCH,
     CHAT,
     COMPLETION,
@@ -36,8 +36,8 @@ from router.openai.request import (
     RESPONSES,
     InboundRequest,
 )
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
-from router.serve import share_the_interpreter, tame_garbage_collection
+from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
+from kvatlas.router.serve import share_the_interpreter, tame_garbage_collection
 
 DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()

@@ -36,7 +36,7 @@ from benchmarks.routing import (
     shares,
 )
 from benchmarks.routing_report import Run
-from router.simulate.study import MODELS
+from kvatlas.router.simulation.study import MODELS
 
 BASE = "kvatlas"
 ARMS = (

@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python benchmarks/recorder.py [--rate EVENTS_PER_S] [--seconds S] [--json]
 
-A publisher process (``publisher.zmq_publisher``) sends batches of 16 stored events of one block each, as
-``index.py`` ingests them, at ``--rate`` events per second. Two processes follow it, one after the other: a
+A publisher process (``kvatlas.publisher.zmq_publisher``) sends batches of 16 stored events of one block each,
+as ``index.py`` ingests them, at ``--rate`` events per second. Two processes follow it, one after the other: a
 bare subscriber (receives, looks at the seq, keeps nothing) and the recorder (``SourceRecorder`` into a
 ``CaptureWriter``, ``.jsonl.gz``). Said of each: CPU seconds per million events (all its threads, ZMQ's too),
-and how far behind the publisher it was when that had ended; of the recorder also what is missing. The
-capture is read again: every frame must be there, in order, with its bytes.
+and how far behind the publisher it was when that had ended; of the recorder also what is missing. The capture
+is read again: every frame must be there, in order, with its bytes.
 
 Then the same recorder above its limit: a publisher that never pauses, with a replay buffer of 1,000 batches
 and a queue of 8 MB. What does not fit is lost, and must be counted to the last frame.
@@ -30,9 +30,9 @@ import msgspec
 import zmq
 
 from benchmarks.index import payloads
-from publisher.zmq_publisher import ZmqPublisher
-from router.tools.capture import QUEUE_BYTES_MAX, CaptureWriter, read_capture
-from router.tools.record import RecordSource, SourceRecorder, record
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.tools.capture import QUEUE_BYTES_MAX, CaptureWriter, read_capture
+from kvatlas.router.tools.record import RecordSource, SourceRecorder, record
 
 EVENTS_PER_BATCH = 16
 DISTINCT_BATCHES = 4096

@@ -22,14 +22,14 @@ import structlog
 import uvloop
 
 from benchmarks.recovery_redis import measure
-from publisher.events import BlockStored, encode_batch, encode_tokens
-from publisher.snapshot import SnapshotLedger
-from publisher.zmq_publisher import ZmqPublisher
-from router.feeds.base import FeedSettings, FeedState
-from router.feeds.subscriber import Feed
-from router.index.base import Plane
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.publisher.events import BlockStored, encode_batch, encode_tokens
+from kvatlas.publisher.snapshot import SnapshotLedger
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.feeds.base import FeedSettings, FeedState
+from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 
 BATCHES = 10_000
 BLOCK_TOKENS = 16

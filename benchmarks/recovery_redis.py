@@ -16,21 +16,21 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from benchmarks.redis_index import Servers
-from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockStored, encode_batch, encode_tokens
-from router.feeds.base import FeedState
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
-from router.replication.gossip import LoadGossip
-from router.replication.leases import Leases
-from router.replication.lookup_fallback import IndexLookup
-from router.replication.mirror import MirroredIndex, engine_facts
-from router.replication.reader import SharedReader
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.settings import SharedSettings
-from router.tools.trace_verification import ProbePrompt
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockStored, encode_batch, encode_tokens
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.lookup_fallback import IndexLookup
+from kvatlas.router.replication.mirror import MirroredIndex, engine_facts
+from kvatlas.router.replication.reader import SharedReader
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.settings import SharedSettings
+from kvatlas.router.tools.trace_verification import ProbePrompt
 
 ENGINE, MODEL = "e", "bench/model"
 SCHEME = HashScheme(hash_block_size=16)
@@ -50,7 +50,7 @@ class Took(NamedTuple):
 
 
 class Watcher:
-    """Follows no engine itself (``router.replication.lookup_fallback.Ownership``)."""
+    """Follows no engine itself (``kvatlas.router.replication.lookup_fallback.Ownership``)."""
 
     others_alive = True
 

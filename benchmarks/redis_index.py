@@ -28,14 +28,14 @@ from typing import Any
 import msgspec
 from redis.exceptions import ResponseError
 
-from publisher.events import BlockHash
-from router.index.base import Plane
-from router.replication.leases import Leases
-from router.replication.mirror import MirroredIndex
-from router.replication.reader import SharedReader
-from router.replication.redis_client import Client
-from router.replication.redis_connection import pack
-from router.replication.settings import SharedSettings
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Plane
+from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.mirror import MirroredIndex
+from kvatlas.router.replication.reader import SharedReader
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import pack
+from kvatlas.router.replication.settings import SharedSettings
 
 FULL, WINDOW = Plane("GPU", 0), Plane("GPU", 1)
 MODEL = "bench/model"

@@ -24,11 +24,11 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_index import FULL, MODEL, WINDOW, Bench, Servers, quantiles, random_blocks
-from publisher.events import BlockHash
-from router.placement.others import OthersLoad
-from router.replication.codec import ScopeKeys
-from router.replication.gossip import GossipedInflight, LoadGossip
-from router.replication.service import InflightStream
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.replication.codec import ScopeKeys
+from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.replication.service import InflightStream
 
 PROMPT_BLOCKS, EVENT_BLOCKS, PROMPTS, KEPT = 1000, 64, 32, 50_000
 NAMESPACE = "replicas"

@@ -8,8 +8,8 @@ times, and closed, where a turn waits for the answer before it), and generated d
 bursts, and tenants. A file that is not named is left out, with a line that says so. Four cache layouts; pools
 of 25 and 50 % of what the workload fills; arrivals so fast that round robin is busy for 60, 85 or 100 %.
 Eight engines; gauges are polled every 2 s (``--gauge-s``). Other routers place by their own formulas
-(``router.simulate.peers``). Every arm of a cell and seed meets the same requests at the same times; in
-closed sessions, the same requests and pauses.
+(``kvatlas.router.simulation.peers``). Every arm of a cell and seed meets the same requests at the same times;
+in closed sessions, the same requests and pauses.
 
 Runs go, one JSON line each, into ``--runs`` as cells finish; what is there already, for the same settings and
 number of requests, is not run again. ``--workloads``, ``--models``, ``--pools`` and ``--loads`` run a part.
@@ -33,10 +33,10 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.routing_report import CLOSED, Run, report
-from router.placement.candidate import PolicySettings
-from router.simulate.requests import Request
-from router.simulate.setup import PEERS, FleetSetup, variants_of
-from router.simulate.study import (
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.simulation.requests import Request
+from kvatlas.router.simulation.setup import PEERS, FleetSetup, variants_of
+from kvatlas.router.simulation.study import (
     MODELS,
     Job,
     groups_of,
@@ -46,7 +46,7 @@ from router.simulate.study import (
     run_one,
     speed_for,
 )
-from router.simulate.workload import GENERATORS, WorkloadSource
+from kvatlas.router.simulation.workload import GENERATORS, WorkloadSource
 
 TRACE_VARIABLE = "KVATLAS_CONVERSATION_TRACE"
 SESSIONS_VARIABLE = "KVATLAS_AGENT_SESSIONS"

@@ -27,14 +27,14 @@ from typing import Any, TextIO
 
 from benchmarks.decision import Bench, cpu_us
 from benchmarks.index import payloads, resident_bytes
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, BlockRemoved, BlockStored, encode_batch
-from router.api.metrics_page import families, in_steps, page_steps, prepare
-from router.index.base import Plane
-from router.index.memory import MemoryIndex
-from router.replication.gossip import LoadGossip
-from router.serve import tame_garbage_collection
-from router.workers.merged_view import encoded_family
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, encode_batch
+from kvatlas.router.api.metrics_page import families, in_steps, page_steps, prepare
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.serve import tame_garbage_collection
+from kvatlas.router.workers.merged_view import encoded_family
 
 EVENT_BLOCKS, EVENTS_PER_BATCH = 64, 4
 PROMPT_BLOCKS, PROMPTS = 1000, 64

@@ -17,12 +17,12 @@ from collections.abc import Callable
 import msgspec
 
 from benchmarks.decision import Bench
-from router.admission.admission_queue import read_claim
-from router.observe.receipts import CacheFunnel, FirstTokenErrors, Receipt
-from router.placement.candidate import PolicySettings
-from router.placement.eligible import within_service_level
-from router.placement.placement import Decision
-from router.prompts.prompt import Prompt
+from kvatlas.router.admission.admission_queue import read_claim
+from kvatlas.router.observe.receipts import CacheFunnel, FirstTokenErrors, Receipt
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.placement.eligible import within_service_level
+from kvatlas.router.placement.placement import Decision
+from kvatlas.router.prompts.prompt import Prompt
 
 _RUNS = 500
 

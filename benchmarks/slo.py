@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from router.simulate.setup import FleetSetup, variants_of
-from router.simulate.study import (
+from kvatlas.router.simulation.setup import FleetSetup, variants_of
+from kvatlas.router.simulation.study import (
     Job,
     Outcome,
     groups_of,
@@ -33,7 +33,7 @@ from router.simulate.study import (
     run_one,
     speed_for,
 )
-from router.simulate.workload import WorkloadSource
+from kvatlas.router.simulation.workload import WorkloadSource
 
 ENGINES, POOL, MODEL, FIRST_SEED = 8, 0.5, "gpt-oss-like", 11
 LOADS = (0.85, 1.2)

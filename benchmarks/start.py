@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.picker import cpu_s
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 
 PORT, OPS_PORT = 19201, 19202
 _UP_S = 2.0
@@ -39,7 +39,7 @@ class Memory(NamedTuple):
 @contextmanager
 def started(workers: int) -> Iterator[subprocess.Popen[bytes]]:
     """A router that has just been started."""
-    words = [sys.executable, "-m", "router", "serve", "--tokenizer", str(DEMO_TOKENIZER_DIR)]
+    words = [sys.executable, "-m", "kvatlas", "serve", "--tokenizer", str(DEMO_TOKENIZER_DIR)]
     words += ["--engine", "http://127.0.0.1:9", "--port", str(PORT), "--ops-port", str(OPS_PORT)]
     process = subprocess.Popen([*words, "--workers", str(workers), "--log-level", "error"])
     try:

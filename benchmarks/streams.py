@@ -28,15 +28,15 @@ from typing import Any
 import uvloop
 
 from benchmarks.index import resident_bytes
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.app import Router
-from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.http.settings import ListenSettings
-from router.prompts.settings import ANY_MODEL
-from router.proxy.settings import ProxySettings
-from router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
-from router.server_lifecycle import make_server
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
+from kvatlas.router.server_lifecycle import make_server
 
 MODEL = "streams"
 TURN_S, TICK_S, SETTLE_S = 0.005, 0.01, 2.0

@@ -30,14 +30,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from publisher.events import BlockHash
-from router.placement.candidate import Candidate
-from router.placement.engine import EngineOrder
-from router.placement.pull import PullSources
-from router.simulate.fleet import FleetSim
-from router.simulate.requests import Request
-from router.simulate.setup import FleetSetup, variants_of
-from router.simulate.study import (
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.placement.candidate import Candidate
+from kvatlas.router.placement.engine import EngineOrder
+from kvatlas.router.placement.pull import PullSources
+from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.requests import Request
+from kvatlas.router.simulation.setup import FleetSetup, variants_of
+from kvatlas.router.simulation.study import (
     Job,
     Outcome,
     groups_of,
@@ -47,8 +47,8 @@ from router.simulate.study import (
     run_one,
     speed_for,
 )
-from router.simulate.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
-from router.simulate.workload import WorkloadSource
+from kvatlas.router.simulation.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from kvatlas.router.simulation.workload import WorkloadSource
 
 ENGINES, POOL, LOAD = 8, 0.25, 0.85
 MODELS = "gpt-oss-like,mamba-hybrid"

@@ -21,8 +21,8 @@ import aiohttp
 from aiohttp import web
 
 from benchmarks.routing import put
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
-from router.demo.run import engine_process
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
+from kvatlas.router.simulation.demo.run import engine_process
 
 ENGINE = EngineSettings(prefill_s_per_token=1e-7, decode_s_per_token=1e-5)
 CLIENTS = 8
@@ -33,7 +33,7 @@ class Serving:
     """One ``kvatlas serve``."""
 
     def __init__(self, engine: str, *settings: str) -> None:
-        self._words = ["-m", "router", "serve", "--engine", engine, "--tokenizer", str(DEMO_TOKENIZER_DIR)]
+        self._words = ["-m", "kvatlas", "serve", "--engine", engine, "--tokenizer", str(DEMO_TOKENIZER_DIR)]
         self._words += ["--port", "0", "--ops-port", "off", "--set", "server.log_format=json"]
         for setting in settings:
             self._words += ["--set", setting]

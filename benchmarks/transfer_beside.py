@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.transfer_machine import Machine
 from benchmarks.transfer_rates import KIB, MIB, Field, Scale
-from connectors.transfer.base import Direction, GroupMoves
+from kvatlas.connectors.transfer.base import Direction, GroupMoves
 
 SUBMITTED_STORES = 16
 """One-block stores that a decode step submits: as many sequences fill a block in it."""

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer_machine import Bytes, Machine, Memory, pool_rows
-from connectors.layout import CacheView, GroupPages, Region
-from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
+from kvatlas.connectors.layout import CacheView, GroupPages, Region
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
 
 WAIT_S = 60.0
 NUM_BLOCKS = 96

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer_machine import QUEUED_STORES_MAX, STEP_BYTES, STEP_KERNELS, Bytes, Memory, pool_rows
-from connectors.layout import CacheView
-from connectors.transfer.base import Direction, Indices, TransferEngine
-from connectors.transfer.calibrate import Calibration, calibrate
-from connectors.transfer.cuda import CudaTransferEngine
-from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
-from connectors.transfer.host import PinnedHostPool
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.transfer.base import Direction, Indices, TransferEngine
+from kvatlas.connectors.transfer.calibrate import Calibration, calibrate
+from kvatlas.connectors.transfer.cuda import CudaTransferEngine
+from kvatlas.connectors.transfer.cuda_driver import CudaDriver, TorchDevice
+from kvatlas.connectors.transfer.host import PinnedHostPool
 
 
 class CudaMemory:

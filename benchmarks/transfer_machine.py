@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from connectors.layout import CacheView
-from connectors.transfer.base import Direction, Indices, TransferEngine
-from connectors.transfer.host import HostTransferEngine, PinnedHostPool
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.transfer.base import Direction, Indices, TransferEngine
+from kvatlas.connectors.transfer.host import HostTransferEngine, PinnedHostPool
 
 Bytes = npt.NDArray[np.uint8]
 QUEUED_STORES_MAX = 1 << 16

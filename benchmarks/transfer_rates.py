@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.transfer_machine import Machine, Memory
-from connectors.layout import CacheView, GroupPages, Region
-from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
-from connectors.transfer.host import PinnedHostPool
+from kvatlas.connectors.layout import CacheView, GroupPages, Region
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
+from kvatlas.connectors.transfer.host import PinnedHostPool
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 60.0

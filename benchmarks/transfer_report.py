@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.transfer_beside import Slowdown, StepTimes
 from benchmarks.transfer_checks import Check
 from benchmarks.transfer_rates import KIB, Cell
-from connectors.transfer.base import Direction
+from kvatlas.connectors.transfer.base import Direction
 
 GOAL_PIECES = 256
 """Goals are for jobs of at least so many pieces; smaller ones are bounded by the time to start a copy."""

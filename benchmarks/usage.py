@@ -15,11 +15,11 @@ import time
 from array import array
 from pathlib import Path
 
-from publisher.block_hash import NO_EXTRAS
-from router.observe import usage
-from router.observe.requests import RequestTracker
-from router.observe.usage import PlacementFacts, UsageLog, UsageSettings, usage_line
-from router.openai.request import Usage
+from kvatlas.publisher.block_hash import NO_EXTRAS
+from kvatlas.router.observe import usage
+from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.observe.usage import PlacementFacts, UsageLog, UsageSettings, usage_line
+from kvatlas.router.openai.request import Usage
 
 TOKENS = array("q", range(2000))
 ROUNDS = 7

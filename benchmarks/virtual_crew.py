@@ -15,19 +15,19 @@ from functools import partial
 
 import msgspec
 
-from publisher.events import BlockHash
-from publisher.simulator.request import SimRequest
-from publisher.simulator.scheduler import Step
-from publisher.simulator.settings import EngineSettings
-from publisher.simulator.stepper import eventless
-from router.placement.candidate import Candidate, Hit, PolicySettings, placement_request
-from router.placement.cost import choose
-from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes, kept_rule
-from router.placement.load import LoadAccount, Ticket
-from router.placement.others import NO_OTHERS, OthersLoad
-from router.placement.rates import FleetRates
-from router.replication.gossip import GossipedInflight, LoadGossip
-from router.simulate.setup import simulated_layout
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.scheduler import Step
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.publisher.simulator.stepper import eventless
+from kvatlas.router.placement.candidate import Candidate, Hit, PolicySettings, placement_request
+from kvatlas.router.placement.cost import choose
+from kvatlas.router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes, kept_rule
+from kvatlas.router.placement.load import LoadAccount, Ticket
+from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
+from kvatlas.router.placement.rates import FleetRates
+from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.simulation.setup import simulated_layout
 
 ENGINES = 4
 FLUSH_S, HEARD_S, REPEAT_S, LOAD_S, GAUGES_S = 0.002, 0.0005, 0.05, 0.005, 2.0

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from connectors.layout import CacheView, GroupPages, Region
-from connectors.transfer.base import Direction, GroupMoves, Indices, TransferJob
-from connectors.transfer.calibrate import Calibration
-from connectors.transfer.cuda import CudaTransferEngine
+from kvatlas.connectors.layout import CacheView, GroupPages, Region
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, Indices, TransferJob
+from kvatlas.connectors.transfer.calibrate import Calibration
+from kvatlas.connectors.transfer.cuda import CudaTransferEngine
 
 KIB = 1 << 10
 LINK_BYTES_PER_S = 55e9

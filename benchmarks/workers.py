@@ -30,22 +30,22 @@ import aiohttp
 import msgspec
 import uvloop
 
-from publisher.events import BlockHash
-from router.app import Router
-from router.config.schema import Config
-from router.demo import run as demo
-from router.demo.load import ChatLoad, ChatOutcome
-from router.fleet.engines import EngineAddress
-from router.observe.history import UNIT_TOKENS
-from router.placement.inflight import InflightPrefixes
-from router.placement.others import OthersLoad
-from router.replication.settings import IndexSettings
-from router.serve import configure_logging
-from router.server_lifecycle import make_server
-from router.simulate.requests import Request
-from router.simulate.workload import WorkloadSource
-from router.workers.context import WorkerContext
-from router.workers.gossip import SiblingGossip
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.placement.inflight import InflightPrefixes
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.serve import configure_logging
+from kvatlas.router.server_lifecycle import make_server
+from kvatlas.router.simulation.demo import run as demo
+from kvatlas.router.simulation.demo.load import ChatLoad, ChatOutcome
+from kvatlas.router.simulation.requests import Request
+from kvatlas.router.simulation.workload import WorkloadSource
+from kvatlas.router.workers.context import WorkerContext
+from kvatlas.router.workers.gossip import SiblingGossip
 
 E = "http://engine:8000"
 TRACE_SPEED = 8.0

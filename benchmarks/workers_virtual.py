@@ -23,11 +23,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.virtual_crew import ENGINES, TOKENS, VirtualFleet
-from publisher.simulator.request import SimRequest
-from router.demo import run as demo
-from router.observe.history import UNIT_TOKENS
-from router.simulate.requests import Request
-from router.simulate.workload import WorkloadSource
+from kvatlas.publisher.simulator.request import SimRequest
+from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.simulation.demo import run as demo
+from kvatlas.router.simulation.requests import Request
+from kvatlas.router.simulation.workload import WorkloadSource
 
 TRACE_ENGINE = msgspec.structs.replace(demo.ENGINE, num_blocks=6000)
 TRACE_SPEED, TRACE_SHARE, UNIT_SHARE = 8.0, 20, 15
@@ -54,7 +54,7 @@ def _text(unit: int) -> list[int]:
 
 
 class Chats:
-    """Users as those of ``router.demo.load``, in tokens: each turn to the next worker."""
+    """Users as those of ``kvatlas.router.simulation.demo.load``, in tokens: each turn to the next worker."""
 
     def __init__(self, fleet: VirtualFleet, seed: int, seconds: float) -> None:
         self._fleet, self._seconds = fleet, seconds

@@ -1,7 +1,7 @@
 """vLLM KV connectors that keep evicted blocks of hybrid models outside the GPU, group by group.
 
 Importing this package imports nothing else: vLLM imports connector modules in processes that never touch a
-device, and ``connectors.transfer`` must run where there is torch, triton and numpy but no vLLM.
+device, and ``kvatlas.connectors.transfer`` must run where there is torch, triton and numpy but no vLLM.
 
 ``register`` is called by vLLM (entry point ``vllm.general_plugins``). vLLM rebuilds a connector's statistics
 by its registered name, also for one loaded by module path, so the names are registered wherever the package
@@ -12,9 +12,9 @@ check the version themselves when they are used.
 from __future__ import annotations
 
 CONNECTORS = {
-    "HybridOffloadConnector": "connectors.offload",
-    "SharedStoreConnector": "connectors.shared_store",
-    "HybridMultiConnector": "connectors.multi",
+    "HybridOffloadConnector": "kvatlas.connectors.offload",
+    "SharedStoreConnector": "kvatlas.connectors.shared_store",
+    "HybridMultiConnector": "kvatlas.connectors.multi",
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from connectors.tier.base import block_key
+from kvatlas.connectors.tier.base import block_key
 
 # Blocks of each KV cache group that a hit at a boundary needs, without engine types, for the eviction
 # policies.

@@ -1,8 +1,9 @@
 """``HybridMultiConnector``: several connectors in one. Blocks are saved to all and loaded from the best.
 
-``--kv-transfer-config '{"kv_connector": "HybridMultiConnector", "kv_connector_module_path":
-"connectors.multi", "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config":
-{"connectors": [{"kv_connector": "HybridOffloadConnector", "kv_connector_module_path": "connectors.offload",
+``--kv-transfer-config '{"kv_connector": "HybridMultiConnector",
+"kv_connector_module_path": "kvatlas.connectors.multi", "kv_role": "kv_both",
+"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"connectors":
+[{"kv_connector": "HybridOffloadConnector", "kv_connector_module_path": "kvatlas.connectors.offload",
 "kv_connector_extra_config": {"host_bytes": "8GiB"}}, ...]}}'``
 
 It is vLLM's ``MultiConnector`` with these differences: the child that offers the most tokens loads (the first
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from connectors.compat import (
+from kvatlas.connectors.compat import (
     KVConnectorFactory,
     KVConnectorPromMetrics,
     KVConnectorRole,
@@ -27,8 +28,8 @@ from connectors.compat import (
     MultiKVConnectorPromMetrics,
     require_tested_vllm,
 )
-from connectors.offload import EXTRA_CONFIG, TieredConnector
-from connectors.settings import ConfigError
+from kvatlas.connectors.offload import EXTRA_CONFIG, TieredConnector
+from kvatlas.connectors.settings import ConfigError
 
 WHERE = f"{EXTRA_CONFIG}.connectors"
 # Label of the children's metrics: the class of the connector.

@@ -1,8 +1,8 @@
 """Base class of the vLLM connectors, and ``HybridOffloadConnector``: blocks of every group in host memory.
 
 ``--kv-transfer-config '{"kv_connector": "HybridOffloadConnector", "kv_connector_module_path":
-"connectors.offload", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-"kv_connector_extra_config": {"host_bytes": "8GiB"}}'``; the settings are in ``connectors.settings``.
+"kvatlas.connectors.offload", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+"kv_connector_extra_config": {"host_bytes": "8GiB"}}'``; the settings are in ``kvatlas.connectors.settings``.
 
 vLLM makes one object per role, in different processes: the scheduler's holds an ``OffloadScheduler``, each
 rank's an ``OffloadWorker``. They communicate only through step metadata. A subclass of ``TieredConnector``
@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from connectors.compat import (
+from kvatlas.connectors.compat import (
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -32,16 +32,16 @@ from connectors.compat import (
     share_vllm_log,
     wait_for_ranks,
 )
-from connectors.hits import HitResolver
-from connectors.layout import row_bytes_from_config
-from connectors.reports import EventPlace, KvEventLog, OffloadPromMetrics, OffloadStats
-from connectors.scheduler.scheduler import OffloadScheduler
-from connectors.settings import ConfigError, OffloadSettings, Options, layout_setting
-from connectors.tier.eviction import make_policy
-from connectors.tier.host import HostTier
-from connectors.transfer.base import StepJobs, StepResults
-from connectors.transfer.host import available_bytes
-from connectors.worker.worker import EngineFactory, OffloadWorker, Replicas, make_engine, slots_of
+from kvatlas.connectors.hits import HitResolver
+from kvatlas.connectors.layout import row_bytes_from_config
+from kvatlas.connectors.reports import EventPlace, KvEventLog, OffloadPromMetrics, OffloadStats
+from kvatlas.connectors.scheduler.scheduler import OffloadScheduler
+from kvatlas.connectors.settings import ConfigError, OffloadSettings, Options, layout_setting
+from kvatlas.connectors.tier.eviction import make_policy
+from kvatlas.connectors.tier.host import HostTier
+from kvatlas.connectors.transfer.base import StepJobs, StepResults
+from kvatlas.connectors.transfer.host import available_bytes
+from kvatlas.connectors.worker.worker import EngineFactory, OffloadWorker, Replicas, make_engine, slots_of
 
 log = logging.getLogger(__name__)
 
@@ -159,11 +159,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def totals(self) -> dict[str, int]:
-        """Further counters of this half since its start, by the names of ``connectors.reports``."""
+        """Further counters of this half since its start, by the names of ``kvatlas.connectors.reports``."""
         return {}
 
     def gauges(self) -> dict[str, float]:
-        """Current values by the names of ``connectors.reports``; empty in a worker."""
+        """Current values by the names of ``kvatlas.connectors.reports``; empty in a worker."""
         return {} if self._scheduler is None else self._scheduler.gauges()
 
     def get_kv_connector_stats(self) -> OffloadStats | None:

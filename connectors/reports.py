@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.compat import (
+from kvatlas.connectors.compat import (
     BlockRemoved,
     BlockStored,
     KVConnectorPromMetrics,
@@ -25,8 +25,8 @@ from connectors.compat import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
-from connectors.scheduler.plans import PlannedBlock
-from connectors.tier.base import TierChanges, split_key
+from kvatlas.connectors.scheduler.plans import PlannedBlock
+from kvatlas.connectors.tier.base import TierChanges, split_key
 
 PREFIX = "kvatlas_offload_"
 

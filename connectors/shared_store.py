@@ -1,11 +1,10 @@
 """``SharedStoreConnector``: store blocks of every KV cache group in a store that several engines share.
 
 ``--kv-transfer-config '{"kv_connector": "SharedStoreConnector", "kv_connector_module_path":
-"connectors.shared_store", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+"kvatlas.connectors.shared_store", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
 "kv_connector_extra_config": {"host_bytes": "1GiB", "store": {"kind": "file", "path": "/dev/shm/blocks"}}}'``;
-the settings are in ``connectors.store.open``, a store's own in its module. Engines with equal namespaces
-share blocks (``connectors.store.base``); each logs its namespace at start.
-"""
+the settings are in ``kvatlas.connectors.store.open``, a store's own in its module. Engines with equal
+namespaces share blocks (``kvatlas.connectors.store.base``); each logs its namespace at start."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
-from connectors.hits import HitResolver
-from connectors.layout import CacheView, LayoutError, row_bytes_from_config
-from connectors.offload import EXTRA_CONFIG, TieredConnector
-from connectors.reports import EventPlace, KvEventLog
-from connectors.scheduler.scheduler import OffloadScheduler
-from connectors.settings import ConfigError
-from connectors.store.base import close_within, namespace_of
-from connectors.store.open import SharedSettings, open_store
-from connectors.tier.store import StoreTier
-from connectors.transfer.base import TransferEngine
-from connectors.worker.staged import StagedTransfers, staging_row_bytes
-from connectors.worker.worker import OffloadWorker, Replicas, ShareOfStores, open_rows
+from kvatlas.connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
+from kvatlas.connectors.hits import HitResolver
+from kvatlas.connectors.layout import CacheView, LayoutError, row_bytes_from_config
+from kvatlas.connectors.offload import EXTRA_CONFIG, TieredConnector
+from kvatlas.connectors.reports import EventPlace, KvEventLog
+from kvatlas.connectors.scheduler.scheduler import OffloadScheduler
+from kvatlas.connectors.settings import ConfigError
+from kvatlas.connectors.store.base import close_within, namespace_of
+from kvatlas.connectors.store.open import SharedSettings, open_store
+from kvatlas.connectors.tier.store import StoreTier
+from kvatlas.connectors.transfer.base import TransferEngine
+from kvatlas.connectors.worker.staged import StagedTransfers, staging_row_bytes
+from kvatlas.connectors.worker.worker import OffloadWorker, Replicas, ShareOfStores, open_rows
 
 # A child of vLLM's logger: only those reach the engine's log.
 log = logging.getLogger(f"vllm.{__name__}")

@@ -24,7 +24,7 @@ import cbor2
 import msgspec
 import xxhash
 
-from publisher.events import BlockHash
+from kvatlas.publisher.events import BlockHash
 
 if TYPE_CHECKING:
     import numpy as np

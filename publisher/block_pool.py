@@ -11,7 +11,7 @@ token, ``PoolRequest.append`` per generated token -> ``finish``. ``preempt`` ret
 step too, because the engine does both only after one.
 
 With a connector behind the pool, ``start`` may begin a load, which ``loaded`` ends. ``due`` lists the blocks
-to copy out (``publisher.pool.host_tier`` stores them); ``pin`` protects them during the copy.
+to copy out (``kvatlas.publisher.pool.host_tier`` stores them); ``pin`` protects them during the copy.
 
 Invariant: between calls every block is free or counted by its users; a free block stays findable until it is
 allocated again.
@@ -24,12 +24,19 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Protocol
 
-from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras
-from publisher.events import AllBlocksCleared, Event, Family, GroupSpec
-from publisher.pool.hits import Hit, HitFinder
-from publisher.pool.layout import pool_layout
-from publisher.pool.store import BlockStore, EventWriter, IntegrityError, PoolRequest, WireHash, first_copy
-from publisher.pool.tables import (
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras
+from kvatlas.publisher.events import AllBlocksCleared, Event, Family, GroupSpec
+from kvatlas.publisher.pool.hits import Hit, HitFinder
+from kvatlas.publisher.pool.layout import pool_layout
+from kvatlas.publisher.pool.store import (
+    BlockStore,
+    EventWriter,
+    IntegrityError,
+    PoolRequest,
+    WireHash,
+    first_copy,
+)
+from kvatlas.publisher.pool.tables import (
     AlignedMambaTable,
     ChunkedTable,
     DueBlock,

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from publisher.events import (
+from kvatlas.publisher.events import (
     EVENTS_MAX,
     NESTED_BYTES_MAX,
     TYPE_CHARS_MAX,

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from publisher.events import (
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,

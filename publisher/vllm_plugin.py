@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from publisher.snapshot import SnapshotLedger
-from publisher.zmq_publisher import ZmqPublisher, rank_endpoint
+from kvatlas.publisher.snapshot import SnapshotLedger
+from kvatlas.publisher.zmq_publisher import ZmqPublisher, rank_endpoint
 
 ENABLE = "KVATLAS_PUBLISHER"
 _STOP_S = 1.0

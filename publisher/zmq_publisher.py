@@ -25,9 +25,9 @@ from collections.abc import Callable, Generator
 import msgspec
 import zmq
 
-from publisher.event_decoder import decode_batch
-from publisher.events import Event, encode_batch, encode_sglang_batch
-from publisher.snapshot import REQUEST, UNAVAILABLE, SnapshotLedger
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import Event, encode_batch, encode_sglang_batch
+from kvatlas.publisher.snapshot import REQUEST, UNAVAILABLE, SnapshotLedger
 
 # Seq frame of the message that ends a replay answer: -1 as a signed 64-bit number (vLLM's ``END_SEQ``).
 END_SEQ = b"\xff" * 8

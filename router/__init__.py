@@ -1,3 +1,1 @@
 """Fleet side: which engine holds what, which one should answer, and how the request gets there."""
-
-__version__ = "0.1.0"

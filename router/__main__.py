@@ -18,7 +18,6 @@ from collections.abc import Sequence
 TRACEBACK_VARIABLE = "KVATLAS_TRACEBACK"
 # Extra that provides a module; all others come with ``router``.
 _EXTRA_OF = {"torch": "connectors", "mooncake": "connectors-mooncake"}
-_OWN = frozenset({"router", "publisher", "connectors"})
 # New objects between two garbage collections. Imports create no garbage; collecting takes a tenth of their
 # time.
 _COLLECT_EVERY = 50_000
@@ -37,7 +36,7 @@ def run(words: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
-        from router.cli import call  # noqa: PLC0415  # a bare wheel cannot import it
+        from kvatlas.router.cli import call  # noqa: PLC0415  # a bare wheel cannot import it
 
         status = call(words)
         if sys.stdout is not None:
@@ -66,7 +65,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError) and pipe_closed:
         # The reader has closed the pipe: head, or a pager that was quit.
         return 1
-    if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) not in _OWN:
+    if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) != "kvatlas":
         extra = _EXTRA_OF.get(name, "router")
         _print_error(
             f"this command needs the Python module {name!r}: install kvatlas with its extra {extra!r}, "

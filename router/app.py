@@ -20,48 +20,49 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from router.admission.gate import Isolation, KeyGate, ids_secret, sidecar_secret
-from router.admission.key_file import KeyFile, KeyStats
-from router.api.admin_app import AdminApi, FleetActions
-from router.api.app import Application, Front, OpsPort, create_control, ops_authenticator
-from router.api.findings import current_findings
-from router.api.metrics_page import Sources
-from router.api.views import Readiness, ReadinessCheck, sample_history
-from router.config.checks import without_effect
-from router.config.schema import Config
-from router.engine_lifecycle import EngineLifecycle
-from router.epp.server import PickerServer
-from router.fleet.engines import DesiredState
-from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
-from router.fleet.sources import FleetSources
-from router.fleet.status import Fleet, Frontend
-from router.http.server import lifespan
-from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import Certificates
-from router.observe.history import HistoryLog
-from router.observe.receipts import WORTH_HALF_LIFE_S
-from router.observe.requests import RequestTracker
-from router.observe.traces import Traces
-from router.observe.usage import UsageLog
-from router.openai.members import run_cooperatively
-from router.openai.response_ids import ResponseIds
-from router.pd.settings import PdStats
-from router.placement.decide import Planner
-from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
-from router.placement.inflight import InflightPrompt
-from router.placement.others import OthersLoad
-from router.prompts.reader import PromptReader
-from router.prompts.tokenizer_finder import TokenizerFinder
-from router.proxy.app import ProxyApp
-from router.proxy.settings import Aliases
-from router.replication.gossip import GossipedInflight
-from router.workers.context import WorkerContext
-from router.workers.gossip import SiblingGossip
-from router.workers.merged_view import AggregateView, worker_families
-from router.workers.supervisor import WorkerGroup
+from kvatlas.router.admission.gate import Isolation, KeyGate, ids_secret, sidecar_secret
+from kvatlas.router.admission.key_file import KeyFile, KeyStats
+from kvatlas.router.api.admin_app import AdminApi, FleetActions
+from kvatlas.router.api.app import Application, Front, OpsPort, create_control, ops_authenticator
+from kvatlas.router.api.findings import current_findings
+from kvatlas.router.api.metrics_page import Sources
+from kvatlas.router.api.views import Readiness, ReadinessCheck, sample_history
+from kvatlas.router.config.checks import without_effect
+from kvatlas.router.config.schema import Config
+from kvatlas.router.engine_lifecycle import EngineLifecycle
+from kvatlas.router.fleet.engines import DesiredState
+from kvatlas.router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
+from kvatlas.router.fleet.sources import FleetSources
+from kvatlas.router.fleet.status import Fleet, Frontend
+from kvatlas.router.http.server import lifespan
+from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.http.sockets import Certificates
+from kvatlas.router.observe.history import HistoryLog
+from kvatlas.router.observe.receipts import WORTH_HALF_LIFE_S
+from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.observe.traces import Traces
+from kvatlas.router.observe.usage import UsageLog
+from kvatlas.router.openai.members import run_cooperatively
+from kvatlas.router.openai.response_ids import ResponseIds
+from kvatlas.router.pd.settings import PdStats
+from kvatlas.router.placement.decide import Planner
+from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
+from kvatlas.router.placement.inflight import InflightPrompt
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.prompts.reader import PromptReader
+from kvatlas.router.prompts.tokenizer_finder import TokenizerFinder
+from kvatlas.router.proxy.app import ProxyApp
+from kvatlas.router.proxy.settings import Aliases
+from kvatlas.router.replication.gossip import GossipedInflight
+from kvatlas.router.services.epp.server import PickerServer
+from kvatlas.router.services.sources import configured_sources
+from kvatlas.router.workers.context import WorkerContext
+from kvatlas.router.workers.gossip import SiblingGossip
+from kvatlas.router.workers.merged_view import AggregateView, worker_families
+from kvatlas.router.workers.supervisor import WorkerGroup
 
 if TYPE_CHECKING:
-    from router.replication.service import SharedIndex
+    from kvatlas.router.replication.service import SharedIndex
 
 
 class PeerSharing:
@@ -146,7 +147,7 @@ def _shared_index(
 ) -> SharedIndex | None:
     if not config.index.is_shared:
         return None
-    from router.replication.service import SharedIndex  # redis-py comes with it
+    from kvatlas.router.replication.service import SharedIndex  # redis-py comes with it
 
     return SharedIndex(config.index, own_load, clock=clock)
 
@@ -189,7 +190,10 @@ class Router:
         self.desired = DesiredState(engines_max=_engines_max(config))
         self._began_s = clock()
         self.fleet_sources = FleetSources(
-            config.engines, config.fleet, self.desired, changed=self._assign, costs=self.deletion_costs
+            config.engines,
+            configured_sources(config.fleet, self.deletion_costs),
+            self.desired,
+            changed=self._assign,
         )
         self.worker_group: WorkerGroup | None = None
         if worker is not None and self.peers.gossip is not None:
@@ -301,7 +305,7 @@ class Router:
     @cached_property
     def _ops_app(self) -> Application:
         # With FastAPI it takes 15 MB and 0.4 s of CPU: only the worker that serves it loads it.
-        from router.api.ops_app import create_ops
+        from kvatlas.router.api.ops_app import create_ops
 
         return create_ops(
             self.planner,

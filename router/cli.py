@@ -15,9 +15,9 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from router import __version__
-from router.config.errors import ConfigError
-from router.config.load import (
+from kvatlas import __version__
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import (
     CheckFlag,
     ConfigFlag,
     EngineFlags,
@@ -36,13 +36,13 @@ from router.config.load import (
     parse_engine,
     start,
 )
-from router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
-from router.pd.settings import SidecarSettings
-from router.placement.candidate import PolicySettings
-from router.placement.policies import POLICIES
-from router.simulate.cli import advise, simulate
-from router.tools import cli as tools
-from router.tools.cli import certify, doctor, index_app, top
+from kvatlas.router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
+from kvatlas.router.pd.settings import SidecarSettings
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.placement.policies import POLICIES
+from kvatlas.router.simulation.cli import advise, simulate
+from kvatlas.router.tools import cli as tools
+from kvatlas.router.tools.cli import certify, doctor, index_app, top
 
 # Arguments of ``kvatlas serve`` and ``epp``. Light to import: the implementation is loaded when it runs.
 
@@ -96,7 +96,7 @@ def serve(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the router in front of vLLM engines."""
-    from router.serve import serve as run
+    from kvatlas.router.serve import serve as run
 
     flags = {
         "server.host": host,
@@ -162,7 +162,7 @@ def epp(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine should get each request."""
-    from router.serve import pick
+    from kvatlas.router.serve import pick
 
     flags = {
         "epp.listen": _at("--listen", listen, "--grpc-port", grpc_port),
@@ -203,7 +203,7 @@ def _start(
     check_config: bool,
 ) -> int:
     """Implement ``start``."""
-    from router.server_lifecycle import check
+    from kvatlas.router.server_lifecycle import check
 
     return start(read, check, run, print_config=print_config, check_config=check_config)
 
@@ -236,7 +236,7 @@ def demo(
     index_file: IndexFileFlag = None,
 ) -> int:
     """Run simulated engines, the router and a chat load on this machine, with a live table."""
-    from router.demo.run import run_demo
+    from kvatlas.router.simulation.demo.run import run_demo
 
     return run_demo(
         seconds=seconds,
@@ -277,7 +277,7 @@ def sidecar(
     check_config: CheckFlag = False,
 ) -> int:
     """Run beside a decode engine behind a gateway: ask the prefill engine that kvatlas epp chose."""
-    from router.sidecar import check, tend
+    from kvatlas.router.sidecar import check, tend
 
     flags = {
         "sidecar.engine": engine,

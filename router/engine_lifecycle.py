@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from publisher.events import BlockHash
-from router.config.schema import Config, ModelConfig
-from router.feeds.base import FeedStats
-from router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
-from router.feeds.sockets import LoadReading, LoadSockets
-from router.fleet.engines import EngineAddress, EngineKind
-from router.fleet.statement import EVENTS_OPTION, EngineStatement, load_source
-from router.fleet.status import Fleet
-from router.index.learn.facts import SetupEvidence
-from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.model import ModelIndexes
-from router.placement.engine import Accounts, Engine
-from router.placement.shadow import PoolEvidence, estimated_spec
-from router.prompts.model_config import ModelConfigFile
-from router.prompts.reader import AdapterPaths
-from router.prompts.settings import ModelPrompts
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.feeds.base import FeedStats
+from kvatlas.router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
+from kvatlas.router.feeds.sockets import LoadReading, LoadSockets
+from kvatlas.router.fleet.engines import EngineAddress, EngineKind
+from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement, load_source
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.shadow import PoolEvidence, estimated_spec
+from kvatlas.router.prompts.model_config import ModelConfigFile
+from kvatlas.router.prompts.reader import AdapterPaths
+from kvatlas.router.prompts.settings import ModelPrompts
 
 # It imports redis-py, which a router without a shared index does not need.
 if TYPE_CHECKING:
-    from router.replication.service import SharedIndex
+    from kvatlas.router.replication.service import SharedIndex
 
 _log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""Health check of a container's process: ``python -m router.health_check``, for Docker's HEALTHCHECK.
+"""Health check of a container's process: ``python -m kvatlas.router.health_check``, for Docker's HEALTHCHECK.
 
 ``serve``, ``epp`` and ``sidecar`` serve ``/health`` on the ops port; the first and the last also on the
 public one, over TLS if configured. The ports are read from the arguments of process 1, its environment and

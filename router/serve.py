@@ -19,14 +19,14 @@ import msgspec
 import structlog
 import uvloop
 
-from router import __version__
-from router.api.metrics_page import prepare
-from router.app import Router
-from router.config.errors import ConfigError
-from router.config.schema import WORKERS_MAX, Config
-from router.http.server import address_url
-from router.observe.history import read_key
-from router.server_lifecycle import (
+from kvatlas import __version__
+from kvatlas.router.api.metrics_page import prepare
+from kvatlas.router.app import Router
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.schema import WORKERS_MAX, Config
+from kvatlas.router.http.server import address_url
+from kvatlas.router.observe.history import read_key
+from kvatlas.router.server_lifecycle import (
     Decided,
     ShutdownGuard,
     check,
@@ -41,8 +41,8 @@ from router.server_lifecycle import (
     reloads_of,
     run_server,
 )
-from router.workers.context import LEAD, WorkerContext, WorkerSockets, cores
-from router.workers.supervisor import Supervisor
+from kvatlas.router.workers.context import LEAD, WorkerContext, WorkerSockets, cores
+from kvatlas.router.workers.supervisor import Supervisor
 
 # Destination and format of log lines.
 

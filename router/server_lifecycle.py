@@ -25,22 +25,22 @@ from typing import Any
 import msgspec
 import structlog
 
-from router.admission.key_file import KeyFile, KeyFileError
-from router.api.admin_auth import AdminFileError
-from router.api.metrics_page import ReloadStats
-from router.app import Router
-from router.config.errors import ConfigError
-from router.config.load import Change, changes
-from router.config.schema import Config
-from router.http.server import ListenError, ProxyServer, listen_config, server_url
-from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import Certificates, TlsError, raise_descriptor_limit, server_context
-from router.observe.traces import TracesNotInstalledError
-from router.placement.policies import policy
-from router.prompts.reader import ModelDirError
-from router.proxy.settings import Aliases
-from router.replication.settings import SettingsError, redacted
-from router.workers.context import WorkerContext
+from kvatlas.router.admission.key_file import KeyFile, KeyFileError
+from kvatlas.router.api.admin_auth import AdminFileError
+from kvatlas.router.api.metrics_page import ReloadStats
+from kvatlas.router.app import Router
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import Change, changes
+from kvatlas.router.config.schema import Config
+from kvatlas.router.http.server import ListenError, ProxyServer, listen_config, server_url
+from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.http.sockets import Certificates, TlsError, raise_descriptor_limit, server_context
+from kvatlas.router.observe.traces import TracesNotInstalledError
+from kvatlas.router.placement.policies import policy
+from kvatlas.router.prompts.reader import ModelDirError
+from kvatlas.router.proxy.settings import Aliases
+from kvatlas.router.replication.settings import SettingsError, redacted
+from kvatlas.router.workers.context import WorkerContext
 
 # Last time limit of a shutdown: after it the process is ended, and what did not end is logged.
 #
@@ -267,8 +267,8 @@ def check_shared_index(config: Config) -> None:
     """
     if not config.index.is_shared:
         return
-    from router.replication.registry import IndexRefused  # noqa: PLC0415  # redis-py comes with it
-    from router.replication.service import check_index  # noqa: PLC0415
+    from kvatlas.router.replication.registry import IndexRefused  # noqa: PLC0415  # redis-py comes with it
+    from kvatlas.router.replication.service import check_index  # noqa: PLC0415
 
     try:
         problem = asyncio.run(check_index(config.index))

@@ -23,31 +23,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router import __version__
-from router.admission.gate import sidecar_secret
-from router.admission.key_file import KeyFileError
-from router.api.admin_auth import AdminFileError
-from router.api.app import OpsPort, ops_authenticator
-from router.api.asgi import json_answer
-from router.api.metrics_page import ReloadStats, build_info, of_requests, page_steps
-from router.api.metrics_tables import of_each, of_stats
-from router.config.errors import ConfigError
-from router.config.schema import Config
-from router.fleet.engines import DesiredState, endpoint_of
-from router.fleet.poller import EngineCalls, hold_engine_tls
-from router.fleet.sources import FleetSources
-from router.http.server import lifespan
-from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import Certificates, TlsError, split_address
-from router.observe.requests import RequestTracker
-from router.observe.traces import Traces, TracesNotInstalledError
-from router.observe.usage import UsageLog
-from router.openai.errors import no_ready_engine
-from router.openai.members import TooManyStepsError, run_cooperatively
-from router.openai.request import PROMPT_APIS, InboundRequest, Usage
-from router.pd.bodies import SplitBody, split_body
-from router.pd.handoff import DisaggState
-from router.pd.settings import (
+from kvatlas import __version__
+from kvatlas.router.admission.gate import sidecar_secret
+from kvatlas.router.admission.key_file import KeyFileError
+from kvatlas.router.api.admin_auth import AdminFileError
+from kvatlas.router.api.app import OpsPort, ops_authenticator
+from kvatlas.router.api.asgi import json_answer
+from kvatlas.router.api.metrics_page import ReloadStats, build_info, of_requests, page_steps
+from kvatlas.router.api.metrics_tables import of_each, of_stats
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.schema import Config
+from kvatlas.router.fleet.engines import DesiredState, endpoint_of
+from kvatlas.router.fleet.poller import EngineCalls, hold_engine_tls
+from kvatlas.router.fleet.sources import FleetSources
+from kvatlas.router.http.server import lifespan
+from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.http.sockets import Certificates, TlsError, split_address
+from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.observe.traces import Traces, TracesNotInstalledError
+from kvatlas.router.observe.usage import UsageLog
+from kvatlas.router.openai.errors import no_ready_engine
+from kvatlas.router.openai.members import TooManyStepsError, run_cooperatively
+from kvatlas.router.openai.request import PROMPT_APIS, InboundRequest, Usage
+from kvatlas.router.pd.bodies import SplitBody, split_body
+from kvatlas.router.pd.handoff import DisaggState
+from kvatlas.router.pd.settings import (
     KV_SOURCE,
     PREFILLERS,
     PdStats,
@@ -57,14 +57,14 @@ from router.pd.settings import (
     read_endpoints,
     read_hints,
 )
-from router.pd.transfer import KvSource
-from router.proxy.app import ProxyApp
-from router.proxy.attempt import Attempt, Fields
-from router.proxy.breaker import Breaker
-from router.proxy.headers import OBSERVED
-from router.proxy.settings import ProxySettings
-from router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
-from router.server_lifecycle import (
+from kvatlas.router.pd.transfer import KvSource
+from kvatlas.router.proxy.app import ProxyApp
+from kvatlas.router.proxy.attempt import Attempt, Fields
+from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.headers import OBSERVED
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
+from kvatlas.router.server_lifecycle import (
     Decided,
     Reloads,
     RouterServer,
@@ -76,6 +76,7 @@ from router.server_lifecycle import (
     server_of,
     try_usage_record,
 )
+from kvatlas.router.services.sources import configured_sources
 
 # Allowed prefill engines: any other address is refused.
 #
@@ -144,8 +145,8 @@ class Allowed:
 # Placement of a request at the sidecar: always on the engine beside it, after a prefill on the engine that
 # the request names, if it is allowed.
 #
-# Both requests use the code of ``router.proxy.disaggregated``, with the same invariants. The picker learns
-# the outcome of the prefill from the response head (``router.pd.settings``).
+# Both requests use the code of ``kvatlas.router.proxy.disaggregated``, with the same invariants. The picker
+# learns the outcome of the prefill from the response head (``kvatlas.router.pd.settings``).
 
 
 _PREFILLERS_MAX = 1024
@@ -358,7 +359,7 @@ class Sidecar:
         self.draining: Callable[[], bool] = lambda: False
         self._engine = own.engine.rstrip("/")
         self._roster = DesiredState(engines_max=config.fleet.engines_max)
-        self._sources = FleetSources((), config.fleet, self._roster, changed=self._list)
+        self._sources = FleetSources((), configured_sources(config.fleet), self._roster, changed=self._list)
         self.certificates = Certificates()
         tls = hold_engine_tls(self.certificates, config.fleet.tls)
         self._calls = EngineCalls(

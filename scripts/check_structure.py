@@ -34,9 +34,13 @@ LONE_TASKS = frozenset(
         # ended by `close`
         "router/replication/redis_client.py",
         # awaited where it is started, also when that is cancelled
-        "router/fleet/dns_source.py",
+        "router/services/dns_source.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it
-        *("router/demo/run.py", "router/tools/doctor/examine.py", "router/tools/doctor/listener.py"),
+        *(
+            "router/simulation/demo/run.py",
+            "router/tools/doctor/examine.py",
+            "router/tools/doctor/listener.py",
+        ),
         *("router/tools/index.py", "router/tools/record.py"),
         *("router/tools/replay.py", "router/tools/top.py"),
         *("publisher/simulator/http_agents.py", "publisher/simulator/server.py"),
@@ -59,13 +63,17 @@ REAL_MODULES = frozenset(
     {
         # processes, and what they inherit and hand over
         *("router/workers/supervisor.py", "router/workers/context.py", "router/prompts/trial.py"),
-        *("router/demo/run.py", "router/demo/load.py", "router/demo/gateway.py"),
+        *(
+            "router/simulation/demo/run.py",
+            "router/simulation/demo/load.py",
+            "router/simulation/demo/gateway.py",
+        ),
         # ends the process when its loop hangs
         "router/server_lifecycle.py",
         # write files beside the loop for as long as they are open
         *("router/observe/usage.py", "router/tools/capture.py"),
         # a certificate by openssl
-        "router/epp/server.py",
+        "router/services/epp/server.py",
         # runs in an engine's process, which has no loop
         "publisher/vllm_plugin.py",
     }

@@ -22,32 +22,32 @@ from cyclopts import App, Argument
 from prometheus_client.metrics_core import Metric
 from struct_source import Field, code, fields, prose, shown, table
 
-from publisher.simulator.settings import PRESETS, EngineSettings
-from router.admission.admission_queue import QueueSettings
-from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile
-from router.api.admin_auth import AdminStats
-from router.api.metrics_page import ReloadStats, RouterCollector, Sources
-from router.app import Router
-from router.cli import app
-from router.config.load import ENV_PREFIX, LIVE, SECTIONS, plain_keys, variable
-from router.config.schema import Config, ModelConfig
-from router.epp.settings import EppStats
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import EngineAddress
-from router.http.settings import ListenStats
-from router.index.learn.hash_scheme import Detection
-from router.observe.receipts import Histogram, Outcome
-from router.observe.traces import TraceStats
-from router.observe.usage import UsageSettings
-from router.pd.settings import PdStats
-from router.placement import policies
-from router.placement.candidate import PullSettings
-from router.placement.pull import Pulls
-from router.placement.shadow import ShadowSettings
-from router.replication.settings import IndexSettings
-from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
-from router.workers.merged_view import group_families, worker_families
+from kvatlas.publisher.simulator.settings import PRESETS, EngineSettings
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.key_file import KeyFile
+from kvatlas.router.api.admin_auth import AdminStats
+from kvatlas.router.api.metrics_page import ReloadStats, RouterCollector, Sources
+from kvatlas.router.app import Router
+from kvatlas.router.cli import app
+from kvatlas.router.config.load import ENV_PREFIX, LIVE, SECTIONS, plain_keys, variable
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.settings import ListenStats
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.observe.receipts import Histogram, Outcome
+from kvatlas.router.observe.traces import TraceStats
+from kvatlas.router.observe.usage import UsageSettings
+from kvatlas.router.pd.settings import PdStats
+from kvatlas.router.placement import policies
+from kvatlas.router.placement.candidate import PullSettings
+from kvatlas.router.placement.pull import Pulls
+from kvatlas.router.placement.shadow import ShadowSettings
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.services.epp.settings import EppStats
+from kvatlas.router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
+from kvatlas.router.workers.merged_view import group_families, worker_families
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\

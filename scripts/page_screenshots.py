@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import openai
 
-from router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.engines import EngineAddress
 from tests.support.browser import Tab, browsing
 from tests.support.waiting import run_real, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

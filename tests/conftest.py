@@ -106,7 +106,7 @@ def kvatlas(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """``kvatlas(*words, **environ)`` in this process, for what ends by itself: its status and output."""
-    from router.__main__ import run  # noqa: PLC0415 - where vLLM runs the connectors' tests there is no router
+    from kvatlas.router.__main__ import run  # noqa: PLC0415 - where vLLM runs the connectors' tests there is no router
 
     def call(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         for name, value in {"NO_COLOR": "1", "COLUMNS": "200", **environ}.items():

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from connectors.scheduler.plans import EngineRequest, PlannedBlock
-from connectors.tier.base import Tier, TierChanges
-from connectors.transfer.base import Counts, Direction, StepResults, TransferResult
+from kvatlas.connectors.scheduler.plans import EngineRequest, PlannedBlock
+from kvatlas.connectors.tier.base import Tier, TierChanges
+from kvatlas.connectors.transfer.base import Counts, Direction, StepResults, TransferResult
 
 if TYPE_CHECKING:
-    from connectors.hits import HitResolver
+    from kvatlas.connectors.hits import HitResolver
 
 
 log = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ class SourcePins:
 
 
 class EventLog(Protocol):
-    """Makes KV events of blocks that became loadable; ``connectors.reports`` is vLLM's form."""
+    """Makes KV events of blocks that became loadable; ``kvatlas.connectors.reports`` is vLLM's form."""
 
     def submitted(self, request: EngineRequest, block: PlannedBlock) -> None:
         """Keep the content of the event of this block, whose store begins."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from connectors.transfer.base import Direction, GroupMoves, TransferJob
-from publisher.pool.host_tier import TTL_S_MAX, RetentionHint
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob
+from kvatlas.publisher.pool.host_tier import TTL_S_MAX, RetentionHint
 
 if TYPE_CHECKING:
-    from connectors.hits import HitResolver
+    from kvatlas.connectors.hits import HitResolver
 
 
 # Routers send digests.

@@ -15,8 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from connectors.scheduler.open_jobs import EventLog, Lookups, OpenJob, OpenJobs, PendingEvents, SourcePins
-from connectors.scheduler.plans import (
+from kvatlas.connectors.scheduler.open_jobs import (
+    EventLog,
+    Lookups,
+    OpenJob,
+    OpenJobs,
+    PendingEvents,
+    SourcePins,
+)
+from kvatlas.connectors.scheduler.plans import (
     EngineRequest,
     PlannedBlock,
     RequestState,
@@ -28,12 +35,12 @@ from connectors.scheduler.plans import (
     plan_store,
     retention_hint,
 )
-from connectors.settings import OffloadSettings
-from connectors.tier.base import Tier, TierChanges
-from connectors.transfer.base import Counts, Direction, Rates, StepJobs, StepResults
+from kvatlas.connectors.settings import OffloadSettings
+from kvatlas.connectors.tier.base import Tier, TierChanges
+from kvatlas.connectors.transfer.base import Counts, Direction, Rates, StepJobs, StepResults
 
 if TYPE_CHECKING:
-    from connectors.hits import HitResolver
+    from kvatlas.connectors.hits import HitResolver
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +212,7 @@ class OffloadScheduler:
         return gone and not self._jobs
 
     def gauges(self) -> dict[str, float]:
-        """Current values by the names of ``connectors.reports``."""
+        """Current values by the names of ``kvatlas.connectors.reports``."""
         rates = {f"bandwidth_bytes_per_second/{way}": r for way, r in self._rates.bytes_per_second().items()}
         waiting = {f"jobs_waiting/{way.value}": self._jobs.waiting(way) for way in Direction}
         return {**rates, **waiting, "blocks_pinned": self._pins.count}

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from connectors.settings import ConfigError, Options
-from connectors.store.base import Counters, Deadline, StoreUnavailable
+from kvatlas.connectors.settings import ConfigError, Options
+from kvatlas.connectors.store.base import Counters, Deadline, StoreUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from connectors.settings import ConfigError, OffloadSettings, Options
-from connectors.store.base import BlockStore, Counters, StoreUnavailable
-from connectors.tier.base import StoreTierSettings
-from connectors.worker.staged import StagingSettings
+from kvatlas.connectors.settings import ConfigError, OffloadSettings, Options
+from kvatlas.connectors.store.base import BlockStore, Counters, StoreUnavailable
+from kvatlas.connectors.tier.base import StoreTierSettings
+from kvatlas.connectors.worker.staged import StagingSettings
 
 # Circuit breaker of a store: after several failures in a row, calls fail immediately for a while.
 #
@@ -154,7 +154,7 @@ def open_store(config: object, *, where: str = "store", lookup_only: bool = Fals
     name = options.text("name", kind)
     settings_class, store_class, active = _CLASSES[kind]
     # Each kind has its own dependencies.
-    module = importlib.import_module(f"connectors.store.{kind}")
+    module = importlib.import_module(f"kvatlas.connectors.store.{kind}")
     settings = getattr(module, settings_class).parse(options)
     options.finish()
     more = {active: not lookup_only} if active else {}

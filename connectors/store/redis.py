@@ -2,7 +2,7 @@
 
 The server evicts (``maxmemory`` with ``allkeys-lru``); ``exists`` renews a key. A few connections are pooled;
 each call sends pipelines of at most 8 MiB. A connection is closed after any error, and the next call makes a
-new one; ``connectors.store.open`` limits the attempts.
+new one; ``kvatlas.connectors.store.open`` limits the attempts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from redis.connection import (
 from redis.exceptions import AuthenticationError, InvalidResponse, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
-from connectors.settings import ConfigError, Options
-from connectors.store.base import Counters, Deadline, StoreUnavailable
+from kvatlas.connectors.settings import ConfigError, Options
+from kvatlas.connectors.store.base import Counters, Deadline, StoreUnavailable
 
 # One connection to a Redis or Valkey server, for few commands with large values and a strict deadline.
 #

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from publisher.pool.host_tier import RetentionHint
+from kvatlas.publisher.pool.host_tier import RetentionHint
 
 # Block keys name one block of one KV cache group outside the GPU.
 #
 # A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
 # chained over the whole prefix, so a key names a block's content within one engine configuration. Stores that
-# several engines share prepend a namespace (``connectors.store.base``). Keys are compared as bytes and
-# never truncated; the 64-bit hashes of KV events are for the router only.
+# several engines share prepend a namespace (``kvatlas.connectors.store.base``). Keys are compared as bytes
+# and never truncated; the 64-bit hashes of KV events are for the router only.
 
 
 _GROUP_BYTES = 4
@@ -98,7 +98,7 @@ class Tier(Protocol):
 class StoreTierSettings:
     """Cache times and bounds of the scheduler half over a shared store.
 
-    ``connectors.shared_store`` lists those that a user may set.
+    ``kvatlas.connectors.shared_store`` lists those that a user may set.
     """
 
     lookup_deadline_s: float = 0.05

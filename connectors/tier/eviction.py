@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 from typing import Protocol
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.tier.prefix_tree import Node, PrefixTree
-from publisher.pool.host_tier import OWNER_SHARE, HintCounters, RetentionHint, RetentionOrder
+from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.tier.prefix_tree import Node, PrefixTree
+from kvatlas.publisher.pool.host_tier import OWNER_SHARE, HintCounters, RetentionHint, RetentionOrder
 
 # Interface of an eviction policy.
 #

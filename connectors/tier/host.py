@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from connectors.tier.base import TierChanges
-from connectors.tier.eviction import EvictionPolicy, HintedPolicy
-from publisher.pool.host_tier import HintCounters, RetentionHint
+from kvatlas.connectors.tier.base import TierChanges
+from kvatlas.connectors.tier.eviction import EvictionPolicy, HintedPolicy
+from kvatlas.publisher.pool.host_tier import HintCounters, RetentionHint
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class HostTier:
-    """``connectors.tier.base.Tier`` over ``slots`` rows of host memory. Not thread-safe: one owner.
+    """``kvatlas.connectors.tier.base.Tier`` over ``slots`` rows of host memory. Not thread-safe: one owner.
 
     ``begin_load``, ``end_load`` and ``end_store`` raise RuntimeError for a key in a wrong state: an
     inconsistent tier must not assign slots.

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.tier.base import block_hashes_of, group_of
+from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.tier.base import block_hashes_of, group_of
 
 
 @dataclass(slots=True, eq=False)

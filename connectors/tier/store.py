@@ -21,9 +21,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from connectors.store.base import EPOCHS_MAX, BlockStore, Deadline, Namespace
-from connectors.tier.base import StoreTierSettings, TierChanges
-from publisher.pool.host_tier import RetentionHint
+from kvatlas.connectors.store.base import EPOCHS_MAX, BlockStore, Deadline, Namespace
+from kvatlas.connectors.tier.base import StoreTierSettings, TierChanges
+from kvatlas.publisher.pool.host_tier import RetentionHint
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class _OpenQuery:
 
 
 class StoreTier:
-    """``connectors.tier.base.Tier`` over a ``BlockStore``. One owner; ``close`` ends its thread."""
+    """``kvatlas.connectors.tier.base.Tier`` over a ``BlockStore``. One owner; ``close`` ends its thread."""
 
     medium = "STORAGE"
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from connectors.layout import CacheView, GroupPages, LayoutError
+from kvatlas.connectors.layout import CacheView, GroupPages, LayoutError
 
 Indices = npt.NDArray[np.int64]
 
@@ -35,9 +35,8 @@ class Direction(enum.Enum):
 class GroupMoves:
     """``block_ids[i]`` (device, never 0: that is the null block) <-> ``slots[i]`` (host row), of one group.
 
-    ``keys[i]`` is the block key (``connectors.tier.base``); engines that only copy ignore it, engines to a
-    shared store use it. Empty, or as long as the arrays.
-    """
+    ``keys[i]`` is the block key (``kvatlas.connectors.tier.base``); engines that only copy ignore it, engines
+    to a shared store use it. Empty, or as long as the arrays."""
 
     group_idx: int
     block_ids: Indices
@@ -415,8 +414,8 @@ class StepResults:
 
 # Counters of one half of a connector since the last report; reports of both halves and of all ranks add up.
 #
-# A name is ``metric`` or ``metric/label/...``, values are sums. ``connectors.reports`` reports them to vLLM's
-# log and Prometheus; nothing here needs vLLM.
+# A name is ``metric`` or ``metric/label/...``, values are sums. ``kvatlas.connectors.reports`` reports them
+# to vLLM's log and Prometheus; nothing here needs vLLM.
 
 
 # Factor on a job's weight in a rate with each later job.

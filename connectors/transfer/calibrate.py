@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from connectors.transfer.base import Direction, Indices
-from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
-from connectors.transfer.host import PinnedHostPool
+from kvatlas.connectors.transfer.base import Direction, Indices
+from kvatlas.connectors.transfer.cuda_driver import CudaDriver, TorchDevice
+from kvatlas.connectors.transfer.host import PinnedHostPool
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from connectors.layout import CacheView
-from connectors.transfer.base import (
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.transfer.base import (
     QUEUED_STORES_MAX,
     Direction,
     HostMemory,
@@ -36,9 +36,9 @@ from connectors.transfer.base import (
     joined,
     merge_adjacent,
 )
-from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
-from connectors.transfer.cuda_driver import CudaDriver, EventHandle, StreamHandle, TorchDevice
-from connectors.transfer.host import PinnedHostPool, SharedMapping
+from kvatlas.connectors.transfer.calibrate import Calibration, calibrate, without_kernel
+from kvatlas.connectors.transfer.cuda_driver import CudaDriver, EventHandle, StreamHandle, TorchDevice
+from kvatlas.connectors.transfer.host import PinnedHostPool, SharedMapping
 
 # The copy of one part of a job: by copy engine or, for small pieces of loads, by kernel.
 #

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.transfer.base import Direction, Indices
+from kvatlas.connectors.transfer.base import Direction, Indices
 
 # Interface version of ``cuMemcpyBatchAsync`` used here: the one that reports the failing index.
 BATCH_COPY_VERSION = 12080
@@ -275,7 +275,7 @@ class TorchDevice:
         Sizes and addresses are multiples of 8. Keep the returned object until the copy has run.
         """
         if self._kernels is None:
-            self._kernels = importlib.import_module("connectors.transfer.triton_kernels")
+            self._kernels = importlib.import_module("kvatlas.connectors.transfer.triton_kernels")
             self._descriptors = self._kernels.DescriptorPool(self._device)
         with self._torch.cuda.stream(stream):
             return self._kernels.move_pieces(src, dst, sizes, device=self._device, pool=self._descriptors)

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from connectors.layout import CacheView
-from connectors.transfer.base import (
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.transfer.base import (
     QUEUED_STORES_MAX,
     Direction,
     HostMemory,
@@ -46,7 +46,7 @@ from connectors.transfer.base import (
 )
 
 if TYPE_CHECKING:
-    from connectors.transfer.cuda_driver import CudaDriver
+    from kvatlas.connectors.transfer.cuda_driver import CudaDriver
 
 
 # Memory interfaces of the operating system.

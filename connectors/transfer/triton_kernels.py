@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from connectors.transfer.base import Indices
+from kvatlas.connectors.transfer.base import Indices
 
 WORD_BYTES = 8
 # Programs per launch: enough to fill a PCIe link, few enough to leave most of the device to the model.

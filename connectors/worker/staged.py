@@ -24,9 +24,16 @@ from typing import Protocol
 
 import numpy as np
 
-from connectors.layout import CacheView
-from connectors.store.base import DIGEST_BYTES, FRAME_BYTES, BlockStore, Deadline, Namespace, close_within
-from connectors.transfer.base import (
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.store.base import (
+    DIGEST_BYTES,
+    FRAME_BYTES,
+    BlockStore,
+    Deadline,
+    Namespace,
+    close_within,
+)
+from kvatlas.connectors.transfer.base import (
     CLOSE_S,
     Direction,
     GroupMoves,
@@ -36,7 +43,7 @@ from connectors.transfer.base import (
     TransferResult,
     joined,
 )
-from connectors.worker.staging_rows import RowCache, StagedValue, StoreTask, StoreThreads
+from kvatlas.connectors.worker.staging_rows import RowCache, StagedValue, StoreTask, StoreThreads
 
 
 @dataclass(frozen=True)
@@ -182,10 +189,10 @@ class RowPool(Protocol):
 
 
 class StagedTransfers:
-    """``connectors.transfer.base.TransferEngine`` to a store. Every method is called from one thread.
+    """``kvatlas.connectors.transfer.base.TransferEngine`` to a store. Every method is called from one thread.
 
     ``copies`` moves rows of ``pool``; this object closes ``copies``, ``pool`` and ``store``. ``rank`` owns
-    the blocks. Slots of jobs are tickets of the namespace (``connectors.tier.store``).
+    the blocks. Slots of jobs are tickets of the namespace (``kvatlas.connectors.tier.store``).
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from connectors.store.base import BlockStore, Counters, Deadline, find_fault, seal
-from connectors.transfer.base import Direction
+from kvatlas.connectors.store.base import BlockStore, Counters, Deadline, find_fault, seal
+from kvatlas.connectors.transfer.base import Direction
 
 
 class RowCache:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from connectors.layout import CacheView, LayoutError, row_bytes_from_config, view_of_tensors
-from connectors.settings import ConfigError
-from connectors.transfer.base import (
+from kvatlas.connectors.layout import CacheView, LayoutError, row_bytes_from_config, view_of_tensors
+from kvatlas.connectors.settings import ConfigError
+from kvatlas.connectors.transfer.base import (
     CLOSE_S,
     Counts,
     Direction,
@@ -32,8 +32,8 @@ from connectors.transfer.base import (
     TransferJob,
     TransferResult,
 )
-from connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
-from connectors.worker.staged import JoinedStores
+from kvatlas.connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
+from kvatlas.connectors.worker.staged import JoinedStores
 
 log = logging.getLogger(__name__)
 
@@ -325,12 +325,12 @@ def open_rows(
     # As many stores may wait as there are rows, which bounds them already.
     kind, _, index = device.partition(":")
     if kind == "cpu":
-        from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
+        from kvatlas.connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
 
         pool = PinnedHostPool(rows * row_bytes, row_bytes, shared=shared)
         return HostTransferEngine(view, pool, row_bytes=row_bytes, queued_stores_max=rows), pool
     if kind == "cuda":
-        from connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
+        from kvatlas.connectors.transfer.cuda import open_cuda  # noqa: PLC0415 - only where it is used
 
         view = replace(view, row_bytes=row_bytes)
         gpu = int(index) if index else None

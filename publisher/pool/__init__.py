@@ -1,1 +1,1 @@
-"""Parts of the hybrid block pool; ``publisher.block_pool`` is the public module."""
+"""Parts of the hybrid block pool; ``kvatlas.publisher.block_pool`` is the public module."""

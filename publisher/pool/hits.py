@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from publisher.events import Family, GroupSpec, SpecClass
-from publisher.pool.layout import PoolLayout
-from publisher.pool.store import NULL, Copies, WireHash
+from kvatlas.publisher.events import Family, GroupSpec, SpecClass
+from kvatlas.publisher.pool.layout import PoolLayout
+from kvatlas.publisher.pool.store import NULL, Copies, WireHash
 
 Maps = list[dict[WireHash, Copies]]
 Column = list[Copies]

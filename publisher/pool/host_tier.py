@@ -21,10 +21,10 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from publisher.events import BlockRemoved, BlockStored, Event, Family, GroupSpec
-from publisher.pool.hits import HitFinder
-from publisher.pool.layout import PoolLayout
-from publisher.pool.store import Copies, PoolRequest, WireHash
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, Family, GroupSpec
+from kvatlas.publisher.pool.hits import HitFinder
+from kvatlas.publisher.pool.layout import PoolLayout
+from kvatlas.publisher.pool.store import Copies, PoolRequest, WireHash
 
 OWNER = "kvatlas-host"
 _THERE: Copies = 1

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from publisher.block_hash import SGLANG, HashScheme
-from publisher.events import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
+from kvatlas.publisher.block_hash import SGLANG, HashScheme
+from kvatlas.publisher.events import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
 
 MAMBA_MODES = ("align", "all")
 

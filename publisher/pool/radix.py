@@ -25,9 +25,9 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
-from publisher.block_pool import IntegrityError, PoolRequest, Reach
-from publisher.events import (
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
+from kvatlas.publisher.block_pool import IntegrityError, PoolRequest, Reach
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -35,7 +35,7 @@ from publisher.events import (
     encode_tokens,
     to_block_hash,
 )
-from publisher.pool.store import WireHash
+from kvatlas.publisher.pool.store import WireHash
 
 _GPU = "GPU"
 _HOST = "CPU_PINNED"

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, extra_keys
-from publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_tokens
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, extra_keys
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_tokens
 
 WireHash = int | bytes
 Copies = int | dict[int, None]

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from publisher.events import GroupSpec
-from publisher.pool.hits import window_blocks
-from publisher.pool.layout import PoolLayout, checkpoint_position
-from publisher.pool.store import NULL, BlockStore, EventWriter, PoolRequest, WireHash
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.pool.hits import window_blocks
+from kvatlas.publisher.pool.layout import PoolLayout, checkpoint_position
+from kvatlas.publisher.pool.store import NULL, BlockStore, EventWriter, PoolRequest, WireHash
 
 
 class PoolParts(NamedTuple):

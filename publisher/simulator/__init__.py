@@ -1,7 +1,7 @@
 """A simulated vLLM engine: OpenAI HTTP, ``/metrics`` and real ZMQ KV events, without GPU or model.
 
-It keeps a real block pool (``publisher.block_pool``), schedules like vLLM (``scheduler``), computes step
-durations by a formula, and answers with random words. Its cache reports, in
+It keeps a real block pool (``kvatlas.publisher.block_pool``), schedules like vLLM (``scheduler``), computes
+step durations by a formula, and answers with random words. Its cache reports, in
 ``usage.prompt_tokens_details.cached_tokens`` and in events, equal those of a real engine with that pool.
 Sampling parameters, stop strings and log-probabilities are accepted and have no effect.
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from publisher.simulator.api_protocol import ChatRequest, invalid
-from publisher.simulator.kv_messages import TransferParams
+from kvatlas.publisher.simulator.api_protocol import ChatRequest, invalid
+from kvatlas.publisher.simulator.kv_messages import TransferParams
 
 Json = dict[str, Any]
 _CLIENT_TOOLS = ("function", "custom", "namespace")

@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from publisher.simulator.kv_messages import TransferParams
-from publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.kv_messages import TransferParams
+from kvatlas.publisher.simulator.request import SimRequest
 
 # Default ``max_tokens`` of /v1/completions (OpenAI's default, also vLLM's).
 COMPLETION_TOKENS_DEFAULT = 16

@@ -17,16 +17,16 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from publisher.simulator import api_protocol
-from publisher.simulator.api_agents import (
+from kvatlas.publisher.simulator import api_protocol
+from kvatlas.publisher.simulator.api_agents import (
     CountTokensRequest,
     MessagesAnswer,
     MessagesRequest,
     ResponsesAnswer,
     ResponsesRequest,
 )
-from publisher.simulator.api_agents import event as sse_event
-from publisher.simulator.api_protocol import (
+from kvatlas.publisher.simulator.api_agents import event as sse_event
+from kvatlas.publisher.simulator.api_protocol import (
     ChatRequest,
     CompletionRequest,
     EngineError,
@@ -35,8 +35,8 @@ from publisher.simulator.api_protocol import (
     invalid,
     malformed,
 )
-from publisher.simulator.model import EngineModel, Prepared
-from publisher.simulator.stepper import Generation, Stepper, Token
+from kvatlas.publisher.simulator.model import EngineModel, Prepared
+from kvatlas.publisher.simulator.stepper import Generation, Stepper, Token
 
 # One HTTP exchange of the simulated engine, over ASGI.
 

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from publisher.simulator import api_protocol
-from publisher.simulator.api_protocol import (
+from kvatlas.publisher.simulator import api_protocol
+from kvatlas.publisher.simulator.api_protocol import (
     Answer,
     ChatRequest,
     CompletionRequest,
@@ -34,10 +34,17 @@ from publisher.simulator.api_protocol import (
     UnroutedError,
     decode,
 )
-from publisher.simulator.http_agents import AgentEndpoints, Call, ClientGoneError, Receive, Scope, Send
-from publisher.simulator.model import EngineModel, Prepared
-from publisher.simulator.settings import CrashPoint
-from publisher.simulator.stepper import Generation, Stepper
+from kvatlas.publisher.simulator.http_agents import (
+    AgentEndpoints,
+    Call,
+    ClientGoneError,
+    Receive,
+    Scope,
+    Send,
+)
+from kvatlas.publisher.simulator.model import EngineModel, Prepared
+from kvatlas.publisher.simulator.settings import CrashPoint
+from kvatlas.publisher.simulator.stepper import Generation, Stepper
 
 _Handler = Callable[["Call"], Awaitable[None]]
 

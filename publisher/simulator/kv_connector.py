@@ -25,9 +25,9 @@ import msgspec
 import structlog
 import xxhash
 
-from publisher.block_pool import HybridBlockPool, PoolRequest, Reach
-from publisher.events import Family
-from publisher.simulator.kv_messages import (
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest, Reach
+from kvatlas.publisher.events import Family
+from kvatlas.publisher.simulator.kv_messages import (
     Fault,
     Heartbeat,
     Message,
@@ -39,7 +39,7 @@ from publisher.simulator.kv_messages import (
     prefill_params,
     transferred_blocks,
 )
-from publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.request import SimRequest
 
 _REPORTS_REMOTE_HIT = (0, 31)
 # Released requests remembered for late readers; blocks of older ones count as reused.

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from publisher.block_pool import HybridBlockPool, PoolRequest, Reach
-from publisher.pool.host_tier import HeldKey, HostTier
-from publisher.simulator.kv_connector import (
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest, Reach
+from kvatlas.publisher.pool.host_tier import HeldKey, HostTier
+from kvatlas.publisher.simulator.kv_connector import (
     EXCHANGE_S,
     Address,
     KvConnector,
@@ -30,7 +30,7 @@ from publisher.simulator.kv_connector import (
     exchange,
     log,
 )
-from publisher.simulator.kv_messages import (
+from kvatlas.publisher.simulator.kv_messages import (
     Fault,
     Fetch,
     FetchRequest,
@@ -41,7 +41,7 @@ from publisher.simulator.kv_messages import (
     TransferParams,
     TransferStats,
 )
-from publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.request import SimRequest
 
 _PAGE_BYTES_MAX = 1 << 16
 LOOKUP_S = 5.0

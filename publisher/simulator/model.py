@@ -19,10 +19,10 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from publisher.block_hash import PromptExtras
-from publisher.events import Family
-from publisher.simulator import request as stats
-from publisher.simulator.api_protocol import (
+from kvatlas.publisher.block_hash import PromptExtras
+from kvatlas.publisher.events import Family
+from kvatlas.publisher.simulator import request as stats
+from kvatlas.publisher.simulator.api_protocol import (
     COMPLETION_TOKENS_DEFAULT,
     ChatRequest,
     CompletionRequest,
@@ -33,10 +33,10 @@ from publisher.simulator.api_protocol import (
     prompt_too_long,
     unknown_model,
 )
-from publisher.simulator.kv_messages import TransferParams, TransferStats
-from publisher.simulator.request import Sampler, SimRequest
-from publisher.simulator.settings import EngineSettings, release, resolve_groups
-from publisher.simulator.tokenizer import ChatTokenizer, TemplateError, shared_tokenizer
+from kvatlas.publisher.simulator.kv_messages import TransferParams, TransferStats
+from kvatlas.publisher.simulator.request import Sampler, SimRequest
+from kvatlas.publisher.simulator.settings import EngineSettings, release, resolve_groups
+from kvatlas.publisher.simulator.tokenizer import ChatTokenizer, TemplateError, shared_tokenizer
 
 # Generated text: words chosen by a random stream seeded with the prompt.
 #

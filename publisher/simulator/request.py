@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from publisher.block_hash import NO_EXTRAS, PromptExtras
-from publisher.pool.host_tier import HeldKey
-from publisher.simulator.kv_messages import Json, Observed, TransferParams, TransferStats, histogram
+from kvatlas.publisher.block_hash import NO_EXTRAS, PromptExtras
+from kvatlas.publisher.pool.host_tier import HeldKey
+from kvatlas.publisher.simulator.kv_messages import Json, Observed, TransferParams, TransferStats, histogram
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

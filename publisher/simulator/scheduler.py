@@ -29,11 +29,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from publisher.block_pool import EnginePool, HybridBlockPool, PoolRequest
-from publisher.events import Event
-from publisher.pool.host_tier import HeldKey, HostTier
-from publisher.simulator.kv_connector import KvConnector
-from publisher.simulator.request import (
+from kvatlas.publisher.block_pool import EnginePool, HybridBlockPool, PoolRequest
+from kvatlas.publisher.events import Event
+from kvatlas.publisher.pool.host_tier import HeldKey, HostTier
+from kvatlas.publisher.simulator.kv_connector import KvConnector
+from kvatlas.publisher.simulator.request import (
     TTFT_BUCKETS_S,
     EngineStats,
     FinishReason,

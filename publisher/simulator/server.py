@@ -19,22 +19,22 @@ import uvicorn
 import uvloop
 import zmq
 
-from publisher.block_pool import HybridBlockPool
-from publisher.events import Event
-from publisher.pool.host_tier import OWNER, HostTier
-from publisher.pool.radix import RadixPool
-from publisher.simulator.api_protocol import Json
-from publisher.simulator.http_app import CrashSwitch, EngineApp, LoopServer
-from publisher.simulator.kv_connector import KvConnector, TransferLink
-from publisher.simulator.kv_protocols import (
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import Event
+from kvatlas.publisher.pool.host_tier import OWNER, HostTier
+from kvatlas.publisher.pool.radix import RadixPool
+from kvatlas.publisher.simulator.api_protocol import Json
+from kvatlas.publisher.simulator.http_app import CrashSwitch, EngineApp, LoopServer
+from kvatlas.publisher.simulator.kv_connector import KvConnector, TransferLink
+from kvatlas.publisher.simulator.kv_protocols import (
     MooncakeConnector,
     MooncakeLink,
     OffloadingConnector,
     OffloadingLink,
 )
-from publisher.simulator.model import EngineModel
-from publisher.simulator.scheduler import Scheduler, StepCosts
-from publisher.simulator.settings import (
+from kvatlas.publisher.simulator.model import EngineModel
+from kvatlas.publisher.simulator.scheduler import Scheduler, StepCosts
+from kvatlas.publisher.simulator.settings import (
     EngineSettings,
     check_settings,
     hash_scheme,
@@ -42,9 +42,9 @@ from publisher.simulator.settings import (
     release,
     resolve_groups,
 )
-from publisher.simulator.stepper import Stepper
-from publisher.snapshot import SnapshotLedger
-from publisher.zmq_publisher import ZmqPublisher
+from kvatlas.publisher.simulator.stepper import Stepper
+from kvatlas.publisher.snapshot import SnapshotLedger
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
 
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound by default
 

@@ -17,15 +17,15 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 
-from publisher.block_pool import HybridBlockPool
-from publisher.events import Event
-from publisher.pool.host_tier import HeldKey
-from publisher.simulator.api_protocol import EngineError
-from publisher.simulator.kv_connector import Load
-from publisher.simulator.kv_messages import TransferParams
-from publisher.simulator.request import FinishReason, SimRequest
-from publisher.simulator.scheduler import Output, Scheduler, Step, StepCosts
-from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import Event
+from kvatlas.publisher.pool.host_tier import HeldKey
+from kvatlas.publisher.simulator.api_protocol import EngineError
+from kvatlas.publisher.simulator.kv_connector import Load
+from kvatlas.publisher.simulator.kv_messages import TransferParams
+from kvatlas.publisher.simulator.request import FinishReason, SimRequest
+from kvatlas.publisher.simulator.scheduler import Output, Scheduler, Step, StepCosts
+from kvatlas.publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
 
 # Pause before the next try if nothing could be scheduled: blocks are pinned, or a request was preempted.
 _BLOCKED_S = 0.001

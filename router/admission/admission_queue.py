@@ -14,12 +14,12 @@ from typing import Annotated
 
 import msgspec
 
-from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
-from router.admission.key_file import TenantRules, WaitTargets
-from router.openai.errors import bad_request, echoed, queue_full, queue_timeout
-from router.openai.numbers import whole_number
-from router.openai.request import QueueTicketRequest, Usage
-from router.openai.work import Work
+from kvatlas.router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
+from kvatlas.router.admission.key_file import TenantRules, WaitTargets
+from kvatlas.router.openai.errors import bad_request, echoed, queue_full, queue_timeout
+from kvatlas.router.openai.numbers import whole_number
+from kvatlas.router.openai.request import QueueTicketRequest, Usage
+from kvatlas.router.openai.work import Work
 
 Ticket = Waiting[asyncio.Future[None]]
 _LOOK_S_MIN, _LOOK_S_MAX = 0.002, 0.25

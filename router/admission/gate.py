@@ -24,12 +24,12 @@ from typing import Final
 import msgspec
 import structlog
 
-from router.admission.key_file import KeyFile, KeyFileError, KeySettings, KeyStats, TenantRules
-from router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
-from router.http.sockets import WatchedFile, describe_error, warn_if_public
-from router.openai.errors import ApiError, invalid_key, media_name_not_accepted, salt_not_accepted
-from router.openai.request import SALTED
-from router.pd.settings import RANK, PdStats
+from kvatlas.router.admission.key_file import KeyFile, KeyFileError, KeySettings, KeyStats, TenantRules
+from kvatlas.router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
+from kvatlas.router.http.sockets import WatchedFile, describe_error, warn_if_public
+from kvatlas.router.openai.errors import ApiError, invalid_key, media_name_not_accepted, salt_not_accepted
+from kvatlas.router.openai.request import SALTED
+from kvatlas.router.pd.settings import RANK, PdStats
 
 _log = structlog.get_logger()
 # The output size of SHA-256: a shorter key weakens the HMAC (RFC 2104, section 3).

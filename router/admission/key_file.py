@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 import msgspec
 import structlog
 
-from router.admission.fair_queue import Priority
-from router.http.sockets import WatchedFile, describe_error
+from kvatlas.router.admission.fair_queue import Priority
+from kvatlas.router.http.sockets import WatchedFile, describe_error
 
 _log = structlog.get_logger()
 _FILE_BYTES_MAX = 16 * 1024 * 1024

@@ -26,10 +26,10 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from router.admission.key_file import TenantRules
-from router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
-from router.openai.request import Usage
-from router.openai.work import NO_WORK, Work
+from kvatlas.router.admission.key_file import TenantRules
+from kvatlas.router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
+from kvatlas.router.openai.request import Usage
+from kvatlas.router.openai.work import NO_WORK, Work
 
 SILENCE_S = 5.0
 REMEMBERED_S = 300.0

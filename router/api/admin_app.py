@@ -16,19 +16,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator, TokenFile
-from router.api.asgi import add_errors, json_answer, read_body
-from router.fleet.engines import DesiredState, EngineAddress, FleetFullError, SourceStats
-from router.fleet.sources import check_address
-from router.fleet.status import Fleet
-from router.http.downstream import DownstreamConnection
-from router.http.listener import ListenConfig
-from router.http.server import SIDE_LISTEN, SideServer
-from router.http.sockets import Certificates, server_context
-from router.observe.requests import LogThrottle
-from router.openai.errors import ApiError, bad_request, engine_not_found, fleet_full
-from router.placement.engine import Engine
-from router.placement.others import OthersLoad, others_at
+from kvatlas.router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator, TokenFile
+from kvatlas.router.api.asgi import add_errors, json_answer, read_body
+from kvatlas.router.fleet.engines import DesiredState, EngineAddress, FleetFullError, SourceStats
+from kvatlas.router.fleet.sources import check_address
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.http.downstream import DownstreamConnection
+from kvatlas.router.http.listener import ListenConfig
+from kvatlas.router.http.server import SIDE_LISTEN, SideServer
+from kvatlas.router.http.sockets import Certificates, server_context
+from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.openai.errors import ApiError, bad_request, engine_not_found, fleet_full
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.others import OthersLoad, others_at
 
 # The admin API's own port, with TLS if configured; the router's own HTTP connections serve it.
 #

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import structlog
 
-from router.http.sockets import TlsFiles, WatchedFile, check_tls_files, describe_error, warn_if_public
-from router.openai.errors import ApiError, too_often, unauthorized
+from kvatlas.router.http.sockets import TlsFiles, WatchedFile, check_tls_files, describe_error, warn_if_public
+from kvatlas.router.openai.errors import ApiError, too_often, unauthorized
 
 if TYPE_CHECKING:
     from starlette.requests import Request

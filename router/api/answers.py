@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from publisher.block_hash import HashScheme
-from router.feeds.base import FeedStats
-from router.fleet.engines import EngineId, SourceStats
-from router.fleet.status import Frontend, ModelCard
-from router.index.learn.facts import Fact
-from router.index.learn.layout import CacheLayout
-from router.observe.findings import Finding
-from router.observe.history import HistoryInterval, RecentHistory
-from router.observe.receipts import Contradiction, FirstTokenSummary, Receipt
-from router.observe.requests import TURNS_MAX
-from router.placement.load import EngineLoad
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.feeds.base import FeedStats
+from kvatlas.router.fleet.engines import EngineId, SourceStats
+from kvatlas.router.fleet.status import Frontend, ModelCard
+from kvatlas.router.index.learn.facts import Fact
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.observe.findings import Finding
+from kvatlas.router.observe.history import HistoryInterval, RecentHistory
+from kvatlas.router.observe.receipts import Contradiction, FirstTokenSummary, Receipt
+from kvatlas.router.observe.requests import TURNS_MAX
+from kvatlas.router.placement.load import EngineLoad
 
 # Probes ask often, also in a fleet of a thousand engines.
 READY_PROBLEMS_MAX = 32

@@ -28,11 +28,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router import __version__
-from router.admission.gate import KeyGate
-from router.admission.tenants import Tenant
-from router.api.admin_auth import Authenticator, TokenFile
-from router.api.answers import (
+from kvatlas import __version__
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.tenants import Tenant
+from kvatlas.router.api.admin_auth import Authenticator, TokenFile
+from kvatlas.router.api.answers import (
     READY_PROBLEMS_MAX,
     EngineBrief,
     Health,
@@ -41,27 +41,27 @@ from router.api.answers import (
     Ready,
     Version,
 )
-from router.api.asgi import add_errors, error_answer, json_answer
-from router.api.findings import current_findings
-from router.api.metrics_page import Sources
-from router.api.views import Readiness
-from router.fleet.status import ModelCard
-from router.http.request_cycle import HEADERS_BY_NAME
-from router.http.server import SIDE_LISTEN, SideServer, listen_config
-from router.http.settings import CorsSettings
-from router.observe.findings import BAD, Severity, counts
-from router.openai.errors import (
+from kvatlas.router.api.asgi import add_errors, error_answer, json_answer
+from kvatlas.router.api.findings import current_findings
+from kvatlas.router.api.metrics_page import Sources
+from kvatlas.router.api.views import Readiness
+from kvatlas.router.fleet.status import ModelCard
+from kvatlas.router.http.request_cycle import HEADERS_BY_NAME
+from kvatlas.router.http.server import SIDE_LISTEN, SideServer, listen_config
+from kvatlas.router.http.settings import CorsSettings
+from kvatlas.router.observe.findings import BAD, Severity, counts
+from kvatlas.router.openai.errors import (
     ApiError,
     model_not_found,
     on_ops_port,
     ops_name_unknown,
 )
-from router.openai.members import run_cooperatively
-from router.openai.request import PROMPT_APIS
-from router.proxy.headers import without_trailing_slashes
+from kvatlas.router.openai.members import run_cooperatively
+from kvatlas.router.openai.request import PROMPT_APIS
+from kvatlas.router.proxy.headers import without_trailing_slashes
 
 if TYPE_CHECKING:
-    from router.api.admin_app import AdminApi
+    from kvatlas.router.api.admin_app import AdminApi
 
 # Key of the ASGI scope for the ``Tenant`` of a request's key.
 TENANT = "kvatlas.tenant"

@@ -12,9 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from router.http.request_cycle import request_id_of
-from router.observe.requests import LogThrottle
-from router.openai.errors import ApiError, body_too_large, internal_error, method_not_allowed, unknown_path
+from kvatlas.router.http.request_cycle import request_id_of
+from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.openai.errors import (
+    ApiError,
+    body_too_large,
+    internal_error,
+    method_not_allowed,
+    unknown_path,
+)
 
 _log = structlog.get_logger()
 # Anyone can be refused: one line a second for each code.

@@ -10,15 +10,15 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 
-from router.api.metrics_page import Sources
-from router.feeds.base import FeedState
-from router.fleet.engines import EngineKind
-from router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
-from router.observe.findings import ROUTER, Finding, Severity
-from router.observe.receipts import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
-from router.placement.engine import Engine
-from router.placement.pull import Pulls
-from router.placement.shadow import Shadow
+from kvatlas.router.api.metrics_page import Sources
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.fleet.engines import EngineKind
+from kvatlas.router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
+from kvatlas.router.observe.findings import ROUTER, Finding, Severity
+from kvatlas.router.observe.receipts import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.pull import Pulls
+from kvatlas.router.placement.shadow import Shadow
 
 _info = partial(Finding, severity=Severity.INFO)
 _warning = partial(Finding, severity=Severity.WARNING)
@@ -38,7 +38,7 @@ _STEP = 16
 
 def current_findings(s: Sources) -> Generator[None, None, Sequence[Finding]]:
     """Return all findings that hold now, with since when; pauses
-    (``router.openai.members.run_cooperatively``)."""
+    (``kvatlas.router.openai.members.run_cooperatively``)."""
     now = s.accounts.now()
     found = list(of_router(s))
     for number, engine in enumerate(list(s.fleet)):

@@ -22,11 +22,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from router import __version__
-from router.admission.gate import KeyGate
-from router.admission.tenants import TenantStats
-from router.api.admin_auth import AdminStats
-from router.api.metrics_tables import (
+from kvatlas import __version__
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.tenants import TenantStats
+from kvatlas.router.api.admin_auth import AdminStats
+from kvatlas.router.api.metrics_tables import (
     INDEX,
     RECEIPTS,
     RESIDENCY,
@@ -37,29 +37,29 @@ from router.api.metrics_tables import (
     of_stats,
     table,
 )
-from router.epp.settings import EppStats
-from router.feeds.base import FeedStats
-from router.fleet.engines import SourceStats
-from router.fleet.sources import FleetSources
-from router.fleet.status import Fleet
-from router.http.settings import ListenStats
-from router.index.model import ModelIndexes
-from router.observe.findings import FindingLog
-from router.observe.history import HistoryLog
-from router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts, Histogram
-from router.observe.requests import RequestTracker
-from router.observe.traces import TraceStats
-from router.observe.usage import UsageLog
-from router.pd.settings import PdStats
-from router.placement.engine import Accounts, Engine
-from router.placement.others import OthersLoad
-from router.placement.pull import Pulls
-from router.prompts.settings import PromptStats
-from router.prompts.tokenizer_finder import ModelOrigin
-from router.proxy.settings import Aliases, ProxyStats
+from kvatlas.router.feeds.base import FeedStats
+from kvatlas.router.fleet.engines import SourceStats
+from kvatlas.router.fleet.sources import FleetSources
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.http.settings import ListenStats
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.observe.findings import FindingLog
+from kvatlas.router.observe.history import HistoryLog
+from kvatlas.router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts, Histogram
+from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.observe.traces import TraceStats
+from kvatlas.router.observe.usage import UsageLog
+from kvatlas.router.pd.settings import PdStats
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.pull import Pulls
+from kvatlas.router.prompts.settings import PromptStats
+from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
+from kvatlas.router.proxy.settings import Aliases, ProxyStats
+from kvatlas.router.services.epp.settings import EppStats
 
 if TYPE_CHECKING:
-    from router.replication.service import SharedIndex
+    from kvatlas.router.replication.service import SharedIndex
 
 
 # Results of configuration reloads. Defined here because the page is below the package that reloads.
@@ -213,8 +213,8 @@ def prepare(sources: Sources) -> None:
 
 def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Generator[None, None, bytes]:
     """Yield the steps that make the page of these families in Prometheus text format; each family is read in
-    its step. Other tasks may run (``router.openai.members.run_cooperatively``) after the first step that ends
-    this long after a pause."""
+    its step. Other tasks may run (``kvatlas.router.openai.members.run_cooperatively``) after the first step
+    that ends this long after a pause."""
     name = ""
 
     def text(family: Metric) -> bytes:

@@ -11,13 +11,13 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.feeds.base import FeedState
-from router.index.base import IndexStats
-from router.index.engine import EngineResidency
-from router.observe.receipts import EngineReceipts
-from router.observe.requests import field_texts
-from router.placement.engine import Engine
-from router.placement.others import OthersLoad, others_at
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.index.base import IndexStats
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.observe.receipts import EngineReceipts
+from kvatlas.router.observe.requests import field_texts
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.others import OthersLoad, others_at
 
 # Metric families from plain numbers: columns of a table of objects, or the fields of stats structs. None
 # gives no sample; a dict gives one sample per key, under a label of its own.

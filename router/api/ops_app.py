@@ -21,9 +21,9 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from router import __version__
-from router.admission.admission_queue import read_claim
-from router.api.answers import (
+from kvatlas import __version__
+from kvatlas.router.admission.admission_queue import read_claim
+from kvatlas.router.api.answers import (
     EndedRequest,
     EngineView,
     Health,
@@ -38,17 +38,17 @@ from router.api.answers import (
     refer,
     schemas,
 )
-from router.api.app import CONTROL_PREFIX, Control
-from router.api.asgi import add_errors, json_answer, read_body
-from router.api.metrics_page import Sources
-from router.api.views import LocalView, OpsView, Readiness, explain
-from router.fleet.engines import SourceStats
-from router.fleet.status import ModelCard
-from router.observe.findings import Finding
-from router.observe.history import RecentHistory
-from router.openai.body import invalid_json, peek_any_size
-from router.openai.errors import bad_request, body_too_complex, not_json, usage_off
-from router.openai.members import (
+from kvatlas.router.api.app import CONTROL_PREFIX, Control
+from kvatlas.router.api.asgi import add_errors, json_answer, read_body
+from kvatlas.router.api.metrics_page import Sources
+from kvatlas.router.api.views import LocalView, OpsView, Readiness, explain
+from kvatlas.router.fleet.engines import SourceStats
+from kvatlas.router.fleet.status import ModelCard
+from kvatlas.router.observe.findings import Finding
+from kvatlas.router.observe.history import RecentHistory
+from kvatlas.router.openai.body import invalid_json, peek_any_size
+from kvatlas.router.openai.errors import bad_request, body_too_complex, not_json, usage_off
+from kvatlas.router.openai.members import (
     STEPS_MAX,
     MalformedError,
     Scan,
@@ -56,8 +56,8 @@ from router.openai.members import (
     run_cooperatively,
     with_value,
 )
-from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
-from router.placement.decide import Planner
+from kvatlas.router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
+from kvatlas.router.placement.decide import Planner
 
 
 class DocumentedApi(FastAPI):
@@ -322,7 +322,7 @@ def _likely_path(body: bytes) -> Generator[None, None, str]:
 @cache
 def page() -> Response:
     """Return the page and its headers, which restrict what it may do in a browser."""
-    html = files("router.api").joinpath("status_page.html").read_text(encoding="utf-8")
+    html = files("kvatlas.router.api").joinpath("status_page.html").read_text(encoding="utf-8")
     headers = {
         "content-security-policy": _policy(html),
         "x-content-type-options": "nosniff",

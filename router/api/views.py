@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from publisher.events import BlockHash
-from router.api.answers import (
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.api.answers import (
     EndedRequest,
     EngineView,
     LiveRequest,
@@ -22,23 +22,23 @@ from router.api.answers import (
     SessionView,
     view_receipt,
 )
-from router.api.findings import current_findings
-from router.api.metrics_page import Sources, families, page_steps
-from router.feeds.base import FeedState
-from router.fleet.status import Fleet
-from router.index.base import GPU, Plane
-from router.index.query_plan import EngineHit
-from router.observe.findings import Finding
-from router.observe.history import Counts, Gauges, RecentHistory
-from router.observe.receipts import COMPARED
-from router.observe.requests import BROKEN, RequestRecord, RequestTracker
-from router.openai.members import run_cooperatively
-from router.placement.candidate import Candidate, Hit
-from router.placement.eligible import SloForecast
-from router.placement.engine import Engine
-from router.placement.others import OthersLoad, others_at
-from router.placement.placement import Decision, Split
-from router.prompts.prompt import Prompt, TextAffinity
+from kvatlas.router.api.findings import current_findings
+from kvatlas.router.api.metrics_page import Sources, families, page_steps
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.index.base import GPU, Plane
+from kvatlas.router.index.query_plan import EngineHit
+from kvatlas.router.observe.findings import Finding
+from kvatlas.router.observe.history import Counts, Gauges, RecentHistory
+from kvatlas.router.observe.receipts import COMPARED
+from kvatlas.router.observe.requests import BROKEN, RequestRecord, RequestTracker
+from kvatlas.router.openai.members import run_cooperatively
+from kvatlas.router.placement.candidate import Candidate, Hit
+from kvatlas.router.placement.eligible import SloForecast
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.others import OthersLoad, others_at
+from kvatlas.router.placement.placement import Decision, Split
+from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 
 T = TypeVar("T")
 _PREFIXES_MAX = 60
@@ -115,7 +115,7 @@ def _ended(record: RequestRecord, unix_offset_s: float) -> EndedRequest:
 
 def sessions(sources: Sources, session: str = "") -> Generator[None, None, list[SessionView]]:
     """Return the latest sessions, the latest first; with ``session`` all whose name begins so. One step for
-    each (``router.openai.members.run_cooperatively``)."""
+    each (``kvatlas.router.openai.members.run_cooperatively``)."""
     ledger, unix_offset_s = sources.requests.sessions, time.time() - sources.requests.clock()
     tenants = Counter(name for one in ledger.sessions.values() for name in one.names)
     keys = [key for key in reversed(ledger.sessions) if key[1].startswith(session)]

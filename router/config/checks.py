@@ -21,19 +21,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from publisher.events import GroupSpec
-from router.config.errors import ConfigError, meant
-from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
-from router.fleet.engines import EngineAddress
-from router.fleet.sources import check_address
-from router.http.settings import ListenSettings
-from router.http.sockets import base_url_fault, is_host, split_address
-from router.observe.usage import UsageSettings
-from router.placement.policies import POLICIES
-from router.placement.shadow import Shadow
-from router.prompts.hub import download_command, has_tokenizer, parse_source
-from router.prompts.settings import zone_of
-from router.proxy.settings import Aliases
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.config.errors import ConfigError, meant
+from kvatlas.router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.sources import check_address
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.http.sockets import base_url_fault, is_host, split_address
+from kvatlas.router.observe.usage import UsageSettings
+from kvatlas.router.placement.policies import POLICIES
+from kvatlas.router.placement.shadow import Shadow
+from kvatlas.router.prompts.hub import download_command, has_tokenizer, parse_source
+from kvatlas.router.prompts.settings import zone_of
+from kvatlas.router.proxy.settings import Aliases
 
 # Returns the fault of a text with its remedy; "" if it is valid.
 Rule = Callable[[str], str]
@@ -189,8 +189,8 @@ _TEMPLATE_NAME = re.compile(r"[\w-]+")
 @_checks("models.chat_template")
 def _chat_template(text: str) -> str:
     # jinja2 takes 40 ms to import.
-    from router.prompts.chat.compiled import template_fault  # noqa: PLC0415
-    from router.prompts.tokenizer import ModelDirError, load_chat_template  # noqa: PLC0415
+    from kvatlas.router.prompts.chat.compiled import template_fault  # noqa: PLC0415
+    from kvatlas.router.prompts.tokenizer import ModelDirError, load_chat_template  # noqa: PLC0415
 
     try:
         source = load_chat_template(text)

@@ -20,13 +20,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from router.config.checks import check_config, check_engine, without_effect
-from router.config.errors import ConfigError, meant, misfit
-from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.http.sockets import describe_error
-from router.prompts.settings import ANY_MODEL
-from router.replication.settings import IndexSettings, has_password, redacted
+from kvatlas.router.config.checks import check_config, check_engine, without_effect
+from kvatlas.router.config.errors import ConfigError, meant, misfit
+from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.replication.settings import IndexSettings, has_password, redacted
 
 ENV_PREFIX = "KVATLAS_"
 _REFERENCE = " (all settings: docs/configuration.md)"

@@ -10,25 +10,25 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.admission.admission_queue import QueueSettings
-from router.admission.key_file import KeySettings
-from router.api.admin_auth import AdminSettings
-from router.epp.settings import EppSettings
-from router.feeds.base import FeedSettings
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.http.settings import CorsSettings, ListenSettings
-from router.http.sockets import TlsFiles, check_tls_files
-from router.index.learn.layout import ModelFacts
-from router.observe.traces import TraceSettings
-from router.observe.usage import UsageSettings
-from router.pd.settings import PdSettings, SidecarSettings
-from router.placement.candidate import PolicySettings, PullSettings
-from router.placement.shadow import PoolEvidence, ShadowSettings, ShadowSpec, estimated_spec
-from router.prompts.hub import AUTO, parse_source
-from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
-from router.proxy.settings import ProxySettings
-from router.replication.settings import IndexSettings
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.admission.key_file import KeySettings
+from kvatlas.router.api.admin_auth import AdminSettings
+from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.http.settings import CorsSettings, ListenSettings
+from kvatlas.router.http.sockets import TlsFiles, check_tls_files
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.observe.traces import TraceSettings
+from kvatlas.router.observe.usage import UsageSettings
+from kvatlas.router.pd.settings import PdSettings, SidecarSettings
+from kvatlas.router.placement.candidate import PolicySettings, PullSettings
+from kvatlas.router.placement.shadow import PoolEvidence, ShadowSettings, ShadowSpec, estimated_spec
+from kvatlas.router.prompts.hub import AUTO, parse_source
+from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.services.epp.settings import EppSettings
 
 # Every worker receives every request event of the others.
 WORKERS_MAX = 32

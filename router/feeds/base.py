@@ -10,8 +10,8 @@ from typing import Annotated, Protocol
 import msgspec
 import xxhash
 
-from publisher.event_decoder import decode_in_pieces, finish
-from publisher.events import DecodedBatch, EventDecodeError
+from kvatlas.publisher.event_decoder import decode_in_pieces, finish
+from kvatlas.publisher.events import DecodedBatch, EventDecodeError
 
 # ZMQ messages of an event stream, parsed into typed frames. Live: ``[topic, seq, payload]``, where the seq
 # frame is 8 bytes, or 24 if a publisher epoch follows the seq. Replay: ``[b"", topic, seq, payload]``, from

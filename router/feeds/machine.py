@@ -23,9 +23,9 @@ seconds) and returns its actions.
 
 from __future__ import annotations
 
-from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
-from router.feeds.position import NOWHERE, Action, StateChanged
-from router.feeds.recovery import Recovery, RepairKind, ReplayAnswers, SnapshotAnswers
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.position import NOWHERE, Action, StateChanged
+from kvatlas.router.feeds.recovery import Recovery, RepairKind, ReplayAnswers, SnapshotAnswers
 
 NEVER_OWED = float("-inf")
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import structlog
 
-from router.feeds.base import FeedSettings, FeedSink, FeedState, FeedStats
-from router.feeds.subscriber import Feed
-from router.fleet.engines import EngineAddress
-from router.fleet.status import EngineStatus
-from router.index.model import ModelIndexes
+from kvatlas.router.feeds.base import FeedSettings, FeedSink, FeedState, FeedStats
+from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.status import EngineStatus
+from kvatlas.router.index.model import ModelIndexes
 
 _log = structlog.get_logger()
 _RESTART_S = 1.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from publisher.events import AllBlocksCleared, DecodedBatch
-from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 
 # Actions that the feed machine returns to its shell.
 

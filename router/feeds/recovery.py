@@ -10,8 +10,15 @@ from enum import Enum
 
 import msgspec
 
-from router.feeds.base import Cut, FeedSettings, FeedStats, Frame
-from router.feeds.position import NOWHERE, Action, HeldBatches, Position, RequestReplay, RequestSnapshot
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedStats, Frame
+from kvatlas.router.feeds.position import (
+    NOWHERE,
+    Action,
+    HeldBatches,
+    Position,
+    RequestReplay,
+    RequestSnapshot,
+)
 
 # A feed's attempts to become complete by replay: the one in progress, and how reliable replay is.
 

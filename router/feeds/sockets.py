@@ -16,10 +16,10 @@ import msgspec
 import structlog
 import zmq
 
-from publisher.event_decoder import decode_in_pieces
-from publisher.events import AllBlocksCleared, DecodedBatch, EventDecodeError
-from publisher.snapshot import REQUEST
-from router.feeds.base import (
+from kvatlas.publisher.event_decoder import decode_in_pieces
+from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch, EventDecodeError
+from kvatlas.publisher.snapshot import REQUEST
+from kvatlas.router.feeds.base import (
     Cut,
     FeedSettings,
     FeedStats,
@@ -29,7 +29,7 @@ from router.feeds.base import (
     WireError,
     replay_in_pieces,
 )
-from router.http.sockets import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
+from kvatlas.router.http.sockets import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 _log = structlog.get_logger()
 _Result = TypeVar("_Result")
@@ -249,7 +249,7 @@ SNAPSHOT_BYTES_MAX = 256 << 20
 
 
 class SnapshotClient:
-    """Fetches snapshots; implements ``router.feeds.base.SnapshotSource``."""
+    """Fetches snapshots; implements ``kvatlas.router.feeds.base.SnapshotSource``."""
 
     def __init__(
         self,

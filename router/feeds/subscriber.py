@@ -19,8 +19,8 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from publisher.events import GROUPS_MAX, UNKNOWN_TYPES_MAX, DecodedBatch
-from router.feeds.base import (
+from kvatlas.publisher.events import GROUPS_MAX, UNKNOWN_TYPES_MAX, DecodedBatch
+from kvatlas.router.feeds.base import (
     Cut,
     FeedSettings,
     FeedSink,
@@ -33,10 +33,18 @@ from router.feeds.base import (
     WireError,
     live_in_pieces,
 )
-from router.feeds.machine import FeedMachine
-from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
-from router.feeds.sockets import MessageReader, ReplayResync, Slice, SnapshotClient, live_socket
-from router.index.engine import continues_series
+from kvatlas.router.feeds.machine import FeedMachine
+from kvatlas.router.feeds.position import (
+    Action,
+    Adopt,
+    Apply,
+    Forget,
+    RequestReplay,
+    RequestSnapshot,
+    StateChanged,
+)
+from kvatlas.router.feeds.sockets import MessageReader, ReplayResync, Slice, SnapshotClient, live_socket
+from kvatlas.router.index.engine import continues_series
 
 _log = structlog.get_logger()
 

@@ -22,11 +22,11 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import structlog
 
-from router.fleet.engines import DesiredFleet
-from router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
-from router.fleet.salt_proof import SaltProof, SaltProver
-from router.fleet.settings import FleetSettings
-from router.fleet.statement import (
+from kvatlas.router.fleet.engines import DesiredFleet
+from kvatlas.router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
+from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.fleet.statement import (
     SERVER_INFO,
     EngineStatement,
     SleepState,
@@ -41,7 +41,7 @@ from router.fleet.statement import (
     server_info_statement,
     sglang_engines,
 )
-from router.fleet.status import (
+from kvatlas.router.fleet.status import (
     E,
     EngineStatus,
     Fleet,
@@ -49,8 +49,8 @@ from router.fleet.status import (
     Reassigned,
     kind_of,
 )
-from router.http.client import HttpClient, TooLongError
-from router.http.sockets import (
+from kvatlas.router.http.client import HttpClient, TooLongError
+from kvatlas.router.http.sockets import (
     Certificates,
     NotConnectedError,
     TlsFiles,
@@ -58,7 +58,7 @@ from router.http.sockets import (
     describe_error,
     is_out_of_descriptors,
 )
-from router.observe.requests import LogThrottle
+from kvatlas.router.observe.requests import LogThrottle
 
 _log = structlog.get_logger()
 

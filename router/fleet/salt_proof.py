@@ -25,9 +25,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from router.fleet.engines import EngineKind
-from router.http.sockets import describe_error
-from router.openai.request import (
+from kvatlas.router.fleet.engines import EngineKind
+from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.openai.request import (
     BATCH,
     CHAT,
     COMPLETION,

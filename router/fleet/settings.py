@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.http.sockets import TlsFiles, describe_error, warn_if_public
+from kvatlas.router.http.sockets import TlsFiles, describe_error, warn_if_public
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from router.fleet.engines import (
+from kvatlas.router.fleet.engines import (
     STATIC,
     CannotStartError,
-    Costs,
     DesiredState,
     DiscoveredEngine,
     EngineAddress,
@@ -27,8 +26,8 @@ from router.fleet.engines import (
     Source,
     SourceStats,
 )
-from router.fleet.settings import FileSettings, FleetSettings
-from router.http.sockets import base_url_fault, describe_error, split_address
+from kvatlas.router.fleet.settings import FileSettings
+from kvatlas.router.http.sockets import base_url_fault, describe_error, split_address
 
 _log = structlog.get_logger()
 DRAINED = "drained in the file"
@@ -186,20 +185,19 @@ _AFTER_FAULT_S = 2.0
 
 
 class FleetSources:
-    """All sources of one router. ``changed`` is called when the desired state may differ; ``costs`` are those
-    of losing each server, if this router reports them."""
+    """The static list and all ``sources`` of one router. ``changed`` is called when the desired state may
+    differ."""
 
     def __init__(
         self,
         engines: Sequence[EngineAddress],
-        settings: FleetSettings,
+        sources: Iterable[Source],
         desired: DesiredState,
         *,
         changed: Callable[[], None],
-        costs: Costs = dict,
     ) -> None:
         self._static = SourceStats(synced=True)
-        self._sources: list[Source] = list(_configured(settings, costs))
+        self._sources = list(sources)
         self._desired = desired
         self._changed = changed
         self.set_static(engines)
@@ -255,17 +253,3 @@ class FleetSources:
             source.stats.complain("fleet_full", f"{self._desired.left_out} servers over fleet.engines_max")
             _log.warning("more engines than fleet.engines_max", left_out=self._desired.left_out)
         self._changed()
-
-
-def _configured(settings: FleetSettings, costs: Costs) -> Iterator[Source]:
-    # A library is imported only by the source that needs it: each takes 5 MiB (measured).
-    if settings.file.on:
-        yield FileSource(settings.file)
-    if settings.kubernetes.on:
-        from router.fleet.kubernetes_source import KubernetesSource
-
-        yield KubernetesSource(settings.kubernetes, costs=costs)
-    if settings.dns.on:
-        from router.fleet.dns_source import DnsSource
-
-        yield DnsSource(settings.dns)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.fleet.engines import EngineAddress, EngineKind
+from kvatlas.router.fleet.engines import EngineAddress, EngineKind
 
 SERVER_INFO: Final = "/server_info?config_format=json"
 _ENDPOINT: Final = re.compile(r"(tcp|ipc|inproc)://\S+")

@@ -18,8 +18,8 @@ from typing import Any, cast
 import httptools
 from uvicorn.server import ServerState
 
-from router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
-from router.http.request_cycle import (
+from kvatlas.router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
+from kvatlas.router.http.request_cycle import (
     RequestCycle,
     connection_scope,
     error_response_bytes,
@@ -27,9 +27,9 @@ from router.http.request_cycle import (
     request_id_of,
     request_scope,
 )
-from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import NEVER, is_last_descriptor
-from router.openai.errors import (
+from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.http.sockets import NEVER, is_last_descriptor
+from kvatlas.router.openai.errors import (
     ApiError,
     bad_request,
     head_too_large,

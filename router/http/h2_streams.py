@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-from router.http import h2_codec as h2
-from router.http.h2_codec import CANCEL, H2Error
+from kvatlas.router.http import h2_codec as h2
+from kvatlas.router.http.h2_codec import CANCEL, H2Error
 
 
 class StreamHandler(Protocol):

@@ -19,9 +19,9 @@ from typing import Any, Protocol, cast
 import structlog
 import uvicorn
 
-from router.http.settings import HandshakeStats, ListenSettings, ListenStats
-from router.http.sockets import Sweeper, is_last_descriptor, sweep_interval_s
-from router.openai.errors import ApiError
+from kvatlas.router.http.settings import HandshakeStats, ListenSettings, ListenStats
+from kvatlas.router.http.sockets import Sweeper, is_last_descriptor, sweep_interval_s
+from kvatlas.router.openai.errors import ApiError
 
 _log = structlog.get_logger()
 

@@ -21,8 +21,8 @@ import httptools
 import msgspec
 import structlog
 
-from router.http.listener import Capacity
-from router.openai.errors import ApiError, internal_error
+from kvatlas.router.http.listener import Capacity
+from kvatlas.router.openai.errors import ApiError, internal_error
 
 # ASGI extensions: cancellation on disconnect, and responses without messages.
 #

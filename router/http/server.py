@@ -20,10 +20,10 @@ from typing import Any
 import structlog
 import uvicorn
 
-from router.http.downstream import DownstreamConnection
-from router.http.listener import ListenConfig
-from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import describe_error
+from kvatlas.router.http.downstream import DownstreamConnection
+from kvatlas.router.http.listener import ListenConfig
+from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.http.sockets import describe_error
 
 _log = structlog.get_logger()
 _POLL_S = 0.02

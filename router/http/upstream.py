@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from router.http.settings import ClientSettings, ClientStats
-from router.http.sockets import (
+from kvatlas.router.http.settings import ClientSettings, ClientStats
+from kvatlas.router.http.sockets import (
     NEVER,
     Sweeper,
     TlsFiles,

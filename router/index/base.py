@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from publisher.events import MEDIA, BlockHash
+from kvatlas.publisher.events import MEDIA, BlockHash
 
 # Names of places that hold blocks. A place is ``GPU``, or a medium outside it: ``CPU`` or ``STORAGE``,
 # followed by the owner if an event names one (``CPU@kvatlas-host``). Several connectors of one engine may

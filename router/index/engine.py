@@ -15,8 +15,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from publisher.block_hash import HashScheme
-from publisher.events import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import (
     UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
     BlockHash,
@@ -26,13 +26,13 @@ from publisher.events import (
     GroupSpec,
     to_block_hash,
 )
-from router.index.base import GPU, ON_GPU, Index, Plane, PoolListener, Rows
-from router.index.hit_rules import ALL_WORD, evaluate
-from router.index.learn.facts import SetupEvidence
-from router.index.learn.knowledge import EngineKnowledge, LearningBudget
-from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.learn.root_events import RemovalEvidence, Removals
-from router.index.offloaded import OffloadedBlocks
+from kvatlas.router.index.base import GPU, ON_GPU, Index, Plane, PoolListener, Rows
+from kvatlas.router.index.hit_rules import ALL_WORD, evaluate
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.index.learn.knowledge import EngineKnowledge, LearningBudget
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
+from kvatlas.router.index.learn.root_events import RemovalEvidence, Removals
+from kvatlas.router.index.offloaded import OffloadedBlocks
 
 # Suffix of the temporary index id used while a snapshot is staged; no engine id contains a NUL.
 _STAGED = "\x00staged"

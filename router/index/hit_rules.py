@@ -34,9 +34,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from publisher.events import Family, SpecClass
-from router.index.base import GPU, WORD_BITS, Plane, Rows, Runs, Words
-from router.index.learn.layout import CacheLayout
+from kvatlas.publisher.events import Family, SpecClass
+from kvatlas.router.index.base import GPU, WORD_BITS, Plane, Rows, Runs, Words
+from kvatlas.router.index.learn.layout import CacheLayout
 
 # Run-length evaluation. Prompts share long prefixes, so a lookup of hundreds of blocks returns only a few
 # different rows. If every class has the block size of the hashes, hits can only end where a run ends: inside

@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from publisher.block_hash import PromptHashes
-from publisher.events import BlockHash
-from router.index.base import WORD_BITS, IndexStats, Plane, Rows, Runs, Slot, Words, only_gpu
+from kvatlas.publisher.block_hash import PromptHashes
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import WORD_BITS, IndexStats, Plane, Rows, Runs, Slot, Words, only_gpu
 
 # Interned bit rows: a block's residency is the number of its row. A row has one bit for every (plane,
 # engine): one 64-bit word per *column*, where a column is (plane, group of 64 engines). Blocks of one prefix

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from publisher.block_hash import HashScheme, PromptExtras
-from publisher.events import BlockHash, DecodedBatch
-from router.index.base import GPU, Index, IndexStats, Rows
-from router.index.engine import EngineResidency
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.query_plan import (
+from kvatlas.publisher.block_hash import HashScheme, PromptExtras
+from kvatlas.publisher.events import BlockHash, DecodedBatch
+from kvatlas.router.index.base import GPU, Index, IndexStats, Rows
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.query_plan import (
     NOWHERE,
     EngineHit,
     EngineQuery,
@@ -36,7 +36,7 @@ _PLANS_MAX = 16
 
 
 class HashedPrompt(Protocol):
-    """A prompt whose block hashes can be computed under any scheme (``router.prompts.Prompt``)."""
+    """A prompt whose block hashes can be computed under any scheme (``kvatlas.router.prompts.Prompt``)."""
 
     @property
     def num_tokens(self) -> int: ...

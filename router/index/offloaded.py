@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from publisher.events import (
+from kvatlas.publisher.events import (
     GROUPS_MAX,
     MEDIA,
     BlockHash,
@@ -44,7 +44,7 @@ from publisher.events import (
     scheduler_block_size,
     to_block_hash,
 )
-from router.index.base import (
+from kvatlas.router.index.base import (
     CPU,
     GPU,
     OWNER_CHARS_MAX,
@@ -61,11 +61,11 @@ from router.index.base import (
     medium_of,
     owner_of,
 )
-from router.index.base import (
+from kvatlas.router.index.base import (
     place as place_of,
 )
-from router.index.hit_rules import Ends, WordHits, end_of, evaluate
-from router.index.learn.layout import CacheLayout
+from kvatlas.router.index.hit_rules import Ends, WordHits, end_of, evaluate
+from kvatlas.router.index.learn.layout import CacheLayout
 
 # Word numbers from here down are of other replicas' rows; -1 is unused (``NOWHERE``).
 _ELSEWHERE = -2

@@ -13,12 +13,12 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from publisher.block_hash import HashScheme
-from router.index.base import CPU, GPU, STORAGE, WORD_BITS, Rows, Slot
-from router.index.hit_rules import Ends, FleetRule, WordHits, end_of, evaluate
-from router.index.learn.layout import CacheLayout
-from router.index.learn.root_events import LearnedKeys
-from router.index.offloaded import Extent, held_alone, loaded, tier_extents, usable
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.index.base import CPU, GPU, STORAGE, WORD_BITS, Rows, Slot
+from kvatlas.router.index.hit_rules import Ends, FleetRule, WordHits, end_of, evaluate
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.learn.root_events import LearnedKeys
+from kvatlas.router.index.offloaded import Extent, held_alone, loaded, tier_extents, usable
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 

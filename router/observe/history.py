@@ -21,9 +21,9 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 import msgspec
 import xxhash
 
-from publisher.block_hash import PromptExtras
-from publisher.events import BlockHash
-from router.openai.request import InboundRequest
+from kvatlas.publisher.block_hash import PromptExtras
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.openai.request import InboundRequest
 
 EVERY_S = 5.0
 # Five minutes.

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from publisher.events import MEDIA
+from kvatlas.publisher.events import MEDIA
 
 # A histogram that is cheap to update: a list of counts, evaluated when scraped.
 

@@ -24,10 +24,10 @@ from typing import Annotated, Any
 import msgspec
 import structlog
 
-from publisher.events import BlockHash
-from router.observe.receipts import Histogram
-from router.observe.traces import RequestTrace, Traces
-from router.openai.request import Session, Usage, session_name
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.observe.receipts import Histogram
+from kvatlas.router.observe.traces import RequestTrace, Traces
+from kvatlas.router.openai.request import Session, Usage, session_name
 
 # Limits log lines that clients can cause: at most one per key and interval. Pure; the clock is injected.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from router import __version__
+from kvatlas import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import structlog
 
-from publisher.block_hash import PromptExtras
-from router import __version__
-from router.observe.history import prefix_ids, read_key
-from router.observe.requests import LogThrottle, RequestRecord
-from router.observe.traces import FLUSH_MS, TraceSettings, counting
-from router.openai.work import NO_WORK, Work
+from kvatlas import __version__
+from kvatlas.publisher.block_hash import PromptExtras
+from kvatlas.router.observe.history import prefix_ids, read_key
+from kvatlas.router.observe.requests import LogThrottle, RequestRecord
+from kvatlas.router.observe.traces import FLUSH_MS, TraceSettings, counting
+from kvatlas.router.openai.work import NO_WORK, Work
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs.export import LogRecordExporter

@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from router.openai.errors import ApiError, bad_request
-from router.openai.guarded import GUARDED
-from router.openai.numbers import lax_true, whole_number
-from router.openai.request import SESSION_MEMBERS, Session, session_in_body
+from kvatlas.router.openai.errors import ApiError, bad_request
+from kvatlas.router.openai.guarded import GUARDED
+from kvatlas.router.openai.numbers import lax_true, whole_number
+from kvatlas.router.openai.request import SESSION_MEMBERS, Session, session_in_body
 
 # Chosen members of a large JSON object, without decoding it: one pass over its brackets and quotes.
 #
@@ -244,7 +244,7 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     model: str | None = None
     stream: bool = False
     guarded: bool = False
-    """It has a field that ``router.proxy.screen`` looks into."""
+    """It has a field that ``kvatlas.router.proxy.screen`` looks into."""
     previous_response: str | None = None
     """The response that it goes on from (Responses API)."""
     request_id: str | None = None

@@ -17,9 +17,9 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 from urllib.parse import quote_plus, unquote_to_bytes
 
-from router.openai.body import Peek
-from router.openai.errors import ApiError, bad_request, echoed
-from router.openai.members import joined
+from kvatlas.router.openai.body import Peek
+from kvatlas.router.openai.errors import ApiError, bad_request, echoed
+from kvatlas.router.openai.members import joined
 
 # Starlette's limit, and so vLLM's.
 FIELDS_MAX: Final = 1000

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from router.openai.errors import bad_request, echoed
+from kvatlas.router.openai.errors import bad_request, echoed
 
 _WHOLE = re.compile(rb"-?[0-9]{1,18}")
 # What an engine may take for a number of more digits, also as a text.

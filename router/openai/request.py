@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from router.openai.errors import ApiError
+from kvatlas.router.openai.errors import ApiError
 
 
 class Phases(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.openai.request import UNCACHED, InboundRequest, Usage
+from kvatlas.router.openai.request import UNCACHED, InboundRequest, Usage
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ import math
 
 import msgspec
 
-from router.pd.settings import PdSettings
+from kvatlas.router.pd.settings import PdSettings
 
 
 class HandoffRefusedError(Exception):

@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.pd.bodies import SplitBody
-from router.pd.settings import PdSettings
+from kvatlas.router.pd.bodies import SplitBody
+from kvatlas.router.pd.settings import PdSettings
 
 # The parameters for the decode engine, or why there are none: the engine holds no blocks; its state is
 # unknown; its answer did not end by its length; it has several ranks, and the request named none.

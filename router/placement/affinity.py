@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from router.fleet.marks import EngineMark, EngineMarks
+from kvatlas.router.fleet.marks import EngineMark, EngineMarks
 
 # Typical for English text with vocabularies of 32k-256k tokens.
 BYTES_PER_TOKEN = 4

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import msgspec
 
-from publisher.events import MEDIA
+from kvatlas.publisher.events import MEDIA
 
 # It imports numpy, which the command line's help does not need.
 if TYPE_CHECKING:
-    from router.index.query_plan import EngineHit
+    from kvatlas.router.index.query_plan import EngineHit
 
 Confidence = Literal["exact", "pending", "degraded", "learned", "assumed", "partial", "shadow", "none"]
 """Source of a hit; a discount for the feed's state is already applied by the caller. ``pending``: exact if

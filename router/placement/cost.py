@@ -44,7 +44,7 @@ from typing import Annotated, Final
 import msgspec
 import xxhash
 
-from router.placement.candidate import (
+from kvatlas.router.placement.candidate import (
     Candidate,
     Candidates,
     Cost,

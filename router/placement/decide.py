@@ -17,29 +17,29 @@ import msgspec
 import structlog
 import xxhash
 
-from publisher.block_hash import HashScheme
-from router.admission.admission_queue import QueueSettings
-from router.admission.fair_queue import Priority
-from router.fleet.status import Fleet, Frontend
-from router.index.model import ModelIndexes
-from router.index.query_plan import EngineHit, Holders
-from router.observe.requests import LogThrottle
-from router.openai.body import cache_control_s
-from router.openai.errors import ApiError, predicted_wait
-from router.openai.request import MESSAGES, PROMPT_APIS, InboundRequest
-from router.pd.bodies import SplitBody
-from router.pd.handoff import DisaggState
-from router.pd.settings import PdSettings, PdStats
-from router.placement.affinity import text_tokens
-from router.placement.candidate import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.admission.fair_queue import Priority
+from kvatlas.router.fleet.status import Fleet, Frontend
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.query_plan import EngineHit, Holders
+from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.openai.body import cache_control_s
+from kvatlas.router.openai.errors import ApiError, predicted_wait
+from kvatlas.router.openai.request import MESSAGES, PROMPT_APIS, InboundRequest
+from kvatlas.router.pd.bodies import SplitBody
+from kvatlas.router.pd.handoff import DisaggState
+from kvatlas.router.pd.settings import PdSettings, PdStats
+from kvatlas.router.placement.affinity import text_tokens
+from kvatlas.router.placement.candidate import (
     Candidate,
     PlacementRequest,
     PolicySettings,
     PullSettings,
     placement_request,
 )
-from router.placement.cost import Choice, LongWait, late_first_token, long_wait
-from router.placement.eligible import (
+from kvatlas.router.placement.cost import Choice, LongWait, late_first_token, long_wait
+from kvatlas.router.placement.eligible import (
     NO_CANDIDATES,
     CandidateSet,
     CandidateSets,
@@ -49,7 +49,7 @@ from router.placement.eligible import (
     slo_forecast,
     within_service_level,
 )
-from router.placement.engine import (
+from kvatlas.router.placement.engine import (
     NO_PEER_SNAPSHOT,
     Accounts,
     Engine,
@@ -58,22 +58,27 @@ from router.placement.engine import (
     SharedView,
     order_of,
 )
-from router.placement.placement import Decision, Placement, Split, read_by
-from router.placement.policies import ArmState, policy
-from router.placement.pull import Pulls, any_waits
-from router.placement.saturation import SaturationGate
-from router.placement.shadow import ShadowPrompt
-from router.placement.split import DecodeCandidates, DisaggregationPlanner, complete_layouts, messages_of
-from router.placement.split_legs import (
+from kvatlas.router.placement.placement import Decision, Placement, Split, read_by
+from kvatlas.router.placement.policies import ArmState, policy
+from kvatlas.router.placement.pull import Pulls, any_waits
+from kvatlas.router.placement.saturation import SaturationGate
+from kvatlas.router.placement.shadow import ShadowPrompt
+from kvatlas.router.placement.split import (
+    DecodeCandidates,
+    DisaggregationPlanner,
+    complete_layouts,
+    messages_of,
+)
+from kvatlas.router.placement.split_legs import (
     DecodePlacement,
     PrefillPlacement,
     PullPlacement,
     SidecarPlacement,
     give_hint,
 )
-from router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
-from router.prompts.reader import INLINE_BLOCKS_MAX, PromptReader
-from router.proxy.attempt import Fields
+from kvatlas.router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
+from kvatlas.router.prompts.reader import INLINE_BLOCKS_MAX, PromptReader
+from kvatlas.router.proxy.attempt import Fields
 
 _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
@@ -91,7 +96,7 @@ _NO_HITS: Mapping[str, EngineHit] = {}
 
 
 class Planner:
-    """Implements ``router.proxy.forward.Placer``.
+    """Implements ``kvatlas.router.proxy.forward.Placer``.
 
     ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is queried for others'
     engines and load in each decision; without it ``peer_state`` has the latest state that others sent.
@@ -335,7 +340,7 @@ class Planner:
 
     @property
     def reads_claims(self) -> bool:
-        """Whether the claims of all requests are read (``router.admission.admission_queue``)."""
+        """Whether the claims of all requests are read (``kvatlas.router.admission.admission_queue``)."""
         ordered = self._settings.engine_priority > 0
         return self.gate is not None or ordered or self._queue.has_wait_targets
 

@@ -27,25 +27,25 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from publisher.block_hash import HashScheme
-from router.feeds.base import FeedState
-from router.fleet.engines import EngineId, endpoint_of
-from router.fleet.status import Fleet, Frontend
-from router.index.hit_rules import hits_behind
-from router.index.learn.layout import CacheLayout
-from router.index.model import ModelIndexes
-from router.index.query_plan import EngineHit
-from router.observe.receipts import SloStats
-from router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
-from router.openai.request import SALTED, InboundRequest
-from router.openai.response_ids import digits_of, engine_digits
-from router.openai.work import estimated_tokens
-from router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
-from router.placement.cost import Choice, within_level
-from router.placement.engine import Accounts, Engine, EngineChanges, PromptView
-from router.placement.load import HeadProgress
-from router.placement.others import NO_OTHERS, OthersLoad
-from router.prompts.prompt import Prompt, TextAffinity
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.fleet.engines import EngineId, endpoint_of
+from kvatlas.router.fleet.status import Fleet, Frontend
+from kvatlas.router.index.hit_rules import hits_behind
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.query_plan import EngineHit
+from kvatlas.router.observe.receipts import SloStats
+from kvatlas.router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
+from kvatlas.router.openai.request import SALTED, InboundRequest
+from kvatlas.router.openai.response_ids import digits_of, engine_digits
+from kvatlas.router.openai.work import estimated_tokens
+from kvatlas.router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
+from kvatlas.router.placement.cost import Choice, within_level
+from kvatlas.router.placement.engine import Accounts, Engine, EngineChanges, PromptView
+from kvatlas.router.placement.load import HeadProgress
+from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
+from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 
 _RECOUNT_S: Final = 1.0
 

@@ -21,32 +21,32 @@ from typing import Final, Protocol
 import msgspec
 import structlog
 
-from publisher.block_hash import HashScheme
-from router.admission.admission_queue import AdmissionQueue
-from router.feeds.base import FeedState, FeedStats
-from router.feeds.position import expected_hit
-from router.fleet.engines import EngineAddress, EngineId
-from router.fleet.status import EngineStatus
-from router.index.base import PoolListener, Rows
-from router.index.learn.layout import CacheLayout, retained_tokens
-from router.index.model import HashedPrompt, Residency
-from router.index.query_plan import EngineHit, Holders
-from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
-from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
-from router.observe.requests import DeferredUpdates, SessionLedger
-from router.placement.affinity import AffinityMap
-from router.placement.candidate import Confidence, Hit
-from router.placement.cost import AdmissionStats
-from router.placement.evictions import EvictionForecast
-from router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
-from router.placement.load import LoadAccount, LoadStats
-from router.placement.others import OthersLoad
-from router.placement.rates import FleetRates
-from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
-from router.prompts.prompt import Prompt
-from router.proxy.attempt import Attempt
-from router.proxy.breaker import Breaker
-from router.proxy.headers import CacheReset
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.admission.admission_queue import AdmissionQueue
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.feeds.position import expected_hit
+from kvatlas.router.fleet.engines import EngineAddress, EngineId
+from kvatlas.router.fleet.status import EngineStatus
+from kvatlas.router.index.base import PoolListener, Rows
+from kvatlas.router.index.learn.layout import CacheLayout, retained_tokens
+from kvatlas.router.index.model import HashedPrompt, Residency
+from kvatlas.router.index.query_plan import EngineHit, Holders
+from kvatlas.router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
+from kvatlas.router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
+from kvatlas.router.observe.requests import DeferredUpdates, SessionLedger
+from kvatlas.router.placement.affinity import AffinityMap
+from kvatlas.router.placement.candidate import Confidence, Hit
+from kvatlas.router.placement.cost import AdmissionStats
+from kvatlas.router.placement.evictions import EvictionForecast
+from kvatlas.router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
+from kvatlas.router.placement.load import LoadAccount, LoadStats
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.rates import FleetRates
+from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.proxy.attempt import Attempt
+from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.headers import CacheReset
 
 # Order in engines that schedule by priority (vLLM: ``--scheduling-policy priority``): lower goes first.
 #
@@ -126,7 +126,7 @@ class PeerSnapshot(msgspec.Struct, frozen=True):
     """Requests in flight of the other replicas, by engine; None: unknown."""
     stores: Mapping[str, Mapping[HashScheme, Rows]] = {}
     """Contents of shared stores by events that other replicas received, by model and hash scheme: to predict
-    the engines followed here (``router.index.offloaded.shared_part``)."""
+    the engines followed here (``kvatlas.router.index.offloaded.shared_part``)."""
     problem: str = ""
     """Why the shared index could not be queried; "" if it answered."""
 

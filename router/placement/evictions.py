@@ -23,8 +23,8 @@ from typing import Final
 
 import msgspec
 
-from publisher.events import BlockHash, Family, GroupSpec
-from router.placement.others import NEWS
+from kvatlas.publisher.events import BlockHash, Family, GroupSpec
+from kvatlas.router.placement.others import NEWS
 
 # Blocks of a modelled pool, about 150 bytes each. Larger pools are rarely short, and each request pays for
 # the model: 0.1 ms at 3,200 tokens (docs/decisions/016-evictions-ahead.md).

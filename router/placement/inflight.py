@@ -29,9 +29,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from publisher.events import BlockHash, Family
-from router.index.learn.layout import CacheLayout
-from router.placement.candidate import Hit
+from kvatlas.publisher.events import BlockHash, Family
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.placement.candidate import Hit
 
 
 class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,9 +22,9 @@ from typing import Annotated
 
 import msgspec
 
-from router.placement.others import NEWS, NO_OTHERS, ForeignLoad, OthersLoad
-from router.placement.pages import PageAccount
-from router.placement.rates import EngineRates, PrefillSample
+from kvatlas.router.placement.others import NEWS, NO_OTHERS, ForeignLoad, OthersLoad
+from kvatlas.router.placement.pages import PageAccount
+from kvatlas.router.placement.rates import EngineRates, PrefillSample
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,9 +239,8 @@ class LoadAccount:
         ``streams``: whether the first byte will show the end of the prefill; ``expected_s``: after what
         computing and loading time. ``prompt_tokens``: of the whole prompt, for its share of the pool.
         ``running`` and ``waiting``: requests there already, including others'. ``rank_s``: key in the
-        engine's order (``router.placement.engine``), constant for order of arrival. ``sequences``: requests
-        that the engine makes of it.
-        """
+        engine's order (``kvatlas.router.placement.engine``), constant for order of arrival. ``sequences``:
+        requests that the engine makes of it."""
         if self._awaited:
             self._advance(now)
         if not self._awaited:

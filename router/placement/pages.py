@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from publisher.events import Family, GroupSpec
-from router.placement.others import NEWS
+from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.router.placement.others import NEWS
 
 # Blocks of a Mamba group per sequence: the running state and the next one (``MambaManager``, vLLM 0.32).
 _STATES_HELD: Final = 2

@@ -11,27 +11,27 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from publisher.events import BlockHash
-from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
-from router.admission.fair_queue import Charge, Priority
-from router.http.upstream import UpstreamError
-from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
-from router.observe.requests import REQUEST_ID_CHARS_MAX
-from router.observe.usage import PlacementFacts
-from router.openai.request import PROMPT_APIS, InboundRequest, Usage
-from router.openai.work import Work, estimated_tokens, pooled
-from router.pd.bodies import SplitBody
-from router.placement.candidate import Candidate, Cost, Hit, columns
-from router.placement.cost import Choice, LongWait, predicted_wait_s
-from router.placement.eligible import SloForecast
-from router.placement.engine import Accounts, Engine, EngineOrder
-from router.placement.evictions import PooledPrompt
-from router.placement.inflight import InflightPrompt, Kept
-from router.placement.load import Ticket
-from router.placement.pull import PullOrder
-from router.prompts.prompt import Prompt, TextAffinity
-from router.proxy.attempt import Attempt, Fields
-from router.proxy.headers import cache_reset
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
+from kvatlas.router.admission.fair_queue import Charge, Priority
+from kvatlas.router.http.upstream import UpstreamError
+from kvatlas.router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
+from kvatlas.router.observe.requests import REQUEST_ID_CHARS_MAX
+from kvatlas.router.observe.usage import PlacementFacts
+from kvatlas.router.openai.request import PROMPT_APIS, InboundRequest, Usage
+from kvatlas.router.openai.work import Work, estimated_tokens, pooled
+from kvatlas.router.pd.bodies import SplitBody
+from kvatlas.router.placement.candidate import Candidate, Cost, Hit, columns
+from kvatlas.router.placement.cost import Choice, LongWait, predicted_wait_s
+from kvatlas.router.placement.eligible import SloForecast
+from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder
+from kvatlas.router.placement.evictions import PooledPrompt
+from kvatlas.router.placement.inflight import InflightPrompt, Kept
+from kvatlas.router.placement.load import Ticket
+from kvatlas.router.placement.pull import PullOrder
+from kvatlas.router.prompts.prompt import Prompt, TextAffinity
+from kvatlas.router.proxy.attempt import Attempt, Fields
+from kvatlas.router.proxy.headers import cache_reset
 
 _NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0)
 

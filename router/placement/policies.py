@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from router.placement.candidate import Candidate, Hit, PlacementRequest, PolicySettings
-from router.placement.cost import Choice, choose, favourite, make_choice, score, weight
+from kvatlas.router.placement.candidate import Candidate, Hit, PlacementRequest, PolicySettings
+from kvatlas.router.placement.cost import Choice, choose, favourite, make_choice, score, weight
 
 
 @dataclass(slots=True)

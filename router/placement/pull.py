@@ -34,19 +34,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.feeds.base import FeedState
-from router.fleet.engines import EngineAddress, EngineId
-from router.http.sockets import split_address
-from router.openai.members import TooManyStepsError, run_cooperatively
-from router.openai.request import InboundRequest
-from router.pd.bodies import SplitBody, split_body
-from router.pd.transfer import KvSource
-from router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings, columns
-from router.placement.cost import TIE_S, Choice, ScoredCandidates, within_bound
-from router.placement.engine import Engine
-from router.placement.load import LoadAccount
-from router.placement.others import OthersLoad, others_at
-from router.prompts.prompt import Prompt
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.fleet.engines import EngineAddress, EngineId
+from kvatlas.router.http.sockets import split_address
+from kvatlas.router.openai.members import TooManyStepsError, run_cooperatively
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.pd.bodies import SplitBody, split_body
+from kvatlas.router.pd.transfer import KvSource
+from kvatlas.router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings, columns
+from kvatlas.router.placement.cost import TIE_S, Choice, ScoredCandidates, within_bound
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.load import LoadAccount
+from kvatlas.router.placement.others import OthersLoad, others_at
+from kvatlas.router.prompts.prompt import Prompt
 
 LATENCY_S: Final = 0.002
 """Latency of one pull: the handshake's and the probe's messages."""

@@ -14,16 +14,16 @@ from typing import Final
 
 import msgspec
 
-from router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
-from router.admission.fair_queue import Lane
-from router.fleet.status import Fleet
-from router.openai.request import SALTED, UNCACHED, InboundRequest
-from router.placement.candidate import Candidate, columns
-from router.placement.eligible import FleetSnapshot
-from router.placement.engine import Accounts, Engine
-from router.placement.others import OthersLoad
-from router.placement.placement import Decision
-from router.proxy.headers import POST_PATHS
+from kvatlas.router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
+from kvatlas.router.admission.fair_queue import Lane
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.openai.request import SALTED, UNCACHED, InboundRequest
+from kvatlas.router.placement.candidate import Candidate, columns
+from kvatlas.router.placement.eligible import FleetSnapshot
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.placement import Decision
+from kvatlas.router.proxy.headers import POST_PATHS
 
 # What engines compute, render or tokenize; all else is answered at once.
 _QUEUED: Final = POST_PATHS | SALTED | UNCACHED

@@ -26,11 +26,11 @@ from typing import Annotated, Final
 
 import msgspec
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import BlockHash, Family, GroupSpec
-from router.index.learn.facts import DropReceipts, SetupEvidence, find_facts
-from router.index.learn.layout import ModelFacts, retained_tokens
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
+from kvatlas.publisher.events import BlockHash, Family, GroupSpec
+from kvatlas.router.index.learn.facts import DropReceipts, SetupEvidence, find_facts
+from kvatlas.router.index.learn.layout import ModelFacts, retained_tokens
 
 HashesOf = Callable[[HashScheme], Sequence[BlockHash]]
 """The prompt's block hashes under a scheme (``Prompt.hashes``)."""

@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from router.fleet.engines import endpoint_of
-from router.fleet.status import Fleet
-from router.index.learn.layout import CacheLayout
-from router.openai.members import TooManyStepsError, run_cooperatively
-from router.openai.request import PROMPT_APIS, SALTED, InboundRequest
-from router.pd.bodies import SplitBody, split_body
-from router.pd.handoff import DisaggState, Handoff
-from router.pd.settings import PdSettings
-from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
-from router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
-from router.placement.eligible import Length, candidates, length_of
-from router.placement.engine import Engine, PromptView
-from router.placement.placement import Decision, Split, read_by
-from router.placement.split_legs import lacking
-from router.prompts.prompt import Prompt, TextAffinity
-from router.prompts.request import ChatBody
+from kvatlas.router.fleet.engines import endpoint_of
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.openai.members import TooManyStepsError, run_cooperatively
+from kvatlas.router.openai.request import PROMPT_APIS, SALTED, InboundRequest
+from kvatlas.router.pd.bodies import SplitBody, split_body
+from kvatlas.router.pd.handoff import DisaggState, Handoff
+from kvatlas.router.pd.settings import PdSettings
+from kvatlas.router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
+from kvatlas.router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
+from kvatlas.router.placement.eligible import Length, candidates, length_of
+from kvatlas.router.placement.engine import Engine, PromptView
+from kvatlas.router.placement.placement import Decision, Split, read_by
+from kvatlas.router.placement.split_legs import lacking
+from kvatlas.router.prompts.prompt import Prompt, TextAffinity
+from kvatlas.router.prompts.request import ChatBody
 
 # Cost of pairs: compute a prompt where it is decoded, or elsewhere and transfer it; the least cost wins.
 #

@@ -17,20 +17,20 @@ from typing import Any
 
 import msgspec
 
-from publisher.events import Family
-from router.fleet.engines import endpoint_of
-from router.index.learn.layout import CacheLayout
-from router.observe.receipts import Receipt
-from router.openai.request import InboundRequest, Usage
-from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled, hint_field
-from router.placement.candidate import Hit
-from router.placement.engine import Accounts, Engine
-from router.placement.inflight import Kept
-from router.placement.load import Ticket
-from router.placement.placement import Decision, MostHeld, Placement, Split
-from router.placement.pull import PullOrder, PullOutcome, Pulls
-from router.prompts.prompt import Prompt
-from router.proxy.attempt import Fields
+from kvatlas.publisher.events import Family
+from kvatlas.router.fleet.engines import endpoint_of
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.observe.receipts import Receipt
+from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled, hint_field
+from kvatlas.router.placement.candidate import Hit
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.inflight import Kept
+from kvatlas.router.placement.load import Ticket
+from kvatlas.router.placement.placement import Decision, MostHeld, Placement, Split
+from kvatlas.router.placement.pull import PullOrder, PullOutcome, Pulls
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.proxy.attempt import Fields
 
 _OK = 200
 

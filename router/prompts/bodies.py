@@ -13,15 +13,15 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from publisher.block_hash import NO_EXTRAS, PromptExtras
-from router.openai import request
-from router.openai.body import Peek, named_session
-from router.openai.guarded import GUARDED
-from router.openai.numbers import lax_whole, whole_number
-from router.prompts.chat.anthropic import MessagesBody, decode_messages
-from router.prompts.chat.responses import ResponsesBody, decode_responses
-from router.prompts.prompt import chat_pieces, completion_pieces
-from router.prompts.request import (
+from kvatlas.publisher.block_hash import NO_EXTRAS, PromptExtras
+from kvatlas.router.openai import request
+from kvatlas.router.openai.body import Peek, named_session
+from kvatlas.router.openai.guarded import GUARDED
+from kvatlas.router.openai.numbers import lax_whole, whole_number
+from kvatlas.router.prompts.chat.anthropic import MessagesBody, decode_messages
+from kvatlas.router.prompts.chat.responses import ResponsesBody, decode_responses
+from kvatlas.router.prompts.prompt import chat_pieces, completion_pieces
+from kvatlas.router.prompts.request import (
     NULL,
     VALUES_MAX,
     BatchBody,
@@ -36,7 +36,7 @@ from router.prompts.request import (
     decode_completion,
     decode_generate,
 )
-from router.prompts.settings import ANY_MODEL, ModelPrompts
+from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts
 
 Converted = MessagesBody | ResponsesBody
 """APIs that the engine converts to a chat."""

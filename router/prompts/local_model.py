@@ -18,13 +18,13 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from publisher.block_hash import PromptExtras
-from router.fleet.status import Frontend
-from router.prompts.chat.template import context_key
-from router.prompts.cuts import CutText, Ids
-from router.prompts.families.base import MissingFamily, TextTokenizer
-from router.prompts.local_renderer import ChatForm, ChatRenderer, Workers
-from router.prompts.prompt_cache import (
+from kvatlas.publisher.block_hash import PromptExtras
+from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.prompts.chat.template import context_key
+from kvatlas.router.prompts.cuts import CutText, Ids
+from kvatlas.router.prompts.families.base import MissingFamily, TextTokenizer
+from kvatlas.router.prompts.local_renderer import ChatForm, ChatRenderer, Workers
+from kvatlas.router.prompts.prompt_cache import (
     Entry,
     KnownMessage,
     PrefixCache,
@@ -33,7 +33,7 @@ from router.prompts.prompt_cache import (
     message_keys,
     text_keys,
 )
-from router.prompts.request import (
+from kvatlas.router.prompts.request import (
     INLINE_VALUES_MAX,
     ChatBody,
     CompletionBody,
@@ -42,8 +42,8 @@ from router.prompts.request import (
     has_many_values,
     num_values,
 )
-from router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
-from router.prompts.tokenizer import ModelDir, ModelDirError, PromptTokenizer, ids_of, truncated
+from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.tokenizer import ModelDir, ModelDirError, PromptTokenizer, ids_of, truncated
 
 # More new text than this is tokenized in a worker thread; less takes under 4 ms of the event loop.
 INLINE_CHARS_MAX = 4096

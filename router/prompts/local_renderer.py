@@ -15,10 +15,10 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from router.fleet.status import Frontend
-from router.prompts.chat.anthropic import disabled_effort, wants_system_first
-from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.messages import (
+from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.prompts.chat.anthropic import disabled_effort, wants_system_first
+from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
+from kvatlas.router.prompts.chat.messages import (
     Message,
     TemplateTraits,
     only_text,
@@ -26,7 +26,7 @@ from router.prompts.chat.messages import (
     text_message,
     without_developer_role,
 )
-from router.prompts.chat.template import (
+from kvatlas.router.prompts.chat.template import (
     ChatContext,
     ChatTemplate,
     ContextCache,
@@ -36,7 +36,7 @@ from router.prompts.chat.template import (
     message_shape,
     parse_tools,
 )
-from router.prompts.families.base import (
+from kvatlas.router.prompts.families.base import (
     Family,
     Missing,
     MissingFamily,
@@ -44,9 +44,9 @@ from router.prompts.families.base import (
     SglangFrontend,
     is_rendered_by_sglang,
 )
-from router.prompts.families.deepseek import DeepseekV4, DeepseekV32
-from router.prompts.prompt_cache import KnownMessage
-from router.prompts.request import (
+from kvatlas.router.prompts.families.deepseek import DeepseekV4, DeepseekV32
+from kvatlas.router.prompts.prompt_cache import KnownMessage
+from kvatlas.router.prompts.request import (
     ChatBody,
     NotLocalError,
     decode_message,
@@ -54,8 +54,8 @@ from router.prompts.request import (
     num_values,
     plain_message,
 )
-from router.prompts.settings import ModelPrompts, PromptStats
-from router.prompts.tokenizer import ModelDir, load_chat_template
+from kvatlas.router.prompts.settings import ModelPrompts, PromptStats
+from kvatlas.router.prompts.tokenizer import ModelDir, load_chat_template
 
 # Size of a known message besides its text and its converted form.
 _MESSAGE_BYTES: Final = 200
@@ -371,11 +371,11 @@ def _family_of(renderer: str, folder: Path, time_zone: str | None) -> Family | N
     try:
         # Their packages take up to half a second to import.
         if renderer == "harmony":
-            from router.prompts.families.harmony import Harmony  # noqa: PLC0415
+            from kvatlas.router.prompts.families.harmony import Harmony  # noqa: PLC0415
 
             return Harmony(time_zone)
         if renderer == "mistral":
-            from router.prompts.families.mistral import Mistral  # noqa: PLC0415
+            from kvatlas.router.prompts.families.mistral import Mistral  # noqa: PLC0415
 
             return Mistral(folder)
     except Missing as problem:

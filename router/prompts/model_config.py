@@ -13,15 +13,21 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from publisher.block_hash import NO_EXTRAS
-from publisher.events import Family, GroupSpec
-from router.openai.errors import ApiError
-from router.openai.request import CHAT, COMPLETION
-from router.prompts.bodies import decode_body
-from router.prompts.hub import TokenizerProblem
-from router.prompts.local_model import LocalModel
-from router.prompts.remote import EngineSide
-from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_prompt, first_prompt
+from kvatlas.publisher.block_hash import NO_EXTRAS
+from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.prompts.bodies import decode_body
+from kvatlas.router.prompts.hub import TokenizerProblem
+from kvatlas.router.prompts.local_model import LocalModel
+from kvatlas.router.prompts.remote import EngineSide
+from kvatlas.router.prompts.request import (
+    ChatBody,
+    CompletionBody,
+    NotLocalError,
+    decode_prompt,
+    first_prompt,
+)
 
 _BYTES_MAX: Final = 4 << 20
 _LAYERS_MAX: Final = 4096

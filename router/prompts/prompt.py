@@ -20,13 +20,20 @@ from typing import Any, Final, Literal
 import msgspec
 import xxhash
 
-from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
-from publisher.events import BlockHash
-from router.fleet.status import Frontend
-from router.prompts.cuts import Ids
-from router.prompts.prompt_cache import Entry
-from router.prompts.request import NO_REST, ChatBody, CompletionBody, Rest, decode_message, decode_prompt
-from router.prompts.settings import PromptStats
+from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.prompts.cuts import Ids
+from kvatlas.router.prompts.prompt_cache import Entry
+from kvatlas.router.prompts.request import (
+    NO_REST,
+    ChatBody,
+    CompletionBody,
+    Rest,
+    decode_message,
+    decode_prompt,
+)
+from kvatlas.router.prompts.settings import PromptStats
 
 
 class Prompt(msgspec.Struct, eq=False, gc=False):

@@ -19,11 +19,11 @@ from typing import Final
 import msgspec
 import xxhash
 
-from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
-from router.prompts.chat.messages import Message
-from router.prompts.cuts import CutText, Ids
-from router.prompts.request import SHARE, NotLocalError, extras_bytes
-from router.prompts.settings import PromptStats
+from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
+from kvatlas.router.prompts.chat.messages import Message
+from kvatlas.router.prompts.cuts import CutText, Ids
+from kvatlas.router.prompts.request import SHARE, NotLocalError, extras_bytes
+from kvatlas.router.prompts.settings import PromptStats
 
 # One earlier prompt: its messages, tokens and hashes, which a next turn extends.
 

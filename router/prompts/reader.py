@@ -19,13 +19,13 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from publisher.block_hash import HashScheme, PromptExtras
-from publisher.events import BlockHash
-from router.fleet.status import Frontend
-from router.openai.body import peek
-from router.openai.errors import ApiError
-from router.openai.request import InboundRequest
-from router.prompts.bodies import (
+from kvatlas.publisher.block_hash import HashScheme, PromptExtras
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.openai.body import peek
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.prompts.bodies import (
     Converted,
     ModelNames,
     ModelTarget,
@@ -38,14 +38,14 @@ from router.prompts.bodies import (
     pieces_of,
     prompt_field,
 )
-from router.prompts.chat.anthropic import MessagesBody
-from router.prompts.chat.messages import Conversions, InlineConversions, Memory, TooManyValuesError
-from router.prompts.families.base import is_unlike_sglang
-from router.prompts.local_model import LocalModel
-from router.prompts.local_renderer import Workers
-from router.prompts.prompt import Prompt, TextAffinity, affinity_keys, raw_piece
-from router.prompts.prompt_cache import Entry, PrefixCache, cached_ids
-from router.prompts.remote import (
+from kvatlas.router.prompts.chat.anthropic import MessagesBody
+from kvatlas.router.prompts.chat.messages import Conversions, InlineConversions, Memory, TooManyValuesError
+from kvatlas.router.prompts.families.base import is_unlike_sglang
+from kvatlas.router.prompts.local_model import LocalModel
+from kvatlas.router.prompts.local_renderer import Workers
+from kvatlas.router.prompts.prompt import Prompt, TextAffinity, affinity_keys, raw_piece
+from kvatlas.router.prompts.prompt_cache import Entry, PrefixCache, cached_ids
+from kvatlas.router.prompts.remote import (
     Asking,
     EngineSide,
     EngineTokens,
@@ -55,7 +55,7 @@ from router.prompts.remote import (
     Renderers,
     placed_items,
 )
-from router.prompts.request import (
+from kvatlas.router.prompts.request import (
     INLINE_BYTES_MAX,
     INLINE_VALUES_MAX,
     NO_REST,
@@ -70,8 +70,8 @@ from router.prompts.request import (
     has_many_values,
     rest_of,
 )
-from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings, PromptStats
-from router.prompts.tokenizer import ModelDirError, ids_of, load_model_dir, truncated
+from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.tokenizer import ModelDirError, ids_of, load_model_dir, truncated
 
 __all__ = [
     "LocalModel",

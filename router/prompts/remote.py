@@ -22,17 +22,25 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from publisher.block_hash import MultimodalItem
-from router.fleet.status import Frontend
-from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES, InboundRequest
-from router.prompts.bodies import Parsed
-from router.prompts.chat.anthropic import MessagesBody
-from router.prompts.chat.messages import MEDIA_KEYS
-from router.prompts.cuts import Ids
-from router.prompts.families.base import is_unlike_sglang
-from router.prompts.request import NO_REST, SHARE, ChatBody, CompletionBody, NotLocalError, Rest, rest_of
-from router.prompts.settings import PromptSettings, PromptStats
-from router.prompts.tokenizer import ids_of
+from kvatlas.publisher.block_hash import MultimodalItem
+from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES, InboundRequest
+from kvatlas.router.prompts.bodies import Parsed
+from kvatlas.router.prompts.chat.anthropic import MessagesBody
+from kvatlas.router.prompts.chat.messages import MEDIA_KEYS
+from kvatlas.router.prompts.cuts import Ids
+from kvatlas.router.prompts.families.base import is_unlike_sglang
+from kvatlas.router.prompts.request import (
+    NO_REST,
+    SHARE,
+    ChatBody,
+    CompletionBody,
+    NotLocalError,
+    Rest,
+    rest_of,
+)
+from kvatlas.router.prompts.settings import PromptSettings, PromptStats
+from kvatlas.router.prompts.tokenizer import ids_of
 
 Headers = dict[str, str]
 Post = Callable[[str, bytes, Headers, float], Awaitable[tuple[int, bytes]]]

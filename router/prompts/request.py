@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import astuple
 
-from publisher.block_hash import NO_EXTRAS, PromptExtras
-from router.openai.body import decode_leniently, invalid_json
-from router.openai.errors import ApiError, bad_request
+from kvatlas.publisher.block_hash import NO_EXTRAS, PromptExtras
+from kvatlas.router.openai.body import decode_leniently, invalid_json
+from kvatlas.router.openai.errors import ApiError, bad_request
 
 NULL = msgspec.Raw(b"null")
 

@@ -31,9 +31,9 @@ from typing import Any, Final
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from router.prompts.cuts import Encoded, Ids, cuts_of, whole
-from router.prompts.request import ChatBody, CompletionBody, NotLocalError
-from router.prompts.settings import PromptStats
+from kvatlas.router.prompts.cuts import Encoded, Ids, cuts_of, whole
+from kvatlas.router.prompts.request import ChatBody, CompletionBody, NotLocalError
+from kvatlas.router.prompts.settings import PromptStats
 
 # Probe texts: two tokenizers of one ``tokenizer.json`` must agree on them before the faster one is used.
 #

@@ -24,9 +24,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import structlog
 
-from router.fleet.status import Fleet
-from router.openai.errors import ApiError
-from router.prompts.hub import (
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.prompts.hub import (
     HubLimits,
     TokenizerProblem,
     TokenizerSource,
@@ -34,12 +34,12 @@ from router.prompts.hub import (
     named_by_engine,
     parse_source,
 )
-from router.prompts.model_config import ModelConfigFile, compare, compare_one, read_model_file
-from router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadHere
-from router.prompts.remote import EngineSide, Post
-from router.prompts.request import NotLocalError
-from router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
-from router.prompts.trial import TrialRequest, Trials
+from kvatlas.router.prompts.model_config import ModelConfigFile, compare, compare_one, read_model_file
+from kvatlas.router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadHere
+from kvatlas.router.prompts.remote import EngineSide, Post
+from kvatlas.router.prompts.request import NotLocalError
+from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.trial import TrialRequest, Trials
 
 _log = structlog.get_logger()
 

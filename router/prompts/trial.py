@@ -26,8 +26,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from router.prompts.hub import Fetched, HubLimits, TokenizerProblem, TokenizerSource, fetch, too_slow
-from router.prompts.settings import ModelPrompts, PromptStats
+from kvatlas.router.prompts.hub import Fetched, HubLimits, TokenizerProblem, TokenizerSource, fetch, too_slow
+from kvatlas.router.prompts.settings import ModelPrompts, PromptStats
 
 _MEMORY_BYTES_MAX: Final = 3 << 30
 _FETCH_BYTES_MAX: Final = 768 << 20
@@ -110,7 +110,7 @@ class _Child:
             if self._ended:
                 raise TokenizerProblem("unusable", "the router ends", _REMEDY)
             self._process = process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "router.prompts.trial"],
+                [sys.executable, "-P", "-m", "kvatlas.router.prompts.trial"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -180,7 +180,7 @@ def main() -> None:
         seen = f"{request.source or request.prompts.tokenizer_dir}: {at}: takes too much memory"
         say(problem=("too_large", seen, _REMEDY))
     except Exception as error:  # noqa: BLE001  # files of others, in the hands of several packages
-        from router.http.sockets import describe_error  # noqa: PLC0415
+        from kvatlas.router.http.sockets import describe_error  # noqa: PLC0415
 
         seen = f"{request.source or request.prompts.tokenizer_dir}: {at}: {describe_error(error)}"
         say(problem=("unusable", seen[:500], _REMEDY))
@@ -221,9 +221,9 @@ def _try(folder: Path, request: TrialRequest, begin: object) -> None:
     """Load everything as the router does."""
     assert callable(begin)  # noqa: S101
     # Slow imports, which a child that only fetches in vain does without.
-    from router.prompts.local_renderer import ChatRenderer  # noqa: PLC0415
-    from router.prompts.model_config import read_model_file  # noqa: PLC0415
-    from router.prompts.tokenizer import PromptTokenizer, load_model_dir  # noqa: PLC0415
+    from kvatlas.router.prompts.local_renderer import ChatRenderer  # noqa: PLC0415
+    from kvatlas.router.prompts.model_config import read_model_file  # noqa: PLC0415
+    from kvatlas.router.prompts.tokenizer import PromptTokenizer, load_model_dir  # noqa: PLC0415
 
     check_sizes(folder)
     begin("tokenizer.json")

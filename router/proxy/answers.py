@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, Usage
-from router.proxy.events import (
+from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, Usage
+from kvatlas.router.proxy.events import (
     ERROR_MARK,
     EVENT_ENDS,
     Kind,
@@ -30,7 +30,7 @@ from router.proxy.events import (
     names_opening,
     read_event,
 )
-from router.proxy.stream_usage import UsageFilter
+from kvatlas.router.proxy.stream_usage import UsageFilter
 
 # What an answer says of its prompt, in the shape of each API, whole or as one event of a stream.
 #

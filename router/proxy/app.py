@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from router.admission.admission_queue import (
+from kvatlas.router.admission.admission_queue import (
     ENGINE_PRIORITY,
     Targets,
     capped,
@@ -23,10 +23,10 @@ from router.admission.admission_queue import (
     lowest_priority,
     read_claim,
 )
-from router.admission.gate import Isolation, KeyGate
-from router.admission.key_file import TenantRules
-from router.admission.tenants import TenantRequest
-from router.http.request_cycle import (
+from kvatlas.router.admission.gate import Isolation, KeyGate
+from kvatlas.router.admission.key_file import TenantRules
+from kvatlas.router.admission.tenants import TenantRequest
+from kvatlas.router.http.request_cycle import (
     CYCLE_EXTENSION,
     HEADERS_BY_NAME,
     DisconnectWatch,
@@ -35,10 +35,10 @@ from router.http.request_cycle import (
     Scope,
     Send,
 )
-from router.http.upstream import UpstreamClient
-from router.observe.requests import RequestRecord, RequestTracker
-from router.openai.body import Peek, invalid_json, peek_any_size
-from router.openai.errors import (
+from kvatlas.router.http.upstream import UpstreamClient
+from kvatlas.router.observe.requests import RequestRecord, RequestTracker
+from kvatlas.router.openai.body import Peek, invalid_json, peek_any_size
+from kvatlas.router.openai.errors import (
     ApiError,
     bad_request,
     body_too_complex,
@@ -51,9 +51,9 @@ from router.openai.errors import (
     response_not_found,
     unknown_path,
 )
-from router.openai.forms import Form, form_type, read_form
-from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively, with_value
-from router.openai.request import (
+from kvatlas.router.openai.forms import Form, form_type, read_form
+from kvatlas.router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively, with_value
+from kvatlas.router.openai.request import (
     PROMPT_APIS,
     RESPONSES,
     SALTED,
@@ -62,13 +62,13 @@ from router.openai.request import (
     InboundRequest,
     error_body,
 )
-from router.openai.response_ids import FIELD, PREFIX, ResponseIds
-from router.pd.settings import PdSettings, PdStats
-from router.prompts.bodies import peek_chat
-from router.proxy.attempt import Outbound
-from router.proxy.deaths import Deaths, Pulse, WatchedFleet
-from router.proxy.forward import Forwarder, Placer
-from router.proxy.headers import (
+from kvatlas.router.openai.response_ids import FIELD, PREFIX, ResponseIds
+from kvatlas.router.pd.settings import PdSettings, PdStats
+from kvatlas.router.prompts.bodies import peek_chat
+from kvatlas.router.proxy.attempt import Outbound
+from kvatlas.router.proxy.deaths import Deaths, Pulse, WatchedFleet
+from kvatlas.router.proxy.forward import Forwarder, Placer
+from kvatlas.router.proxy.headers import (
     POST_PATHS,
     RequestHead,
     Verdict,
@@ -79,9 +79,9 @@ from router.proxy.headers import (
     response_named,
     without_trailing_slashes,
 )
-from router.proxy.screen import Rules, may_be_object, names_media, screen, screen_form
-from router.proxy.settings import Aliases, ProxySettings, ProxyStats
-from router.proxy.stream_usage import ASKED, with_usage
+from kvatlas.router.proxy.screen import Rules, may_be_object, names_media, screen, screen_form
+from kvatlas.router.proxy.settings import Aliases, ProxySettings, ProxyStats
+from kvatlas.router.proxy.stream_usage import ASKED, with_usage
 
 T = TypeVar("T")
 _CHOSEN_ID = frozenset({FIELD})

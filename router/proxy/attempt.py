@@ -16,23 +16,23 @@ from typing import Any, Final, Protocol
 import msgspec
 import xxhash
 
-from router.admission.admission_queue import ENGINE_PRIORITY
-from router.admission.tenants import TenantRequest
-from router.http.request_cycle import RequestCycle
-from router.http.upstream import UpstreamClient, UpstreamError
-from router.observe.requests import RequestRecord
-from router.observe.usage import PlacementFacts
-from router.openai.request import InboundRequest, Usage
-from router.openai.response_ids import of_engine, with_id
-from router.openai.work import NO_WORK, Work
-from router.pd.bodies import SplitBody
-from router.pd.handoff import Handoff, NotFetchedError
-from router.pd.settings import Prefilled
-from router.pd.transfer import KvSource
-from router.proxy.breaker import Breaker
-from router.proxy.deaths import digest_of
-from router.proxy.headers import RequestHead, request_head
-from router.proxy.settings import ProxyStats
+from kvatlas.router.admission.admission_queue import ENGINE_PRIORITY
+from kvatlas.router.admission.tenants import TenantRequest
+from kvatlas.router.http.request_cycle import RequestCycle
+from kvatlas.router.http.upstream import UpstreamClient, UpstreamError
+from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.observe.usage import PlacementFacts
+from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.openai.response_ids import of_engine, with_id
+from kvatlas.router.openai.work import NO_WORK, Work
+from kvatlas.router.pd.bodies import SplitBody
+from kvatlas.router.pd.handoff import Handoff, NotFetchedError
+from kvatlas.router.pd.settings import Prefilled
+from kvatlas.router.pd.transfer import KvSource
+from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.deaths import digest_of
+from kvatlas.router.proxy.headers import RequestHead, request_head
+from kvatlas.router.proxy.settings import ProxyStats
 
 # Refusals that say nothing against an engine: it has enough to do, or too short a context.
 _NO_FAULTS: Final = frozenset({400, 429})
@@ -91,7 +91,7 @@ class Attempt:
         self.open = True
         """It has not ended."""
         self.failed = ""
-        """Why it ended, if it failed: one of ``router.openai.request.FAILURES``."""
+        """Why it ended, if it failed: one of ``kvatlas.router.openai.request.FAILURES``."""
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
         self.retention = b""
@@ -241,8 +241,8 @@ class Attempt:
         """The engine was to keep a prompt for another one, and has no connector for that."""
 
     def broke(self, reason: str) -> bool:
-        """The connection failed, for one of ``router.openai.request.FAILURES``, or could not be had within
-        our own limit (``overflow``). Returns whether that ended the attempt."""
+        """The connection failed, for one of ``kvatlas.router.openai.request.FAILURES``, or could not be had
+        within our own limit (``overflow``). Returns whether that ended the attempt."""
         if reason == "overflow":
             return self._end(None, "refused")
         if self.blameless:
@@ -267,8 +267,8 @@ class Attempt:
         """The first byte of an answer of success came: of a stream, the prefill is over."""
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
-        """The end, once; ``failed`` is one of ``router.openai.request.FAILURES``, or "" where it did not
-        fail."""
+        """The end, once; ``failed`` is one of ``kvatlas.router.openai.request.FAILURES``, or "" where it did
+        not fail."""
 
 
 class Had(IntEnum):

@@ -23,10 +23,10 @@ from typing import Protocol
 import msgspec
 import xxhash
 
-from router.http.upstream import UpstreamClient, UpstreamError
-from router.openai.errors import ApiError, ends_engines, engine_died
-from router.proxy.headers import request_head
-from router.proxy.settings import ProxyStats
+from kvatlas.router.http.upstream import UpstreamClient, UpstreamError
+from kvatlas.router.openai.errors import ApiError, ends_engines, engine_died
+from kvatlas.router.proxy.headers import request_head
+from kvatlas.router.proxy.settings import ProxyStats
 
 DIGEST_BYTES = 16
 _SUSPECTS_MAX = 8192

@@ -16,22 +16,22 @@ from typing import Any
 
 import msgspec
 
-from router.http.upstream import UpstreamClient, UpstreamError
-from router.openai.errors import retry_after_s
-from router.openai.members import run_cooperatively
-from router.openai.request import Usage
-from router.pd.bodies import SplitBody
-from router.pd.handoff import DisaggState, Handoff, HandoffRefusedError
-from router.pd.settings import RANK, PdSettings, PdStats
-from router.pd.transfer import (
+from kvatlas.router.http.upstream import UpstreamClient, UpstreamError
+from kvatlas.router.openai.errors import retry_after_s
+from kvatlas.router.openai.members import run_cooperatively
+from kvatlas.router.openai.request import Usage
+from kvatlas.router.pd.bodies import SplitBody
+from kvatlas.router.pd.handoff import DisaggState, Handoff, HandoffRefusedError
+from kvatlas.router.pd.settings import RANK, PdSettings, PdStats
+from kvatlas.router.pd.transfer import (
     Connector,
     PrefillHolder,
     Query,
     expired_leases,
     without_blocks,
 )
-from router.proxy.answers import read_usage
-from router.proxy.attempt import (
+from kvatlas.router.proxy.answers import read_usage
+from kvatlas.router.proxy.attempt import (
     BROKEN,
     REFUSALS,
     Answer,
@@ -43,9 +43,9 @@ from router.proxy.attempt import (
     ended_with_process,
     engine_failed,
 )
-from router.proxy.events import aborted
-from router.proxy.headers import read_answer_headers, request_head
-from router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.proxy.events import aborted
+from kvatlas.router.proxy.headers import read_answer_headers, request_head
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 
 _PREFILL_ANSWER_BYTES_MAX = 8 << 20
 """Of a prefill engine's answer, which lists the numbers of its blocks."""
@@ -438,7 +438,7 @@ _ANSWER_BYTES_MAX = 1 << 20
 
 
 class EnginePage:
-    """Implements ``router.pd.transfer.Query``."""
+    """Implements ``kvatlas.router.pd.transfer.Query``."""
 
     def __init__(self, client: UpstreamClient, path: bytes) -> None:
         self._client = client

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.openai.request import MESSAGES, RESPONSES
+from kvatlas.router.openai.request import MESSAGES, RESPONSES
 
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 """Of an event whose lines all end alike."""

@@ -19,10 +19,10 @@ from typing import Final, Protocol
 import msgspec
 import structlog
 
-from router.http.request_cycle import AsgiSink, Send
-from router.http.upstream import REPEATABLE, UpstreamClient, UpstreamError
-from router.observe.requests import RequestRecord
-from router.openai.errors import (
+from kvatlas.router.http.request_cycle import AsgiSink, Send
+from kvatlas.router.http.upstream import REPEATABLE, UpstreamClient, UpstreamError
+from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.openai.errors import (
     ApiError,
     engine_redirects,
     engine_refused,
@@ -31,14 +31,14 @@ from router.openai.errors import (
     no_ready_engine,
     retry_after_s,
 )
-from router.openai.members import run_cooperatively, with_first, with_value
-from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest, error_event
-from router.pd.bodies import hint_params
-from router.pd.handoff import DisaggState, NotFetchedError
-from router.pd.settings import PdSettings, PdStats
-from router.pd.transfer import KvSource, connector_of
-from router.proxy.answers import SseRelay
-from router.proxy.attempt import (
+from kvatlas.router.openai.members import run_cooperatively, with_first, with_value
+from kvatlas.router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest, error_event
+from kvatlas.router.pd.bodies import hint_params
+from kvatlas.router.pd.handoff import DisaggState, NotFetchedError
+from kvatlas.router.pd.settings import PdSettings, PdStats
+from kvatlas.router.pd.transfer import KvSource, connector_of
+from kvatlas.router.proxy.answers import SseRelay
+from kvatlas.router.proxy.attempt import (
     BROKEN,
     REFUSALS,
     Answer,
@@ -53,17 +53,17 @@ from router.proxy.attempt import (
     ended_with_process,
     engine_failed,
 )
-from router.proxy.deaths import Deaths
-from router.proxy.disaggregated import (
+from kvatlas.router.proxy.deaths import Deaths
+from kvatlas.router.proxy.disaggregated import (
     AgainError,
     DisaggForwarder,
     EnginePage,
     broke,
     new_transfer_id,
 )
-from router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
-from router.proxy.relay import AnswerRelay
-from router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
+from kvatlas.router.proxy.relay import AnswerRelay
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400

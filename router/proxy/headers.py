@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from router.openai.errors import bad_request, echoed
-from router.openai.request import (
+from kvatlas.router.openai.errors import bad_request, echoed
+from kvatlas.router.openai.request import (
     PROMPT_APIS,
     RESPONSES,
     SALTED,
@@ -25,7 +25,7 @@ from router.openai.request import (
     Session,
     session_in_headers,
 )
-from router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS, RETENTION
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS, RETENTION
 
 Header = tuple[bytes, bytes]
 

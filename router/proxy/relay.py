@@ -13,17 +13,25 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from router.http.request_cycle import ResponseSink
-from router.http.upstream import UpstreamError
-from router.observe.requests import RequestRecord
-from router.openai.errors import stream_broken
-from router.openai.request import PROMPT_APIS, RESPONSES, error_event
-from router.pd.handoff import NotFetchedError
-from router.proxy.answers import SseRelay, read_usage
-from router.proxy.attempt import REFUSALS, Answer, Attempt, EventRefusedError, Had, broke_off, client_told
-from router.proxy.events import Kind, aborted
-from router.proxy.headers import AnswerHead
-from router.proxy.settings import ProxyStats
+from kvatlas.router.http.request_cycle import ResponseSink
+from kvatlas.router.http.upstream import UpstreamError
+from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.openai.errors import stream_broken
+from kvatlas.router.openai.request import PROMPT_APIS, RESPONSES, error_event
+from kvatlas.router.pd.handoff import NotFetchedError
+from kvatlas.router.proxy.answers import SseRelay, read_usage
+from kvatlas.router.proxy.attempt import (
+    REFUSALS,
+    Answer,
+    Attempt,
+    EventRefusedError,
+    Had,
+    broke_off,
+    client_told,
+)
+from kvatlas.router.proxy.events import Kind, aborted
+from kvatlas.router.proxy.headers import AnswerHead
+from kvatlas.router.proxy.settings import ProxyStats
 
 # Passes one engine's event stream on, piece by piece.
 #

@@ -1,4 +1,5 @@
-"""Removes or refuses fields of client bodies that only the router may send (``router.openai.guarded``).
+"""Removes or refuses fields of client bodies that only the router may send
+(``kvatlas.router.openai.guarded``).
 
 Wrong ``kv_transfer_params`` end vLLM's engine process, ``lora_path`` reaches an adapter that the client's key
 may not use, ranks and hints overrule the placement.
@@ -16,12 +17,12 @@ from collections.abc import Callable, Generator
 
 import msgspec
 
-from router.openai.errors import ApiError, bad_request, echoed, model_not_allowed
-from router.openai.forms import Form
-from router.openai.guarded import ADAPTERS, CONTAINERS, REFUSED, REMOVED
-from router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
-from router.prompts.chat.messages import MEDIA_KEYS
-from router.proxy.settings import ReportMode
+from kvatlas.router.openai.errors import ApiError, bad_request, echoed, model_not_allowed
+from kvatlas.router.openai.forms import Form
+from kvatlas.router.openai.guarded import ADAPTERS, CONTAINERS, REFUSED, REMOVED
+from kvatlas.router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
+from kvatlas.router.prompts.chat.messages import MEDIA_KEYS
+from kvatlas.router.proxy.settings import ReportMode
 
 _REMOVED = frozenset(name.encode() for name in REMOVED)
 _REFUSED = {name.encode(): remedy for name, remedy in REFUSED.items()}

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 import xxhash
 
-from router.http.settings import ClientSettings, ClientStats
-from router.openai.request import Session
+from kvatlas.router.http.settings import ClientSettings, ClientStats
+from kvatlas.router.openai.request import Session
 
 ReportMode = Literal["pass", "strip", "refuse"]
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from router.openai.members import with_first, with_value
-from router.openai.numbers import lax_true
-from router.openai.request import CHAT, COMPLETION
-from router.proxy.events import blocks, data_of
+from kvatlas.router.openai.members import with_first, with_value
+from kvatlas.router.openai.numbers import lax_true
+from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.proxy.events import blocks, data_of
 
 ASKED: Final = frozenset({CHAT, COMPLETION})
 """APIs with ``stream_options``; the others report usage unasked."""

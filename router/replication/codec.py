@@ -20,7 +20,7 @@ import numpy.typing as npt
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
-from router.index.base import WORD_BITS, Plane, Rows, Words
+from kvatlas.router.index.base import WORD_BITS, Plane, Rows, Words
 
 Bytes = npt.NDArray[np.uint8]
 

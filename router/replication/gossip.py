@@ -20,10 +20,10 @@ from typing import Annotated, NamedTuple, cast
 
 import msgspec
 
-from publisher.events import BlockHash
-from router.placement.inflight import InflightPrefixes, InflightPrompt, Kept, kept_ranges
-from router.placement.others import OthersLoad
-from router.proxy.deaths import DIGEST_BYTES
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.placement.inflight import InflightPrefixes, InflightPrompt, Kept, kept_ranges
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.proxy.deaths import DIGEST_BYTES
 
 # Maximum number of hash blocks published per prompt, 8 bytes each: the longest prefix that others can match.
 _BLOCKS_MAX = 8192

@@ -23,14 +23,14 @@ import msgspec
 import structlog
 import xxhash
 
-from router.fleet.engines import EngineAddress
-from router.http.sockets import describe_error
-from router.replication import scripts
-from router.replication.codec import ScopeKeys
-from router.replication.gossip import HeartbeatMonitor
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.registry import IndexRefused
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.replication import scripts
+from kvatlas.router.replication.codec import ScopeKeys
+from kvatlas.router.replication.gossip import HeartbeatMonitor
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.registry import IndexRefused
 
 
 class Lease(NamedTuple):

@@ -3,7 +3,7 @@
 One hash in the shared index, one field per replica, written and read every ``EXCHANGE_S`` beside the
 requests, which never wait for it: a request is admitted by the local state. So replicas together admit at
 most what each of them can admit within ``EXCHANGE_S`` and two round trips more than a limit allows. The
-arithmetic is in ``router.admission.tenants``.
+arithmetic is in ``kvatlas.router.admission.tenants``.
 
 Invariants: without the server every replica uses its own counters, which is counted; a replica whose field is
 absent or unchanged for ``SILENCE_S`` has no active requests. Content of the server is untrusted: it can make
@@ -19,10 +19,10 @@ from typing import Annotated
 
 import msgspec
 
-from router.admission.gate import KeyGate
-from router.admission.tenants import TENANTS_MAX, OthersUse, Uses
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable, Script, ScriptCall
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.tenants import TENANTS_MAX, OthersUse, Uses
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable, Script, ScriptCall
 
 # Together replicas exceed a limit by what is admitted in this time and two round trips (docs/tenants.md).
 EXCHANGE_S = 0.1

@@ -15,21 +15,21 @@ from typing import Annotated, Protocol
 import msgspec
 import structlog
 
-from publisher.block_hash import HashScheme
-from publisher.events import BlockHash
-from router.feeds.base import FeedState
-from router.index.base import Rows, is_shared
-from router.index.learn.layout import CacheLayout
-from router.index.model import HashedPrompt
-from router.index.offloaded import shared_part
-from router.index.query_plan import EngineHit, EngineQuery, query_hits
-from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
-from router.placement.others import OthersLoad
-from router.proxy.breaker import Breaker, BreakerSettings
-from router.replication.gossip import SILENCE_S, LoadGossip
-from router.replication.reader import SharedEngine, SharedReader, SharedRows
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.registry import IndexRefused
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.index.base import Rows, is_shared
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.model import HashedPrompt
+from kvatlas.router.index.offloaded import shared_part
+from kvatlas.router.index.query_plan import EngineHit, EngineQuery, query_hits
+from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.proxy.breaker import Breaker, BreakerSettings
+from kvatlas.router.replication.gossip import SILENCE_S, LoadGossip
+from kvatlas.router.replication.reader import SharedEngine, SharedReader, SharedRows
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.registry import IndexRefused
 
 _log = structlog.get_logger()
 _TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})

@@ -15,18 +15,18 @@ from contextlib import suppress
 
 import structlog
 
-from publisher.events import BlockHash
-from router.feeds.base import FeedState
-from router.feeds.manager import FeedManager
-from router.index.base import IndexStats, Plane, Rows, Slot, is_shared
-from router.index.engine import EngineResidency
-from router.index.memory import MemoryIndex
-from router.index.model import ModelIndexes
-from router.index.query_plan import EngineHit, EngineQuery
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.registry import EngineFacts, EpochChanged, IndexRefused, Registry
-from router.replication.write_queue import IDLE_S, Flush, MirrorStats, WriteQueue
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.manager import FeedManager
+from kvatlas.router.index.base import IndexStats, Plane, Rows, Slot, is_shared
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.query_plan import EngineHit, EngineQuery
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.registry import EngineFacts, EpochChanged, IndexRefused, Registry
+from kvatlas.router.replication.write_queue import IDLE_S, Flush, MirrorStats, WriteQueue
 
 __all__ = ["MirrorStats", "MirroredIndex"]
 

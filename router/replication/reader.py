@@ -18,15 +18,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from publisher.block_hash import HashScheme
-from publisher.events import BlockHash
-from router.index.base import Rows, Slot, Words
-from router.index.learn.layout import CacheLayout
-from router.replication.codec import Decoder, ScopeKeys, as_words, mget, partition_of
-from router.replication.leases import Lease, parse_leases
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable, PipelinedConnection, Reply, pack, within
-from router.replication.registry import EngineFacts, ScopeView, parse_view
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Rows, Slot, Words
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.replication.codec import Decoder, ScopeKeys, as_words, mget, partition_of
+from kvatlas.router.replication.leases import Lease, parse_leases
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import (
+    IndexUnavailable,
+    PipelinedConnection,
+    Reply,
+    pack,
+    within,
+)
+from kvatlas.router.replication.registry import EngineFacts, ScopeView, parse_view
 
 # A reader's copy of one model's registry, and the engines described in it. An engine is fresh only while the
 # lease last read has not expired by the server's clock, and only on the servers that the registry was written

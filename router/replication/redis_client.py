@@ -23,8 +23,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from router.http.sockets import describe_error
-from router.replication.redis_connection import (
+from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.replication.redis_connection import (
     Address,
     IndexUnavailable,
     Master,
@@ -38,7 +38,7 @@ from router.replication.redis_connection import (
     single,
     unavailable,
 )
-from router.replication.settings import SettingsError, SharedSettings, Target, parse_url
+from kvatlas.router.replication.settings import SettingsError, SharedSettings, Target, parse_url
 
 # Connection arguments of redis-py for the target of a URL. With ``?ca=``, only certificates of its
 # authorities are accepted.

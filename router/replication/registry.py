@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from publisher.block_hash import HashScheme
-from publisher.events import BlockHash
-from router.index.base import GPU, WORD_BITS, Plane, Slot
-from router.index.learn.layout import CacheLayout
-from router.index.memory import MemoryIndex
-from router.replication import scripts
-from router.replication import scripts as write_scripts
-from router.replication.codec import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import GPU, WORD_BITS, Plane, Slot
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.replication import scripts
+from kvatlas.router.replication import scripts as write_scripts
+from kvatlas.router.replication.codec import (
     EPOCH_BYTES,
     PLANES_MAX,
     SCHEMA,
@@ -35,8 +35,8 @@ from router.replication.codec import (
     pattern_planes,
     schema_key,
 )
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable, ServerError
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable, ServerError
 
 _LOG = structlog.get_logger()
 

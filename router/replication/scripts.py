@@ -8,7 +8,7 @@ server loses the last one.
 
 from __future__ import annotations
 
-from router.replication.redis_connection import Script
+from kvatlas.router.replication.redis_connection import Script
 
 _CREATE = """
 local function create(p, w, epoch, home, nonce, ttl)

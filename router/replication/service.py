@@ -18,23 +18,23 @@ from typing import NamedTuple
 
 import structlog
 
-from router.admission.gate import KeyGate
-from router.feeds.manager import FeedManager
-from router.fleet.engines import EngineAddress
-from router.index.model import ModelIndexes
-from router.placement.others import OthersLoad
-from router.replication.codec import ScopeKeys, limits_key
-from router.replication.gossip import GossipedInflight, LoadGossip
-from router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
-from router.replication.limits import SharedLimits
-from router.replication.lookup_fallback import IndexLookup
-from router.replication.mirror import Descriptions, MirroredIndex
-from router.replication.reader import SharedReader
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable, pack
-from router.replication.registry import Registry
-from router.replication.settings import IndexSettings
-from router.replication.write_queue import MirrorStats
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.feeds.manager import FeedManager
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.replication.codec import ScopeKeys, limits_key
+from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
+from kvatlas.router.replication.limits import SharedLimits
+from kvatlas.router.replication.lookup_fallback import IndexLookup
+from kvatlas.router.replication.mirror import Descriptions, MirroredIndex
+from kvatlas.router.replication.reader import SharedReader
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable, pack
+from kvatlas.router.replication.registry import Registry
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.replication.write_queue import MirrorStats
 
 _log = structlog.get_logger()
 # Delay in seconds until a feed's new state or an engine's new layout is published to other replicas.

@@ -24,15 +24,15 @@ import msgspec
 import numpy as np
 import structlog
 
-from publisher.events import BlockHash
-from router.index.base import Words
-from router.index.memory import MemoryIndex
-from router.replication import scripts
-from router.replication.codec import pack_records, partition_of
-from router.replication.leases import holders
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable, Reply, ScriptCall, ServerError
-from router.replication.registry import (
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Words
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.replication import scripts
+from kvatlas.router.replication.codec import pack_records, partition_of
+from kvatlas.router.replication.leases import holders
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable, Reply, ScriptCall, ServerError
+from kvatlas.router.replication.registry import (
     Codes,
     EngineFacts,
     EngineSlot,

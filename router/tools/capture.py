@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from router.tools.trace_verification import RecordingError, numbered_lines, read_trace
+from kvatlas.router.tools.trace_verification import RecordingError, numbered_lines, read_trace
 
 TRACE_SOURCE = "recorded"
 

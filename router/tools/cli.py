@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from router.config.load import IndexFileFlag, IndexFlag, TokenizerFlag, index_settings, parse_engine
+from kvatlas.router.config.load import IndexFileFlag, IndexFlag, TokenizerFlag, index_settings, parse_engine
 
 Json = Annotated[bool, Parameter(help="One JSON object instead of a table.")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
@@ -50,7 +50,7 @@ def record(
     json: Json = False,
 ) -> int:
     """Record the events that engines publish, history first; status 1 if the capture is incomplete."""
-    from router.tools.record import RecordOptions, run_record
+    from kvatlas.router.tools.record import RecordOptions, run_record
 
     options = RecordOptions(output, seconds, rotate_mb, max_mb, redact)
     return run_record(engine or [], options, as_json=json)
@@ -64,7 +64,7 @@ def replay(
     json: Json = False,
 ) -> int:
     """Play a capture: show residency per engine, group and medium over time."""
-    from router.tools.replay import ReplayOptions, run_replay
+    from kvatlas.router.tools.replay import ReplayOptions, run_replay
 
     return run_replay(ReplayOptions(paths, to_seq, source, samples), as_json=json)
 
@@ -88,7 +88,7 @@ def explain(
     """Explain why a prompt hits as far as it does on each engine: the spec class and block that ended the
     match.
     """
-    from router.tools.explain import ExplainOptions, run_explain
+    from kvatlas.router.tools.explain import ExplainOptions, run_explain
 
     return run_explain(ExplainOptions(request, router, api, slo_ttft_ms), as_json=json)
 
@@ -107,7 +107,7 @@ def verify(
     index_file: IndexFileFlag = None,
 ) -> int:
     """Replay recorded traces through the serving code; status 0 only if every prediction is exact."""
-    from router.tools.verify import run_verify
+    from kvatlas.router.tools.verify import run_verify
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
     return run_verify(list(paths), as_json=json, index=shared, cold=cold)
@@ -126,7 +126,7 @@ def engine(
     ] = None,
 ) -> int:
     """Run one simulated engine: OpenAI HTTP API, vLLM metrics and real KV events, without GPU or model."""
-    from router.tools.ops_client import run_engine
+    from kvatlas.router.tools.ops_client import run_engine
 
     return run_engine(host, port, set_ or [])
 
@@ -148,7 +148,7 @@ def keys_add(
     stdin: Annotated[bool, Parameter(help="Read an existing key from standard input.")] = False,
 ) -> int:
     """Create a key and add it to the file; the key is printed once and not stored."""
-    from router.tools.tenants import run_add
+    from kvatlas.router.tools.tenants import run_add
 
     return run_add(file, tenant=tenant, name=name, stdin=stdin)
 
@@ -158,7 +158,7 @@ def keys_list(*, file: _KeyFileFlag) -> int:
     """List tenants, their limits and the digests of their keys; status 2 if a router would refuse the
     file.
     """
-    from router.tools.tenants import run_list
+    from kvatlas.router.tools.tenants import run_list
 
     return run_list(file)
 
@@ -182,7 +182,7 @@ def invoice(
     json: Json = False,
 ) -> int:
     """Show requests, tokens by tier and prices of each tenant, from usage records (docs/tenants.md)."""
-    from router.tools.tenants import InvoiceOptions, run_invoice
+    from kvatlas.router.tools.tenants import InvoiceOptions, run_invoice
 
     return run_invoice(InvoiceOptions(paths, price or [], since, until, by), as_json=json)
 
@@ -195,7 +195,7 @@ def top(
     json: Annotated[bool, Parameter(help="Print one JSON object per refresh, one per line.")] = False,
 ) -> int:
     """Watch a running router, engine by engine; q or Ctrl-C quits. Without a terminal: print one snapshot."""
-    from router.tools.top import run_top
+    from kvatlas.router.tools.top import run_top
 
     return run_top(router, interval_s=interval, once=once, as_json=json)
 
@@ -218,7 +218,7 @@ def stats(
     json: Annotated[bool, Parameter(help="As JSON.")] = False,
 ) -> int:
     """Show blocks, bytes per block, engines with their generations, lease holders and feed states."""
-    from router.tools.index import run_stats
+    from kvatlas.router.tools.index import run_stats
 
     return run_stats(index_settings(index, index_file, namespace), model=model, as_json=json)
 
@@ -243,7 +243,7 @@ def index_verify(
     json: Annotated[bool, Parameter(help="As JSON.")] = False,
 ) -> int:
     """Recompute residency from the live feeds and compare it with the index; status 0 only if both agree."""
-    from router.tools.index import run_index_verify
+    from kvatlas.router.tools.index import run_index_verify
 
     return run_index_verify(
         index_settings(index, index_file, namespace),
@@ -285,8 +285,8 @@ def doctor(
     """Examine engines and a router as kvatlas uses them; exits with 1 if it finds a problem, and says how to
     fix it.
     """
-    from router.tools.doctor.command import run_doctor
-    from router.tools.doctor.examine import ExamineSettings
+    from kvatlas.router.tools.doctor.command import run_doctor
+    from kvatlas.router.tools.doctor.examine import ExamineSettings
 
     settings = ExamineSettings(seconds=seconds, timeout_s=timeout, probe=probe)
     return run_doctor(
@@ -319,9 +319,9 @@ def certify(
     json: Annotated[bool, Parameter(help="One JSON object with every property and its evidence.")] = False,
 ) -> int:
     """Certify one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
-    from router.tools.doctor.command import run_certify
-    from router.tools.doctor.examine import ExamineSettings
-    from router.tools.doctor.prober import LoadPlan
+    from kvatlas.router.tools.doctor.command import run_certify
+    from kvatlas.router.tools.doctor.examine import ExamineSettings
+    from kvatlas.router.tools.doctor.prober import LoadPlan
 
     settings = ExamineSettings(
         seconds=0.5,

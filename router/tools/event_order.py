@@ -14,8 +14,8 @@ from collections import deque
 import msgspec
 import xxhash
 
-from router.feeds.position import RecentBatches
-from router.tools.capture import CaptureLine
+from kvatlas.router.feeds.position import RecentBatches
+from kvatlas.router.tools.capture import CaptureLine
 
 # Digests kept, to distinguish a frame received both live and by replay from one of a restarted engine.
 _RECENT_MAX = 16_384

@@ -10,10 +10,10 @@ from typing import Any, Final
 import msgspec
 from rich.table import Table
 
-from router.admission.admission_queue import TARGET
-from router.config.errors import ConfigError
-from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
-from router.tools.ops_client import ask, make_table, ops_headers, output_console, reason, router_url
+from kvatlas.router.admission.admission_queue import TARGET
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
+from kvatlas.router.tools.ops_client import ask, make_table, ops_headers, output_console, reason, router_url
 
 _TIMEOUT_S = 30.0
 _ANSWER_BYTES_MAX = 64 << 20

@@ -22,24 +22,24 @@ import msgspec
 import numpy as np
 from redis.exceptions import RedisError
 
-from publisher.events import BlockHash
-from router.config.errors import ConfigError
-from router.feeds.base import FeedState
-from router.feeds.subscriber import Feed
-from router.fleet.engines import EngineAddress
-from router.index.base import Plane, Words
-from router.index.learn.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.model import FleetResidency
-from router.replication.codec import ScopeKeys
-from router.replication.leases import Lease, Leases, MemberRecord, decode_members
-from router.replication.reader import SharedEngine, SharedReader
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable, unavailable
-from router.replication.registry import IndexRefused, Registry, Scope, ScopeView
-from router.replication.settings import IndexSettings, SettingsError, parse_url
-from router.serve import configure_logging
-from router.tools.ops_client import make_table, output_console
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.index.base import Plane, Words
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.replication.codec import ScopeKeys
+from kvatlas.router.replication.leases import Lease, Leases, MemberRecord, decode_members
+from kvatlas.router.replication.reader import SharedEngine, SharedReader
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable, unavailable
+from kvatlas.router.replication.registry import IndexRefused, Registry, Scope, ScopeView
+from kvatlas.router.replication.settings import IndexSettings, SettingsError, parse_url
+from kvatlas.router.serve import configure_logging
+from kvatlas.router.tools.ops_client import make_table, output_console
 
 # Reads a shared index from outside the router: its scopes, lease holders, and every block key. For tools and
 # tests only: it walks all keys (SCAN), which the router never does.

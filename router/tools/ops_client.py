@@ -15,12 +15,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from publisher.simulator.server import run
-from publisher.simulator.settings import EngineSettings
-from router.config.errors import ConfigError, meant, misfit
-from router.config.schema import OPS_PORT
-from router.http.client import HttpClient
-from router.http.sockets import describe_error
+from kvatlas.publisher.simulator.server import run
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.config.errors import ConfigError, meant, misfit
+from kvatlas.router.config.schema import OPS_PORT
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.http.sockets import describe_error
 
 OPS_URL = f"http://127.0.0.1:{OPS_PORT}"
 # Environment variable with the token of a router that requires one (``server.ops_token_file``).

@@ -17,16 +17,16 @@ from rich.live import Live
 from rich.table import Table
 from zmq.utils.monitor import parse_monitor_message
 
-from router.config.errors import ConfigError
-from router.config.load import parse_engine
-from router.feeds.base import FeedSettings
-from router.feeds.sockets import MessageReader, live_socket
-from router.fleet.engines import EngineAddress
-from router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
-from router.tools.capture import CaptureLine, CaptureWriter
-from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
-from router.tools.ops_client import ask, make_table, output_console, stop_signals
-from router.tools.trace_verification import RecordingError
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import parse_engine
+from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.feeds.sockets import MessageReader, live_socket
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
+from kvatlas.router.tools.capture import CaptureLine, CaptureWriter
+from kvatlas.router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
+from kvatlas.router.tools.ops_client import ask, make_table, output_console, stop_signals
+from kvatlas.router.tools.trace_verification import RecordingError
 
 # Records raw frames of live feeds, in order, into a ``CaptureWriter``. One ``SourceRecorder`` per engine
 # subscribes first, requests the history from the replay socket, and continues with the live stream without a

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from router.config.errors import ConfigError
-from router.index.learn.layout import ModelFacts
-from router.tools.capture import CapturedFrame, is_trace, read_capture, with_progress
-from router.tools.ops_client import make_table, output_console
-from router.tools.replay_player import Player, Sample, SourceRun, samples_of, up_to
-from router.tools.trace_verification import RecordingError, trace_facts
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.tools.capture import CapturedFrame, is_trace, read_capture, with_progress
+from kvatlas.router.tools.ops_client import make_table, output_console
+from kvatlas.router.tools.replay_player import Player, Sample, SourceRun, samples_of, up_to
+from kvatlas.router.tools.trace_verification import RecordingError, trace_facts
 
 
 def stream_table(runs: Sequence[SourceRun]) -> Table:

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import xxhash
 
-from publisher.event_decoder import decode_batch
-from publisher.events import AllBlocksCleared, BlockHash, DecodedBatch, EventDecodeError
-from router.index.base import Plane
-from router.index.learn.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.model import FleetResidency
-from router.tools.capture import CapturedFrame
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import AllBlocksCleared, BlockHash, DecodedBatch, EventDecodeError
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.tools.capture import CapturedFrame
 
 
 class PlaneCounts(msgspec.Struct):

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import msgspec
 from rich.table import Table
 
-from router.admission.key_file import (
+from kvatlas.router.admission.key_file import (
     KEY_ID_DIGITS,
     KeyFileError,
     TenantRules,
@@ -32,9 +32,9 @@ from router.admission.key_file import (
     new_key,
     read_key_file,
 )
-from router.config.errors import ConfigError
-from router.observe.usage import UsageLine, all_files
-from router.tools.ops_client import make_table, output_console
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.observe.usage import UsageLine, all_files
+from kvatlas.router.tools.ops_client import make_table, output_console
 
 # Priced token kinds: prompt tokens computed, prompt tokens taken from each tier, and generated tokens.
 PRICED = ("computed", "device", "host", "store", "generated")

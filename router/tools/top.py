@@ -18,10 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.config.errors import ConfigError
-from router.http.client import HttpClient
-from router.tools.doctor.http import Http, HttpAnswer, series
-from router.tools.ops_client import LIVE_STYLE, make_table, ops_headers, output_console, router_url
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.tools.doctor.http import Http, HttpAnswer, series
+from kvatlas.router.tools.ops_client import LIVE_STYLE, make_table, ops_headers, output_console, router_url
 
 # Snapshot of a running router: the responses of its endpoints converted to rows and totals. Pure functions of
 # the responses of ``/kvatlas/engines``, ``problems``, ``history``, ``receipts`` and ``/metrics``. Fields
@@ -66,7 +66,7 @@ class EngineRow(msgspec.Struct, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A finding of the router (``router.observe.findings``), as far as it is shown."""
+    """A finding of the router (``kvatlas.router.observe.findings``), as far as it is shown."""
 
     subject: str
     severity: str

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from publisher.block_hash import HashScheme, MultimodalItem, PromptExtras, block_hashes
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash
-from router.index.base import Plane
-from router.index.engine import EngineResidency
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.publisher.block_hash import HashScheme, MultimodalItem, PromptExtras, block_hashes
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 
 # Traces: a stream of event batches and, between them, prompts with the hit the engine really found. A trace
 # is ``.jsonl`` or ``.jsonl.gz``, one JSON object per line: a ``header`` first, then ``events`` (base64 of the

@@ -25,23 +25,23 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from publisher.events import BlockHash
-from router.feeds.base import FeedState
-from router.index.base import Plane
-from router.index.model import FleetResidency
-from router.replication.codec import ScopeKeys
-from router.replication.gossip import LoadGossip
-from router.replication.leases import Leases
-from router.replication.lookup_fallback import IndexLookup
-from router.replication.mirror import MirroredIndex, engine_facts
-from router.replication.reader import SharedReader
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.registry import Registry
-from router.replication.settings import IndexSettings
-from router.tools.index import block_hashes, connect
-from router.tools.ops_client import make_table, output_console
-from router.tools.trace_verification import (
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.replication.codec import ScopeKeys
+from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.lookup_fallback import IndexLookup
+from kvatlas.router.replication.mirror import MirroredIndex, engine_facts
+from kvatlas.router.replication.reader import SharedReader
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.registry import Registry
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.tools.index import block_hashes, connect
+from kvatlas.router.tools.ops_client import make_table, output_console
+from kvatlas.router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,
     RecordingError,
@@ -119,7 +119,8 @@ class _Play:
 
 
 class _FollowsNone:
-    """Ownership of a replica that follows no engine (``router.replication.lookup_fallback.Ownership``)."""
+    """Ownership of a replica that follows no engine
+    (``kvatlas.router.replication.lookup_fallback.Ownership``)."""
 
     others_alive = True
 

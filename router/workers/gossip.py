@@ -18,15 +18,15 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from router.admission.gate import KeyGate
-from router.admission.tenants import OthersUse, Uses
-from router.observe.receipts import Histogram
-from router.placement.affinity import AffinityMap
-from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
-from router.placement.inflight import InflightPrompt
-from router.placement.others import OthersLoad
-from router.replication.gossip import GossipedInflight, LoadGossip
-from router.workers.context import MESSAGE_BYTES_MAX, Mesh, WorkerContext
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.tenants import OthersUse, Uses
+from kvatlas.router.observe.receipts import Histogram
+from kvatlas.router.placement.affinity import AffinityMap
+from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
+from kvatlas.router.placement.inflight import InflightPrompt
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.workers.context import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 
 FLUSH_S = 0.002
 # Minimum pause between two load reports.

@@ -17,21 +17,21 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 from starlette.requests import ClientDisconnect, Request
 
-from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
-from router.api.asgi import error_answer, read_body
-from router.api.metrics_page import Sources, families, in_steps, page_steps
-from router.api.metrics_tables import of_stats
-from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
-from router.http.client import HttpClient
-from router.http.settings import ListenStats
-from router.http.sockets import describe_error
-from router.observe.findings import Finding, joined
-from router.observe.history import RecentHistory
-from router.observe.receipts import EVIDENCE_KEPT, Histogram
-from router.openai.errors import ApiError, worker_unavailable
-from router.openai.members import at_once, run_cooperatively
-from router.workers.context import LEAD, WorkerContext
-from router.workers.gossip import WorkerGossipStats
+from kvatlas.router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
+from kvatlas.router.api.asgi import error_answer, read_body
+from kvatlas.router.api.metrics_page import Sources, families, in_steps, page_steps
+from kvatlas.router.api.metrics_tables import of_stats
+from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.http.settings import ListenStats
+from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.observe.findings import Finding, joined
+from kvatlas.router.observe.history import RecentHistory
+from kvatlas.router.observe.receipts import EVIDENCE_KEPT, Histogram
+from kvatlas.router.openai.errors import ApiError, worker_unavailable
+from kvatlas.router.openai.members import at_once, run_cooperatively
+from kvatlas.router.workers.context import LEAD, WorkerContext
+from kvatlas.router.workers.gossip import WorkerGossipStats
 
 # Merges the metrics pages of several workers into one.
 #

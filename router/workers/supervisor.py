@@ -31,12 +31,12 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.metrics_page import Sources
-from router.fleet.engines import AdminDecisions, DesiredState
-from router.http.server import SIDE_LISTEN, SideServer, listen_config
-from router.workers.context import LEAD, WorkerContext, WorkerSockets
-from router.workers.gossip import SiblingGossip
-from router.workers.merged_view import PEER_HEADER, AggregateView, SiblingCalls
+from kvatlas.router.api.metrics_page import Sources
+from kvatlas.router.fleet.engines import AdminDecisions, DesiredState
+from kvatlas.router.http.server import SIDE_LISTEN, SideServer, listen_config
+from kvatlas.router.workers.context import LEAD, WorkerContext, WorkerSockets
+from kvatlas.router.workers.gossip import SiblingGossip
+from kvatlas.router.workers.merged_view import PEER_HEADER, AggregateView, SiblingCalls
 
 # The administrator's decisions, replicated to every worker.
 #

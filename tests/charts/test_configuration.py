@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.cli import app
-from router.config.load import load
+from kvatlas.router.cli import app
+from kvatlas.router.config.load import load
 from tests.charts.chart import MINIMAL, Rendered
 from tests.charts.test_rendered import CASES, EVERYTHING, GATEWAY
 from tests.support.paths import ROOT

@@ -14,8 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from router.cli import app
-from router.config.load import load
+from kvatlas.router.cli import app
+from kvatlas.router.config.load import load
 from tests.support.paths import ROOT
 
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "examples/docker/compose.yaml").read_text())["services"]

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from connectors.compat import KVConnectorFactory, KVTransferConfig
-from connectors.multi import read_children
+from kvatlas.connectors.compat import KVConnectorFactory, KVTransferConfig
+from kvatlas.connectors.multi import read_children
 from tests.docs.pages import transfer_configs
 from tests.support.paths import ROOT
 

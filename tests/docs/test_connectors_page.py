@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from connectors import CONNECTORS
-from connectors.settings import OffloadSettings, Options
-from connectors.store import open as store_open
-from connectors.store.mooncake import MooncakeSettings
-from connectors.store.open import SharedSettings
+from kvatlas.connectors import CONNECTORS
+from kvatlas.connectors.settings import OffloadSettings, Options
+from kvatlas.connectors.store import open as store_open
+from kvatlas.connectors.store.mooncake import MooncakeSettings
+from kvatlas.connectors.store.open import SharedSettings
 from tests.docs.pages import connector_metrics, transfer_configs
 from tests.support.paths import ROOT
 

@@ -11,23 +11,23 @@ from typing import get_args
 import msgspec
 import pytest
 
-from router.api import views
-from router.api.answers import EngineBrief, EngineView
-from router.feeds.base import REASONS as MALFORMED
-from router.feeds.base import FeedState
-from router.feeds.position import DOUBTS
-from router.feeds.recovery import RepairKind
-from router.fleet import kubernetes_objects as objects
-from router.fleet.engines import NOT_READY
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.root_events import Removals
-from router.index.query_plan import Mode
-from router.observe.receipts import FirstTokenSummary, Outcome
-from router.observe.usage import UsageStats
-from router.openai.request import FAILURES
-from router.placement.candidate import Cost, Reason
-from router.placement.load import EngineLoad
-from router.prompts.settings import REASONS as NOT_LOCAL
+from kvatlas.router.api import views
+from kvatlas.router.api.answers import EngineBrief, EngineView
+from kvatlas.router.feeds.base import REASONS as MALFORMED
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.position import DOUBTS
+from kvatlas.router.feeds.recovery import RepairKind
+from kvatlas.router.services.kubernetes import objects
+from kvatlas.router.fleet.engines import NOT_READY
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.root_events import Removals
+from kvatlas.router.index.query_plan import Mode
+from kvatlas.router.observe.receipts import FirstTokenSummary, Outcome
+from kvatlas.router.observe.usage import UsageStats
+from kvatlas.router.openai.request import FAILURES
+from kvatlas.router.placement.candidate import Cost, Reason
+from kvatlas.router.placement.load import EngineLoad
+from kvatlas.router.prompts.settings import REASONS as NOT_LOCAL
 from tests.docs.pages import inline_code
 from tests.support.paths import ROOT
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from router.cli import app
-from router.config.load import SECTIONS
+from kvatlas.router.cli import app
+from kvatlas.router.config.load import SECTIONS
 from tests.docs.pages import anchors, command_lines, connector_metrics, files, inline_code, links, pages
 from tests.support.paths import ROOT
 

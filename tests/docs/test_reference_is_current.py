@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from router.config.load import load
+from kvatlas.router.config.load import load
 from tests.support.paths import ROOT
 
 

@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import (
+from kvatlas.publisher.block_hash import (
     ALGORITHMS,
     NO_EXTRAS,
     HashChain,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher import event_decoder
-from publisher.event_decoder import decode_batch
-from publisher.events import (
+from kvatlas.publisher import event_decoder
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import (
     GROUPS_MAX,
     TYPE_CHARS_MAX,
     UNKNOWN_TYPES_MAX,

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.event_decoder import decode_batch
-from publisher.events import (
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -19,7 +19,7 @@ from publisher.events import (
     encode_sglang_batch,
     encode_tokens,
 )
-from publisher.simulator.server import LoadStat
+from kvatlas.publisher.simulator.server import LoadStat
 from tests.support.sglang_wire import LOADS, classes, wheel_path
 
 HASHES = [-(1 << 63), (1 << 63) - 1, 7]
@@ -54,7 +54,7 @@ def same(theirs: Any, events: list[Any], ours: list[Event]) -> None:
 
 
 def test_loads_of_the_wheel_are_written_and_read() -> None:
-    from router.feeds.sockets import LoadReading  # noqa: PLC0415  # imports structlog
+    from kvatlas.router.feeds.sockets import LoadReading  # noqa: PLC0415  # imports structlog
 
     theirs = classes("wheel", LOADS).LoadStat(3, 4, 50, 600, 1, 7, 8, 9, 10, 11)
     written = msgspec.msgpack.encode(theirs)
@@ -63,7 +63,7 @@ def test_loads_of_the_wheel_are_written_and_read() -> None:
 
 
 def test_media_of_the_wheel_are_known() -> None:
-    from router.index.base import ON_GPU, medium_named  # noqa: PLC0415  # imports numpy
+    from kvatlas.router.index.base import ON_GPU, medium_named  # noqa: PLC0415  # imports numpy
 
     media = [medium.value for medium in classes("wheel").StorageMedium]
     assert media[0] in ON_GPU

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.event_decoder import decode_batch
-from publisher.events import (
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -18,7 +18,7 @@ from publisher.events import (
     encode_tokens,
     to_block_hash,
 )
-from publisher.snapshot import Snapshot, SnapshotLedger
+from kvatlas.publisher.snapshot import Snapshot, SnapshotLedger
 
 Held = Counter[tuple[str, int | None, int]]
 

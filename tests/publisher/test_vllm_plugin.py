@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import zmq
 
-from publisher import vllm_plugin
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockStored, Event, encode_tokens
-from publisher.vllm_plugin import EventPublisher, register
+from kvatlas.publisher import vllm_plugin
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockStored, Event, encode_tokens
+from kvatlas.publisher.vllm_plugin import EventPublisher, register
 
 
 class Batch(msgspec.Struct):

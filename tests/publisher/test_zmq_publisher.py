@@ -8,9 +8,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.event_decoder import decode_batch
-from publisher.events import AllBlocksCleared, encode_batch
-from publisher.zmq_publisher import END_SEQ, ZmqPublisher, rank_endpoint
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import AllBlocksCleared, encode_batch
+from kvatlas.publisher.zmq_publisher import END_SEQ, ZmqPublisher, rank_endpoint
 
 pytestmark = pytest.mark.real  # ZMQ's library
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from publisher.block_hash import HashScheme, block_hashes
-from publisher.events import (
+from kvatlas.publisher.block_hash import HashScheme, block_hashes
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -17,7 +17,7 @@ from publisher.events import (
     encode_batch,
     encode_tokens,
 )
-from router.tools.capture import CaptureLine, encode_lines
+from kvatlas.router.tools.capture import CaptureLine, encode_lines
 from tests.support.paths import DATA
 
 CAPTURES = sorted((DATA / "captures").glob("*.jsonl.gz"))

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.demo import gateway as config
+from kvatlas.router.simulation.demo import gateway as config
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 

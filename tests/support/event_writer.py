@@ -5,8 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, block_hashes, extra_keys
-from publisher.events import BlockHash, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
+from kvatlas.publisher.block_hash import (
+    NO_EXTRAS,
+    HashChain,
+    HashScheme,
+    PromptExtras,
+    block_hashes,
+    extra_keys,
+)
+from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
 
 FULL = "full_attention"
 WINDOW = "sliding_window"

@@ -15,10 +15,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
-from publisher.block_pool import HybridBlockPool
-from publisher.event_decoder import decode_batch
-from publisher.events import (
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockHash,
     BlockStored,
@@ -27,14 +27,14 @@ from publisher.events import (
     encode_batch,
     to_block_hash,
 )
-from publisher.snapshot import SnapshotLedger
-from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame, parse_live
-from router.feeds.machine import FeedMachine
-from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
-from router.index.base import Plane
-from router.index.learn.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.model import FleetResidency
+from kvatlas.publisher.snapshot import SnapshotLedger
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame, parse_live
+from kvatlas.router.feeds.machine import FeedMachine
+from kvatlas.router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.model import FleetResidency
 
 SETTINGS = FeedSettings(
     hold_batches_max=48, recent_batches_max=32, resync_backoff_s=2.0, resync_backoff_s_max=8.0

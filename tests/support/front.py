@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.server import SimulatedEngine
 
 Override = Callable[[], tuple[int, Any]]
 """Status and body of one path, JSON or bytes; status 0 breaks the connection."""

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from publisher.events import BlockHash
-from router.index.base import Index, Plane
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Index, Plane
 
 FULL = Plane("GPU", 0)
 WINDOW = Plane("GPU", 1)

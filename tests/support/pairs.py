@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from publisher.simulator.kv_protocols import MooncakeLink
-from publisher.simulator.server import SimulatedEngine
-from router.fleet.engines import EngineAddress
-from router.pd.settings import PdSettings, PdStats
+from kvatlas.publisher.simulator.kv_protocols import MooncakeLink
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.pd.settings import PdSettings, PdStats
 from tests.support.ports import free_port
 from tests.support.sidecars import endpoint, sidecar
 from tests.support.whole_router import Rig, configure, routing, running

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from tests.support.ports import free_port
 
 
@@ -29,7 +29,7 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Until it listens."""
-        words = ["-m", "router.demo.run", msgspec.json.encode([self.settings]).decode()]
+        words = ["-m", "kvatlas.router.simulation.demo.run", msgspec.json.encode([self.settings]).decode()]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
         assert await self._process.stdout.readline(), "the engine did not start; its error is above"
@@ -57,7 +57,7 @@ class Replica:
         ops_port = free_port()
         self.ops_url = f"http://127.0.0.1:{ops_port}"
         self.lines: list[dict[str, Any]] = []
-        self._command = [sys.executable, "-m", "router", "serve", "--port", str(self.port)]
+        self._command = [sys.executable, "-m", "kvatlas", "serve", "--port", str(self.port)]
         self._command += ["--ops-port", str(ops_port)]
         self._command += ["--tokenizer", str(DEMO_TOKENIZER_DIR), "--expose-decision"]
         for engine in engines:

@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 
-from router.http.server import ProxyServer, listen_config
-from router.http.settings import ListenSettings
-from router.openai.errors import no_ready_engine
-from router.openai.request import InboundRequest, Usage
-from router.pd.handoff import DisaggState
-from router.proxy.app import ProxyApp
-from router.proxy.attempt import Attempt
-from router.proxy.breaker import Breaker
-from router.proxy.deaths import WatchedFleet
-from router.proxy.settings import ProxySettings
+from kvatlas.router.http.server import ProxyServer, listen_config
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.openai.errors import no_ready_engine
+from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.pd.handoff import DisaggState
+from kvatlas.router.proxy.app import ProxyApp
+from kvatlas.router.proxy.attempt import Attempt
+from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.deaths import WatchedFleet
+from kvatlas.router.proxy.settings import ProxySettings
 
 NO_REQUEST = InboundRequest("POST", "/v1/chat/completions", b"", [], b"")
 

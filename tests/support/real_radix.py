@@ -34,10 +34,10 @@ from unittest.mock import MagicMock
 
 import msgspec
 
-from publisher.block_hash import SGLANG, HashScheme, PromptExtras
-from publisher.block_pool import PoolRequest
-from publisher.events import encode_sglang_batch
-from publisher.pool.radix import RadixPool, WritePolicy
+from kvatlas.publisher.block_hash import SGLANG, HashScheme, PromptExtras
+from kvatlas.publisher.block_pool import PoolRequest
+from kvatlas.publisher.events import encode_sglang_batch
+from kvatlas.publisher.pool.radix import RadixPool, WritePolicy
 from tests.support.sglang_wire import Wheel
 
 PAGE = 4

@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from publisher.simulator.server import SimulatedEngine
-from router.config.schema import Config, ServerConfig
-from router.pd.settings import SidecarSettings
-from router.server_lifecycle import RouterServer
-from router.sidecar import Sidecar, make_server
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.config.schema import Config, ServerConfig
+from kvatlas.router.pd.settings import SidecarSettings
+from kvatlas.router.server_lifecycle import RouterServer
+from kvatlas.router.sidecar import Sidecar, make_server
 from tests.support.front import Front
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL

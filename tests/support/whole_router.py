@@ -12,16 +12,16 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
-from router.admission.key_file import KeySettings, digest_of
-from router.app import Router
-from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.http.settings import ListenSettings
-from router.prompts.settings import ANY_MODEL
-from router.server_lifecycle import RouterServer, make_server
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
+from kvatlas.router.admission.key_file import KeySettings, digest_of
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.server_lifecycle import RouterServer, make_server
 from tests.support.clients import openai_client
 from tests.support.waiting import until
 

@@ -29,19 +29,19 @@ import vllm
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.request import RequestStatus
 
-from connectors.hits import HitResolver
-from connectors.tier.base import block_key, split_key
-from publisher.block_hash import MultimodalItem, PromptExtras
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, BlockStored, Family
-from router.index.base import Plane, Rows
-from router.index.hit_rules import evaluate
-from router.index.learn import hash_scheme
-from router.index.learn.layout import ModelFacts, make_layout
-from router.index.memory import MemoryIndex
-from router.index.model import FleetResidency
-from router.index.offloaded import loaded, tier_extents
-from router.tools.trace_verification import ProbePrompt, verify_trace
+from kvatlas.connectors.hits import HitResolver
+from kvatlas.connectors.tier.base import block_key, split_key
+from kvatlas.publisher.block_hash import MultimodalItem, PromptExtras
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockHash, BlockStored, Family
+from kvatlas.router.index.base import Plane, Rows
+from kvatlas.router.index.hit_rules import evaluate
+from kvatlas.router.index.learn import hash_scheme
+from kvatlas.router.index.learn.layout import ModelFacts, make_layout
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.offloaded import loaded, tier_extents
+from kvatlas.router.tools.trace_verification import ProbePrompt, verify_trace
 from tests.publisher.pool.pool_load import PlacementRequest
 from tests.vllm.drive_scheduler import DifferenceError, Pair, prompt_of
 from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, SEEDS_MAX, Mix, Prompts, random_mix

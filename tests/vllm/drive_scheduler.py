@@ -28,7 +28,7 @@ if importlib.util.find_spec("xxhash") is None:
     # vLLM's environment need not have it; no family hashes with it.
     sys.modules["xxhash"] = ModuleType("xxhash")
 
-from publisher.events import Event, encode_batch
+from kvatlas.publisher.events import Event, encode_batch
 from tests.publisher.pool.layouts import FAMILIES, Layout
 from tests.publisher.pool.pool_load import Alone, PlacementRequest, load_rng, run_load
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import aiohttp
 
-from publisher.events import GroupSpec
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router.tools.capture import CaptureWriter
-from router.tools.record import RecordSource, SourceRecorder
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.tools.capture import CaptureWriter
+from kvatlas.router.tools.record import RecordSource, SourceRecorder
 from tests.support.paths import DATA
 
 FOLDER = DATA / "captures"

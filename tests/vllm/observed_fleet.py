@@ -21,8 +21,8 @@ from typing import Any
 import openai
 import zmq
 
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockRemoved, BlockStored
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockRemoved, BlockStored
 from tests.vllm.chat_load import Request
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine

@@ -8,10 +8,10 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
-from publisher.events import BlockHash
-from router.feeds.base import FeedState
-from router.feeds.subscriber import Feed
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.subscriber import Feed
 from tests.support.paths import ROOT
 from tests.support.waiting import until
 from tests.vllm.vllm_engine import VllmEngine
@@ -26,8 +26,8 @@ def plugin_path(directory: Path) -> Path:
     info = directory / "kvatlas-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvatlas\nVersion: 0.1.0\n")
-    entry = "[vllm.general_plugins]\nkvatlas = publisher.vllm_plugin:register\n"
-    assert 'kvatlas = "publisher.vllm_plugin:register"' in (ROOT / "pyproject.toml").read_text()
+    entry = "[vllm.general_plugins]\nkvatlas = kvatlas.publisher.vllm_plugin:register\n"
+    assert 'kvatlas = "kvatlas.publisher.vllm_plugin:register"' in (ROOT / "pyproject.toml").read_text()
     (info / "entry_points.txt").write_text(entry)
     return directory
 

@@ -11,9 +11,9 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from publisher.block_hash import HashScheme
-from publisher.events import Family
-from publisher.pool.layout import PoolLayout, pool_layout
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import Family
+from kvatlas.publisher.pool.layout import PoolLayout, pool_layout
 from tests.publisher.pool.layouts import Layout, chunked, full, mamba, replayed, ring, window
 from tests.publisher.pool.pool_load import VOCAB_TOKENS, PlacementRequest
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.events import GroupSpec
-from router.observe.history import UNIT_TOKENS
-from router.simulate.engine import SimEngine
-from router.simulate.requests import Request, block_hashes
-from router.simulate.setup import RequestRun, Timing
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.simulation.engine import SimEngine
+from kvatlas.router.simulation.requests import Request, block_hashes
+from kvatlas.router.simulation.setup import RequestRun, Timing
 
 NUM_GPU_BLOCKS = 220
 CHUNK_TOKENS = 16

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.tools.doctor.findings import PROPERTIES
+from kvatlas.router.tools.doctor.findings import PROPERTIES
 from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine
 
@@ -32,7 +32,7 @@ def engine(
 def report(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit status of a command, and what it printed."""
     ended = subprocess.run(
-        [sys.executable, "-m", "router", *arguments, "--json"],
+        [sys.executable, "-m", "kvatlas", *arguments, "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from router.openai.errors import ApiError
-from router.prompts.reader import Prompt, PromptSettings
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.prompts.reader import Prompt, PromptSettings
 from tests.support.prompts.family_cases import FAMILIES, family_dir, family_settings
 from tests.support.prompts.readers import local_reader, read
 from tests.vllm.record_families import DATE, ask_vllm

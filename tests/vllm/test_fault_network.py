@@ -25,12 +25,19 @@ import msgspec
 import pytest
 import zmq
 
-from publisher.events import AllBlocksCleared, BlockHash, BlockStored, DecodedBatch, Event, to_block_hash
-from router.feeds.base import FeedSettings, FeedState, Frame
-from router.feeds.subscriber import Feed
-from router.index.learn.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.model import FleetResidency
+from kvatlas.publisher.events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockStored,
+    DecodedBatch,
+    Event,
+    to_block_hash,
+)
+from kvatlas.router.feeds.base import FeedSettings, FeedState, Frame
+from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.model import FleetResidency
 from tests.support.feed_world import LAYOUTS, Engine, Held, credited
 from tests.vllm.fault_network import FaultyNetwork
 from tests.vllm.publisher_process import VllmPublisher, publisher_process

@@ -28,7 +28,7 @@ FAMILIES_MIN = 45
 def verify(path: Path) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
     """Exit status of ``kvatlas verify --json``, its line per trace, and its total."""
     done = subprocess.run(
-        [sys.executable, "-m", "router", "verify", "--json", str(path)],
+        [sys.executable, "-m", "kvatlas", "verify", "--json", str(path)],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,

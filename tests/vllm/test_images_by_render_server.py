@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from publisher.block_hash import HashScheme
-from router.fleet.poller import EngineCalls
-from router.openai.request import CHAT, MESSAGES
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.fleet.poller import EngineCalls
+from kvatlas.router.openai.request import CHAT, MESSAGES
+from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.ports import free_ports
 from tests.support.prompts.readers import chat, request, say
 from tests.vllm.tiny_image_model import png, write_tiny_image_model

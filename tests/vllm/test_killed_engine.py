@@ -15,11 +15,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.events import BlockHash, BlockStored, DecodedBatch, GroupSpec, to_block_hash
-from router.feeds.base import FeedSettings, FeedState
-from router.feeds.subscriber import Feed
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.publisher.events import BlockHash, BlockStored, DecodedBatch, GroupSpec, to_block_hash
+from kvatlas.router.feeds.base import FeedSettings, FeedState
+from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 from tests.support.feed_world import credited
 from tests.support.waiting import until
 from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, WAIT_S, ProbePrompt, complete, plugin_path, ready

@@ -257,7 +257,7 @@ def _sidecar(apart: Apart) -> Iterator[Sidecar]:
     words = ["sidecar", "--engine", apart.decode.base_url, "--prefill", f"127.0.0.0/8:{_port(apart)}"]
     words += ["--port", str(port), "--ops-port", str(ops_port), "--set", f"pd.lease_s={LEASE_S}"]
     words += ["--set", f"pd.lease_margin_s={LEASE_S / 2}"]
-    with subprocess.Popen([sys.executable, "-m", "router", *words]) as process:
+    with subprocess.Popen([sys.executable, "-m", "kvatlas", *words]) as process:
         try:
             ready = f"http://127.0.0.1:{ops_port}/ready"
             wait_until(lambda: process.poll() is not None or answers(ready), "the sidecar is ready")

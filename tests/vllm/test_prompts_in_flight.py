@@ -13,20 +13,20 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from publisher.block_hash import NO_EXTRAS
-from publisher.event_decoder import decode_batch
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import EngineAddress
-from router.fleet.statement import EngineStatement
-from router.fleet.status import Fleet
-from router.index.hit_rules import order_matters
-from router.index.learn.facts import SetupEvidence
-from router.index.model import ModelIndexes
-from router.placement.candidate import Hit, PolicySettings
-from router.placement.decide import Planner
-from router.placement.eligible import candidate_set
-from router.placement.engine import Accounts, Engine
-from router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
+from kvatlas.publisher.block_hash import NO_EXTRAS
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.index.hit_rules import order_matters
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.placement.candidate import Hit, PolicySettings
+from kvatlas.router.placement.decide import Planner
+from kvatlas.router.placement.eligible import candidate_set
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
 from tests.support.paths import ROOT
 from tests.vllm.forked import run
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from router.openai.errors import ApiError
-from router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
-from router.prompts.reader import Prompt
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.prompts.reader import Prompt
 from tests.support.prompts import agent_cases, cases
 from tests.support.prompts.readers import (
     byte_level_tokenizer,

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from router.openai.members import at_once
-from router.pd.bodies import split_body
-from router.pd.transfer import KvSource
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.pd.bodies import split_body
+from kvatlas.router.pd.transfer import KvSource
 from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm

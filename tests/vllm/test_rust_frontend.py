@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from router.openai.errors import ApiError
-from router.openai.request import CHAT, COMPLETION
-from router.prompts.prompt import Prompt
-from router.prompts.settings import ModelPrompts
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.settings import ModelPrompts
 from tests.support.paths import ROOT
 from tests.support.ports import free_port, free_ports
 from tests.support.prompts import cases

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import GroupSpec
-from router.simulate.engine import SimEngine
-from router.simulate.requests import Request, block_hashes, continued
-from router.simulate.setup import RequestRun, Timing
-from router.simulate.study import MODELS, POOL_BLOCKS_MIN, groups_of, pool_blocks
-from router.simulate.workload import GENERATORS
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.simulation.engine import SimEngine
+from kvatlas.router.simulation.requests import Request, block_hashes, continued
+from kvatlas.router.simulation.setup import RequestRun, Timing
+from kvatlas.router.simulation.study import MODELS, POOL_BLOCKS_MIN, groups_of, pool_blocks
+from kvatlas.router.simulation.workload import GENERATORS
 from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm

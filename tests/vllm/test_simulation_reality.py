@@ -23,12 +23,12 @@ import msgspec
 import openai
 import pytest
 
-from router.simulate.advise import ObservedFleet, see
-from router.simulate.fit import fit_capture
-from router.simulate.fleet import FleetSim
-from router.simulate.requests import Asked
-from router.simulate.setup import VARIANTS, FleetSetup, Timing
-from router.simulate.traces import Captured
+from kvatlas.router.simulation.advise import ObservedFleet, see
+from kvatlas.router.simulation.fit import fit_capture
+from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.requests import Asked
+from kvatlas.router.simulation.setup import VARIANTS, FleetSetup, Timing
+from kvatlas.router.simulation.traces import Captured
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.chat_load import Request as ChatRequest
 from tests.vllm.router_process import RouterProcess

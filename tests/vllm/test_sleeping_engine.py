@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.block_hash import NO_EXTRAS
-from publisher.event_decoder import decode_batch
-from publisher.events import AllBlocksCleared
-from router.fleet.statement import read_statement
-from router.index.model import FleetResidency
-from router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
+from kvatlas.publisher.block_hash import NO_EXTRAS
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import AllBlocksCleared
+from kvatlas.router.fleet.statement import read_statement
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
 from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from router.feeds.base import FeedSettings
-from router.feeds.subscriber import Feed
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, ProbePrompt, complete, plugin_path, quiet, ready
 from tests.vllm.vllm_engine import VllmEngine
 

@@ -18,15 +18,15 @@ from pathlib import Path
 import openai
 import pytest
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.events import GroupSpec
-from router.observe.history import UNIT_TOKENS
-from router.simulate.advise import see
-from router.simulate.engine import SimEngine
-from router.simulate.requests import block_hashes
-from router.simulate.setup import RequestRun, Timing
-from router.simulate.tiers import TierSetup, TierSpec, tiers_of
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.simulation.advise import see
+from kvatlas.router.simulation.engine import SimEngine
+from kvatlas.router.simulation.requests import block_hashes
+from kvatlas.router.simulation.setup import RequestRun, Timing
+from kvatlas.router.simulation.tiers import TierSetup, TierSpec, tiers_of
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.observed_fleet import running
 from tests.vllm.scaled_replay import SCALE, Sent, scaled_groups, workload

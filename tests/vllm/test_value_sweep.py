@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from router.openai.errors import ApiError
-from router.prompts.prompt import Prompt
-from router.prompts.settings import ModelPrompts
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.settings import ModelPrompts
 from tests.support.prompts import values
 from tests.support.prompts.readers import read, reader
 from tests.vllm.record_values import by_python, by_rust

@@ -11,9 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
-from publisher.zmq_publisher import END_SEQ, ZmqPublisher
-from router.feeds.base import FeedSettings, FeedState
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
+from kvatlas.publisher.zmq_publisher import END_SEQ, ZmqPublisher
+from kvatlas.router.feeds.base import FeedSettings, FeedState
 from tests.router.feeds import feed_harness
 from tests.router.feeds.feed_harness import RecordingSink
 from tests.support.ports import free_port

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from router.server_lifecycle import apply
+from kvatlas.router.server_lifecycle import apply
 from tests.world.fleet import REDIS, Fleet, engine_host, router_host
 from tests.world.plan import MODEL, Fault
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import msgspec
 
-from publisher.events import GroupSpec
-from publisher.simulator.request import SimRequest
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
-from router.admission.key_file import digest_of
-from router.app import Router
-from router.config.schema import Config
-from router.observe.requests import RequestRecord
-from router.observe.usage import UsageLine, usage_line
-from router.server_lifecycle import RouterServer, make_server
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
+from kvatlas.router.admission.key_file import digest_of
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config
+from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.observe.usage import UsageLine, usage_line
+from kvatlas.router.server_lifecycle import RouterServer, make_server
 from tests.world.loop import VirtualLoop
 from tests.world.machines import MACHINE, PROCESS
 from tests.world.plan import Plan

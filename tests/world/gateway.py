@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from router.epp import messages as m
-from router.epp.grpc import DESTINATION, GrpcReader, message_frame
-from router.epp.messages import as_bytes, as_int, bytes_field, fields, number_field
-from router.http.sockets import keep_alive
+from kvatlas.router.http.sockets import keep_alive
+from kvatlas.router.services.epp import messages as m
+from kvatlas.router.services.epp.grpc import DESTINATION, GrpcReader, message_frame
+from kvatlas.router.services.epp.messages import as_bytes, as_int, bytes_field, fields, number_field
 from tests.support.h2_peer import H2Peer
 from tests.world.fleet import GATEWAY, PICKER_PORT, Fleet, on, router_host
 

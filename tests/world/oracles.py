@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 from prometheus_client.samples import Sample
 
-from publisher.simulator.model import WRONG_MARK
-from router.api.metrics_page import RouterCollector
-from router.http.request_cycle import RequestCycle
-from router.observe.usage import UsageLine
+from kvatlas.publisher.simulator.model import WRONG_MARK
+from kvatlas.router.api.metrics_page import RouterCollector
+from kvatlas.router.http.request_cycle import RequestCycle
+from kvatlas.router.observe.usage import UsageLine
 from tests.world.clients import PATIENCE_S, Exchange, Told, told
 from tests.world.faults import Faults
 from tests.world.fleet import Fleet, Serving, Work, engine_host

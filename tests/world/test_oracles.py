@@ -11,20 +11,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.simulator.api_protocol import EngineError
-from publisher.simulator.http_app import EngineApp
-from publisher.simulator.model import EngineModel, TextSource
-from publisher.simulator.stepper import Stepper
-from publisher.zmq_publisher import ZmqPublisher
-from router.admission.admission_queue import AdmissionQueue
-from router.admission.gate import Isolation
-from router.admission.tenants import Tenant
-from router.http.downstream import DownstreamConnection
-from router.http.request_cycle import RequestCycle
-from router.observe.requests import RequestTracker
-from router.openai.errors import ApiError
-from router.placement.load import LoadAccount
-from router.proxy.app import ProxyApp
+from kvatlas.publisher.simulator.api_protocol import EngineError
+from kvatlas.publisher.simulator.http_app import EngineApp
+from kvatlas.publisher.simulator.model import EngineModel, TextSource
+from kvatlas.publisher.simulator.stepper import Stepper
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.admission.admission_queue import AdmissionQueue
+from kvatlas.router.admission.gate import Isolation
+from kvatlas.router.admission.tenants import Tenant
+from kvatlas.router.http.downstream import DownstreamConnection
+from kvatlas.router.http.request_cycle import RequestCycle
+from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.placement.load import LoadAccount
+from kvatlas.router.proxy.app import ProxyApp
 from tests.world import kinds, oracles
 from tests.world.plan import Plan
 from tests.world.truth import TRUTH_LENGTH_MAX

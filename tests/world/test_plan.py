@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from publisher.simulator.api_protocol import EngineError
-from publisher.simulator.model import EngineModel
+from kvatlas.publisher.simulator.api_protocol import EngineError
+from kvatlas.publisher.simulator.model import EngineModel
 from tests.world import command, kinds
 from tests.world.plan import ClientRequest, Fault, Plan, read, write
 from tests.world.shrink import shrink

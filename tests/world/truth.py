@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from publisher.simulator.api_agents import MessagesRequest, ResponsesRequest
-from publisher.simulator.api_protocol import ChatRequest, CompletionRequest, decode
-from publisher.simulator.model import EngineModel, Prepared
-from publisher.simulator.settings import EngineSettings
+from kvatlas.publisher.simulator.api_agents import MessagesRequest, ResponsesRequest
+from kvatlas.publisher.simulator.api_protocol import ChatRequest, CompletionRequest, decode
+from kvatlas.publisher.simulator.model import EngineModel, Prepared
+from kvatlas.publisher.simulator.settings import EngineSettings
 
 TRUTH_LENGTH_MAX = 32_768
 

@@ -16,10 +16,10 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from publisher.events import Family, GroupSpec, scheduler_block_size, spec_classes
-from router.fleet.engines import EngineKind
-from router.fleet.statement import EngineStatement
-from router.index.learn.layout import CacheLayout, ModelFacts, has_gaps, open_inside
+from kvatlas.publisher.events import Family, GroupSpec, scheduler_block_size, spec_classes
+from kvatlas.router.fleet.engines import EngineKind
+from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, has_gaps, open_inside
 
 Source = Literal["configuration", "server_info", "metrics", "config.json", "events", "receipts", "none"]
 Certainty = Literal["certain", "confirmed", "likely", "assumed", "disputed"]

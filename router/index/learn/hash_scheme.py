@@ -34,7 +34,7 @@ import msgspec
 import xxhash
 from msgspec.structs import replace
 
-from publisher.block_hash import (
+from kvatlas.publisher.block_hash import (
     ALGORITHMS,
     DEFAULT_SEED,
     NO_EXTRAS,
@@ -46,8 +46,14 @@ from publisher.block_hash import (
     pickled,
     sha256,
 )
-from publisher.events import BlockHash, BlockStored
-from router.index.learn.root_events import PendingRoots, PublishedBlocks, RootEvent, matches, proven_algorithm
+from kvatlas.publisher.events import BlockHash, BlockStored
+from kvatlas.router.index.learn.root_events import (
+    PendingRoots,
+    PublishedBlocks,
+    RootEvent,
+    matches,
+    proven_algorithm,
+)
 
 # Exhaustive search for the small number that is the engine's PYTHONHASHSEED. Every seed is tried with every
 # algorithm and hash block size on one piece of evidence. Only the parent of the first hash depends on the

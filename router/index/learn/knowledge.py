@@ -11,9 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from publisher.block_hash import SGLANG, HashScheme, PromptExtras
-from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
-from router.index.learn.facts import (
+from kvatlas.publisher.block_hash import SGLANG, HashScheme, PromptExtras
+from kvatlas.publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
+from kvatlas.router.index.learn.facts import (
     NO_EVIDENCE,
     Certainty,
     DropReceipts,
@@ -24,9 +24,9 @@ from router.index.learn.facts import (
     layout_facts,
     level,
 )
-from router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
-from router.index.learn.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
-from router.index.learn.root_events import LearnedKeys, root_event
+from kvatlas.router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
+from kvatlas.router.index.learn.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
+from kvatlas.router.index.learn.root_events import LearnedKeys, root_event
 
 
 def _nobody() -> None:

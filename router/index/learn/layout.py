@@ -33,7 +33,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from publisher.events import (
+from kvatlas.publisher.events import (
     BlockStored,
     Family,
     GroupSpec,

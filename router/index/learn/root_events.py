@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from publisher.block_hash import (
+from kvatlas.publisher.block_hash import (
     NO_EXTRAS,
     HashChain,
     HashScheme,
@@ -35,8 +35,8 @@ from publisher.block_hash import (
     extra_keys,
     hash_function,
 )
-from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
-from router.index.base import Plane
+from kvatlas.publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
+from kvatlas.router.index.base import Plane
 
 _PENDING_MAX = 8
 _PARENTS_MAX = 64

@@ -15,8 +15,8 @@ import jinja2
 import msgspec
 from jinja2 import sandbox
 
-from router.prompts.chat.messages import Memory, TemplateTraits, dumped, encoded, items_of, text_of
-from router.prompts.request import NULL, ChatBody, NotLocalError, decode_fields
+from kvatlas.router.prompts.chat.messages import Memory, TemplateTraits, dumped, encoded, items_of, text_of
+from kvatlas.router.prompts.request import NULL, ChatBody, NotLocalError, decode_fields
 
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")

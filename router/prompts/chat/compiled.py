@@ -19,9 +19,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.tests import test_iterable, test_sequence
 
-from router.prompts.chat.bounds import BoundedEnvironment, FastTemplate, may_explode, render
-from router.prompts.chat.messages import Message, text_message
-from router.prompts.chat.watched import (
+from kvatlas.router.prompts.chat.bounds import BoundedEnvironment, FastTemplate, may_explode, render
+from kvatlas.router.prompts.chat.messages import Message, text_message
+from kvatlas.router.prompts.chat.watched import (
     NotPlainError,
     Part,
     TemplateTracer,
@@ -29,7 +29,7 @@ from router.prompts.chat.watched import (
     may_be_watched,
     watching,
 )
-from router.prompts.settings import local_time
+from kvatlas.router.prompts.settings import local_time
 
 # Whether a chat template takes message content as text ("string") or as a list of parts ("openai").
 #

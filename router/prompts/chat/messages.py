@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 import xxhash
 
-from router.prompts.request import SHARE, NotLocalError, kept_bytes, num_values
+from kvatlas.router.prompts.request import SHARE, NotLocalError, kept_bytes, num_values
 
 Message = dict[str, Any]
 

@@ -13,8 +13,16 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from router.prompts.chat.messages import Memory, TemplateTraits, decoded, dumped, encoded, items_of, text_of
-from router.prompts.request import NULL, ChatBody, NotLocalError, decode_fields
+from kvatlas.router.prompts.chat.messages import (
+    Memory,
+    TemplateTraits,
+    decoded,
+    dumped,
+    encoded,
+    items_of,
+    text_of,
+)
+from kvatlas.router.prompts.request import NULL, ChatBody, NotLocalError, decode_fields
 
 _UNFINISHED: Final = ("in_progress", "incomplete")
 _STATES: Final = (None, "completed", *_UNFINISHED)

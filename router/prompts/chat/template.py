@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import xxhash
 
-from router.prompts.chat.compiled import (
+from kvatlas.router.prompts.chat.compiled import (
     Context,
     Key,
     Skeletons,
@@ -36,9 +36,9 @@ from router.prompts.chat.compiled import (
     compile_template,
     text_messages,
 )
-from router.prompts.chat.messages import Message
-from router.prompts.request import SHARE, ChatBody, NotLocalError, compact, decode_any, kept_bytes
-from router.prompts.settings import PromptStats
+from kvatlas.router.prompts.chat.messages import Message
+from kvatlas.router.prompts.request import SHARE, ChatBody, NotLocalError, compact, decode_any, kept_bytes
+from kvatlas.router.prompts.settings import PromptStats
 
 # One rendering in this many is compared although its shape is known; costs under 1 us each on average.
 CHECK_EVERY: Final = 256

@@ -41,19 +41,19 @@ from typing import Any, Final, NoReturn, Protocol
 
 from jinja2 import nodes
 
-from router.openai.request import CHAT, COMPLETION
-from router.prompts.chat.compiled import (
+from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.prompts.chat.compiled import (
     by_fast,
     by_reference,
     compile_template,
     reference_environment,
 )
-from router.prompts.chat.messages import Message, text_message
-from router.prompts.chat.template import UNLIKE, ChatContext, value_kinds
-from router.prompts.cuts import Encoded, Ids
-from router.prompts.request import ChatBody, NotLocalError
-from router.prompts.settings import ModelPrompts
-from router.prompts.tokenizer import ModelDir
+from kvatlas.router.prompts.chat.messages import Message, text_message
+from kvatlas.router.prompts.chat.template import UNLIKE, ChatContext, value_kinds
+from kvatlas.router.prompts.cuts import Encoded, Ids
+from kvatlas.router.prompts.request import ChatBody, NotLocalError
+from kvatlas.router.prompts.settings import ModelPrompts
+from kvatlas.router.prompts.tokenizer import ModelDir
 
 # A family whose package or vocabulary is missing: its chats are left to a render server or an engine.
 

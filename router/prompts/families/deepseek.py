@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
-from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.messages import Message, parse_message
-from router.prompts.chat.template import ChatContext
-from router.prompts.request import ChatBody
+from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
+from kvatlas.router.prompts.chat.messages import Message, parse_message
+from kvatlas.router.prompts.chat.template import ChatContext
+from kvatlas.router.prompts.request import ChatBody
 
 BAR: Final = "\uff5c"
 BOS: Final = f"<{BAR}begin\u2581of\u2581sentence{BAR}>"

@@ -14,13 +14,13 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from router.openai.request import CHAT, COMPLETION, MESSAGES
-from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.messages import Message
-from router.prompts.chat.template import ChatContext
-from router.prompts.families.base import Missing
-from router.prompts.request import ChatBody, NotLocalError
-from router.prompts.settings import local_time
+from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES
+from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
+from kvatlas.router.prompts.chat.messages import Message
+from kvatlas.router.prompts.chat.template import ChatContext
+from kvatlas.router.prompts.families.base import Missing
+from kvatlas.router.prompts.request import ChatBody, NotLocalError
+from kvatlas.router.prompts.settings import local_time
 
 try:
     import openai_harmony as library

@@ -11,14 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from router.http.sockets import describe_error
-from router.openai.request import CHAT, COMPLETION, MESSAGES
-from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.messages import Message, parse_message
-from router.prompts.chat.template import ChatContext
-from router.prompts.cuts import Encoded, Ids
-from router.prompts.families.base import Missing
-from router.prompts.request import ChatBody, NotLocalError
+from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES
+from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
+from kvatlas.router.prompts.chat.messages import Message, parse_message
+from kvatlas.router.prompts.chat.template import ChatContext
+from kvatlas.router.prompts.cuts import Encoded, Ids
+from kvatlas.router.prompts.families.base import Missing
+from kvatlas.router.prompts.request import ChatBody, NotLocalError
 
 try:
     from mistral_common.protocol.instruct.request import ChatCompletionRequest

@@ -12,15 +12,15 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from router.config.errors import ConfigError
-from router.config.load import any_model, load, parse_engine
-from router.config.schema import Config
-from router.observe.findings import BAD, Finding, Severity
-from router.prompts.reader import ModelDirError
-from router.serve import configure_logging
-from router.tools.doctor import checks
-from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import (
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import any_model, load, parse_engine
+from kvatlas.router.config.schema import Config
+from kvatlas.router.observe.findings import BAD, Finding, Severity
+from kvatlas.router.prompts.reader import ModelDirError
+from kvatlas.router.serve import configure_logging
+from kvatlas.router.tools.doctor import checks
+from kvatlas.router.tools.doctor.examine import ExamineSettings, examine
+from kvatlas.router.tools.doctor.findings import (
     EngineEvidence,
     EngineVerdict,
     Evidence,
@@ -28,7 +28,7 @@ from router.tools.doctor.findings import (
     engine_verdict,
     exit_status,
 )
-from router.tools.ops_client import make_table, output_console, router_url
+from kvatlas.router.tools.ops_client import make_table, output_console, router_url
 
 STYLES = {Severity.OK: "green", Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 _SECONDS_MAX = 3600.0

@@ -18,34 +18,34 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from router.config.schema import Config
-from router.engine_lifecycle import complete, setup_evidence
-from router.fleet.engines import EngineAddress
-from router.fleet.salt_proof import SaltProof, SaltProver
-from router.fleet.statement import (
+from kvatlas.router.config.schema import Config
+from kvatlas.router.engine_lifecycle import complete, setup_evidence
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
+from kvatlas.router.fleet.statement import (
     SERVER_INFO,
     event_sources,
     read_statement,
     server_info_statement,
     sglang_engines,
 )
-from router.fleet.status import ModelCard, kind_of
-from router.http.client import HttpClient
-from router.http.sockets import describe_error
-from router.index.base import GPU
-from router.index.learn.facts import SetupEvidence
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.layout import ModelFacts
-from router.index.model import ModelIndexes
-from router.observe.findings import Finding
-from router.openai.request import COMPLETION
-from router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
-from router.prompts.model_config import ModelConfigFile, read_model_file
-from router.prompts.reader import ModelDirError, PromptReader
-from router.prompts.settings import ANY_MODEL, ModelPrompts
-from router.prompts.tokenizer_finder import locate
-from router.prompts.trial import Trials
-from router.tools.doctor.findings import (
+from kvatlas.router.fleet.status import ModelCard, kind_of
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.index.base import GPU
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.observe.findings import Finding
+from kvatlas.router.openai.request import COMPLETION
+from kvatlas.router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
+from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
+from kvatlas.router.prompts.reader import ModelDirError, PromptReader
+from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts
+from kvatlas.router.prompts.tokenizer_finder import locate
+from kvatlas.router.prompts.trial import Trials
+from kvatlas.router.tools.doctor.findings import (
     EngineEvidence,
     EventSource,
     Evidence,
@@ -55,11 +55,11 @@ from router.tools.doctor.findings import (
     RouterEvidence,
     ServerEvidence,
 )
-from router.tools.doctor.http import EngineGauges, Http, HttpAnswer, read_engine_gauges, series
-from router.tools.doctor.listener import EventListener, ReplayComparison, replay_comparison
-from router.tools.doctor.prober import EngineProber, Load, LoadPlan, compare, probe
-from router.tools.ops_client import ops_headers
-from router.tools.replay_player import CountingIndex
+from kvatlas.router.tools.doctor.http import EngineGauges, Http, HttpAnswer, read_engine_gauges, series
+from kvatlas.router.tools.doctor.listener import EventListener, ReplayComparison, replay_comparison
+from kvatlas.router.tools.doctor.prober import EngineProber, Load, LoadPlan, compare, probe
+from kvatlas.router.tools.ops_client import ops_headers
+from kvatlas.router.tools.replay_player import CountingIndex
 
 _DETECTION_S_MAX = 20.0
 _PROBE_QUIET_S = 0.3

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.config.schema import Config, ModelConfig
-from router.fleet.engines import EngineAddress, EngineKind
-from router.fleet.statement import EngineStatement
-from router.fleet.status import Frontend, ModelCard, kind_of
-from router.index.engine import EngineResidency
-from router.observe.findings import BAD, Finding, Severity
-from router.prompts.hub import TokenizerProblem
-from router.prompts.model_config import ModelConfigFile
-from router.tools.doctor.http import EngineGauges, HttpAnswer
-from router.tools.doctor.listener import (
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress, EngineKind
+from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.fleet.status import Frontend, ModelCard, kind_of
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.observe.findings import BAD, Finding, Severity
+from kvatlas.router.prompts.hub import TokenizerProblem
+from kvatlas.router.prompts.model_config import ModelConfigFile
+from kvatlas.router.tools.doctor.http import EngineGauges, HttpAnswer
+from kvatlas.router.tools.doctor.listener import (
     EventCounts,
     Observation,
     ReplayComparison,

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.http.client import HttpClient
-from router.http.sockets import NotConnectedError, describe_error
-from router.tools.ops_client import reason
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.http.sockets import NotConnectedError, describe_error
+from kvatlas.router.tools.ops_client import reason
 
 ANSWER_BYTES_MAX = 8 << 20
 _PROBLEM_LENGTH_MAX = 200

@@ -23,8 +23,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from publisher.block_hash import HashScheme
-from publisher.events import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import (
     UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
     BlockHash,
@@ -36,10 +36,10 @@ from publisher.events import (
     GroupSpec,
     to_block_hash,
 )
-from router.feeds.base import Frame, WireError, parse_live, parse_replay
-from router.feeds.sockets import MessageReader, Slice
-from router.index.base import ON_GPU
-from router.prompts.prompt import Prompt
+from kvatlas.router.feeds.base import Frame, WireError, parse_live, parse_replay
+from kvatlas.router.feeds.sockets import MessageReader, Slice
+from kvatlas.router.index.base import ON_GPU
+from kvatlas.router.prompts.prompt import Prompt
 
 
 class Connectivity(StrEnum):

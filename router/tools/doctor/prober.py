@@ -17,21 +17,27 @@ from typing import Any
 
 import msgspec
 
-from publisher.events import BlockHash, BlockStored
-from router.fleet.engines import EngineAddress
-from router.fleet.status import Frontend
-from router.index.engine import EngineResidency
-from router.index.learn.hash_scheme import Detection
-from router.index.model import FleetResidency
-from router.index.query_plan import EngineHit
-from router.openai.errors import ApiError
-from router.openai.request import InboundRequest
-from router.prompts.model_config import PROBES, first_difference, probe_path
-from router.prompts.prompt import Prompt
-from router.prompts.reader import PromptReader
-from router.tools.doctor.findings import LoadEvidence, LoadRequest, ProbeEvidence, ProbeRequest, PromptParity
-from router.tools.doctor.http import Http, HttpAnswer
-from router.tools.doctor.listener import EventCounts, EventListener, StoreComparison, compare_stores
+from kvatlas.publisher.events import BlockHash, BlockStored
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.query_plan import EngineHit
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.prompts.model_config import PROBES, first_difference, probe_path
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.reader import PromptReader
+from kvatlas.router.tools.doctor.findings import (
+    LoadEvidence,
+    LoadRequest,
+    ProbeEvidence,
+    ProbeRequest,
+    PromptParity,
+)
+from kvatlas.router.tools.doctor.http import Http, HttpAnswer
+from kvatlas.router.tools.doctor.listener import EventCounts, EventListener, StoreComparison, compare_stores
 
 # Tokenizer parity: whether prompts become the same tokens here and at the engine, for a few chats and
 # completions.

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from connectors.layout import CacheView
-from connectors.offload import EXTRA_CONFIG, HybridOffloadConnector
-from connectors.settings import OffloadSettings
-from connectors.transfer.base import TransferEngine, TransferJob
-from connectors.transfer.host import HostTransferEngine, PinnedHostPool
-from connectors.worker.worker import EngineFactory, EngineWithPool
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.offload import EXTRA_CONFIG, HybridOffloadConnector
+from kvatlas.connectors.settings import OffloadSettings
+from kvatlas.connectors.transfer.base import TransferEngine, TransferJob
+from kvatlas.connectors.transfer.host import HostTransferEngine, PinnedHostPool
+from kvatlas.connectors.worker.worker import EngineFactory, EngineWithPool
 
 
 class FaultyOffloadConnector(HybridOffloadConnector):

@@ -10,8 +10,8 @@ from typing import Any
 
 import zmq
 
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockStored
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockStored
 from tests.connectors.e2e.shared_servers import complete, forget_gpu
 from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine

@@ -21,7 +21,7 @@ def engine(model: Path, folder: Path, name: str, store: dict[str, Any], **enviro
     """A server with ``SharedStoreConnector`` on this store; not started."""
     transfer = {
         "kv_connector": "SharedStoreConnector",
-        "kv_connector_module_path": "connectors.shared_store",
+        "kv_connector_module_path": "kvatlas.connectors.shared_store",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # Deadlines fit a busy machine: these tests are about what is loaded, not when. Nothing is kept on the

@@ -40,19 +40,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     children = [
         {
             "kv_connector": HOST,
-            "kv_connector_module_path": "connectors.offload",
+            "kv_connector_module_path": "kvatlas.connectors.offload",
             # 200 rows of 8 KiB: the prompts of LENGTHS take about 60, one of FILLER_TOKENS 47.
             "kv_connector_extra_config": {"host_bytes": "1600KiB", "policy": "lru"},
         },
         {
             "kv_connector": STORE,
-            "kv_connector_module_path": "connectors.shared_store",
+            "kv_connector_module_path": "kvatlas.connectors.shared_store",
             "kv_connector_extra_config": {"host_bytes": "64MiB", "lookup_deadline_s": 20, "store": store},
         },
     ]
     transfer = {
         "kv_connector": "HybridMultiConnector",
-        "kv_connector_module_path": "connectors.multi",
+        "kv_connector_module_path": "kvatlas.connectors.multi",
         "kv_connector_extra_config": {"connectors": children},
     }
     with serve(write_tiny_model(folder / "model"), folder, transfer) as running:
@@ -120,12 +120,12 @@ def test_a_child_without_hma_stops_the_server_at_start(tmp_path: Path) -> None:
     """With an error that says which and what to do, also where assertions are off."""
     transfer = {
         "kv_connector": "HybridMultiConnector",
-        "kv_connector_module_path": "connectors.multi",
+        "kv_connector_module_path": "kvatlas.connectors.multi",
         "kv_connector_extra_config": {
             "connectors": [
                 {
                     "kv_connector": HOST,
-                    "kv_connector_module_path": "connectors.offload",
+                    "kv_connector_module_path": "kvatlas.connectors.offload",
                     "kv_connector_extra_config": {"host_bytes": "8MiB"},
                 },
                 {"kv_connector": "ExampleConnector"},

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("offload")
-    with server(model, folder, "HybridOffloadConnector", "connectors.offload") as engine:
+    with server(model, folder, "HybridOffloadConnector", "kvatlas.connectors.offload") as engine:
         complete(engine.base_url, prompt(99, 40))
         yield engine.base_url
 

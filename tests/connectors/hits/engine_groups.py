@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from connectors.hits import HitResolver
-from connectors.tier.base import block_key
+from kvatlas.connectors.hits import HitResolver
+from kvatlas.connectors.tier.base import block_key
 
 BASE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
 

@@ -14,12 +14,12 @@ WHY = "needs torch and vLLM; make test-connectors runs it"
 pytest.importorskip("torch", reason=WHY)
 pytest.importorskip("vllm.v1.core.kv_cache_coordinator", reason=WHY)
 
-from publisher.events import BlockHash, GroupSpec  # noqa: E402
-from router.index.base import Plane  # noqa: E402
-from router.index.hit_rules import evaluate  # noqa: E402
-from router.index.learn.layout import CacheLayout, ModelFacts, make_layout  # noqa: E402
-from router.index.memory import MemoryIndex  # noqa: E402
-from router.index.offloaded import loaded, tier_extents  # noqa: E402
+from kvatlas.publisher.events import BlockHash, GroupSpec  # noqa: E402
+from kvatlas.router.index.base import Plane  # noqa: E402
+from kvatlas.router.index.hit_rules import evaluate  # noqa: E402
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout  # noqa: E402
+from kvatlas.router.index.memory import MemoryIndex  # noqa: E402
+from kvatlas.router.index.offloaded import loaded, tier_extents  # noqa: E402
 from tests.connectors.hits.engine_groups import MIXES, Mix, hashes, keys_of  # noqa: E402
 from tests.connectors.hits.test_hits_engine import residency  # noqa: E402
 

@@ -33,14 +33,14 @@ except ImportError:  # before 0.33
         get_kv_cache_groups,
     )
 
-from connectors.layout import (  # noqa: E402
+from kvatlas.connectors.layout import (  # noqa: E402
     CacheView,
     LayoutError,
     row_bytes_from_config,
     view_of_tensors,
 )
-from connectors.transfer.base import Direction  # noqa: E402
-from connectors.transfer.host import HostTransferEngine  # noqa: E402
+from kvatlas.connectors.transfer.base import Direction  # noqa: E402
+from kvatlas.connectors.transfer.host import HostTransferEngine  # noqa: E402
 from tests.connectors.transfer.contract import ArrayMemory, job, move  # noqa: E402
 
 NUM_BLOCKS = 13

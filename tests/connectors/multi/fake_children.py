@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from connectors.multi import HybridMultiConnector
-from connectors.reports import OffloadStats
+from kvatlas.connectors.multi import HybridMultiConnector
+from kvatlas.connectors.reports import OffloadStats
 
 
 @dataclass
@@ -217,7 +217,7 @@ def config_of(*children: Any, hma: bool = True, **outer: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig(
             kv_connector="HybridMultiConnector",
-            kv_connector_module_path="connectors.multi",
+            kv_connector_module_path="kvatlas.connectors.multi",
             kv_role="kv_both",
             kv_connector_extra_config={"connectors": list(children), **outer},
         ),

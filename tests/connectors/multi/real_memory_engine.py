@@ -26,8 +26,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connectors.layout import CacheView, Piece, group_pages
-from connectors.multi import HybridMultiConnector
+from kvatlas.connectors.layout import CacheView, Piece, group_pages
+from kvatlas.connectors.multi import HybridMultiConnector
 from tests.vllm.real_scheduler import Setup, _group_spec, _next_tokens, _set_environment, _vllm_config
 
 POSITIONS = 64

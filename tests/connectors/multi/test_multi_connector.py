@@ -16,8 +16,8 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.outputs import KVConnectorOutput
 
-from connectors.multi import HybridMultiConnector
-from connectors.settings import ConfigError
+from kvatlas.connectors.multi import HybridMultiConnector
+from kvatlas.connectors.settings import ConfigError
 from tests.connectors.multi.fake_children import (
     SHUT_DOWN,
     child,
@@ -118,7 +118,7 @@ REFUSALS = """
 import warnings
 warnings.simplefilter("ignore")
 from tests.connectors.multi.fake_children import child, config_of, multi, request
-from connectors.settings import ConfigError
+from kvatlas.connectors.settings import ConfigError
 assert False, "assertions are on"
 
 def refused(what, call):
@@ -162,7 +162,7 @@ def test_refusals_do_not_depend_on_assertions() -> None:
         ("none", "list the connectors"),
         (["text"], "connectors[0]"),
         (
-            [{"kv_connector_module_path": "connectors.multi"}],
+            [{"kv_connector_module_path": "kvatlas.connectors.multi"}],
             "connectors[0].kv_connector",
         ),
         ([child("a") | {"kv_conector": 1}], "kv_conector"),
@@ -202,7 +202,7 @@ def test_children_inherit_role_and_engine_id() -> None:
 def test_layouts_agree_or_the_disagreement_is_named() -> None:
     ours = {
         "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "connectors.offload",
+        "kv_connector_module_path": "kvatlas.connectors.offload",
         "kv_connector_extra_config": {"host_bytes": "1GiB"},
     }
 
@@ -233,8 +233,8 @@ def test_statistics_and_metrics_of_children_are_told_apart_by_their_class() -> N
     near, far = (
         {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra}
         for name, module, extra in (
-            ("HybridOffloadConnector", "connectors.offload", {"host_bytes": "1GiB"}),
-            ("SharedStoreConnector", "connectors.shared_store", {"host_bytes": "1GiB", "store": {}}),
+            ("HybridOffloadConnector", "kvatlas.connectors.offload", {"host_bytes": "1GiB"}),
+            ("SharedStoreConnector", "kvatlas.connectors.shared_store", {"host_bytes": "1GiB", "store": {}}),
         )
     )
     metrics = HybridMultiConnector.build_prom_metrics(

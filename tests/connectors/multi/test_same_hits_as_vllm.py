@@ -27,7 +27,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from connectors.transfer.base import Direction, TransferJob
+from kvatlas.connectors.transfer.base import Direction, TransferJob
 from tests.connectors.multi.real_memory_engine import PAGE_BYTES, Hit, RealMemoryEngine, Setup
 from tests.publisher.pool.layouts import MIXES
 from tests.vllm.tiny_model import write_tiny_model
@@ -55,7 +55,7 @@ SAME = (
 def ours(**extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "connectors.offload",
+        "kv_connector_module_path": "kvatlas.connectors.offload",
         "kv_connector_extra_config": {
             "host_bytes": HOST_BYTES, "policy": "lru", "pinned_source_blocks_max": 1.0, **extra
         },
@@ -210,7 +210,7 @@ def test_side_by_side_they_load_the_same_again(start: Open, mix: str) -> None:
     turns = trace(6)
     both = {
         "kv_connector": "HybridMultiConnector",
-        "kv_connector_module_path": "connectors.multi",
+        "kv_connector_module_path": "kvatlas.connectors.multi",
         "kv_connector_extra_config": {
             "connectors": [ours(), theirs(offload_prompt_only=False)],
         },
@@ -228,7 +228,7 @@ def test_side_by_side_they_load_the_same_again(start: Open, mix: str) -> None:
 def test_a_failed_load_of_one_child_is_computed_and_the_other_loads_next(start: Open) -> None:
     both = {
         "kv_connector": "HybridMultiConnector",
-        "kv_connector_module_path": "connectors.multi",
+        "kv_connector_module_path": "kvatlas.connectors.multi",
         "kv_connector_extra_config": {"connectors": [ours(), ours()]},
     }
     engine = start("gemma", both)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.scheduler.scheduler import OffloadScheduler
-from connectors.settings import OffloadSettings
-from connectors.tier.base import block_key
-from connectors.tier.eviction import LruPolicy
-from connectors.tier.host import HostTier
-from connectors.transfer.base import StepResults
-from connectors.worker.worker import OffloadWorker
+from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.scheduler.scheduler import OffloadScheduler
+from kvatlas.connectors.settings import OffloadSettings
+from kvatlas.connectors.tier.base import block_key
+from kvatlas.connectors.tier.eviction import LruPolicy
+from kvatlas.connectors.tier.host import HostTier
+from kvatlas.connectors.transfer.base import StepResults
+from kvatlas.connectors.worker.worker import OffloadWorker
 from tests.connectors.offload.sim_memory import SimEngine, SimMemory
 
 BLOCK = 4

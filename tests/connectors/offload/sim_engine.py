@@ -30,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connectors.offload import HybridOffloadConnector
+from kvatlas.connectors.offload import HybridOffloadConnector
 from tests.connectors.offload.sim_memory import SimEngine, SimMemory
 from tests.vllm.real_scheduler import Prompt, Setup, _group_spec, _set_environment, _vllm_config
 
@@ -139,7 +139,7 @@ class SimEngineCore:
         config.scheduler_config.async_scheduling = bool(connector.steps_ahead)
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="HybridOffloadConnector",
-            kv_connector_module_path="connectors.offload",
+            kv_connector_module_path="kvatlas.connectors.offload",
             kv_role="kv_both",
             kv_load_failure_policy=connector.load_failure_policy,
             kv_connector_extra_config={

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from connectors.transfer.base import CLOSE_S, Direction, TransferJob, TransferResult
+from kvatlas.connectors.transfer.base import CLOSE_S, Direction, TransferJob, TransferResult
 
 Content = dict[int, object]
 

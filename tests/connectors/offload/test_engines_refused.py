@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
-from connectors import compat
-from connectors.multi import read_children
-from connectors.offload import HybridOffloadConnector
-from connectors.settings import ConfigError
-from connectors.shared_store import SharedStoreConnector
+from kvatlas.connectors import compat
+from kvatlas.connectors.multi import read_children
+from kvatlas.connectors.offload import HybridOffloadConnector
+from kvatlas.connectors.settings import ConfigError
+from kvatlas.connectors.shared_store import SharedStoreConnector
 from tests.connectors.offload.sim_engine import Setup, SimConnector, SimEngineCore
 from tests.vllm.tiny_model import write_tiny_model
 
@@ -67,7 +67,7 @@ def test_a_policy_that_fails_requests_is_warned_of_once(
 def test_children_know_the_engines_policy() -> None:
     entry = {
         "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "connectors.offload",
+        "kv_connector_module_path": "kvatlas.connectors.offload",
         "kv_connector_extra_config": {"host_bytes": "1GiB"},
     }
     for policy in ("fail", "recompute"):

@@ -16,11 +16,11 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from connectors import CONNECTORS, compat, offload
-from connectors.offload import HybridOffloadConnector, TieredConnector, WorkerResults, check_engine
-from connectors.reports import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
-from connectors.settings import ConfigError
-from connectors.transfer.base import StepResults
+from kvatlas.connectors import CONNECTORS, compat, offload
+from kvatlas.connectors.offload import HybridOffloadConnector, TieredConnector, WorkerResults, check_engine
+from kvatlas.connectors.reports import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
+from kvatlas.connectors.settings import ConfigError
+from kvatlas.connectors.transfer.base import StepResults
 from tests.connectors.offload.sim_engine import Prompt, Setup, SimConnector, SimEngineCore
 from tests.vllm.forked import run
 from tests.vllm.tiny_model import write_tiny_model

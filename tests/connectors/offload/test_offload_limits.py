@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from connectors.scheduler.plans import HINT, PlannedBlock, has_invalid_hint, retention_hint
-from connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
-from connectors.settings import OffloadSettings
-from connectors.tier.base import TierChanges
-from connectors.tier.eviction import HintedPolicy, LruPolicy
-from connectors.tier.host import HostTier
-from connectors.transfer.base import Direction, StepResults, TransferResult
+from kvatlas.connectors.scheduler.plans import HINT, PlannedBlock, has_invalid_hint, retention_hint
+from kvatlas.connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
+from kvatlas.connectors.settings import OffloadSettings
+from kvatlas.connectors.tier.base import TierChanges
+from kvatlas.connectors.tier.eviction import HintedPolicy, LruPolicy
+from kvatlas.connectors.tier.host import HostTier
+from kvatlas.connectors.transfer.base import Direction, StepResults, TransferResult
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from connectors.scheduler.open_jobs import REST, Lookups
-from connectors.tier.base import block_key
-from connectors.transfer.base import Counts
+from kvatlas.connectors.scheduler.open_jobs import REST, Lookups
+from kvatlas.connectors.tier.base import block_key
+from kvatlas.connectors.transfer.base import Counts
 from tests.connectors.offload.model_engine import BLOCK, ModelRequest, ModelResolver
 
 COST_S = 0.5

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from connectors.layout import CacheView, LayoutError
-from connectors.scheduler.open_jobs import OpenJobs, SourcePins
-from connectors.scheduler.plans import (
+from kvatlas.connectors.layout import CacheView, LayoutError
+from kvatlas.connectors.scheduler.open_jobs import OpenJobs, SourcePins
+from kvatlas.connectors.scheduler.plans import (
     PlannedBlock,
     RequestState,
     make_job,
@@ -19,8 +19,8 @@ from connectors.scheduler.plans import (
     plan_states,
     plan_store,
 )
-from connectors.settings import ConfigError
-from connectors.transfer.base import (
+from kvatlas.connectors.settings import ConfigError
+from kvatlas.connectors.transfer.base import (
     CLOSE_S,
     Counts,
     Direction,
@@ -29,7 +29,7 @@ from connectors.transfer.base import (
     TransferJob,
     TransferResult,
 )
-from connectors.worker.worker import OffloadWorker, device_of, make_engine, slots_of
+from kvatlas.connectors.worker.worker import OffloadWorker, device_of, make_engine, slots_of
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 RESOLVER: Any = ModelResolver()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from connectors.settings import ConfigError, OffloadSettings, size_bytes
+from kvatlas.connectors.settings import ConfigError, OffloadSettings, size_bytes
 
 
 @pytest.mark.parametrize(

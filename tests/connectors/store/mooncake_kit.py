@@ -10,7 +10,7 @@ from pathlib import Path
 import mooncake.store
 import pytest
 
-from connectors.store.mooncake import MooncakeSettings, MooncakeStore, new_client
+from kvatlas.connectors.store.mooncake import MooncakeSettings, MooncakeStore, new_client
 from tests.connectors.store.store_kit import Shared
 from tests.support.ports import free_port
 

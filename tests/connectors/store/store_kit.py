@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from connectors.store.base import BlockStore, Counters, StoreUnavailable
+from kvatlas.connectors.store.base import BlockStore, Counters, StoreUnavailable
 
 Values = dict[bytes, bytes]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.store.base import FRAME_BYTES, FrameFault, find_fault, seal
+from kvatlas.connectors.store.base import FRAME_BYTES, FrameFault, find_fault, seal
 from tests.connectors.store.store_kit import Shared
 
 WAIT_S = 30.0

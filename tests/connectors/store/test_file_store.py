@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from connectors.store.base import StoreUnavailable
-from connectors.store.file import FileSettings, FileStore
+from kvatlas.connectors.store.base import StoreUnavailable
+from kvatlas.connectors.store.file import FileSettings, FileStore
 from tests.support.paths import ROOT
 
 WAIT_S = 30.0
@@ -62,7 +62,7 @@ def test_leftovers_of_a_crash_go_when_they_are_old(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
-import connectors.store.file as file
+import kvatlas.connectors.store.file as file
 write = os.write
 file.os.write = lambda f, data: (write(f, data[:10]), os.kill(os.getpid(), signal.SIGKILL))
 store = file.FileStore(file.FileSettings(Path(sys.argv[1]), 10_000), sweeps=False)
@@ -106,7 +106,7 @@ def test_several_processes_write_and_sweep_one_directory(tmp_path: Path) -> None
     code = """
 import sys
 from pathlib import Path
-from connectors.store.file import FileSettings, FileStore
+from kvatlas.connectors.store.file import FileSettings, FileStore
 store = FileStore(FileSettings(Path(sys.argv[1]), 50_000), sweeps=False)
 me = sys.argv[2].encode()
 for i in range(120):

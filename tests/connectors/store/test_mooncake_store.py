@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from connectors.store.base import StoreUnavailable
-from connectors.store.mooncake import MooncakeSettings, MooncakeStore
+from kvatlas.connectors.store.base import StoreUnavailable
+from kvatlas.connectors.store.mooncake import MooncakeSettings, MooncakeStore
 from tests.connectors.store.mooncake_double import Cluster, DoubleClient
 
 WAIT_S = 30.0

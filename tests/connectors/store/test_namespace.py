@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.store.base import EPOCHS_MAX, Namespace, weights_digest
+from kvatlas.connectors.store.base import EPOCHS_MAX, Namespace, weights_digest
 
 ENGINE = "engine-1"
 
@@ -124,7 +124,7 @@ class TestOfVllm:
         )
 
     def _of(self, config: Any, cache: Any = None, label: str = "") -> Namespace:
-        from connectors.store.base import namespace_of  # noqa: PLC0415
+        from kvatlas.connectors.store.base import namespace_of  # noqa: PLC0415
 
         return namespace_of(config, cache or self._cache(), label=label)
 

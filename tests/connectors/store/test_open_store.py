@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from connectors.settings import ConfigError
-from connectors.store.base import StoreUnavailable
-from connectors.store.open import Circuit, GuardedStore, open_store
+from kvatlas.connectors.settings import ConfigError
+from kvatlas.connectors.store.base import StoreUnavailable
+from kvatlas.connectors.store.open import Circuit, GuardedStore, open_store
 from tests.connectors.store.store_kit import MemoryStore
 
 
@@ -79,13 +79,13 @@ def test_without_mooncake_the_package_is_named() -> None:
 
 
 def test_opening_one_kind_imports_no_other(tmp_path: Path) -> None:
-    before = {name for name in sys.modules if name.startswith("connectors.store.")}
-    for name in ("connectors.store.redis", "connectors.store.mooncake"):
+    before = {name for name in sys.modules if name.startswith("kvatlas.connectors.store.")}
+    for name in ("kvatlas.connectors.store.redis", "kvatlas.connectors.store.mooncake"):
         before.discard(name)
         sys.modules.pop(name, None)
     open_store({"kind": "file", "path": str(tmp_path / "blocks")}).close()
-    assert "connectors.store.redis" not in sys.modules
-    assert "connectors.store.mooncake" not in sys.modules
+    assert "kvatlas.connectors.store.redis" not in sys.modules
+    assert "kvatlas.connectors.store.mooncake" not in sys.modules
 
 
 class Clock:

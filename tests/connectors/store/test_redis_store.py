@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from connectors.store.base import StoreUnavailable
-from connectors.store.open import open_store
-from connectors.store.redis import RedisAddress, RedisSettings, RedisStore
+from kvatlas.connectors.store.base import StoreUnavailable
+from kvatlas.connectors.store.open import open_store
+from kvatlas.connectors.store.redis import RedisAddress, RedisSettings, RedisStore
 from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_port
 from tests.support.redis_servers import Server, any_program

@@ -10,9 +10,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from connectors.store.base import Namespace
-from connectors.tier.base import StoreTierSettings
-from connectors.tier.store import StoreTier
+from kvatlas.connectors.store.base import Namespace
+from kvatlas.connectors.tier.base import StoreTierSettings
+from kvatlas.connectors.tier.store import StoreTier
 from tests.connectors.store.store_kit import MemoryStore
 from tests.support.examples import examples
 

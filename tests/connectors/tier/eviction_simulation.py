@@ -1,7 +1,7 @@
 """How many prompt tokens each eviction policy saves, on seeded traffic over a hybrid layout.
 
 ``python -m tests.connectors.tier.eviction_simulation`` prints the table in
-``connectors.tier.eviction``.
+``kvatlas.connectors.tier.eviction``.
 One request after the other asks the tier alone for a prefix (nothing stays in a GPU), loads it, and stores
 what it computed: 5 window groups of 128 tokens and 1 full group, blocks of 16 tokens, tails at every block.
 Traffic: 45 % next turns of conversations, 35 % new conversations on one of 12 shared system prompts, 20 %
@@ -14,10 +14,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.tier.base import block_key
-from connectors.tier.eviction import POLICY_NAMES, make_policy
-from connectors.tier.host import HostTier
+from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.tier.base import block_key
+from kvatlas.connectors.tier.eviction import POLICY_NAMES, make_policy
+from kvatlas.connectors.tier.host import HostTier
 
 BLOCK = 16
 WINDOW_BLOCKS = 8

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.tier.base import block_key
-from connectors.tier.eviction import POLICY_NAMES, LruPolicy, make_policy
-from connectors.tier.host import HostTier
+from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.tier.base import block_key
+from kvatlas.connectors.tier.eviction import POLICY_NAMES, LruPolicy, make_policy
+from kvatlas.connectors.tier.host import HostTier
 from tests.support.examples import examples
 
 SHAPES = (GroupShape(0, GroupKind.FULL, 4), GroupShape(1, GroupKind.WINDOW, 4, 8))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.tier.base import block_key, split_key
+from kvatlas.connectors.tier.base import block_key, split_key
 
 
 @given(st.binary(min_size=1, max_size=64), st.integers(0, 2**32 - 1))

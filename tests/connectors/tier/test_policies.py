@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.hits import GroupKind, GroupShape
-from connectors.tier.base import block_key
-from connectors.tier.eviction import (
+from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.tier.base import block_key
+from kvatlas.connectors.tier.eviction import (
     POLICY_NAMES,
     BoundaryPolicy,
     HintedPolicy,
     LruPolicy,
     make_policy,
 )
-from connectors.tier.host import HostTier
-from connectors.tier.prefix_tree import Node
-from publisher.pool.host_tier import HINTED_SHARE_MAX, OWNERS_MAX, RetentionHint, RetentionOrder
+from kvatlas.connectors.tier.host import HostTier
+from kvatlas.connectors.tier.prefix_tree import Node
+from kvatlas.publisher.pool.host_tier import HINTED_SHARE_MAX, OWNERS_MAX, RetentionHint, RetentionOrder
 from tests.connectors.tier import eviction_simulation
 from tests.support.examples import examples
 

@@ -7,13 +7,13 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.tier.base import block_key, split_key
-from connectors.tier.eviction import HintedPolicy, LruPolicy
-from connectors.tier.host import HostTier
-from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec
-from publisher.pool import host_tier
-from publisher.pool.layout import pool_layout
+from kvatlas.connectors.tier.base import block_key, split_key
+from kvatlas.connectors.tier.eviction import HintedPolicy, LruPolicy
+from kvatlas.connectors.tier.host import HostTier
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.pool import host_tier
+from kvatlas.publisher.pool.layout import pool_layout
 from tests.support.examples import examples
 
 GROUPS = (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=33))

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from connectors.layout import CacheView
-from connectors.transfer.base import (
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.transfer.base import (
     Direction,
     GroupMoves,
     TransferEngine,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from connectors.layout import CacheView, GroupPages, Piece, group_pages, round_up_row, strided_pieces
+from kvatlas.connectors.layout import CacheView, GroupPages, Piece, group_pages, round_up_row, strided_pieces
 
 Bytes = npt.NDArray[np.uint8]
 

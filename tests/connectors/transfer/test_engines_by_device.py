@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import connectors.transfer.cuda
-import connectors.transfer.host
-from connectors.layout import CacheView, Piece, group_pages
-from connectors.transfer.base import Direction, GroupMoves, TransferJob
-from connectors.worker.worker import make_engine, open_rows
+from kvatlas.connectors.layout import CacheView, Piece, group_pages
+from kvatlas.connectors.transfer import cuda
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob
+from kvatlas.connectors.worker.worker import make_engine, open_rows
 
 BLOCKS = 200
 BLOCK_BYTES = 64
@@ -79,7 +78,7 @@ def test_on_a_gpu_as_many_stores_may_wait(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append({"row_bytes": view.row_bytes, "host_bytes": host_bytes, **options})
         raise MemoryError
 
-    monkeypatch.setattr(connectors.transfer.cuda, "open_cuda", open_cuda)
+    monkeypatch.setattr(cuda, "open_cuda", open_cuda)
     view = view_of(np.zeros((BLOCKS, BLOCK_BYTES), np.uint8))
     with pytest.raises(MemoryError):
         make_engine(view, "cuda:3", slots=100, row_bytes=BLOCK_BYTES)

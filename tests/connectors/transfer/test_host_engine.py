@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from connectors.layout import CacheView
-from connectors.transfer.base import Direction, TransferJob
-from connectors.transfer.host import CopyFault, HostTransferEngine
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.transfer.base import Direction, TransferJob
+from kvatlas.connectors.transfer.host import CopyFault, HostTransferEngine
 from tests.connectors.transfer.contract import (
     WAIT_S,
     ArrayMemory,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.layout import (
+from kvatlas.connectors.layout import (
     CacheView,
     GroupPages,
     LayoutError,
@@ -19,8 +19,8 @@ from connectors.layout import (
     round_up_row,
     strided_pieces,
 )
-from connectors.transfer import base as plan
-from connectors.transfer.base import Direction, GroupMoves, Pieces, TransferPlan, merge_adjacent
+from kvatlas.connectors.transfer import base as plan
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, Pieces, TransferPlan, merge_adjacent
 from tests.connectors.transfer.contract import job, move
 
 Triples = list[tuple[int, int, int]]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from connectors.layout import CacheView, Piece, group_pages
-from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
-from connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
-from connectors.worker import worker
-from connectors.worker.worker import Replicas, make_engine, slots_of
+from kvatlas.connectors.layout import CacheView, Piece, group_pages
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
+from kvatlas.connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
+from kvatlas.connectors.worker import worker
+from kvatlas.connectors.worker.worker import Replicas, make_engine, slots_of
 
 BLOCKS, BLOCK_BYTES, RANKS = 20, 4096, 2
 NAMED = np.arange(1, 13, dtype=np.int64)

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from connectors.worker.staging_rows import RowCache
+from kvatlas.connectors.worker.staging_rows import RowCache
 from tests.support.examples import examples
 
 ROWS = 5

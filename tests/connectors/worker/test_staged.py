@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from connectors.layout import CacheView
-from connectors.store.base import FRAME_BYTES, Namespace
-from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
-from connectors.transfer.host import HostTransferEngine
-from connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.store.base import FRAME_BYTES, Namespace
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
+from kvatlas.connectors.transfer.host import HostTransferEngine
+from kvatlas.connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes
 from tests.connectors.store.store_kit import MemoryStore
 from tests.connectors.transfer.contract import NUM_BLOCKS, WAIT_S, PoolPart, TransferEngineContract
 from tests.connectors.transfer.handmade import UNIFORM, Bytes, HandmadeCache
@@ -390,7 +390,7 @@ def test_a_pool_in_use_by_a_hanging_store_is_not_freed(rig: Rig) -> None:
 def test_a_store_that_never_closes_does_not_hold_up_the_shutdown(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.worker.staged._STORE_CLOSE_S", 0.05)
+    monkeypatch.setattr("kvatlas.connectors.worker.staged._STORE_CLOSE_S", 0.05)
     engine, hold = rig.open(), threading.Event()
     monkeypatch.setattr(engine._store, "close", hold.wait)
     assert not engine.close()

@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from publisher.block_hash import HashScheme
-from publisher.events import Family, GroupSpec, hash_unit, scheduler_block_size
-from publisher.pool.layout import pool_layout
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import Family, GroupSpec, hash_unit, scheduler_block_size
+from kvatlas.publisher.pool.layout import pool_layout
 
 
 @dataclass(frozen=True)

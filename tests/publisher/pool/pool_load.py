@@ -14,9 +14,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from publisher.block_hash import DEFAULT_SEED, HashScheme, MultimodalItem, PromptExtras
-from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import Event, encode_batch
+from kvatlas.publisher.block_hash import DEFAULT_SEED, HashScheme, MultimodalItem, PromptExtras
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
+from kvatlas.publisher.events import Event, encode_batch
 from tests.publisher.pool.layouts import Layout
 
 VOCAB_TOKENS = 2000

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, GroupSpec
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, GroupSpec
 
 
 def full(idx: int, size: int = 16, **extra: Any) -> GroupSpec:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from publisher.block_hash import HashChain, HashScheme, MultimodalItem, PromptExtras, block_hashes
-from publisher.block_pool import HybridBlockPool, IntegrityError
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupSpec
+from kvatlas.publisher.block_hash import HashChain, HashScheme, MultimodalItem, PromptExtras, block_hashes
+from kvatlas.publisher.block_pool import HybridBlockPool, IntegrityError
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupSpec
 from tests.publisher.pool.pools import (
     CopyCounter,
     chunked,

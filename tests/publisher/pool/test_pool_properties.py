@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import GroupSpec
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
+from kvatlas.publisher.events import GroupSpec
 from tests.publisher.pool.layouts import FAMILIES
 from tests.publisher.pool.pool_load import Alone, load_rng, run_load
 from tests.publisher.pool.pools import CopyCounter, chunked, full, mamba, window

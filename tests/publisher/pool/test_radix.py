@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import SGLANG, HashScheme, PromptExtras, block_hashes
-from publisher.block_pool import PoolRequest
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, to_block_hash
-from publisher.pool.radix import RadixPool
+from kvatlas.publisher.block_hash import SGLANG, HashScheme, PromptExtras, block_hashes
+from kvatlas.publisher.block_pool import PoolRequest
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, to_block_hash
+from kvatlas.publisher.pool.radix import RadixPool
 from tests.support.event_writer import tokens
 from tests.support.examples import examples
 

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import openai
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
 from tests.support.clients import openai_client
 
 DEADLINE_S = 10.0

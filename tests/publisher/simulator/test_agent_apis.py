@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from publisher.simulator import http_agents
+from kvatlas.publisher.simulator import http_agents
 from tests.publisher.simulator.support import all_blocks_free, client, engine, request
 from tests.support.clients import anthropic_client
 from tests.support.waiting import until

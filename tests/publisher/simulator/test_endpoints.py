@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from publisher.simulator.scheduler import Step
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router.fleet.statement import read_pool_blocks
+from kvatlas.publisher.simulator.scheduler import Step
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.fleet.statement import read_pool_blocks
 from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request
 from tests.support.paths import ROOT
 from tests.support.waiting import until
@@ -156,8 +156,8 @@ async def test_a_step_that_fails_is_visible_and_fails_its_requests() -> None:
 
 def test_as_a_process_it_serves_and_ends_cleanly_on_sigterm() -> None:
     script = (
-        "from publisher.simulator.server import run\n"
-        "from publisher.simulator.settings import EngineSettings\n"
+        "from kvatlas.publisher.simulator.server import run\n"
+        "from kvatlas.publisher.simulator.settings import EngineSettings\n"
         "run(EngineSettings(num_blocks=256))"
     )
 

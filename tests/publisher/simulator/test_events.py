@@ -10,15 +10,15 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.event_decoder import decode_batch
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, to_block_hash
-from publisher.simulator.server import SimulatedEngine
-from publisher.zmq_publisher import END_SEQ
-from router.feeds.base import FeedState
-from router.feeds.subscriber import Feed
-from router.index.base import Plane
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, to_block_hash
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.zmq_publisher import END_SEQ
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, client, engine, request
 from tests.support.waiting import until
 

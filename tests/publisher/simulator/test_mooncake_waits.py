@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from publisher.simulator.kv_protocols import MooncakeLink, _query
-from publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.kv_protocols import MooncakeLink, _query
+from kvatlas.publisher.simulator.server import SimulatedEngine
 from tests.publisher.simulator.support import all_blocks_free, engine, request
 from tests.support.waiting import until
 

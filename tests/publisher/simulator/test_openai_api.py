@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from publisher.block_hash import PromptExtras
-from publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.block_hash import PromptExtras
+from kvatlas.publisher.simulator.server import SimulatedEngine
 from tests.publisher.simulator.support import LONG_TEXT, client, engine, request
 
 MODEL = "kvatlas-demo"

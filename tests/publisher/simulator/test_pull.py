@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.events import GroupSpec
-from publisher.pool.host_tier import HeldKey, HostTier
-from publisher.simulator.kv_messages import Fetch
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import PRESETS
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.pool.host_tier import HeldKey, HostTier
+from kvatlas.publisher.simulator.kv_messages import Fetch
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import PRESETS
 from tests.publisher.simulator.support import all_blocks_free, engine, request
 from tests.support.examples import examples
 from tests.support.ports import free_port

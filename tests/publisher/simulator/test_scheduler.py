@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.simulator.request import SimRequest
-from publisher.simulator.scheduler import Output, Scheduler, StepCosts
-from publisher.simulator.settings import PRESETS, EngineSettings, blocks_needed, model_length, resolve_groups
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.scheduler import Output, Scheduler, StepCosts
+from kvatlas.publisher.simulator.settings import (
+    PRESETS,
+    EngineSettings,
+    blocks_needed,
+    model_length,
+    resolve_groups,
+)
 
 EOS = 1
 COSTS = StepCosts(prefill_s_per_token=0.001, decode_s_per_token=0.5)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.simulator.model import TextSource
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from publisher.simulator.tokenizer import ChatTokenizer, TemplateError
+from kvatlas.publisher.simulator.model import TextSource
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.tokenizer import ChatTokenizer, TemplateError
 from tests.support.paths import ROOT
 
 TOKENIZER = ChatTokenizer(DEMO_TOKENIZER_DIR)

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockStored, Event, GroupSpec
-from publisher.simulator.kv_connector import KvConnector, RefusedError, exchange
-from publisher.simulator.kv_messages import Read, TransferParams
-from publisher.simulator.model import WRONG_MARK, WrongContinuation
-from publisher.simulator.request import SimRequest
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import PRESETS
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import BlockStored, Event, GroupSpec
+from kvatlas.publisher.simulator.kv_connector import KvConnector, RefusedError, exchange
+from kvatlas.publisher.simulator.kv_messages import Read, TransferParams
+from kvatlas.publisher.simulator.model import WRONG_MARK, WrongContinuation
+from kvatlas.publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import PRESETS
 from tests.publisher.simulator.support import LONG_TEXT, all_blocks_free, engine, request
 from tests.support.waiting import run, until
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from router.__main__ import run
-from router.admission.key_file import KeyFile, KeyFileError, digest_of, read_key_file
+from kvatlas.router.__main__ import run
+from kvatlas.router.admission.key_file import KeyFile, KeyFileError, digest_of, read_key_file
 
 
 class Clock:

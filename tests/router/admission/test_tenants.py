@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.key_file import TenantRules
-from router.admission.tenants import Tenant, TenantRequest, TokenBucket
-from router.openai.errors import ApiError
-from router.openai.request import Usage
-from router.openai.work import Work
+from kvatlas.router.admission.key_file import TenantRules
+from kvatlas.router.admission.tenants import Tenant, TenantRequest, TokenBucket
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import Usage
+from kvatlas.router.openai.work import Work
 
 
 class Clock:

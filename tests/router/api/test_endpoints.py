@@ -9,15 +9,15 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router import __version__
-from router.config.schema import Config, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.placement.candidate import PolicySettings
-from router.prompts.settings import ANY_MODEL
-from router.proxy.settings import ProxySettings
+from kvatlas import __version__
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.config.schema import Config, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.ports import free_port
 from tests.support.waiting import until
 from tests.support.whole_router import LOCAL, MODEL, QUICK, TEXT, configure, routing, running

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from router.admission.admission_queue import QueueSettings
-from router.api.findings import of_engine, of_router
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import EngineAddress
-from router.http.client import HttpClient
-from router.observe.findings import LOGGED_AFTER_S, Finding, FindingLog, Severity, counts, joined
-from router.observe.receipts import Receipt
-from router.placement.engine import Accounts, Engine
-from router.prompts.tokenizer_finder import ModelOrigin
-from router.tools.doctor.http import Http
-from router.tools.top import take_snapshot
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.api.findings import of_engine, of_router
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.observe.findings import LOGGED_AFTER_S, Finding, FindingLog, Severity, counts, joined
+from kvatlas.router.observe.receipts import Receipt
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
+from kvatlas.router.tools.doctor.http import Http
+from kvatlas.router.tools.top import take_snapshot
 from tests.router.tools.doctor.rig import examined
 from tests.support.waiting import until
 from tests.support.whole_router import configure, routing, running

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from router.api.views import is_named, show_history
-from router.app import Router
-from router.config.schema import Config
-from router.http.settings import ListenStats
+from kvatlas.router.api.views import is_named, show_history
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config
+from kvatlas.router.http.settings import ListenStats
 
 
 def test_errors_are_5xx_broken_streams_and_refused_connections() -> None:

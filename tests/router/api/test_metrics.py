@@ -19,41 +19,40 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from publisher.events import DecodedBatch
-from router.admission.admission_queue import QueueStats
-from router.admission.tenants import TenantStats
-from router.api.admin_auth import AdminStats
-from router.api.metrics_page import ReloadStats, Sources, page_steps, prepare
-from router.api.metrics_page import families as all_families
-from router.api.metrics_tables import PART_ROWS, PART_SAMPLES, Column, gauge, metrics_of, table
-from router.epp.settings import EppStats
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import DesiredState, EngineAddress, SourceStats
-from router.fleet.settings import FleetSettings
-from router.fleet.sources import FleetSources
-from router.fleet.status import Fleet
-from router.http.settings import ListenStats
-from router.index.learn.layout import ModelFacts
-from router.index.model import ModelIndexes
-from router.observe.history import HistoryLog
-from router.observe.receipts import ERROR_BUCKETS, Receipt
-from router.observe.requests import RequestTracker
-from router.observe.usage import UsageStats
-from router.openai.members import at_once, run_cooperatively
-from router.pd.settings import PdStats
-from router.placement.affinity import AffinityStats
-from router.placement.engine import Accounts, Engine
-from router.placement.inflight import InflightStats
-from router.placement.load import LoadStats
-from router.placement.shadow import ShadowStats
-from router.prompts.settings import PromptStats
-from router.proxy.settings import ProxyStats
-from router.replication.gossip import GossipStats
-from router.replication.leases import LeaseStats
-from router.replication.lookup_fallback import LookupStats
-from router.replication.service import SharedIndex
-from router.replication.settings import IndexSettings
-from router.replication.write_queue import MirrorStats
+from kvatlas.publisher.events import DecodedBatch
+from kvatlas.router.admission.admission_queue import QueueStats
+from kvatlas.router.admission.tenants import TenantStats
+from kvatlas.router.api.admin_auth import AdminStats
+from kvatlas.router.api.metrics_page import ReloadStats, Sources, page_steps, prepare
+from kvatlas.router.api.metrics_page import families as all_families
+from kvatlas.router.api.metrics_tables import PART_ROWS, PART_SAMPLES, Column, gauge, metrics_of, table
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import DesiredState, EngineAddress, SourceStats
+from kvatlas.router.fleet.sources import FleetSources
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.http.settings import ListenStats
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.observe.history import HistoryLog
+from kvatlas.router.observe.receipts import ERROR_BUCKETS, Receipt
+from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.observe.usage import UsageStats
+from kvatlas.router.openai.members import at_once, run_cooperatively
+from kvatlas.router.pd.settings import PdStats
+from kvatlas.router.placement.affinity import AffinityStats
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.inflight import InflightStats
+from kvatlas.router.placement.load import LoadStats
+from kvatlas.router.placement.shadow import ShadowStats
+from kvatlas.router.prompts.settings import PromptStats
+from kvatlas.router.proxy.settings import ProxyStats
+from kvatlas.router.replication.gossip import GossipStats
+from kvatlas.router.replication.leases import LeaseStats
+from kvatlas.router.replication.lookup_fallback import LookupStats
+from kvatlas.router.replication.service import SharedIndex
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.replication.write_queue import MirrorStats
+from kvatlas.router.services.epp.settings import EppStats
 
 IDS = ("http://a:1", 'http://b:1/"quoted"\\')
 STATS: tuple[tuple[type[msgspec.Struct], str], ...] = (
@@ -89,7 +88,7 @@ def sources() -> Sources:
     proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
     shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), lambda now: {}, clock=lambda: 100.0)
     shared.scope("m")  # nothing is connected before it runs
-    origins = FleetSources([], FleetSettings(), DesiredState(engines_max=9), changed=lambda: None)
+    origins = FleetSources([], [], DesiredState(engines_max=9), changed=lambda: None)
     origins.stats["static"].complain("fleet_full", "too many")
     return Sources(
         fleet,
@@ -331,7 +330,7 @@ def test_the_first_page_reads_no_source_of_a_struct(sources: Sources) -> None:
         sources,
         fleet=Fleet([], lambda *_, **__: None),
         scopes=ModelIndexes(lambda _: ModelFacts()),
-        origins=FleetSources([], FleetSettings(), DesiredState(engines_max=9), changed=lambda: None),
+        origins=FleetSources([], [], DesiredState(engines_max=9), changed=lambda: None),
         listen=lambda: None,
     )
     prepare(nothing)

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import structlog
 
-from router.api.admin_auth import AdminSettings
-from router.config.errors import ConfigError
-from router.config.load import load
-from router.config.schema import OPS_PORT, Config, ServerConfig
-from router.http.client import HttpClient
-from router.http.server import ListenError
-from router.server_lifecycle import check
-from router.simulate.advise import see
-from router.simulate.fit import fetch_usage
-from router.tools.doctor.examine import query_router
-from router.tools.doctor.http import Http
-from router.tools.explain import ExplainOptions, run_explain
-from router.tools.top import take_snapshot
+from kvatlas.router.api.admin_auth import AdminSettings
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import load
+from kvatlas.router.config.schema import OPS_PORT, Config, ServerConfig
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.http.server import ListenError
+from kvatlas.router.server_lifecycle import check
+from kvatlas.router.simulation.advise import see
+from kvatlas.router.simulation.fit import fetch_usage
+from kvatlas.router.tools.doctor.examine import query_router
+from kvatlas.router.tools.doctor.http import Http
+from kvatlas.router.tools.explain import ExplainOptions, run_explain
+from kvatlas.router.tools.top import take_snapshot
 from tests.support.whole_router import MODEL, Rig, configure, number, routing, running
 
 TOKEN = "0123456789abcdefgh"

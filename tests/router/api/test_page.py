@@ -10,10 +10,10 @@ import msgspec
 import openai
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.admission.key_file import KeySettings, digest_of
-from router.config.schema import ServerConfig
-from router.fleet.engines import EngineAddress
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.admission.key_file import KeySettings, digest_of
+from kvatlas.router.config.schema import ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
 from tests.support.browser import browsing
 from tests.support.ports import free_port
 from tests.support.waiting import until

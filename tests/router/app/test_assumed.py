@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.block_hash import DEFAULT_SEED, HashScheme
-from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.engines import EngineAddress
-from router.index.learn import hash_scheme
-from router.openai.request import InboundRequest, Usage
-from router.placement.placement import Placement
-from router.prompts.settings import ANY_MODEL
+from kvatlas.publisher.block_hash import DEFAULT_SEED, HashScheme
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.index.learn import hash_scheme
+from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.placement.placement import Placement
+from kvatlas.router.prompts.settings import ANY_MODEL
 from tests.support.event_writer import Writer
 from tests.support.waiting import until
 from tests.support.whole_router import LOCAL, MODEL, Rig, configure, routing, running

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.observe.findings import Severity
-from router.observe.receipts import WORTH_HALF_LIFE_S, FunnelCounts
-from router.proxy.settings import ProxySettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.observe.findings import Severity
+from kvatlas.router.observe.receipts import WORTH_HALF_LIFE_S, FunnelCounts
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.tools.doctor.rig import examined
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.observe.usage import UsageSettings
-from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.proxy.settings import ProxySettings
+from kvatlas.router.observe.usage import UsageSettings
+from kvatlas.router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, routed, tenants
 

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.engines import DesiredFleet
-from router.fleet.settings import FleetSettings
-from router.placement.engine import NO_PEER_SNAPSHOT, Engine
+from kvatlas.router.fleet.engines import DesiredFleet
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, Engine
 from tests.router.app.test_prefill_decode import SPLITS, D, P, apart, completion, prompt
 from tests.support.pairs import busy
 from tests.support.whole_router import MODEL, Rig, routed
@@ -106,7 +106,7 @@ async def test_a_prompt_goes_to_no_engine_that_changed_while_it_was_read(
     monkeypatch: pytest.MonkeyPatch, wait: str, change: Change
 ) -> None:
     # Hashes of longer prompts are waited for.
-    monkeypatch.setattr("router.placement.decide.INLINE_BLOCKS_MAX", 4)
+    monkeypatch.setattr("kvatlas.router.placement.decide.INLINE_BLOCKS_MAX", 4)
     body = {"model": MODEL, "prompt": prompt(1, 300), "max_tokens": 2}
     async with routed({}, {}, fleet=SELDOM) as (rig, _):
         planner = rig.router.planner

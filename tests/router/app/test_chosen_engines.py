@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from router.proxy.settings import ProxySettings
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.whole_router import MODEL, configure, routed, routing, running
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.openai.errors import ApiError
-from router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES, Usage
-from router.proxy.answers import read_usage
-from router.proxy.headers import read_request_headers
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES, Usage
+from kvatlas.router.proxy.answers import read_usage
+from kvatlas.router.proxy.headers import read_request_headers
 from tests.router.app.test_keys import RULES
 from tests.support.whole_router import MODEL, routed, tenants
 

@@ -12,16 +12,16 @@ import msgspec
 import openai
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router.app import Router
-from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.openai.request import InboundRequest
-from router.placement.inflight import InflightSettings
-from router.placement.placement import Placement
-from router.prompts.settings import ANY_MODEL
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.placement.inflight import InflightSettings
+from kvatlas.router.placement.placement import Placement
+from kvatlas.router.prompts.settings import ANY_MODEL
 from tests.support.examples import examples
 from tests.support.front import fronting
 from tests.support.proxy_rig import Call, Engine, answer

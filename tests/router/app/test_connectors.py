@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.simulator.kv_protocols import MooncakeLink
-from publisher.simulator.model import WRONG_MARK, Continuation
-from publisher.simulator.server import SimulatedEngine
-from router.proxy.settings import ProxySettings
+from kvatlas.publisher.simulator.kv_protocols import MooncakeLink
+from kvatlas.publisher.simulator.model import WRONG_MARK, Continuation
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import (
     BODIES,
     SPLITS,

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.settings import FleetSettings
-from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.pd.settings import PdSettings
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.pd.settings import PdSettings
 from tests.router.app.test_keys import serving
 from tests.router.app.test_prefill_decode import D, P, apart, prompt
 from tests.support.proxy_rig import Engine, says

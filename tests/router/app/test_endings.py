@@ -13,13 +13,19 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from router.admission.admission_queue import QueueSettings
-from router.epp.settings import EppSettings
-from router.http import h2_codec as h2
-from router.http.h2_codec import encode_literal, frame, rst_stream_frame, settings_frame, window_update_frame
-from router.http.settings import ListenSettings
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.http import h2_codec as h2
+from kvatlas.router.http.h2_codec import (
+    encode_literal,
+    frame,
+    rst_stream_frame,
+    settings_frame,
+    window_update_frame,
+)
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.services.epp.settings import EppSettings
 from tests.router.app.test_queue import ONE, busy
-from tests.router.epp.test_exchange import POST, PROCESS, REQUEST
+from tests.router.services.epp.test_exchange import POST, PROCESS, REQUEST
 from tests.support.proxy_rig import reset
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, number, routing, running

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.server import SimulatedEngine
 from tests.router.app.test_prefill_decode import BODIES, CONNECTORS, D, P, apart, busy
 from tests.support.whole_router import Rig, routed
 

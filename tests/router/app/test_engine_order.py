@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.api_protocol import ChatRequest, CompletionRequest, invalid
-from publisher.simulator.http_agents import Call
-from publisher.simulator.server import SimulatedEngine
-from router.placement.candidate import PolicySettings
-from router.placement.engine import BAND_MS
+from kvatlas.publisher.simulator.api_protocol import ChatRequest, CompletionRequest, invalid
+from kvatlas.publisher.simulator.http_agents import Call
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.placement.engine import BAND_MS
 from tests.router.app.test_keys import RULES
 from tests.support.proxy_rig import Engine, answer, ask, request, says
 from tests.support.proxy_rig import routing as proxying

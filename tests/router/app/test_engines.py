@@ -13,17 +13,17 @@ import msgspec
 import openai
 import pytest
 
-from publisher.block_hash import HashScheme, PromptExtras
-from publisher.block_pool import HybridBlockPool
-from publisher.events import GroupSpec
-from publisher.simulator.server import SimulatedEngine
-from publisher.zmq_publisher import ZmqPublisher
-from router.config.load import parse_engine
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.openai.request import InboundRequest
-from router.placement.shadow import ShadowSettings
-from router.prompts.settings import ANY_MODEL, PromptSettings
+from kvatlas.publisher.block_hash import HashScheme, PromptExtras
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.config.load import parse_engine
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.placement.shadow import ShadowSettings
+from kvatlas.router.prompts.settings import ANY_MODEL, PromptSettings
 from tests.support.front import Front, fronting
 from tests.support.ports import free_ports
 from tests.support.waiting import until
@@ -125,7 +125,7 @@ async def test_without_a_tokenizer_the_engine_is_asked_for_tokens(scale_out: boo
 
 
 async def test_a_render_server_spares_the_engines_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.remote.HEALTH_CHECK_S", 0.05)
+    monkeypatch.setattr("kvatlas.router.prompts.remote.HEALTH_CHECK_S", 0.05)
     async with running({"enable_scale_out": True}) as servers, running({}) as engines:
         settings = PromptSettings(renderers=(servers[0].base_url,))
         async with routing(configure(*engines, models={}, prompts=settings)) as rig:

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.config.schema import ModelConfig
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.placement.shadow import ShadowSettings
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.config.schema import ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.placement.shadow import ShadowSettings
 from tests.support.front import fronting
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockRemoved
-from publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockRemoved
+from kvatlas.publisher.simulator.server import SimulatedEngine
 from tests.support.examples import fewer, some
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.http.client import HttpClient
-from router.observe.receipts import Receipt
-from router.tools.doctor.http import Http
-from router.tools.top import take_snapshot
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.observe.receipts import Receipt
+from kvatlas.router.tools.doctor.http import Http
+from kvatlas.router.tools.top import take_snapshot
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running
 

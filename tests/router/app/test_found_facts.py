@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from publisher.zmq_publisher import ZmqPublisher
-from router.config.schema import ModelConfig
-from router.fleet.engines import EngineAddress
-from router.prompts.settings import ANY_MODEL
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.config.schema import ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.prompts.settings import ANY_MODEL
 from tests.support.event_writer import Writer
 from tests.support.front import fronting
 from tests.support.waiting import until

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
-from router.openai.request import CHAT
-from router.proxy.settings import ProxySettings
-from router.replication.settings import IndexSettings
+from kvatlas.router.openai.request import CHAT
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.replication.settings import IndexSettings
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routed, routing, running

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.config.schema import ModelConfig
-from router.openai.request import CHAT, MESSAGES
-from router.prompts.settings import ANY_MODEL, PromptSettings
+from kvatlas.router.config.schema import ModelConfig
+from kvatlas.router.openai.request import CHAT, MESSAGES
+from kvatlas.router.prompts.settings import ANY_MODEL, PromptSettings
 from tests.support.prompts.images import TEMPLATE, Engine, shows
 from tests.support.prompts.readers import model_dir, say
 from tests.support.waiting import until
@@ -52,7 +52,7 @@ class RenderServer:
 async def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.prompts.remote.HEALTH_CHECK_S", 0.05)
+    monkeypatch.setattr("kvatlas.router.prompts.remote.HEALTH_CHECK_S", 0.05)
     model = ModelConfig(tokenizer=str(model_dir(tmp_path, None)), chat_template=TEMPLATE)
     asked = [shows("What is this? " * 20, "AAAA")]
     later = [*asked, say("assistant", "A cat."), say("user", "Sure?")]

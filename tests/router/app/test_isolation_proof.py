@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.fleet.salt_proof import AGAIN_S, SaltProof, SaltProver
-from router.fleet.settings import FleetSettings
-from router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.fleet.salt_proof import AGAIN_S, SaltProof, SaltProver
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from tests.support.whole_router import MODEL, OFTEN, Rig, configure, routing, running, tenants
 from tests.world.loop import VirtualLoop
 from tests.world.seams import run_with
@@ -117,7 +117,7 @@ def test_a_restart_that_no_poll_saw_ends_what_was_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = [1.0]
-    monkeypatch.setattr("router.fleet.poller.read_started", lambda page: started[0])
+    monkeypatch.setattr("kvatlas.router.fleet.poller.read_started", lambda page: started[0])
 
     async def story(rig: Rig, engines: list[SimulatedEngine]) -> None:
         assert (await ask(rig, MESSAGES))[0] == 200

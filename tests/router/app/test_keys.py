@@ -16,11 +16,11 @@ import openai
 import pytest
 import structlog
 
-from router.admission.gate import KeyGate, read_secret
-from router.admission.key_file import KeyFile
-from router.fleet.engines import EngineAddress
-from router.observe.requests import LogThrottle
-from router.proxy.app import ProxyApp
+from kvatlas.router.admission.gate import KeyGate, read_secret
+from kvatlas.router.admission.key_file import KeyFile
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.proxy.app import ProxyApp
 from tests.support.clients import anthropic_client, openai_client
 from tests.support.proxy_rig import Engine, ask, request, says, served
 from tests.support.proxy_rig import routing as proxying
@@ -297,7 +297,7 @@ async def test_requests_for_which_no_engine_is_there_cost_nothing(
 async def test_an_unknown_key_is_answered_with_an_id_and_logged(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.api.asgi._refusals", LogThrottle(0.0))
+    monkeypatch.setattr("kvatlas.router.api.asgi._refusals", LogThrottle(0.0))
     async with guarded(tmp_path) as rig:
         for given in ({}, {"x-request-id": "mine"}):
             headers = {"authorization": "Bearer wrong", **given}

@@ -11,9 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.simulator.server import SimulatedEngine
-from router.fleet.engines import EngineAddress
-from router.placement.inflight import InflightSettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.placement.inflight import InflightSettings
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 PROMPT = TEXT * 12

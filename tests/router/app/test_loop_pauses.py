@@ -16,15 +16,15 @@ from types import FrameType
 import hpack
 import pytest
 
-import router.app
-from publisher.simulator.server import SimulatedEngine
-from router.config.schema import ServerConfig
-from router.epp.settings import EppSettings
-from router.fleet.settings import FleetSettings
-from router.http import h2_codec as h2
-from router.http.h2_codec import encode_literal, frame, settings_frame, window_update_frame
-from router.proxy.settings import ProxySettings
-from tests.router.epp.test_exchange import POST, PROCESS
+import kvatlas.router.app
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.config.schema import ServerConfig
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.http import h2_codec as h2
+from kvatlas.router.http.h2_codec import encode_literal, frame, settings_frame, window_update_frame
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.services.epp.settings import EppSettings
+from tests.router.services.epp.test_exchange import POST, PROCESS
 from tests.support.loop_pauses import Pauses, elsewhere, pauses
 from tests.support.waiting import run_real, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routed, routing, running
@@ -222,7 +222,7 @@ from its first byte to its receipt: 276 at fb3277f2; 297 since lengths of contex
 answers, and the first token are counted, and an engine that died is asked whether it lives. A new ability
 that needs more takes it from elsewhere (benchmarks/results/request.md). Full attention keeps every block in
 flight, also what a prompt hits."""
-ROUTER = str(Path(router.app.__file__).parent)
+ROUTER = str(Path(kvatlas.router.app.__file__).parent)
 CHAT = "/v1/chat/completions"
 
 

@@ -10,11 +10,11 @@ from functools import partial
 import msgspec
 import pytest
 
-from router.config.schema import Config, ModelConfig
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.settings import FleetSettings
-from router.placement.engine import Engine as FleetEngine
-from router.prompts.settings import ANY_MODEL
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.placement.engine import Engine as FleetEngine
+from kvatlas.router.prompts.settings import ANY_MODEL
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, Call, Engine, answer, chunk, event
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing

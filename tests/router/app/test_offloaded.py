@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.observe.receipts import Receipt
-from router.placement.candidate import PolicySettings
+from kvatlas.router.observe.receipts import Receipt
+from kvatlas.router.placement.candidate import PolicySettings
 from tests.router.app.test_exact import Load
 from tests.support.clients import openai_client
 from tests.support.examples import some

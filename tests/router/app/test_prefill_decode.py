@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.events import GroupSpec
-from publisher.simulator.kv_protocols import MooncakeLink
-from publisher.simulator.model import WRONG_MARK
-from publisher.simulator.server import SimulatedEngine
-from router.admission.admission_queue import QueueSettings
-from router.fleet.engines import EngineAddress, Role
-from router.pd.settings import PdSettings
-from router.server_lifecycle import apply
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.simulator.kv_protocols import MooncakeLink
+from kvatlas.publisher.simulator.model import WRONG_MARK
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.fleet.engines import EngineAddress, Role
+from kvatlas.router.pd.settings import PdSettings
+from kvatlas.router.server_lifecycle import apply
 from tests.support.pairs import CONNECTORS, busy
 from tests.support.ports import free_port
 from tests.support.waiting import until

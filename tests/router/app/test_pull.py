@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.fleet.engines import EngineAddress
-from router.placement.candidate import PolicySettings, PullSettings
-from router.placement.engine import Engine
-from router.proxy.settings import ProxySettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.placement.candidate import PolicySettings, PullSettings
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import BODIES, plain, receipts, told_alone, words
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
@@ -239,7 +239,7 @@ async def test_streams_tell_the_time_and_a_late_pull_rests() -> None:
 
 
 async def test_reloading_the_configuration_switches_pulls_on_and_off() -> None:
-    from router.server_lifecycle import apply  # noqa: PLC0415
+    from kvatlas.router.server_lifecycle import apply  # noqa: PLC0415
 
     async with fleet() as world:
         router = world.rig.router

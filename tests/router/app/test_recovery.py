@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from publisher.events import BlockHash
-from router.feeds.base import FeedSettings, FeedState
-from router.fleet.engines import EngineAddress
-from router.fleet.statement import read_pool_blocks
-from router.index.base import Plane
-from router.proxy.headers import Verdict, cache_reset, judge
-from router.proxy.settings import REFUSED_PATHS, ProxySettings
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.feeds.base import FeedSettings, FeedState
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.statement import read_pool_blocks
+from kvatlas.router.index.base import Plane
+from kvatlas.router.proxy.headers import Verdict, cache_reset, judge
+from kvatlas.router.proxy.settings import REFUSED_PATHS, ProxySettings
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
@@ -126,7 +126,9 @@ async def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after
 async def test_a_feed_that_hears_nothing_of_what_its_engine_computed_is_stale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("publisher.simulator.server.SnapshotLedger", lambda: None)  # no heartbeats, as vLLM
+    monkeypatch.setattr(
+        "kvatlas.publisher.simulator.server.SnapshotLedger", lambda: None
+    )  # no heartbeats, as vLLM
     async with running({}) as (engine,):
         events = EngineAddress(engine.base_url, events=engine.publisher.endpoint)  # no replay to mend it with
         feeds = FeedSettings(stale_after_s=0.3)

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.admission.key_file import KeySettings, digest_of
-from router.config.schema import Config, ModelConfig, ServerConfig
-from router.http.settings import ListenSettings
-from router.placement.candidate import PolicySettings
-from router.prompts.reader import ModelDirError
-from router.prompts.settings import ANY_MODEL
-from router.proxy.settings import ProxySettings
-from router.server_lifecycle import apply, decide, reloads_of
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.admission.key_file import KeySettings, digest_of
+from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.prompts.reader import ModelDirError
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.server_lifecycle import apply, decide, reloads_of
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

@@ -6,8 +6,8 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.config.schema import ServerConfig
-from router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.config.schema import ServerConfig
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
 from tests.support.front import fronting
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

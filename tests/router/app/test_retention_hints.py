@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from connectors.scheduler.plans import HINT, retention_hint
-from publisher.pool.host_tier import RetentionHint
-from publisher.simulator.server import SimulatedEngine
-from router.config.checks import check_config
-from router.config.errors import ConfigError
-from router.fleet.engines import EngineAddress, Role
-from router.openai.request import BATCH, CHAT, MESSAGES
-from router.pd.settings import SidecarSettings
-from router.placement.candidate import PolicySettings, PullSettings
-from router.proxy.settings import ProxySettings
+from kvatlas.connectors.scheduler.plans import HINT, retention_hint
+from kvatlas.publisher.pool.host_tier import RetentionHint
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.config.checks import check_config
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.fleet.engines import EngineAddress, Role
+from kvatlas.router.openai.request import BATCH, CHAT, MESSAGES
+from kvatlas.router.pd.settings import SidecarSettings
+from kvatlas.router.placement.candidate import PolicySettings, PullSettings
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.app.test_cache_isolation import RULES
 from tests.router.app.test_prefill_decode import SPLITS
 from tests.support.front import Front, fronting

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile, digest_of
-from router.openai.response_ids import ResponseIds, digits_of, engine_digits, of_engine, with_id
-from router.replication.settings import IndexSettings
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.key_file import KeyFile, digest_of
+from kvatlas.router.openai.response_ids import ResponseIds, digits_of, engine_digits, of_engine, with_id
+from kvatlas.router.replication.settings import IndexSettings
 from tests.support.whole_router import MODEL, Rig, configure, routing, running, tenants
 from tests.world.loop import VirtualLoop
 from tests.world.redis_server import RedisServer

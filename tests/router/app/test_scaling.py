@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.observe.receipts import WORTH_HALF_LIFE_S
-from router.replication.settings import IndexSettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.observe.receipts import WORTH_HALF_LIFE_S
+from kvatlas.router.replication.settings import IndexSettings
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running

@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from router.placement.candidate import PolicySettings
-from router.server_lifecycle import apply
-from router.tools.explain import ExplainOptions, run_explain
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.server_lifecycle import apply
+from kvatlas.router.tools.explain import ExplainOptions, run_explain
 from tests.router.app.test_admission import ASKED, queued
 from tests.router.app.test_prefill_decode import D, P, apart, prompt
 from tests.router.app.test_queue import asks, busy, crowded, ended, waits

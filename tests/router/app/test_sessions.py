@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.config.schema import ServerConfig
-from router.openai.request import CHAT, MESSAGES, RESPONSES
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.config.schema import ServerConfig
+from kvatlas.router.openai.request import CHAT, MESSAGES, RESPONSES
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routed, routing, running, tenants
 

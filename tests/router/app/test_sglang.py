@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from publisher.pool.radix import RadixPool
-from publisher.simulator.server import SimulatedEngine
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.observe.findings import Severity
-from router.openai.request import CHAT, COMPLETION
-from router.pd.settings import PdSettings
-from router.placement.engine import Engine
-from router.placement.load import EngineLoad
-from router.proxy.settings import ProxySettings
-from router.tools.record import resolve
+from kvatlas.publisher.pool.radix import RadixPool
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.observe.findings import Severity
+from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.pd.settings import PdSettings
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.load import EngineLoad
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.tools.record import resolve
 from tests.router.tools.doctor.rig import examined, http_server
 from tests.support.front import fronting
 from tests.support.waiting import until
@@ -239,7 +239,7 @@ async def test_gauges_count_once_the_socket_is_silent(monkeypatch: pytest.Monkey
             asked = front.asked("/metrics")
             await until(lambda: front.asked("/metrics") > asked + 2, "gauges were read")
             assert load_of(known).running == 0
-            monkeypatch.setattr("router.feeds.sockets.LOAD_FRESH_S", -1.0)
+            monkeypatch.setattr("kvatlas.router.feeds.sockets.LOAD_FRESH_S", -1.0)
             await until(lambda: load_of(known).running == 7, "the gauges count")
 
 

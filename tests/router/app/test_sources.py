@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.config.errors import ConfigError
-from router.config.load import load
-from router.fleet.settings import FileSettings, FleetSettings, KubernetesSettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import load
+from kvatlas.router.fleet.settings import FileSettings, FleetSettings, KubernetesSettings
 from tests.support.waiting import until
 from tests.support.whole_router import OFTEN, configure, routing, running
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.kv_connector import Load
-from publisher.simulator.model import WRONG_MARK
-from publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.kv_connector import Load
+from kvatlas.publisher.simulator.model import WRONG_MARK
+from kvatlas.publisher.simulator.server import SimulatedEngine
 from tests.router.app.test_prefill_decode import BODIES, completion, prompt, receipts, told_alone, words
 from tests.support.examples import some
 from tests.support.pairs import CONNECTORS, Pair, fronted
@@ -50,7 +50,7 @@ async def overwritten(pair: Pair) -> None:
 
 
 async def _prepared(pair: Pair) -> list[Any]:
-    from publisher.simulator.api_protocol import CompletionRequest  # noqa: PLC0415
+    from kvatlas.publisher.simulator.api_protocol import CompletionRequest  # noqa: PLC0415
 
     return await pair.prefill.model.prepare_completion(
         CompletionRequest(prompt=[*prompt(99, 1900)], max_tokens=1)

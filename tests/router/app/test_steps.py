@@ -17,8 +17,8 @@ import pytest
 from benchmarks.decision import Bench
 from benchmarks.layouts import LAYOUTS, Layout
 from benchmarks.steps import Conversation, Steps, both_turns, counting
-from router.placement import engine as engine_module
-from router.placement import inflight
+from kvatlas.router.placement import engine as engine_module
+from kvatlas.router.placement import inflight
 from tests.support.examples import some
 from tests.support.worst_bodies import long_prompts
 

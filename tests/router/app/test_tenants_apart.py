@@ -13,7 +13,7 @@ import openai
 import pytest
 import yarl
 
-from router.proxy.settings import ProxySettings
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.clients import openai_client
 from tests.support.whole_router import MODEL, Rig, routed, tenants
 

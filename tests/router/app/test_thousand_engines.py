@@ -18,19 +18,19 @@ import pytest
 
 from benchmarks.decision import Bench, chat, decide_by
 from benchmarks.layouts import LAYOUTS, Layout
-from publisher.events import BlockStored, DecodedBatch
-from router.admission.admission_queue import QueueSettings
-from router.api.ops_app import _SharedAnswer
-from router.api.views import LocalView, explain
-from router.app import Router
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.status import ModelCard
-from router.openai.members import run_cooperatively
-from router.openai.request import QueueTicketRequest
-from router.placement.candidate import PolicySettings, PullSettings
-from router.placement.cost import choose
-from router.placement.engine import Engine
-from router.placement.pull import PullSources, with_pull
+from kvatlas.publisher.events import BlockStored, DecodedBatch
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.api.ops_app import _SharedAnswer
+from kvatlas.router.api.views import LocalView, explain
+from kvatlas.router.app import Router
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.status import ModelCard
+from kvatlas.router.openai.members import run_cooperatively
+from kvatlas.router.openai.request import QueueTicketRequest
+from kvatlas.router.placement.candidate import PolicySettings, PullSettings
+from kvatlas.router.placement.cost import choose
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.pull import PullSources, with_pull
 from tests.router.placement.candidates import make_candidate
 from tests.support.steps import steps, steps_of
 from tests.support.whole_router import MODEL

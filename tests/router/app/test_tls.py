@@ -13,13 +13,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.config.errors import ConfigError
-from router.config.schema import Config, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.http.sockets import Certificates, TlsFiles, client_context, server_context
-from router.server_lifecycle import check
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.schema import Config, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.http.sockets import Certificates, TlsFiles, client_context, server_context
+from kvatlas.router.server_lifecycle import check
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running

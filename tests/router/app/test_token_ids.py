@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.request import COMPLETION, GENERATE
+from kvatlas.router.openai.request import COMPLETION, GENERATE
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, configure, routing, running
 
@@ -22,7 +22,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("mode", ["native", "learned"])
 async def test_token_ids_without_a_tokenizer(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body = BODIES[name]
-    monkeypatch.setattr("router.index.learn.hash_scheme.SEEDS_MAX", 4)
+    monkeypatch.setattr("kvatlas.router.index.learn.hash_scheme.SEEDS_MAX", 4)
     changes = {"hash_seed": "a seed that is no number"} if mode == "learned" else {}
     async with running(changes) as (engine,), routing(configure(engine, models={})) as rig:
 

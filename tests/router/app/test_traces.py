@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.admission.admission_queue import QueueSettings
-from router.config.errors import ConfigError
-from router.fleet.engines import EngineAddress
-from router.observe.traces import Traces, TraceSettings
-from router.pd.settings import PdSettings
-from router.proxy.app import ProxyApp
-from router.server_lifecycle import check
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.traces import Traces, TraceSettings
+from kvatlas.router.pd.settings import PdSettings
+from kvatlas.router.proxy.app import ProxyApp
+from kvatlas.router.server_lifecycle import check
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import until

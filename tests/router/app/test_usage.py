@@ -13,14 +13,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from publisher.simulator.request import SimRequest
-from publisher.simulator.scheduler import Scheduler
-from router.admission.key_file import KeySettings, digest_of
-from router.fleet.engines import EngineAddress, endpoint_of
-from router.observe.traces import TraceSettings
-from router.observe.usage import UsageSettings
-from router.simulate.fit import fetch_usage
-from router.simulate.traces import read_capture
+from kvatlas.publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.scheduler import Scheduler
+from kvatlas.router.admission.key_file import KeySettings, digest_of
+from kvatlas.router.fleet.engines import EngineAddress, endpoint_of
+from kvatlas.router.observe.traces import TraceSettings
+from kvatlas.router.observe.usage import UsageSettings
+from kvatlas.router.simulation.fit import fetch_usage
+from kvatlas.router.simulation.traces import read_capture
 from tests.support.pairs import busy, connected
 from tests.support.sidecars import completion, endpoint, sidecar
 from tests.support.waiting import until

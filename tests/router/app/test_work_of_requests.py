@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from router.admission.admission_queue import QueueSettings
-from router.admission.tenants import TenantRequest
-from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE
-from router.openai.work import Work
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.admission.tenants import TenantRequest
+from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE
+from kvatlas.router.openai.work import Work
 from tests.router.app.test_prefill_decode import SPLITS, D, P, apart, busy, completion, prompt
 from tests.support.whole_router import MODEL, routed, tenants
 

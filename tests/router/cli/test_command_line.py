@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from tests.support.examples import some
 from tests.support.paths import ROOT
 
-KVATLAS = [sys.executable, "-m", "router"]
+KVATLAS = [sys.executable, "-m", "kvatlas"]
 
 
 def started(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def loads_none_of(modules: set[str], code: str) -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom router.__main__ import main\nsys.argv = ['kvatlas', '--help']\n"
+        "import sys\nfrom kvatlas.router.__main__ import main\nsys.argv = ['kvatlas', '--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
     )
     loads_none_of({"numpy", "tokenizers", "fastapi", "uvicorn", "aiohttp", "zmq.asyncio"}, code)
@@ -67,16 +67,17 @@ def test_help_loads_nothing_heavy() -> None:
 def test_a_router_loads_nothing_that_only_some_need() -> None:
     loads_none_of(
         {"redis", "openai_harmony", "mistral_common", "dns", "lightkube", "aiohttp"},
-        "import router.serve",
+        "import kvatlas.router.serve",
     )
 
 
 @pytest.mark.process
 def test_only_the_process_that_serves_the_ops_port_loads_fastapi() -> None:
     made = (
-        "from router.app import Router\nfrom router.config.schema import Config\nrouter = Router(Config())\n"
+        "from kvatlas.router.app import Router\nfrom kvatlas.router.config.schema import Config\n"
+        "router = Router(Config())\n"
     )
-    loads_none_of({"fastapi", "pydantic"}, f"import router.serve\n{made}")
+    loads_none_of({"fastapi", "pydantic"}, f"import kvatlas.router.serve\n{made}")
     with pytest.raises(AssertionError, match="fastapi"):
         loads_none_of({"fastapi", "pydantic"}, f"{made}router.load_ops()")
 
@@ -85,7 +86,8 @@ def test_only_the_process_that_serves_the_ops_port_loads_fastapi() -> None:
 def test_the_index_loads_only_what_vllm_has_too() -> None:
     """tests/vllm/drive_random.py predicts inside vLLM's environment, which has not all of the router's."""
     loads_none_of(
-        {"structlog", "aiohttp"}, "import router.index.model\nimport router.tools.trace_verification"
+        {"structlog", "aiohttp"},
+        "import kvatlas.router.index.model\nimport kvatlas.router.tools.trace_verification",
     )
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router import cli
-from router.__main__ import run
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router import cli
+from kvatlas.router.__main__ import run
 from tests.support.paths import ROOT
 
 FILE = ROOT / "tests" / "data" / "traces" / "README.md"
@@ -127,8 +127,8 @@ def test_checking_the_usage_record_leaves_nothing_behind(tmp_path: Path) -> None
 def test_a_wheel_without_extras_is_told_what_to_install(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in {"router", "publisher", module}]:
-        if name != "router.__main__":
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"kvatlas", module}]:
+        if name != "kvatlas.router.__main__":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     status, said = told(capsys, "demo", "--seconds", "-1")
@@ -150,7 +150,7 @@ def test_a_wheel_without_extras_is_told_what_to_install(
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), 1, "reset by peer"),
         (BrokenPipeError(errno.EPIPE, "of some socket"), 1, "of some socket"),
         (ZeroDivisionError("oops"), 1, "unexpected ZeroDivisionError: oops (a bug; KVATLAS_TRACEBACK=1"),
-        (ModuleNotFoundError("no router.nonsense", name="router.nonsense"), 1, "unexpected ModuleNotFound"),
+        (ModuleNotFoundError("no such module", name="kvatlas.router.nonsense"), 1, "unexpected ModuleNotFound"),
         (MemoryError(), 1, "not enough memory"),
     ],
 )
@@ -185,7 +185,7 @@ def test_ctrl_c_is_silent_and_130(
 
 def into(opened: Callable[[], int], *words: str) -> subprocess.CompletedProcess[str]:
     """A command whose standard output is what ``opened`` gives."""
-    command = [sys.executable, "-m", "router", *words]
+    command = [sys.executable, "-m", "kvatlas", *words]
     out = opened()
     try:
         return subprocess.run(

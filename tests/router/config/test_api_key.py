@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from router.app import Router
-from router.config.errors import ConfigError
-from router.config.load import load
-from router.config.schema import Config, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.openai.request import InboundRequest
+from kvatlas.router.app import Router
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import load
+from kvatlas.router.config.schema import Config, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.openai.request import InboundRequest
 from tests.support.waiting import until
 
 

@@ -8,20 +8,29 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.admission.admission_queue import QueueSettings
-from router.admission.key_file import KeySettings
-from router.api.admin_auth import AdminSettings
-from router.config.errors import ConfigError
-from router.config.load import LIVE, SECTIONS, changes, describe, load, parse_engine, plain_keys, start
-from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.engines import EngineAddress
-from router.fleet.settings import FileSettings, FleetSettings
-from router.placement.shadow import Shadow
-from router.prompts.settings import ANY_MODEL
-from router.proxy.settings import ProxySettings
-from router.replication.settings import IndexSettings
-from router.server_lifecycle import check
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.admission.key_file import KeySettings
+from kvatlas.router.api.admin_auth import AdminSettings
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import (
+    LIVE,
+    SECTIONS,
+    changes,
+    describe,
+    load,
+    parse_engine,
+    plain_keys,
+    start,
+)
+from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.settings import FileSettings, FleetSettings
+from kvatlas.router.placement.shadow import Shadow
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.server_lifecycle import check
 
 EXAMPLE = f"""
 [server]

@@ -10,11 +10,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 import pytest
 
-from router.config.checks import RULES
-from router.config.errors import ConfigError
-from router.config.load import FIXED, load, parse_engine, variable
-from router.config.schema import Config, ModelConfig
-from router.fleet.engines import EngineAddress
+from kvatlas.router.config.checks import RULES
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import FIXED, load, parse_engine, variable
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
 
 WRONG: dict[str, str] = {
     "server.host": "http://0.0.0.0",

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import zmq
 
-from publisher.events import DecodedBatch
-from router.feeds.base import FeedSettings, FeedSink
-from router.feeds.subscriber import Feed
+from kvatlas.publisher.events import DecodedBatch
+from kvatlas.router.feeds.base import FeedSettings, FeedSink
+from kvatlas.router.feeds.subscriber import Feed
 
 ANY = "tcp://127.0.0.1:*"
 FAST = FeedSettings(

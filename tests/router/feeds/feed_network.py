@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import xxhash
 
-from publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, Event
-from router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
-from router.feeds.machine import FeedMachine
-from router.feeds.position import Apply, Forget, RequestReplay
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, Event
+from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.machine import FeedMachine
+from kvatlas.router.feeds.position import Apply, Forget, RequestReplay
 
 SETTINGS = FeedSettings(
     hold_batches_max=64,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from publisher.event_decoder import decode_batch
-from publisher.events import (
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -20,7 +20,7 @@ from publisher.events import (
     encode_batch,
     to_block_hash,
 )
-from router.feeds.base import REASONS, Frame, WireError, parse_live, parse_replay
+from kvatlas.router.feeds.base import REASONS, Frame, WireError, parse_live, parse_replay
 
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """These values are slow to make, and slower on a busy machine."""

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.event_decoder import decode_batch, decode_in_pieces
-from publisher.events import (
+from kvatlas.publisher.event_decoder import decode_batch, decode_in_pieces
+from kvatlas.publisher.events import (
     BLOCKS_MAX,
     EVENTS_MAX,
     BlockRemoved,
@@ -22,8 +22,8 @@ from publisher.events import (
     encode_batch,
     encode_tokens,
 )
-from router.feeds.base import live_in_pieces
-from router.feeds.sockets import Slice
+from kvatlas.router.feeds.base import live_in_pieces
+from kvatlas.router.feeds.sockets import Slice
 
 SIZE = 1 << 20
 FACTOR = 24

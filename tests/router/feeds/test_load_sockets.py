@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from publisher.simulator.server import LoadStat
-from router.feeds.sockets import LOAD_FRESH_S, LoadReading, LoadSockets
+from kvatlas.publisher.simulator.server import LoadStat
+from kvatlas.router.feeds.sockets import LOAD_FRESH_S, LoadReading, LoadSockets
 from tests.support.waiting import until
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
-from router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
-from router.feeds.machine import FeedMachine
-from router.feeds.position import Action, Apply, Forget, RequestReplay, StateChanged, expected_share
-from router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S
+from kvatlas.publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
+from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.machine import FeedMachine
+from kvatlas.router.feeds.position import Action, Apply, Forget, RequestReplay, StateChanged, expected_share
+from kvatlas.router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S
 from tests.router.feeds.feed_network import make_frame
 
 SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)

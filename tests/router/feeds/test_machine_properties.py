@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.feeds.base import FeedState
+from kvatlas.router.feeds.base import FeedState
 from tests.router.feeds.feed_network import SETTINGS, Simulation
 from tests.support.examples import some
 

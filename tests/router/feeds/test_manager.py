@@ -9,17 +9,17 @@ from typing import cast
 
 import pytest
 
-from publisher.block_hash import HashScheme
-from publisher.events import AllBlocksCleared, DecodedBatch
-from publisher.zmq_publisher import ZmqPublisher
-from router.feeds import manager as module
-from router.feeds.base import FeedSettings, FeedState, FeedStats
-from router.feeds.manager import FeedManager, ResidencyAudit
-from router.fleet.engines import EngineAddress
-from router.fleet.status import EngineStatus
-from router.index.base import GPU
-from router.index.learn.layout import ModelFacts
-from router.index.model import ModelIndexes
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.feeds import manager as module
+from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats
+from kvatlas.router.feeds.manager import FeedManager, ResidencyAudit
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.status import EngineStatus
+from kvatlas.router.index.base import GPU
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import ModelIndexes
 from tests.router.feeds.feed_harness import NoSnapshots
 from tests.support.event_writer import Writer, batch, tokens
 from tests.support.waiting import until

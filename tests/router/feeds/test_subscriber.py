@@ -9,7 +9,7 @@ import pytest
 import structlog
 import zmq
 
-from publisher.events import (
+from kvatlas.publisher.events import (
     UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
     BlockRemoved,
@@ -17,8 +17,8 @@ from publisher.events import (
     DecodedBatch,
     encode_batch,
 )
-from publisher.zmq_publisher import END_SEQ, ZmqPublisher
-from router.feeds.base import REASONS, FeedState
+from kvatlas.publisher.zmq_publisher import END_SEQ, ZmqPublisher
+from kvatlas.router.feeds.base import REASONS, FeedState
 from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, following
 from tests.support.waiting import until
 
@@ -259,7 +259,7 @@ async def test_an_unknown_type_is_logged_once(context: zmq.Context, sink: Record
 
 async def test_a_burst_is_worked_off_in_slices(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work of the loop gets its turn between batches, however many are waiting."""
-    monkeypatch.setattr("router.feeds.sockets.SLICE_S", 0.0)
+    monkeypatch.setattr("kvatlas.router.feeds.sockets.SLICE_S", 0.0)
 
     class SlowSink(RecordingSink):
         turns_seen: set[int]

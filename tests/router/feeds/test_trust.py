@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.feeds.base import FeedState, FeedStats
-from router.feeds.position import expected_hit, expected_share
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.feeds.position import expected_hit, expected_share
 
 
 def feed(state: FeedState = FeedState.DEGRADED, **numbers: object) -> FeedStats:

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from router.fleet.engines import EngineAddress
-from router.fleet.poller import FleetPoller
-from router.fleet.settings import FleetSettings
-from router.fleet.status import EngineStatus, Fleet
-from router.http.client import HttpClient
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.poller import FleetPoller
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.fleet.status import EngineStatus, Fleet
+from kvatlas.router.http.client import HttpClient
 from tests.support.waiting import until
 
 MODELS = {"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 100}]}
@@ -150,7 +150,7 @@ async def watching(
     fleet = Fleet([make(server.base_url) for make in engines or (EngineAddress,)], Watched)
     async with listening, HttpClient() as client:
         patched = pytest.MonkeyPatch()
-        patched.setattr("router.fleet.poller.ANSWER_BYTES_MAX", 100_000)
+        patched.setattr("kvatlas.router.fleet.poller.ANSWER_BYTES_MAX", 100_000)
         poller = FleetPoller(fleet, listener, settings, client)
         polling = asyncio.create_task(poller.run())
         try:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engines import ORDER, DesiredState, DiscoveredEngine, EngineAddress, FleetFullError
-from router.fleet.status import Fleet
+from kvatlas.router.fleet.engines import ORDER, DesiredState, DiscoveredEngine, EngineAddress, FleetFullError
+from kvatlas.router.fleet.status import Fleet
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 

@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.poller import EngineCalls
-from router.fleet.salt_proof import SaltProof
-from router.fleet.settings import FleetSettings
-from router.fleet.statement import (
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.poller import EngineCalls
+from kvatlas.router.fleet.salt_proof import SaltProof
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.fleet.statement import (
     reachable,
     read_gauges,
     read_sleep,
     read_started,
     read_transfers,
 )
-from router.fleet.status import ModelCard
-from router.tools.doctor.http import Http
+from kvatlas.router.fleet.status import ModelCard
+from kvatlas.router.tools.doctor.http import Http
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
 from tests.support.waiting import until
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engines import EngineKind
-from router.fleet.salt_proof import (
+from kvatlas.router.fleet.engines import EngineKind
+from kvatlas.router.fleet.salt_proof import (
     AGAIN_S,
     AGAIN_S_MAX,
     FOREIGN,
@@ -21,7 +21,7 @@ from router.fleet.salt_proof import (
     SaltProof,
     SaltProver,
 )
-from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
+from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
 from tests.world.seams import run
 
 PROMPTS = (CHAT, COMPLETION, MESSAGES, RESPONSES, BATCH, GENERATE)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.engines import EngineAddress
-from router.fleet.statement import (
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.statement import (
     SERVER_INFO,
     EngineStatement,
     read_gauges,

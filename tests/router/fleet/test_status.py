@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.status import Fleet, ModelCard, Reassigned
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.status import Fleet, ModelCard, Reassigned
 
 URL = "http://h:1"
 

@@ -6,9 +6,9 @@ import sys
 
 import structlog
 
-from router.http.server import ProxyServer, listen_config
-from router.http.settings import ListenSettings
-from router.proxy.app import ProxyApp
+from kvatlas.router.http.server import ProxyServer, listen_config
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.proxy.app import ProxyApp
 from tests.support.proxy_rig import FakePlanner
 
 

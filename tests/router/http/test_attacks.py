@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.http.settings import ListenSettings
+from kvatlas.router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
     CHAT,
     SSE_HEAD,
@@ -146,7 +146,7 @@ async def test_slow_trailer_of_a_request_is_timed_as_a_head() -> None:
 
 @pytest.mark.parametrize("piece", [b"a: bcdef\r\n" * 1000, b"a: " + b"x" * 10_000], ids=["fields", "one"])
 async def test_endless_trailer_of_an_engine_is_bounded(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.upstream.HEAD_BYTES_MAX", 4096)
+    monkeypatch.setattr("kvatlas.router.http.upstream.HEAD_BYTES_MAX", 4096)
 
     sent = 0
 
@@ -237,8 +237,8 @@ async def test_bytes_after_a_refused_request_are_discarded() -> None:
 
 async def test_body_below_the_least_rate_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then keeps ``body_timeout_s`` from passing."""
-    monkeypatch.setattr("router.http.downstream.BODY_GRACE_S", 0.3)
-    monkeypatch.setattr("router.http.listener.BODY_GRACE_S", 0.3)
+    monkeypatch.setattr("kvatlas.router.http.downstream.BODY_GRACE_S", 0.3)
+    monkeypatch.setattr("kvatlas.router.http.listener.BODY_GRACE_S", 0.3)
 
     listen = ListenSettings(body_bytes_per_s_min=1_000_000, drain_s_max=0.5)
     async with routing(listen=listen) as rig:
@@ -252,8 +252,8 @@ async def test_body_below_the_least_rate_is_given_up(monkeypatch: pytest.MonkeyP
 async def test_body_above_the_least_rate_may_take_longer_than_the_grace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.http.downstream.BODY_GRACE_S", 0.5)
-    monkeypatch.setattr("router.http.listener.BODY_GRACE_S", 0.5)
+    monkeypatch.setattr("kvatlas.router.http.downstream.BODY_GRACE_S", 0.5)
+    monkeypatch.setattr("kvatlas.router.http.listener.BODY_GRACE_S", 0.5)
 
     listen = ListenSettings(body_bytes_per_s_min=1, drain_s_max=0.5)
     async with Engine(GOOD) as engine, routing(engine.url, listen=listen) as rig:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import structlog
 
-from router.http import sockets
-from router.http.listener import Capacity, client_key
-from router.http.settings import ListenSettings
+from kvatlas.router.http import sockets
+from kvatlas.router.http.listener import Capacity, client_key
+from kvatlas.router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
     CHAT,
     Call,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from router.http.request_cycle import CYCLE_EXTENSION
-from router.openai.request import InboundRequest
-from router.proxy.app import ProxyApp
+from kvatlas.router.http.request_cycle import CYCLE_EXTENSION
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (
     CHAT,
     DONE,

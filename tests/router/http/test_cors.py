@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config.schema import ServerConfig
-from router.fleet.engines import EngineAddress
-from router.http.settings import CorsSettings
+from kvatlas.router.config.schema import ServerConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.settings import CorsSettings
 from tests.support.proxy_rig import Engine, answer
 from tests.support.whole_router import Rig, configure, routing
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.http.client import HttpClient
-from router.http.sockets import describe_error
+from kvatlas.router.http.client import HttpClient
+from kvatlas.router.http.sockets import describe_error
 from tests.support.paths import ROOT
 
 CLASS_NAMES_ALLOWED = {

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.http.settings import ListenSettings
-from router.proxy.app import ProxyApp
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (
     CHAT,
     SSE_HEAD,
@@ -224,7 +224,7 @@ def test_scope_is_asgis() -> None:
 async def test_body_is_given_in_pieces_and_reading_waits_for_the_application(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.http.downstream.BODY_AHEAD_BYTES_MAX", 100_000)
+    monkeypatch.setattr("kvatlas.router.http.downstream.BODY_AHEAD_BYTES_MAX", 100_000)
     sizes = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

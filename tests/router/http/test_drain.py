@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.http.settings import ListenSettings
+from kvatlas.router.http.settings import ListenSettings
 from tests.support.paths import ROOT
 from tests.support.proxy_rig import (
     DONE,

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.http import h2_codec as h2
-from router.http.h2_codec import Field, FrameReader, H2Frame, encode_literal, frame, settings_frame
-from router.http.h2_connection import HANDSHAKE_TIMEOUT_S, H2Connection, H2Stats
-from router.http.h2_streams import Stream
-from router.http.sockets import Sweeper
+from kvatlas.router.http import h2_codec as h2
+from kvatlas.router.http.h2_codec import Field, FrameReader, H2Frame, encode_literal, frame, settings_frame
+from kvatlas.router.http.h2_connection import HANDSHAKE_TIMEOUT_S, H2Connection, H2Stats
+from kvatlas.router.http.h2_streams import Stream
+from kvatlas.router.http.sockets import Sweeper
 from tests.support.h2_peer import h2_peer
 from tests.support.waiting import until
 
@@ -102,7 +102,7 @@ async def answer_to(echo: Echoing, data: bytes) -> list[H2Frame]:
 
 @pytest.mark.real  # CPU time
 async def test_bodies_come_back_under_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.h2_connection.STREAM_WINDOW_BYTES", 1000)
+    monkeypatch.setattr("kvatlas.router.http.h2_connection.STREAM_WINDOW_BYTES", 1000)
     async with echoing() as echo, h2_peer(echo.port, window=500) as peer:
         data = bytes(range(256)) * 400
         numbers = [peer.open("/") for _ in range(5)]
@@ -201,7 +201,7 @@ async def test_a_reset_is_told_and_nothing_more_is_sent() -> None:
 
 
 async def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.h2_connection.STREAMS_MAX", 2)
+    monkeypatch.setattr("kvatlas.router.http.h2_connection.STREAMS_MAX", 2)
     async with echoing() as echo:
         heads = b"".join(frame(h2.HEADERS, h2.END_HEADERS, number, HEAD) for number in (1, 3, 5))
         reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
@@ -260,8 +260,8 @@ OPEN = frame(h2.HEADERS, h2.END_HEADERS, 1, HEAD)
 async def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(
     sent: bytes, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
-    monkeypatch.setattr("router.http.h2_connection.HEADER_BYTES_MAX", 16_384)
+    monkeypatch.setattr("kvatlas.router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
+    monkeypatch.setattr("kvatlas.router.http.h2_connection.HEADER_BYTES_MAX", 16_384)
 
     class Deaf(Echo):
         def on_data(self, data: bytes) -> None:  # takes nothing, so that the window gets full
@@ -277,7 +277,7 @@ async def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(
 
 async def test_resets_of_streams_that_are_over_are_no_attack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Envoy ends each of its calls so: it may have as many as control frames are allowed."""
-    monkeypatch.setattr("router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
+    monkeypatch.setattr("kvatlas.router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
     async with echoing() as echo, h2_peer(echo.port) as peer:
         for _ in range(60):
             number = peer.open("/")

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.epp.settings import EppSettings
-from router.http import sockets
-from router.http.listener import Handshakes, ListenConfig
-from router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.http import sockets
+from kvatlas.router.http.listener import Handshakes, ListenConfig
+from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.services.epp.settings import EppSettings
 from tests.support.loop_pauses import pauses
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until
@@ -102,7 +102,7 @@ async def test_the_end_of_the_router_does_not_wait_for_them(pki: Path) -> None:
 
 
 async def test_those_of_gateways_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.epp.server.HANDSHAKE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("kvatlas.router.services.epp.server.HANDSHAKE_TIMEOUT_S", 1.0)
 
     epp = EppSettings(listen="127.0.0.1:0", connections_max=2, drain_s_max=0.1)
     async with running({}) as engines, routing(configure(*engines, epp=epp)) as rig:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http import h2_codec as h2
-from router.http.h2_codec import (
+from kvatlas.router.http import h2_codec as h2
+from kvatlas.router.http.h2_codec import (
     FrameReader,
     H2Error,
     H2Frame,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from router.http.sockets import NEVER, Sweeper
-from router.proxy.settings import ProxySettings
+from kvatlas.router.http.sockets import NEVER, Sweeper
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import (
     CHAT,

@@ -7,9 +7,9 @@ import re
 import pytest
 import structlog
 
-from router.http.listener import RejectionLog
-from router.http.settings import ListenSettings
-from router.openai.errors import bad_request
+from kvatlas.router.http.listener import RejectionLog
+from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.openai.errors import bad_request
 from tests.support.proxy_rig import read_answer, routing
 
 SHORT = ListenSettings(header_timeout_s=0.05, body_timeout_s=0.05)

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from router.http.settings import ListenSettings
+from kvatlas.router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
     END,
     SSE_HEAD,

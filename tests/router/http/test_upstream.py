@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from router.http.upstream import UpstreamClient, UpstreamConnection, UpstreamError
-from router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.http.upstream import UpstreamClient, UpstreamConnection, UpstreamError
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.proxy_rig import Engine, answer, says
 from tests.support.transports import FakeTransport
 
@@ -87,7 +87,7 @@ async def test_unasked_bytes_close_an_idle_connection() -> None:
 async def test_reading_pauses_at_the_limit_and_the_engine_is_not_timed_out_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.http.upstream.READ_AHEAD_BYTES_MAX", 1000)
+    monkeypatch.setattr("kvatlas.router.http.upstream.READ_AHEAD_BYTES_MAX", 1000)
 
     connection, transport = _made()
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3000\r\n\r\n")

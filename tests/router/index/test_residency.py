@@ -9,19 +9,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
-from publisher.event_decoder import decode_batch
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Family, encode_tokens
-from publisher.snapshot import SnapshotLedger
-from router.index import engine as residency
-from router.index.base import Plane
-from router.index.learn import hash_scheme as detect
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency, ModelIndexes
-from router.index.query_plan import EngineHit
-from router.placement.candidate import Hit
-from router.placement.inflight import kept_prefixes, kept_rule
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Family, encode_tokens
+from kvatlas.publisher.snapshot import SnapshotLedger
+from kvatlas.router.index import engine as residency
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn import hash_scheme as detect
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency, ModelIndexes
+from kvatlas.router.index.query_plan import EngineHit
+from kvatlas.router.placement.candidate import Hit
+from kvatlas.router.placement.inflight import kept_prefixes, kept_rule
 from tests.support.event_writer import FULL, WINDOW, Prompt, Writer, batch, removed, tokens
 from tests.support.examples import examples
 

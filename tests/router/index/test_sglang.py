@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, block_hashes
-from publisher.event_decoder import decode_batch
-from publisher.events import UNKNOWN_TYPES_MAX, DecodedBatch
-from publisher.events import BlockStored as Stored
-from router.fleet.statement import EngineStatement
-from router.index.learn.facts import SetupEvidence
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
-from router.index.query_plan import EngineQuery
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, block_hashes
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import UNKNOWN_TYPES_MAX, DecodedBatch
+from kvatlas.publisher.events import BlockStored as Stored
+from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.query_plan import EngineQuery
 from tests.support.event_writer import Prompt, Writer, tokens
 from tests.support.sglang_wire import AllBlocksCleared, BlockRemoved, BlockStored
 

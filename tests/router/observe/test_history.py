@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.observe import history
-from router.observe.history import (
+from kvatlas.router.observe import history
+from kvatlas.router.observe.history import (
     EVERY_S,
     GROUPS_MAX,
     INTERVALS_MAX,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.observe.receipts import (
+from kvatlas.router.observe.receipts import (
     DRIFT_MIN,
     DRIFT_SHARE,
     ERROR_BUCKETS,

@@ -10,10 +10,10 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.events import BlockHash
-from router.observe import requests as requests_module
-from router.observe.receipts import Histogram
-from router.observe.requests import (
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.observe import requests as requests_module
+from kvatlas.router.observe.receipts import Histogram
+from kvatlas.router.observe.requests import (
     DEFERRED_MAX,
     ENDED_KEPT,
     MODELS_MAX,
@@ -26,7 +26,7 @@ from router.observe.requests import (
     RequestTracker,
     SessionLedger,
 )
-from router.openai.request import Session, Usage
+from kvatlas.router.openai.request import Session, Usage
 
 
 class Clock:

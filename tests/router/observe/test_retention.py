@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.scheduler.plans import HINT, retention_hint
-from publisher.events import BlockHash
-from router.observe.history import (
+from kvatlas.connectors.scheduler.plans import HINT, retention_hint
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.observe.history import (
     EVERY,
     GAP_S_MAX,
     SESSIONS_MAX,

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.block_hash import NO_EXTRAS, MultimodalItem, PromptExtras
-from router.observe.history import UNIT_TOKENS, prefix_ids, read_key
-from router.observe.requests import RequestRecord, RequestTracker
-from router.observe.usage import (
+from kvatlas.publisher.block_hash import NO_EXTRAS, MultimodalItem, PromptExtras
+from kvatlas.router.observe.history import UNIT_TOKENS, prefix_ids, read_key
+from kvatlas.router.observe.requests import RequestRecord, RequestTracker
+from kvatlas.router.observe.usage import (
     PlacementFacts,
     UsageLog,
     UsageSettings,
@@ -24,7 +24,7 @@ from router.observe.usage import (
     rotated_files,
     usage_line,
 )
-from router.openai.request import Session, Usage
+from kvatlas.router.openai.request import Session, Usage
 from tests.support.waiting import wait_until
 
 KEY = bytes(32)
@@ -234,7 +234,7 @@ def test_adapter_salt_model_and_images_tell_prefixes_apart() -> None:
 
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.observe.usage.QUEUE_LEN_MAX", 2)
+    monkeypatch.setattr("kvatlas.router.observe.usage.QUEUE_LEN_MAX", 2)
     log = UsageLog(settings(tmp_path / "a.jsonl"))
     for _ in range(5):
         log.add(record(), 11.0)
@@ -246,7 +246,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_tokens_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.observe.usage.QUEUE_TOKENS_MAX", 1000)
+    monkeypatch.setattr("kvatlas.router.observe.usage.QUEUE_TOKENS_MAX", 1000)
     log = UsageLog(settings(tmp_path / "a.jsonl"))
     for _ in range(2):
         log.add(record(facts(600)), 11.0)
@@ -258,7 +258,7 @@ def test_the_tokens_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_clients_choose_counts_among_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.observe.usage.QUEUE_TOKENS_MAX", 1000)
+    monkeypatch.setattr("kvatlas.router.observe.usage.QUEUE_TOKENS_MAX", 1000)
     log = UsageLog(settings(tmp_path / "a.jsonl"))
     log.add(record(facts(1, extras=PromptExtras(cache_salt="s" * 2000))), 11.0)
     assert log.stats.dropped["queue_full"] == 1
@@ -315,7 +315,7 @@ def test_half_a_line_left_by_a_crash_is_removed(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_keeps_the_lines_until_it_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.observe.usage.QUEUE_LEN_MAX", 3)
+    monkeypatch.setattr("kvatlas.router.observe.usage.QUEUE_LEN_MAX", 3)
     path = tmp_path / "gone" / "a.jsonl"
     log = UsageLog(settings(path))
     log.start()
@@ -362,14 +362,14 @@ def test_lines_are_synced_within_their_interval_and_at_the_end(
 
     monkeypatch.setattr(os, "fsync", noted)
     path = tmp_path / "a.jsonl"
-    monkeypatch.setattr("router.observe.usage.FSYNC_INTERVAL_S", 1e-9)
+    monkeypatch.setattr("kvatlas.router.observe.usage.FSYNC_INTERVAL_S", 1e-9)
     often = UsageLog(settings(path))
     often.start()
     often.add(record(), 11.0)
     wait_until(lambda: synced, "synced while running")
     often.close()
     assert synced == [path.stat().st_size], "once: nothing was written since"
-    monkeypatch.setattr("router.observe.usage.FSYNC_INTERVAL_S", 1e6)
+    monkeypatch.setattr("kvatlas.router.observe.usage.FSYNC_INTERVAL_S", 1e6)
     seldom = UsageLog(settings(path))
     write(seldom, record(), record())
     assert synced[-1] == path.stat().st_size
@@ -403,7 +403,7 @@ def test_a_request_is_recorded_once_and_its_prompt_is_not_kept(tmp_path: Path) -
 
 
 def test_a_long_queue_is_written_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.observe.usage._BATCH_BYTES", 2000)
+    monkeypatch.setattr("kvatlas.router.observe.usage._BATCH_BYTES", 2000)
     sizes: list[int] = []
     write = UsageLog._write_batch
 

@@ -19,9 +19,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from router.openai.errors import ApiError
-from router.openai.forms import FIELDS_MAX, Form, form_type, read_form
-from router.openai.members import at_once
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.forms import FIELDS_MAX, Form, form_type, read_form
+from kvatlas.router.openai.members import at_once
 from tests.support.examples import examples
 
 KIND = b"multipart/form-data; boundary=x7"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai import members as members_module
-from router.openai.errors import ApiError
-from router.openai.members import (
+from kvatlas.router.openai import members as members_module
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.members import (
     MalformedError,
     Scan,
     TooManyStepsError,
@@ -24,9 +24,9 @@ from router.openai.members import (
     run_cooperatively,
     with_value,
 )
-from router.openai.request import CHAT
-from router.pd.bodies import split_body
-from router.proxy.screen import Rules, screen
+from kvatlas.router.openai.request import CHAT
+from kvatlas.router.pd.bodies import split_body
+from kvatlas.router.proxy.screen import Rules, screen
 from tests.support.examples import examples
 from tests.support.loop_pauses import PAUSE_S_MAX, TRIES, slowness
 from tests.support.worst_bodies import worst_bodies

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from router.admission.key_file import TenantRules
-from router.admission.tenants import Tenant, TenantRequest
-from router.openai.errors import ApiError
-from router.openai.request import InboundRequest, Usage
-from router.openai.work import Work, estimated_tokens, pooled
-from router.prompts.bodies import answers_beside
+from kvatlas.router.admission.key_file import TenantRules
+from kvatlas.router.admission.tenants import Tenant, TenantRequest
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.openai.work import Work, estimated_tokens, pooled
+from kvatlas.router.prompts.bodies import answers_beside
 
 
 @pytest.mark.parametrize(

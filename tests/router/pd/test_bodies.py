@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.openai.members import at_once
-from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.pd.bodies import SplitBody, split_body
-from router.pd.settings import (
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.pd.bodies import SplitBody, split_body
+from kvatlas.router.pd.settings import (
     PREFILLED,
     PREFILLERS,
     RETENTION,

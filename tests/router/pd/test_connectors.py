@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.openai.members import at_once
-from router.pd.bodies import split_body
-from router.pd.settings import PdSettings
-from router.pd.transfer import Connector, KvSource, PrefillHolder, connector_of
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.pd.bodies import split_body
+from kvatlas.router.pd.settings import PdSettings
+from kvatlas.router.pd.transfer import Connector, KvSource, PrefillHolder, connector_of
 from tests.support.waiting import run
 
 ENTRY = {"engine_id": "eng-p", "worker_addr": {"0": {"0": "tcp://10.0.0.1:17000"}}}

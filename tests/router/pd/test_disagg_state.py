@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.pd.handoff import DisaggState, Handoff, HandoffRefusedError
-from router.pd.settings import PdSettings
+from kvatlas.router.pd.handoff import DisaggState, Handoff, HandoffRefusedError
+from kvatlas.router.pd.settings import PdSettings
 from tests.support.examples import examples
 
 SETTINGS = PdSettings(lease_s=30.0, lease_margin_s=10.0, prefills_max=3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.pd.transfer import NixlPull, without_blocks
+from kvatlas.router.pd.transfer import NixlPull, without_blocks
 
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from router.placement.candidate import Candidate, Hit
+from kvatlas.router.placement.candidate import Candidate, Hit
 
 _OF_HIT = {name: name for name in Hit.__struct_fields__} | {"hit_tokens": "gpu_tokens"}
 

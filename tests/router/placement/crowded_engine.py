@@ -12,15 +12,15 @@ import random
 from collections import Counter
 from typing import NamedTuple
 
-from publisher.block_hash import block_hashes
-from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockRemoved, BlockStored, to_block_hash
-from publisher.simulator.request import SimRequest
-from publisher.simulator.scheduler import Scheduler, StepCosts
-from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
-from router.placement.candidate import Hit
-from router.placement.evictions import EvictionForecast, PooledPrompt
-from router.placement.inflight import InflightPrefixes, InflightPrompt, KeptRule, kept_prefixes
+from kvatlas.publisher.block_hash import block_hashes
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import BlockRemoved, BlockStored, to_block_hash
+from kvatlas.publisher.simulator.request import SimRequest
+from kvatlas.publisher.simulator.scheduler import Scheduler, StepCosts
+from kvatlas.publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from kvatlas.router.placement.candidate import Hit
+from kvatlas.router.placement.evictions import EvictionForecast, PooledPrompt
+from kvatlas.router.placement.inflight import InflightPrefixes, InflightPrompt, KeptRule, kept_prefixes
 from tests.support.chats import Chats
 
 BLOCK = 16

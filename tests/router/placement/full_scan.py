@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from router.feeds.base import FeedState
-from router.placement.candidate import Candidate, Hit, PolicySettings, Reason
-from router.placement.cost import (
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.placement.candidate import Candidate, Hit, PolicySettings, Reason
+from kvatlas.router.placement.cost import (
     COLD_FRACTION,
     PROBE_COST_MAX_S,
     TIE_FRACTION,
@@ -23,9 +23,9 @@ from router.placement.cost import (
     _load_s,
     favourite,
 )
-from router.placement.engine import Engine, PromptView
-from router.placement.others import NO_OTHERS
-from router.placement.saturation import PILE
+from kvatlas.router.placement.engine import Engine, PromptView
+from kvatlas.router.placement.others import NO_OTHERS
+from kvatlas.router.placement.saturation import PILE
 
 _READY = FeedState.READY
 _SCARCE_AT_S = 5.0

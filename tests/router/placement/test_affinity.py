@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from router.placement.affinity import AffinityMap, AffinitySettings, text_tokens
-from router.placement.candidate import PolicySettings
-from router.placement.cost import choose
+from kvatlas.router.placement.affinity import AffinityMap, AffinitySettings, text_tokens
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.placement.cost import choose
 from tests.router.placement.candidates import make_candidate
 
 

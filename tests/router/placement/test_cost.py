@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, placement_request
-from router.placement.cost import (
+from kvatlas.router.placement.candidate import (
+    EVICTION_PREMIUM_MAX,
+    Candidate,
+    PolicySettings,
+    placement_request,
+)
+from kvatlas.router.placement.cost import (
     PROBE_COST_MAX_S,
     TIE_FRACTION,
     TIE_S,
@@ -336,7 +341,7 @@ def test_settings_that_void_the_bound_are_refused(bad: dict[str, float]) -> None
 
 def test_placement_request_takes_its_keys_from_the_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement_request(100, [1, 2, 3]).prefix_key == 3
-    monkeypatch.setattr("router.placement.candidate.PREFIX_BLOCKS", 2)
+    monkeypatch.setattr("kvatlas.router.placement.candidate.PREFIX_BLOCKS", 2)
     keys = placement_request(100, [1, 2, 3])
     assert keys == placement_request(100, [9, 2, 3])
     assert placement_request(10, [], fallback_key=5).prompt_key == 5

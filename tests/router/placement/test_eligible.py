@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from publisher.events import DecodedBatch
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.salt_proof import SaltProof
-from router.fleet.status import Fleet, ModelCard
-from router.index.learn.layout import ModelFacts
-from router.index.model import ModelIndexes
-from router.openai.errors import ApiError
-from router.openai.request import CHAT, RESPONSES, InboundRequest
-from router.openai.response_ids import ResponseIds, of_engine
-from router.placement.eligible import CandidateSets, EligibleEngines, candidate_set
-from router.placement.engine import Accounts, Engine
-from router.placement.shadow import ShadowSpec
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import DecodedBatch
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.salt_proof import SaltProof
+from kvatlas.router.fleet.status import Fleet, ModelCard
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import CHAT, RESPONSES, InboundRequest
+from kvatlas.router.openai.response_ids import ResponseIds, of_engine
+from kvatlas.router.placement.eligible import CandidateSets, EligibleEngines, candidate_set
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.shadow import ShadowSpec
 from tests.support.event_writer import Writer, batch
 from tests.support.examples import examples
 

@@ -8,22 +8,22 @@ from typing import Literal
 
 import pytest
 
-from publisher.block_hash import HashScheme, block_hashes
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.statement import EngineStatement, read_statement
-from router.fleet.status import Fleet
-from router.index.learn.facts import SetupEvidence
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
-from router.index.query_plan import EngineHit
-from router.placement.candidate import Hit
-from router.placement.eligible import candidates
-from router.placement.engine import Accounts, Engine, PromptView
-from router.placement.inflight import InflightPrefixes
-from router.placement.others import OthersLoad
-from router.placement.rates import PrefillSample
-from router.placement.shadow import ShadowPrompt, ShadowSpec
+from kvatlas.publisher.block_hash import HashScheme, block_hashes
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.statement import EngineStatement, read_statement
+from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.query_plan import EngineHit
+from kvatlas.router.placement.candidate import Hit
+from kvatlas.router.placement.eligible import candidates
+from kvatlas.router.placement.engine import Accounts, Engine, PromptView
+from kvatlas.router.placement.inflight import InflightPrefixes
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.rates import PrefillSample
+from kvatlas.router.placement.shadow import ShadowPrompt, ShadowSpec
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 
 NOW = 100.0

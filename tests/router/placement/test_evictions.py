@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.events import BlockHash, GroupSpec
-from publisher.simulator.settings import EngineSettings, resolve_groups
-from router.placement.evictions import POOL_BLOCKS_MAX, EvictionForecast
+from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.publisher.simulator.settings import EngineSettings, resolve_groups
+from kvatlas.router.placement.evictions import POOL_BLOCKS_MAX, EvictionForecast
 from tests.router.placement.crowded_engine import BLOCK, CrowdedEngine
 from tests.support.chats import shares
 from tests.support.examples import examples

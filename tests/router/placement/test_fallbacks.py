@@ -8,7 +8,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.placement import Placement
+from kvatlas.router.placement.placement import Placement
 
 
 def _placement(costs_s: list[float], servers: list[int], chosen: int) -> Any:

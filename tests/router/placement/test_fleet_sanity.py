@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from publisher.events import GroupSpec
-from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
-from router.placement.cost import Choice, within_bound
-from router.placement.policies import ArmState, Policy, policy
-from router.simulate import fleet
-from router.simulate.fleet import FleetSim
-from router.simulate.requests import Request, continued
-from router.simulate.setup import VARIANTS, FleetRun, FleetSetup, Timing
-from router.simulate.workload import agents, tenants
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
+from kvatlas.router.placement.cost import Choice, within_bound
+from kvatlas.router.placement.policies import ArmState, Policy, policy
+from kvatlas.router.simulation import fleet
+from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.requests import Request, continued
+from kvatlas.router.simulation.setup import VARIANTS, FleetRun, FleetSetup, Timing
+from kvatlas.router.simulation.workload import agents, tenants
 from tests.support.examples import examples
 
 KNOBS = PolicySettings()

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme, block_hashes
-from publisher.events import BlockHash, GroupSpec
-from router.index.learn.layout import ModelFacts, make_layout
-from router.placement import inflight as inflight_module
-from router.placement.candidate import Hit
-from router.placement.inflight import (
+from kvatlas.publisher.block_hash import HashScheme, block_hashes
+from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.router.index.learn.layout import ModelFacts, make_layout
+from kvatlas.router.placement import inflight as inflight_module
+from kvatlas.router.placement.candidate import Hit
+from kvatlas.router.placement.inflight import (
     Common,
     InflightPrefixes,
     InflightPrompt,

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from publisher.block_hash import NO_EXTRAS
-from router.fleet.engines import DesiredFleet, EngineAddress
-from router.fleet.status import Fleet, ModelCard
-from router.openai.errors import ApiError
-from router.openai.request import InboundRequest
-from router.openai.response_ids import ResponseIds, of_engine
-from router.placement.eligible import NO_LENGTH, EligibleEngines, Length, length_of
-from router.placement.engine import Accounts, Engine
-from router.prompts.prompt import Prompt, TextAffinity
-from router.prompts.prompt_cache import Entry
-from router.prompts.request import NO_REST, Rest
-from router.prompts.settings import PromptStats
+from kvatlas.publisher.block_hash import NO_EXTRAS
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.status import Fleet, ModelCard
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.openai.response_ids import ResponseIds, of_engine
+from kvatlas.router.placement.eligible import NO_LENGTH, EligibleEngines, Length, length_of
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.prompts.prompt import Prompt, TextAffinity
+from kvatlas.router.prompts.prompt_cache import Entry
+from kvatlas.router.prompts.request import NO_REST, Rest
+from kvatlas.router.prompts.settings import PromptStats
 
 CHAT = "/v1/chat/completions"
 NOBODY: frozenset[str] = frozenset()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.load import EngineLoad, LoadAccount, LoadSettings, Ticket
-from router.placement.others import NO_OTHERS, OthersLoad
-from router.placement.rates import FleetRates, PrefillSample, RateSettings
-from router.proxy.breaker import Breaker
+from kvatlas.router.placement.load import EngineLoad, LoadAccount, LoadSettings, Ticket
+from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
+from kvatlas.router.placement.rates import FleetRates, PrefillSample, RateSettings
+from kvatlas.router.proxy.breaker import Breaker
 from tests.support.examples import examples
 
 RATE = 0.001

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.candidate import PolicySettings
-from router.placement.cost import choose
-from router.placement.placement import Decision
+from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.placement.cost import choose
+from kvatlas.router.placement.placement import Decision
 from tests.router.placement.candidates import make_candidate
 
 TOKENS = 1000

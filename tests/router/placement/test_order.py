@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.engine import BAND_MS, Accounts, EngineOrder, order_of
-from router.placement.load import LoadAccount, Ticket
-from router.placement.rates import FleetRates, RateSettings
+from kvatlas.router.placement.engine import BAND_MS, Accounts, EngineOrder, order_of
+from kvatlas.router.placement.load import LoadAccount, Ticket
+from kvatlas.router.placement.rates import FleetRates, RateSettings
 from tests.support.examples import examples
 
 RATE = 0.001

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.events import GroupSpec
-from router.placement.load import LoadAccount
-from router.placement.pages import PageAccount, prompt_pages
-from router.placement.rates import FleetRates, RateSettings
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.placement.load import LoadAccount
+from kvatlas.router.placement.pages import PageAccount, prompt_pages
+from kvatlas.router.placement.rates import FleetRates, RateSettings
 from tests.support.examples import examples
 
 FULL = (GroupSpec(0, "full_attention", 16),)

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
-from router.placement.policies import POLICIES, ArmState, policy
+from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
+from kvatlas.router.placement.policies import POLICIES, ArmState, policy
 from tests.router.placement.candidates import make_candidate
 
 DEFAULTS = PolicySettings()

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.events import GroupSpec
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import EngineAddress
-from router.openai.members import at_once
-from router.pd.bodies import split_body
-from router.placement.candidate import Candidate, PolicySettings, PullSettings
-from router.placement.cost import Choice, choose, make_choice
-from router.placement.load import LoadAccount
-from router.placement.others import OthersLoad
-from router.placement.pull import (
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.pd.bodies import split_body
+from kvatlas.router.placement.candidate import Candidate, PolicySettings, PullSettings
+from kvatlas.router.placement.cost import Choice, choose, make_choice
+from kvatlas.router.placement.load import LoadAccount
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.pull import (
     PullOrder,
     Pulls,
     PullSources,
@@ -30,7 +30,7 @@ from router.placement.pull import (
     page_prices,
     with_pull,
 )
-from router.placement.rates import FleetRates
+from kvatlas.router.placement.rates import FleetRates
 from tests.router.placement.candidates import make_candidate
 
 RATE = 1 / 8000

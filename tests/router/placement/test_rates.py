@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from router.placement.rates import EngineRates, FleetRates, PrefillSample, RateSettings
+from kvatlas.router.placement.rates import EngineRates, FleetRates, PrefillSample, RateSettings
 
 TRUE_RATE, TRUE_OVERHEAD, TRUE_DECODE = 1 / 20_000, 0.012, 0.0008
 DEFAULTS = RateSettings()

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from publisher.block_hash import HashScheme, block_hashes
-from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockHash, GroupSpec
-from router.fleet.statement import EngineStatement
-from router.index.learn.facts import SetupEvidence
-from router.placement.shadow import (
+from kvatlas.publisher.block_hash import HashScheme, block_hashes
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.placement.shadow import (
     HashesOf,
     PoolEvidence,
     Shadow,

@@ -9,21 +9,21 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec
-from router.feeds.base import FeedState, FeedStats
-from router.fleet.engines import EngineAddress
-from router.index.query_plan import EngineHit, Holders
-from router.placement import eligible
-from router.placement.candidate import Candidate, PolicySettings, columns
-from router.placement.cost import choose, predicted_wait_s, score, within_level
-from router.placement.eligible import FleetSnapshot, FleetSnapshots
-from router.placement.engine import Accounts, Engine, EngineOrder, PromptView
-from router.placement.load import Ticket
-from router.placement.others import OthersLoad
-from router.placement.placement import Decision
-from router.placement.rates import PrefillSample
-from router.placement.saturation import any_room, joins_sibling
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.index.query_plan import EngineHit, Holders
+from kvatlas.router.placement import eligible
+from kvatlas.router.placement.candidate import Candidate, PolicySettings, columns
+from kvatlas.router.placement.cost import choose, predicted_wait_s, score, within_level
+from kvatlas.router.placement.eligible import FleetSnapshot, FleetSnapshots
+from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder, PromptView
+from kvatlas.router.placement.load import Ticket
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.placement import Decision
+from kvatlas.router.placement.rates import PrefillSample
+from kvatlas.router.placement.saturation import any_room, joins_sibling
 from tests.router.placement import full_scan
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai.errors import ApiError
-from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.prompts.chat.messages import Conversions
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.prompts.chat.messages import Conversions
+from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
 from tests.support.examples import examples
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases, cases

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai.body import Peek, peek
-from router.openai.errors import ApiError, model_not_found
-from router.openai.request import CHAT
-from router.prompts.bodies import peek_chat
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader
-from router.prompts.request import VALUES_MAX, ChatBody, ChatFields, decode_chat
+from kvatlas.router.openai.body import Peek, peek
+from kvatlas.router.openai.errors import ApiError, model_not_found
+from kvatlas.router.openai.request import CHAT
+from kvatlas.router.prompts.bodies import peek_chat
+from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader
+from kvatlas.router.prompts.request import VALUES_MAX, ChatBody, ChatFields, decode_chat
 from tests.support.examples import examples
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, reader, say
 

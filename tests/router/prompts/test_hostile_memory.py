@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from publisher.block_hash import HashScheme
-from router.prompts.reader import Prompt, PromptReader
-from router.prompts.settings import PromptSettings
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.prompts.reader import Prompt, PromptReader
+from kvatlas.router.prompts.settings import PromptSettings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_prompt, request, say
 
 BOUNDS = PromptSettings(prefix_cache_bytes_max=1 << 20)
@@ -27,7 +27,7 @@ EMPTY = ", ".join(["[]"] * 3_000)
 
 @pytest.fixture(autouse=True)
 def small_context_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.local_model.CONTEXT_CACHE_BYTES_MAX", 1 << 18)
+    monkeypatch.setattr("kvatlas.router.prompts.local_model.CONTEXT_CACHE_BYTES_MAX", 1 << 18)
 
 
 def tool(number: int, parameters: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.prompts.hub import HubLimits, TokenizerProblem, TokenizerSource, fetch, parse_source
-from router.prompts.tokenizer import load_model_dir
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.prompts.hub import HubLimits, TokenizerProblem, TokenizerSource, fetch, parse_source
+from kvatlas.router.prompts.tokenizer import load_model_dir
 from tests.support.stand_in_hub import Repository, StandInHub, repository_of, stand_in_hub
 
 NAME = "org/model"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from publisher.block_hash import HashScheme
-from router.openai.request import CHAT, MESSAGES, RESPONSES
-from router.prompts import remote as media_module
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.openai.request import CHAT, MESSAGES, RESPONSES
+from kvatlas.router.prompts import remote as media_module
+from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.prompts.images import MARK, TEMPLATE, Engine, shows
 from tests.support.prompts.readers import chat, model_dir, read, read_affinity, read_prompt, reader, say
 
@@ -111,7 +111,7 @@ def test_known_images_are_compared_now_and_then_and_a_difference_ends_their_use(
 
 
 def test_what_is_remembered_of_images_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.reader.MEDIA_CACHE_BYTES_MAX", 10_000)
+    monkeypatch.setattr("kvatlas.router.prompts.reader.MEDIA_CACHE_BYTES_MAX", 10_000)
     engine = Engine()
     side = make(folder, engine)
     for number in range(40):

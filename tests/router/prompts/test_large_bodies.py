@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai import body as body_module
-from router.openai import body as outline
-from router.openai.body import OutlineError, Peek, peek, peek_any_size, top_level
-from router.openai.errors import ApiError
-from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.prompts import local_model as local_module
-from router.prompts import reader as reader_module
-from router.prompts.reader import ModelPrompts, TextAffinity
-from router.prompts.settings import PromptSettings
+from kvatlas.router.openai import body as body_module
+from kvatlas.router.openai import body as outline
+from kvatlas.router.openai.body import OutlineError, Peek, peek, peek_any_size, top_level
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.prompts import local_model as local_module
+from kvatlas.router.prompts import reader as reader_module
+from kvatlas.router.prompts.reader import ModelPrompts, TextAffinity
+from kvatlas.router.prompts.settings import PromptSettings
 from tests.support.examples import examples
 from tests.support.prompts.readers import (
     chat,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.prompts.chat.messages import parse_message, without_developer_role
+from kvatlas.router.prompts.chat.messages import parse_message, without_developer_role
 from tests.support.prompts.readers import say
 
 TEXT = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}

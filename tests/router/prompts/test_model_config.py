@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from publisher.events import GroupSpec
-from router.prompts.model_config import ModelConfigFile, read_model_file
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_window", "chunked_local_attention"
 

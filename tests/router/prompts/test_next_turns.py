@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
-from router.prompts.prompt_cache import (
+from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
+from kvatlas.router.prompts.prompt_cache import (
     Entry,
     KnownMessage,
     PrefixCache,
@@ -22,10 +22,10 @@ from router.prompts.prompt_cache import (
     message_keys,
     token_keys,
 )
-from router.prompts.reader import Prompt, PromptReader, PromptSettings
-from router.prompts.request import ChatBody
-from router.prompts.settings import PromptStats
-from router.prompts.tokenizer import ids_of
+from kvatlas.router.prompts.reader import Prompt, PromptReader, PromptSettings
+from kvatlas.router.prompts.request import ChatBody
+from kvatlas.router.prompts.settings import PromptStats
+from kvatlas.router.prompts.tokenizer import ids_of
 from tests.support.examples import examples
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (
@@ -140,8 +140,10 @@ def test_a_message_that_goes_on_where_another_ended(folder: Path) -> None:
 
 
 def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.local_model.message_keys", lambda scope, raws: [7] * len(raws))
-    monkeypatch.setattr("router.prompts.prompt_cache.token_keys", lambda scope, ids: [8])
+    monkeypatch.setattr(
+        "kvatlas.router.prompts.local_model.message_keys", lambda scope, raws: [7] * len(raws)
+    )
+    monkeypatch.setattr("kvatlas.router.prompts.prompt_cache.token_keys", lambda scope, ids: [8])
     warm, other = fresh(folder), fresh(folder)
     rng = random.Random(4)
     for _ in range(60):
@@ -380,8 +382,8 @@ def test_long_prompts_take_the_worker_and_give_the_same(
     for directory in (folder, model_dir(tmp_path, "chatml", tokenizer=metaspace_tokenizer())):
         inline, threaded = fresh(directory), fresh(directory)
         with monkeypatch.context() as unbounded:
-            unbounded.setattr("router.prompts.local_model.INLINE_CHARS_MAX", 10**9)
-            unbounded.setattr("router.prompts.reader.INLINE_BLOCKS_MAX", 10**9)
+            unbounded.setattr("kvatlas.router.prompts.local_model.INLINE_CHARS_MAX", 10**9)
+            unbounded.setattr("kvatlas.router.prompts.reader.INLINE_BLOCKS_MAX", 10**9)
             expected = read_exact(inline, body)
 
         async def run(reader: PromptReader = threaded) -> tuple[Prompt, list[int]]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from publisher.block_hash import HashScheme, MultimodalItem, PromptExtras, block_hashes
-from router.openai.errors import ApiError
-from router.prompts.reader import (
+from kvatlas.publisher.block_hash import HashScheme, MultimodalItem, PromptExtras, block_hashes
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.prompts.reader import (
     ModelDirError,
     ModelPrompts,
     Prompt,
@@ -20,8 +20,8 @@ from router.prompts.reader import (
     PromptSettings,
     TextAffinity,
 )
-from router.prompts.remote import FAILED_S, without_tensors
-from router.prompts.settings import REASONS
+from kvatlas.router.prompts.remote import FAILED_S, without_tensors
+from kvatlas.router.prompts.settings import REASONS
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (
     chat,
@@ -154,7 +154,7 @@ def test_a_slow_engine_is_given_up_within_the_budget() -> None:
 
 
 def test_engine_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.remote.CALLS_MAX", 3)
+    monkeypatch.setattr("kvatlas.router.prompts.remote.CALLS_MAX", 3)
     engine = Engine({}, wait=True)
     side = engine_reader(engine, PromptSettings(engine_timeout_s=0.05))
 
@@ -317,8 +317,8 @@ def test_the_number_of_answers_is_read(tmp_path: Path) -> None:
 def test_bodies_over_the_limit_and_a_full_queue_go_by_affinity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.prompts.reader.WORKER_QUEUE_LEN_MAX", 1)
-    monkeypatch.setattr("router.prompts.local_model.INLINE_CHARS_MAX", 0)
+    monkeypatch.setattr("kvatlas.router.prompts.reader.WORKER_QUEUE_LEN_MAX", 1)
+    monkeypatch.setattr("kvatlas.router.prompts.local_model.INLINE_CHARS_MAX", 0)
     folder = model_dir(tmp_path, "chatml")
     side = local_reader(folder, PromptSettings(prompt_bytes_max=1000))
     assert read_affinity(side, chat(say("user", "x" * 2000))).reason == "too_large"

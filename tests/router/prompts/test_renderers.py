@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.prompts.reader import ModelPrompts, PromptReader, PromptSettings
+from kvatlas.router.prompts.reader import ModelPrompts, PromptReader, PromptSettings
 from tests.support.prompts.readers import chat, read_prompt, reader, request, say
 
 SERVERS = ("http://a:1", "http://b:1", "http://c:1")

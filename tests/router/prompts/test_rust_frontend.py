@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from router.fleet.status import Frontend, ModelCard
-from router.openai.errors import ApiError
-from router.openai.request import CHAT, COMPLETION
-from router.prompts.prompt import Prompt
-from router.prompts.reader import PromptReader
-from router.prompts.settings import ModelPrompts, PromptSettings
+from kvatlas.router.fleet.status import Frontend, ModelCard
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.reader import PromptReader
+from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings
 from tests.support.prompts.cases import call
 from tests.support.prompts.readers import (
     byte_level_tokenizer,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from router.openai.errors import ApiError
-from router.prompts.prompt import Prompt, TextAffinity
-from router.prompts.settings import ModelPrompts
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.prompts.prompt import Prompt, TextAffinity
+from kvatlas.router.prompts.settings import ModelPrompts
 from tests.support.paths import ROOT
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (

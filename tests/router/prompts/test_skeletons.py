@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prompts.chat.compiled import Skeletons, TemplateRejectsError, compile_template, text_messages
-from router.prompts.chat.messages import only_text, text_message
-from router.prompts.chat.template import CHECK_EVERY, ChatTemplate
-from router.prompts.settings import PromptStats
+from kvatlas.router.prompts.chat.compiled import (
+    Skeletons,
+    TemplateRejectsError,
+    compile_template,
+    text_messages,
+)
+from kvatlas.router.prompts.chat.messages import only_text, text_message
+from kvatlas.router.prompts.chat.template import CHECK_EVERY, ChatTemplate
+from kvatlas.router.prompts.settings import PromptStats
 from tests.support.examples import examples
 from tests.support.prompts.readers import TEMPLATES, template_text
 

@@ -10,16 +10,16 @@ from datetime import datetime
 import minijinja
 import pytest
 
-from router.prompts.chat.bounds import FastTemplate
-from router.prompts.chat.compiled import (
+from kvatlas.router.prompts.chat.bounds import FastTemplate
+from kvatlas.router.prompts.chat.compiled import (
     TemplateRejectsError,
     detect_content_format,
     reference_environment,
     tojson,
 )
-from router.prompts.chat.messages import parse_message
-from router.prompts.chat.template import CHECK_EVERY, ChatTemplate, message_shape
-from router.prompts.settings import PromptStats
+from kvatlas.router.prompts.chat.messages import parse_message
+from kvatlas.router.prompts.chat.template import CHECK_EVERY, ChatTemplate, message_shape
+from kvatlas.router.prompts.settings import PromptStats
 from tests.support.prompts import cases
 from tests.support.prompts.readers import TEMPLATES, template_text
 

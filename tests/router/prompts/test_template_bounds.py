@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from router.prompts.chat import bounds
-from router.prompts.chat.bounds import FUEL, may_explode
-from router.prompts.chat.compiled import (
+from kvatlas.router.prompts.chat import bounds
+from kvatlas.router.prompts.chat.bounds import FUEL, may_explode
+from kvatlas.router.prompts.chat.compiled import (
     TemplateRejectsError,
     by_fast,
     by_reference,

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prompts.chat.compiled import by_reference, compile_template
-from router.prompts.chat.messages import parse_message
-from router.prompts.chat.template import (
+from kvatlas.router.prompts.chat.compiled import by_reference, compile_template
+from kvatlas.router.prompts.chat.messages import parse_message
+from kvatlas.router.prompts.chat.template import (
     UNLIKE,
     ChatTemplate,
     chat_context,
@@ -22,8 +22,8 @@ from router.prompts.chat.template import (
     parse_tools,
     value_kinds,
 )
-from router.prompts.request import ChatBody
-from router.prompts.settings import PromptStats
+from kvatlas.router.prompts.request import ChatBody
+from kvatlas.router.prompts.settings import PromptStats
 from tests.support.examples import examples
 from tests.support.prompts.readers import local_reader, model_dir, read_exact
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from router.prompts import cuts
-from router.prompts import cuts as word_cuts
-from router.prompts import tokenizer as fast_module
-from router.prompts import tokenizer as module
-from router.prompts.cuts import Encoded, barrier_pattern, find_barriers
-from router.prompts.settings import PromptStats
-from router.prompts.tokenizer import FastEncoder, PromptTokenizer
+from kvatlas.router.prompts import cuts
+from kvatlas.router.prompts import cuts as word_cuts
+from kvatlas.router.prompts import tokenizer as fast_module
+from kvatlas.router.prompts import tokenizer as module
+from kvatlas.router.prompts.cuts import Encoded, barrier_pattern, find_barriers
+from kvatlas.router.prompts.settings import PromptStats
+from kvatlas.router.prompts.tokenizer import FastEncoder, PromptTokenizer
 from tests.support.examples import examples
 from tests.support.prompts.readers import SPECIAL, byte_level_tokenizer, metaspace_tokenizer
 

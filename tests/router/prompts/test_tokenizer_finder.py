@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.events import GroupSpec
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.config.schema import Config, ModelConfig
-from router.fleet.engines import EngineAddress
-from router.prompts.model_config import PROBES
-from router.prompts.settings import ANY_MODEL, PromptSettings
-from router.prompts.tokenizer_finder import ModelOrigin
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.prompts.model_config import PROBES
+from kvatlas.router.prompts.settings import ANY_MODEL, PromptSettings
+from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
 from tests.support.front import Front, fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import until
@@ -33,7 +33,7 @@ LOCAL = {"root": str(DEMO_TOKENIZER_DIR)}
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))  # of the process that fetches
-    monkeypatch.setattr("router.prompts.tokenizer_finder.RETRY_S", 0.2)
+    monkeypatch.setattr("kvatlas.router.prompts.tokenizer_finder.RETRY_S", 0.2)
     with stand_in_hub() as served:
         served.repositories[NAME] = repository_of(Path(DEMO_TOKENIZER_DIR))
         yield served

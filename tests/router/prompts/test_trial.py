@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.prompts.hub import HubLimits, TokenizerProblem, TokenizerSource
-from router.prompts.settings import ModelPrompts
-from router.prompts.trial import FILE_BYTES_MAX, TrialRequest, Trials, check_sizes
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.prompts.hub import HubLimits, TokenizerProblem, TokenizerSource
+from kvatlas.router.prompts.settings import ModelPrompts
+from kvatlas.router.prompts.trial import FILE_BYTES_MAX, TrialRequest, Trials, check_sizes
 from tests.support.stand_in_hub import repository_of, stand_in_hub
 from tests.support.waiting import until
 
@@ -97,7 +97,7 @@ async def test_a_process_that_ends_names_the_file_that_it_was_at(
     def ending(_: object, **named: Any) -> subprocess.Popen[bytes]:
         return begin(["sh", "-c", script], **named)
 
-    monkeypatch.setattr("router.prompts.trial.subprocess.Popen", ending)
+    monkeypatch.setattr("kvatlas.router.prompts.trial.subprocess.Popen", ending)
     problem = await problem_of(of(folder))
     assert problem.reason == "unusable"
     assert "tokenizer.json" in str(problem)
@@ -140,7 +140,7 @@ async def test_a_trial_that_is_not_wanted_any_more_ends(
         begun.append(begin(["sleep", "60"], **named))
         return begun[-1]
 
-    monkeypatch.setattr("router.prompts.trial.subprocess.Popen", waiting)
+    monkeypatch.setattr("kvatlas.router.prompts.trial.subprocess.Popen", waiting)
     task = asyncio.create_task(Trials().run(of(folder), "the model"))
     await until(lambda: bool(begun), "the child runs")
     task.cancel()

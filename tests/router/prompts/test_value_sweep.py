@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from router.fleet.status import Frontend
-from router.openai.errors import ApiError
-from router.prompts.prompt import Prompt
-from router.prompts.settings import ModelPrompts
+from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.settings import ModelPrompts
 from tests.support.paths import DATA
 from tests.support.prompts import values
 from tests.support.prompts.readers import byte_level_tokenizer, model_dir, read, reader

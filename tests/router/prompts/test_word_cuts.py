@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.prompts import cuts as module
-from router.prompts.cuts import Cuts, between_words, cuts_of, parts_words, word_cuts
-from router.prompts.settings import PromptStats
-from router.prompts.tokenizer import PromptTokenizer
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.prompts import cuts as module
+from kvatlas.router.prompts.cuts import Cuts, between_words, cuts_of, parts_words, word_cuts
+from kvatlas.router.prompts.settings import PromptStats
+from kvatlas.router.prompts.tokenizer import PromptTokenizer
 from tests.support.examples import examples, some
 from tests.support.prompts.readers import CORPUS, byte_level_tokenizer, metaspace_tokenizer
 
@@ -246,6 +246,6 @@ def test_other_kinds_of_tokenizers_are_not_cut() -> None:
 
 
 def test_a_tokenizer_that_fails_a_probe_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.cuts.parts_words", lambda tokenizer: True)
+    monkeypatch.setattr("kvatlas.router.prompts.cuts.parts_words", lambda tokenizer: True)
     assert not cuts_of(Tokenizer.from_str(metaspace_tokenizer("never"))).words
     assert Cuts(None, 0, False, None, None).split("some words " * 1000) == [0]

@@ -8,12 +8,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.openai.errors import no_ready_engine, stream_broken
-from router.openai.members import at_once
-from router.openai.request import Usage, error_body, error_event
-from router.proxy.answers import SseRelay, read_usage
-from router.proxy.headers import Verdict, judge
-from router.proxy.screen import Rules, screen
+from kvatlas.router.openai.errors import no_ready_engine, stream_broken
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.openai.request import Usage, error_body, error_event
+from kvatlas.router.proxy.answers import SseRelay, read_usage
+from kvatlas.router.proxy.headers import Verdict, judge
+from kvatlas.router.proxy.screen import Rules, screen
 from tests.support.clients import openai_client
 from tests.support.ports import free_port
 from tests.support.proxy_rig import SSE_HEAD, chunk, routing, served, writes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.breaker import Breaker, BreakerSettings
+from kvatlas.router.proxy.breaker import Breaker, BreakerSettings
 
 S = BreakerSettings()
 

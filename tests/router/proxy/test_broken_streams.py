@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from router.proxy.settings import ProxySettings
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.clients import openai_client
 from tests.support.examples import some
 from tests.support.proxy_rig import (

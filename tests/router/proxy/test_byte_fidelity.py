@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from router.proxy.settings import ProxySettings
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import (
     CHAT,
     DONE,

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.openai.request import COMPLETION, MESSAGES, RESPONSES
-from router.proxy.deaths import DIGEST_BYTES, Deaths, Suspects, digest_of
-from router.proxy.settings import ProxySettings, ProxyStats
-from router.replication.gossip import GossipedInflight
+from kvatlas.router.openai.request import COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.proxy.deaths import DIGEST_BYTES, Deaths, Suspects, digest_of
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.replication.gossip import GossipedInflight
 from tests.router.proxy.split.test_legs import Numbered, PairPlanner, all_over
 from tests.router.proxy.test_first_token import error_of
 from tests.support.api_streams import STREAMS, event_of
@@ -378,7 +378,7 @@ def test_the_rules_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.deaths, found.engine_id) == (3, "b")
     assert suspects.find(b"y", 62.0, 300.0) is None
     assert suspects.find(b"x", 361.0, 300.0) is None
-    monkeypatch.setattr("router.proxy.deaths._SUSPECTS_MAX", 3)
+    monkeypatch.setattr("kvatlas.router.proxy.deaths._SUSPECTS_MAX", 3)
     for number in range(5):
         suspects.died(b"%d" % number, "a", 400.0 + number)
     assert [suspects.find(b"%d" % number, 405.0, 300.0) is not None for number in range(5)] == [

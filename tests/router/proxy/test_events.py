@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.proxy.answers import SseRelay
-from router.proxy.events import Kind, Said, aborted, blocks, data_of, last_event_end, read_event
+from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.proxy.answers import SseRelay
+from kvatlas.router.proxy.events import Kind, Said, aborted, blocks, data_of, last_event_end, read_event
 from tests.support.api_streams import LINE_ENDS, SGLANG, STREAMS, event_of, stream_of
 
 PATHS = sorted(STREAMS)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from router.http.settings import ClientStats
-from router.http.upstream import UpstreamConnection
-from router.openai.members import at_once
-from router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES
-from router.pd.bodies import split_body
-from router.proxy.settings import ProxySettings
+from kvatlas.router.http.settings import ClientStats
+from kvatlas.router.http.upstream import UpstreamConnection
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.pd.bodies import split_body
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.proxy.split.test_legs import Numbered, all_over, apart, in_turn, told
 from tests.support.api_streams import LINE_ENDS, SGLANG, STREAMS, data_of_events, event_of, stream_of
 from tests.support.proxy_rig import (

@@ -11,8 +11,8 @@ import aiohttp
 import openai
 import pytest
 
-from router.fleet.engines import EngineAddress
-from router.proxy.settings import ProxySettings
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import Engine, Script, ask, routing, says
 from tests.support.whole_router import Rig, configure, tenants

@@ -11,9 +11,9 @@ import aiohttp
 import openai
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router.proxy.answers import SseRelay
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.proxy.answers import SseRelay
 from tests.support.clients import anthropic_client, openai_client
 from tests.support.proxy_rig import (
     DONE,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.members import at_once, with_value
-from router.openai.request import Session
-from router.pd.settings import KV_SOURCE, PREFILLERS, RETENTION
-from router.proxy.settings import Aliases
+from kvatlas.router.openai.members import at_once, with_value
+from kvatlas.router.openai.request import Session
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLERS, RETENTION
+from kvatlas.router.proxy.settings import Aliases
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import CHAT, Call, Engine, Script, answer, ask, request, routing, says, writes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.proxy.settings import ProxySettings
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.ports import free_port
 from tests.support.proxy_rig import STREAM, Call, Engine, answer, ask, request, routing, says, served
 from tests.support.waiting import until

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.errors import ApiError
-from router.openai.members import at_once
-from router.proxy.screen import Rules
-from router.proxy.screen import screen as steps
-from router.proxy.settings import ReportMode
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.proxy.screen import Rules
+from kvatlas.router.proxy.screen import screen as steps
+from kvatlas.router.proxy.settings import ReportMode
 
 
 def screen(body: bytes, mode: ReportMode) -> bytes:

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 import structlog
 
-from router.proxy.settings import ProxySettings
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.ports import free_port
 from tests.support.proxy_rig import (
     CHAT,
@@ -224,7 +224,7 @@ async def test_connection_closed_while_idle_is_not_used() -> None:
 
 
 async def test_connections_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.upstream.IDLE_CONNECTIONS_MAX", 2)
+    monkeypatch.setattr("kvatlas.router.http.upstream.IDLE_CONNECTIONS_MAX", 2)
 
     settings = ProxySettings(engine_connections_max=4)
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.body import peek
-from router.openai.errors import ApiError
-from router.openai.guarded import REFUSED, REMOVED
-from router.openai.members import at_once, run_cooperatively
-from router.proxy.screen import Rules, names_media, screen
-from router.proxy.settings import ProxySettings
+from kvatlas.router.openai.body import peek
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.guarded import REFUSED, REMOVED
+from kvatlas.router.openai.members import at_once, run_cooperatively
+from kvatlas.router.proxy.screen import Rules, names_media, screen
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, ask, request, routing, says
 
 BAD = b'{"do_remote_prefill":true}'

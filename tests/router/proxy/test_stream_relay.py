@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.request_cycle import Header
-from router.http.upstream import UpstreamConnection
-from router.observe.requests import RequestRecord, RequestTracker
-from router.openai.request import CHAT, InboundRequest
-from router.proxy.attempt import Attempt
-from router.proxy.breaker import Breaker
-from router.proxy.headers import read_answer_headers
-from router.proxy.relay import AnswerRelay
-from router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.http.request_cycle import Header
+from kvatlas.router.http.upstream import UpstreamConnection
+from kvatlas.router.observe.requests import RequestRecord, RequestTracker
+from kvatlas.router.openai.request import CHAT, InboundRequest
+from kvatlas.router.proxy.attempt import Attempt
+from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.headers import read_answer_headers
+from kvatlas.router.proxy.relay import AnswerRelay
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, chunk, event
 from tests.support.transports import FakeTransport
 from tests.support.waiting import run

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.body import peek
-from router.openai.members import at_once
-from router.openai.request import CHAT, Usage
-from router.proxy.answers import SseRelay
-from router.proxy.stream_usage import with_usage
+from kvatlas.router.openai.body import peek
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.openai.request import CHAT, Usage
+from kvatlas.router.proxy.answers import SseRelay
+from kvatlas.router.proxy.stream_usage import with_usage
 from tests.support.proxy_rig import DONE, event
 
 LAST = (

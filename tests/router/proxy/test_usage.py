@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.request import Usage
-from router.proxy.answers import SseRelay
+from kvatlas.router.openai.request import Usage
+from kvatlas.router.proxy.answers import SseRelay
 from tests.support.proxy_rig import (
     DONE,
     END,
@@ -69,7 +69,7 @@ async def test_unreadable_usage_is_counted_and_passed(body: bytes) -> None:
 
 
 async def test_too_long_an_answer_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.proxy.forward.USAGE_BYTES_MAX", 1000)
+    monkeypatch.setattr("kvatlas.router.proxy.forward.USAGE_BYTES_MAX", 1000)
 
     body = b'{"usage":{"prompt_tokens":5}, "x":"%b"}' % (b"x" * 5000)
     async with Engine(says(200, body)) as engine, routing(engine.url) as rig:

@@ -11,9 +11,8 @@ import ast
 from pathlib import Path
 from typing import Final
 
-import router.placement.decide
-import router.proxy.disaggregated
-import router.proxy.forward
+from kvatlas.router.placement import decide
+from kvatlas.router.proxy import disaggregated, forward
 
 AGAIN: Final = "the fleet is asked again if it changed (`Planner._decide`)"
 CHECKED: Final = "the engine is asked again (`Attempt.check_eligible`)"
@@ -98,9 +97,9 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
     },
 }
 MODULES: Final = {
-    "decide": router.placement.decide,
-    "forward": router.proxy.forward,
-    "disaggregated": router.proxy.disaggregated,
+    "decide": decide,
+    "forward": forward,
+    "disaggregated": disaggregated,
 }
 
 

@@ -10,13 +10,13 @@ from collections.abc import Coroutine, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
-from publisher.events import BlockHash
-from router.index.base import IndexStats, Plane, Rows, Slot
-from router.replication.leases import Leases
-from router.replication.mirror import MirroredIndex
-from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis_client import Client
-from router.replication.settings import SharedSettings
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import IndexStats, Plane, Rows, Slot
+from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.mirror import MirroredIndex
+from kvatlas.router.replication.reader import SharedReader, SharedRows
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.settings import SharedSettings
 
 MODEL = "org/model-{7b} instruct"
 _NAMESPACES = count()

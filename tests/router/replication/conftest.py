@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from router.replication.settings import SharedSettings
+from kvatlas.router.replication.settings import SharedSettings
 from tests.router.replication.backend import SharedIndex, make_settings
 from tests.support.examples import some
 from tests.support.redis_servers import Cluster, Server, any_program, program

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
-from publisher.events import BlockHash
-from router.index.base import Plane
-from router.replication.leases import Leases
-from router.replication.mirror import MirroredIndex
-from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.settings import SharedSettings
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Plane
+from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.mirror import MirroredIndex
+from kvatlas.router.replication.reader import SharedReader, SharedRows
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.settings import SharedSettings
 from tests.router.replication.backend import MODEL, bits
 from tests.support import waiting
 

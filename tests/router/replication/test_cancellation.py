@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from router.replication.mirror import MirroredIndex
-from router.replication.redis_client import Client
-from router.replication.settings import SharedSettings
+from kvatlas.router.replication.mirror import MirroredIndex
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.settings import SharedSettings
 
 
 async def rounds(count: int) -> None:

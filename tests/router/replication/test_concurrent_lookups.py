@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from router.replication.reader import SharedRows
-from router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.reader import SharedRows
+from kvatlas.router.replication.redis_connection import IndexUnavailable
 from tests.router.replication.backend import bits, make_settings
 from tests.router.replication.replicas import FULL, Replicas, blocks
 from tests.support.redis_servers import AnyServer
@@ -78,7 +78,7 @@ async def test_a_lookup_that_fails_loses_no_prompt_in_flight_that_it_read(
 async def test_no_more_prompts_in_flight_are_kept_than_the_bound_and_none_is_lost(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.replication.reader._INFLIGHT_MAX", 4)
+    monkeypatch.setattr("kvatlas.router.replication.reader._INFLIGHT_MAX", 4)
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         client, reader = replicas.clients[0], replicas.reader
         stream = replicas["a"].mirror.registry.keys.inflight

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from router.index.base import Index
-from router.index.learn.hash_scheme import Detection
-from router.index.model import FleetResidency
-from router.index.query_plan import EngineQuery, query_hits
-from router.replication import write_queue
-from router.replication.registry import EngineFacts
-from router.replication.settings import SharedSettings
-from router.tools.trace_verification import (
+from kvatlas.router.index.base import Index
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.query_plan import EngineQuery, query_hits
+from kvatlas.router.replication import write_queue
+from kvatlas.router.replication.registry import EngineFacts
+from kvatlas.router.replication.settings import SharedSettings
+from kvatlas.router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,
     apply_line,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from publisher.block_hash import HashScheme
-from router.feeds.base import FeedState, FeedStats
-from router.feeds.manager import FeedManager
-from router.index.learn.layout import ModelFacts
-from router.index.model import ModelIndexes
-from router.replication.mirror import Descriptions, MirroredIndex
-from router.replication.registry import EngineFacts
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.feeds.manager import FeedManager
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.replication.mirror import Descriptions, MirroredIndex
+from kvatlas.router.replication.registry import EngineFacts
 from tests.support.event_writer import Writer, batch, tokens
 
 

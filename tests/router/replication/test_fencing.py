@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from router.fleet.engines import EngineAddress
-from router.replication import scripts
-from router.replication.codec import as_words, pack_records
-from router.replication.leases import LeaseCandidate, LeaseManager, Membership, ModelLeases
-from router.replication.registry import EngineFacts, IndexRefused, LeaseLost, Registry
-from router.replication.write_queue import RegistryGc
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.replication import scripts
+from kvatlas.router.replication.codec import as_words, pack_records
+from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, Membership, ModelLeases
+from kvatlas.router.replication.registry import EngineFacts, IndexRefused, LeaseLost, Registry
+from kvatlas.router.replication.write_queue import RegistryGc
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
 from tests.support import waiting

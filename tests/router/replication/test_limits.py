@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile, KeySettings, digest_of
-from router.admission.tenants import SILENCE_S, TENANTS_MAX, TenantRequest, Uses
-from router.openai.errors import ApiError
-from router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage
-from router.replication.redis_client import Client
-from router.replication.settings import IndexSettings
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.key_file import KeyFile, KeySettings, digest_of
+from kvatlas.router.admission.tenants import SILENCE_S, TENANTS_MAX, TenantRequest, Uses
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.examples import examples
 from tests.support.redis_servers import AnyServer

@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.registry import EngineFacts, IndexRefused
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.registry import EngineFacts, IndexRefused
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, Writer, blocks, until
 from tests.support.redis_servers import AnyServer, Cluster, any_program

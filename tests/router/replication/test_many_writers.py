@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from publisher.events import BlockHash
-from router.index.base import Plane
-from router.replication import write_queue
-from router.replication.settings import SharedSettings
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Plane
+from kvatlas.router.replication import write_queue
+from kvatlas.router.replication.settings import SharedSettings
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, WINDOW, Replicas, Writer, blocks, until
 from tests.support.examples import some
@@ -196,7 +196,7 @@ async def test_two_hundred_and_fifty_five_generations(plain_server: AnyServer) -
 async def test_a_scope_without_free_slots_is_begun_anew(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.replication.registry.SLOTS_MAX", 3)
+    monkeypatch.setattr("kvatlas.router.replication.registry.SLOTS_MAX", 3)
 
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         one, two = replicas["a"], replicas["b"]
@@ -222,7 +222,7 @@ async def test_a_scope_without_free_slots_is_begun_anew(
 async def test_patterns_without_a_code_are_shown_in_part(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 2)
+    monkeypatch.setattr("kvatlas.router.replication.registry.codes_max", lambda code_bytes: 2)
 
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         mirror = replicas["a"].mirror
@@ -242,7 +242,7 @@ async def test_patterns_without_a_code_are_shown_in_part(
 async def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 8)
+    monkeypatch.setattr("kvatlas.router.replication.registry.codes_max", lambda code_bytes: 8)
 
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         mirror = replicas["a"].mirror

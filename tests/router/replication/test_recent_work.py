@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from router.placement.candidate import PullSettings
-from router.placement.others import OthersLoad, others_at
-from router.placement.pull import link_busy_s, occupy_links
-from router.replication.settings import IndexSettings
+from kvatlas.router.placement.candidate import PullSettings
+from kvatlas.router.placement.others import OthersLoad, others_at
+from kvatlas.router.placement.pull import link_busy_s, occupy_links
+from kvatlas.router.replication.settings import IndexSettings
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router.replication.redis_client import connection_arguments
-from router.replication.redis_connection import IndexUnavailable, PipelinedConnection, pack, within
-from router.replication.settings import parse_url
+from kvatlas.router.replication.redis_client import connection_arguments
+from kvatlas.router.replication.redis_connection import IndexUnavailable, PipelinedConnection, pack, within
+from kvatlas.router.replication.settings import parse_url
 
 INFO = b"run_id:abc\r\nredis_mode:standalone\r\nrole:master\r\n"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -100,7 +100,7 @@ def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.replication.redis_connection._WAITING_MAX", 3)
+    monkeypatch.setattr("kvatlas.router.replication.redis_connection._WAITING_MAX", 3)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         del writer

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.config.load import load
-from router.replication.redis_client import Client
-from router.replication.redis_connection import IndexUnavailable
-from router.replication.settings import SettingsError
+from kvatlas.router.config.load import load
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.settings import SettingsError
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
 from tests.support.paths import ROOT

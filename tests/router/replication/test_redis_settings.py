@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.replication.settings import (
+from kvatlas.router.replication.settings import (
     SettingsError,
     SharedSettings,
     Target,

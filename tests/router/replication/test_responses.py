@@ -8,8 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from router.admission.key_file import KeyFile, KeySettings, digest_of
-from router.replication.settings import IndexSettings
+from kvatlas.router.admission.key_file import KeyFile, KeySettings, digest_of
+from kvatlas.router.replication.settings import IndexSettings
 from tests.support.clients import openai_client
 from tests.support.redis_servers import AnyServer
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router.feeds.base import FeedState
-from router.fleet.settings import FleetSettings
-from router.replication.settings import IndexSettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.ports import free_ports
 from tests.support.redis_servers import AnyServer

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from publisher.block_hash import HashScheme
-from publisher.events import BlockStored, encode_tokens
-from router.feeds.base import FeedState
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
-from router.replication.gossip import LoadGossip
-from router.replication.lookup_fallback import IndexLookup
-from router.replication.mirror import engine_facts
-from router.replication.registry import EngineFacts
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockStored, encode_tokens
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.lookup_fallback import IndexLookup
+from kvatlas.router.replication.mirror import engine_facts
+from kvatlas.router.replication.registry import EngineFacts
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import Replicas
 from tests.support.event_writer import Prompt, Writer, batch, tokens

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from publisher.simulator.server import SimulatedEngine
-from router.replication.leases import Leases
-from router.replication.redis_client import Client
-from router.replication.service import SharedIndex
-from router.replication.settings import IndexSettings
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.service import SharedIndex
+from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import run, until

@@ -49,7 +49,7 @@ class EnginePod:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "router", "engine", "--host", self.ip, "--port", str(self.http)]
+        command = [sys.executable, "-m", "kvatlas", "engine", "--host", self.ip, "--port", str(self.http)]
         settings = {**ENGINE, "events_port": self.events, "replay_port": self.replay}
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]

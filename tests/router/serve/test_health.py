@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from router import health_check
-from router.config.schema import OPS_PORT, ServerConfig
+from kvatlas.router import health_check
+from kvatlas.router.config.schema import OPS_PORT, ServerConfig
 from tests.support.whole_router import configure, routing, running
 
 OPS = f"http://127.0.0.1:{OPS_PORT}/health"

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from tests.support.ports import free_port
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, running
@@ -44,7 +44,7 @@ class Serving:
         )
 
     async def start(self) -> None:
-        words = ["-m", "router", self.command, "--config", str(self._path)]
+        words = ["-m", "kvatlas", self.command, "--config", str(self._path)]
         with self._log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(sys.executable, *words, stderr=log)
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.server_lifecycle import ShutdownGuard
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.server_lifecycle import ShutdownGuard
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.waiting import run, until
 from tests.support.whole_router import running
@@ -20,9 +20,9 @@ from tests.support.whole_router import running
 GIVES_UP = "shutdown does not end"
 HANGS = """
 import asyncio, sys
-from router import server_lifecycle
-from router.__main__ import run
-from router.app import Router
+from kvatlas.router import server_lifecycle
+from kvatlas.router.__main__ import run
+from kvatlas.router.app import Router
 
 server_lifecycle.STOP_S = 0.5
 begin = Router.__init__

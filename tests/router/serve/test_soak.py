@@ -20,8 +20,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from publisher.simulator.settings import EngineSettings
-from router.admission.key_file import digest_of
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.admission.key_file import digest_of
 from tests.router.serve.test_reload import Serving
 from tests.support.processes import EngineProcess
 from tests.support.waiting import until

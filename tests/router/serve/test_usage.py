@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from router.observe.usage import UsageLine, all_files
+from kvatlas.router.observe.usage import UsageLine, all_files
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, running

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.simulator.model import WRONG_MARK
-from router.config.errors import ConfigError
-from router.config.schema import Config, ServerConfig
-from router.fleet.settings import FileSettings, FleetSettings
-from router.openai.request import InboundRequest
-from router.pd.settings import PdSettings, PdStats, SidecarSettings, hint_field
-from router.proxy.attempt import Attempt
-from router.proxy.settings import ProxySettings
-from router.sidecar import Allowed, SidecarPlacer, check, reloads_of
+from kvatlas.publisher.simulator.model import WRONG_MARK
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.schema import Config, ServerConfig
+from kvatlas.router.fleet.settings import FileSettings, FleetSettings
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.pd.settings import PdSettings, PdStats, SidecarSettings, hint_field
+from kvatlas.router.proxy.attempt import Attempt
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.sidecar import Allowed, SidecarPlacer, check, reloads_of
 from tests.router.app.test_engine_order import watched
 from tests.router.serve.test_reload import Serving
 from tests.support.examples import examples
@@ -114,7 +114,7 @@ def signed(secret: bytes, *, own: bool = True, prefill: bool = True) -> dict[str
 async def test_hints_of_the_picker_reach_the_engines_that_they_are_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.admission.gate._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvatlas.router.admission.gate._LOOK_EVERY_S", 0.0)
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 32)
     hint = {"retention_hint": RETENTION_HINT}

@@ -19,19 +19,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from publisher.event_decoder import decode_batch
-from publisher.events import EventDecodeError, encode_batch
-from router.config.errors import ConfigError
-from router.index.learn.layout import ModelFacts
-from router.replication.settings import IndexSettings
-from router.tools.capture import CapturedFrame, read_capture, redact
-from router.tools.explain import ExplainOptions, run_explain
-from router.tools.index import run_index_verify
-from router.tools.record import resolve
-from router.tools.replay import ReplayOptions, run_replay
-from router.tools.replay_player import Player
-from router.tools.trace_verification import RecordingError, read_trace
-from router.tools.verify import run_verify
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import EventDecodeError, encode_batch
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.tools.capture import CapturedFrame, read_capture, redact
+from kvatlas.router.tools.explain import ExplainOptions, run_explain
+from kvatlas.router.tools.index import run_index_verify
+from kvatlas.router.tools.record import resolve
+from kvatlas.router.tools.replay import ReplayOptions, run_replay
+from kvatlas.router.tools.replay_player import Player
+from kvatlas.router.tools.trace_verification import RecordingError, read_trace
+from kvatlas.router.tools.verify import run_verify
 from tests.support.captures import BLOCK, CAPTURES, removed, stored, tokens, write
 from tests.support.examples import examples
 from tests.support.paths import DATA, TRACES

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from router.tools.capture import read_capture
-from router.tools.explain import ExplainOptions, run_explain
-from router.tools.replay import facts_of
-from router.tools.replay_player import Player
+from kvatlas.router.tools.capture import read_capture
+from kvatlas.router.tools.explain import ExplainOptions, run_explain
+from kvatlas.router.tools.replay import facts_of
+from kvatlas.router.tools.replay_player import Player
 from tests.support.captures import BLOCK, CAPTURES, tokens
 from tests.support.paths import ROOT
 from tests.support.waiting import run
@@ -124,7 +124,7 @@ def test_what_is_recorded_replays_to_what_the_engine_held(tmp_path: Path) -> Non
             for number in range(12):
                 await rig.chat(f"{number % 5} {TEXT * (8 + number % 4)}")
             done = await asyncio.create_subprocess_exec(
-                *[sys.executable, "-m", "router", "record", "--engine", engine.base_url],
+                *[sys.executable, "-m", "kvatlas", "record", "--engine", engine.base_url],
                 *["-o", str(path), "--seconds", "2", "--json"],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,

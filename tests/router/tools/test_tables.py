@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from router.demo.load import Tally, _compare
-from router.fleet.engines import EngineAddress
-from router.tools.capture import CaptureWriter
-from router.tools.event_order import RecordStats
-from router.tools.index import addressed
-from router.tools.ops_client import WIDTH_PIPED, output_console
-from router.tools.record import _table as record_table
-from router.tools.replay import sample_table, stream_table
-from router.tools.replay_player import PlaneSample, Sample, SourceRun
-from router.tools.trace_verification import verify_trace
-from router.tools.verify import _table as verify_table
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.simulation.demo.load import Tally, _compare
+from kvatlas.router.tools.capture import CaptureWriter
+from kvatlas.router.tools.event_order import RecordStats
+from kvatlas.router.tools.index import addressed
+from kvatlas.router.tools.ops_client import WIDTH_PIPED, output_console
+from kvatlas.router.tools.record import _table as record_table
+from kvatlas.router.tools.replay import sample_table, stream_table
+from kvatlas.router.tools.replay_player import PlaneSample, Sample, SourceRun
+from kvatlas.router.tools.trace_verification import verify_trace
+from kvatlas.router.tools.verify import _table as verify_table
 from tests.support.paths import DATA
 
 TRACES = DATA / "traces"

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.cli import call
-from router.observe.usage import UsageLine, UsageLog, UsageSettings
+from kvatlas.router.cli import call
+from kvatlas.router.observe.usage import UsageLine, UsageLog, UsageSettings
 from tests.router.observe.test_usage import numbered
-from tests.router.simulate.test_capture_and_fit import captured
+from tests.router.simulation.test_capture_and_fit import captured
 from tests.support.paths import ROOT
 
 NOVEMBER_S = 1793491200  # 2026-11-01 UTC

@@ -15,21 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from publisher.events import BlockHash
-from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile
-from router.admission.tenants import SILENCE_S
-from router.app import Router
-from router.config.schema import Config
-from router.fleet.engines import EngineAddress
-from router.openai.errors import ApiError
-from router.placement.candidate import PullSettings
-from router.placement.eligible import candidates
-from router.placement.engine import PromptView
-from router.placement.others import NO_OTHERS, OthersLoad, others_at
-from router.placement.pull import link_busy_s, occupy_links
-from router.workers.context import WorkerContext
-from router.workers.gossip import SiblingGossip
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.key_file import KeyFile
+from kvatlas.router.admission.tenants import SILENCE_S
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.placement.candidate import PullSettings
+from kvatlas.router.placement.eligible import candidates
+from kvatlas.router.placement.engine import PromptView
+from kvatlas.router.placement.others import NO_OTHERS, OthersLoad, others_at
+from kvatlas.router.placement.pull import link_busy_s, occupy_links
+from kvatlas.router.workers.context import WorkerContext
+from kvatlas.router.workers.gossip import SiblingGossip
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.real  # socket pairs between processes

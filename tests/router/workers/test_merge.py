@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.api.metrics_page import page_steps
-from router.openai.members import at_once
-from router.workers.merged_view import (
+from kvatlas.router.api.metrics_page import page_steps
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.workers.merged_view import (
     CounterStore,
     WorkerPage,
     decoded_page,

@@ -12,12 +12,18 @@ import msgspec
 import pytest
 from prometheus_client.core import CounterMetricFamily
 
-from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
-from router.app import Router
-from router.config.schema import Config
-from router.openai.request import Session, Usage
-from router.workers.context import PortTakenError, WorkerSockets, cores
-from router.workers.merged_view import AggregateView, SiblingCalls, _joined, encoded_family, encoded_page
+from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
+from kvatlas.router.app import Router
+from kvatlas.router.config.schema import Config
+from kvatlas.router.openai.request import Session, Usage
+from kvatlas.router.workers.context import PortTakenError, WorkerSockets, cores
+from kvatlas.router.workers.merged_view import (
+    AggregateView,
+    SiblingCalls,
+    _joined,
+    encoded_family,
+    encoded_page,
+)
 
 
 class LateSibling:

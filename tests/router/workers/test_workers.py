@@ -17,11 +17,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.app import Router
-from router.fleet.engines import EngineAddress
-from router.workers.context import WorkerSockets
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.app import Router
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.workers.context import WorkerSockets
 from tests.support.ports import free_port
 from tests.support.proxy_rig import Call, Engine, answer
 from tests.support.waiting import run_real, until
@@ -107,7 +107,7 @@ async def serving(engines: list[SimulatedEngine], folder: Path) -> AsyncIterator
     words += ["--set", "admin.enabled=true", "--set", f"admin.token_file={folder / 'tokens'}"]
     words += [word for engine in engines for word in ("--engine", engine.base_url)]
     with (folder / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *words, stderr=log)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvatlas", *words, stderr=log)
     router = Serving(process, port, ops)
     try:
         await router.ready()

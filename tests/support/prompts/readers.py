@@ -21,8 +21,8 @@ from tokenizers import (
     trainers,
 )
 
-from router.openai.request import InboundRequest
-from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings, TextAffinity
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings, TextAffinity
 from tests.support.paths import DATA
 
 TEMPLATES = DATA / "templates"

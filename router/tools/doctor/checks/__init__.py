@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.tools.doctor.checks import cache, interfaces, prompts, router
-from router.tools.doctor.findings import names, run_checks
+from kvatlas.router.tools.doctor.checks import cache, interfaces, prompts, router
+from kvatlas.router.tools.doctor.findings import names, run_checks
 
 __all__ = ["cache", "interfaces", "names", "prompts", "router", "run_checks"]

@@ -8,14 +8,14 @@ from itertools import combinations
 
 import msgspec
 
-from publisher.block_hash import DEFAULT_SEED, SGLANG, HashScheme
-from publisher.events import Family, GroupSpec
-from router.fleet.statement import EVENTS_OPTION, EngineStatement
-from router.index.base import GPU
-from router.index.engine import EngineResidency
-from router.index.learn.hash_scheme import SEEDS_MAX, Detection
-from router.prompts.model_config import ModelConfigFile
-from router.tools.doctor.findings import (
+from kvatlas.publisher.block_hash import DEFAULT_SEED, SGLANG, HashScheme
+from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement
+from kvatlas.router.index.base import GPU
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.learn.hash_scheme import SEEDS_MAX, Detection
+from kvatlas.router.prompts.model_config import ModelConfigFile
+from kvatlas.router.tools.doctor.findings import (
     FIXED_SEED_SINCE,
     CheckResult,
     EngineEvidence,
@@ -26,7 +26,7 @@ from router.tools.doctor.findings import (
     ok,
     warning,
 )
-from router.tools.doctor.listener import GroupStores
+from kvatlas.router.tools.doctor.listener import GroupStores
 
 # Fewer stored events of a group are no evidence about retention.
 _STORES_MIN = 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.fleet.statement import EVENTS_OPTION
-from router.index.base import ON_GPU, medium_named
-from router.tools.doctor.findings import (
+from kvatlas.router.fleet.statement import EVENTS_OPTION
+from kvatlas.router.index.base import ON_GPU, medium_named
+from kvatlas.router.tools.doctor.findings import (
     EVENT_SOURCES_SINCE,
     NEWEST_KNOWN,
     CheckResult,
@@ -18,7 +18,7 @@ from router.tools.doctor.findings import (
     ok,
     warning,
 )
-from router.tools.doctor.listener import Connectivity, ReplayState
+from kvatlas.router.tools.doctor.listener import Connectivity, ReplayState
 
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"
 

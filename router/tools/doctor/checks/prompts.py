@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from router.prompts.settings import ANY_MODEL
-from router.tools.doctor.findings import (
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.tools.doctor.findings import (
     CheckResult,
     EngineEvidence,
     LoadEvidence,
@@ -25,7 +25,7 @@ from router.tools.doctor.findings import (
     ok,
     warning,
 )
-from router.tools.doctor.listener import ReplayState
+from kvatlas.router.tools.doctor.listener import ReplayState
 
 
 @check("tokens.parity")

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from router.index.learn.hash_scheme import Detection
-from router.observe.findings import BAD, Finding
-from router.tools.doctor.findings import (
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.observe.findings import BAD, Finding
+from kvatlas.router.tools.doctor.findings import (
     CheckResult,
     EngineEvidence,
     Evidence,
@@ -20,7 +20,7 @@ from router.tools.doctor.findings import (
     ok,
     warning,
 )
-from router.tools.doctor.http import series
+from kvatlas.router.tools.doctor.http import series
 
 _SOURCE_REMEDIES = {
     "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from connectors.layout import CacheView, GroupPages, Region
-from connectors.transfer.base import Direction, GroupMoves, TransferJob
-from connectors.transfer.calibrate import Calibration
-from connectors.transfer.cuda import CudaTransferEngine
+from kvatlas.connectors.layout import CacheView, GroupPages, Region
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob
+from kvatlas.connectors.transfer.calibrate import Calibration
+from kvatlas.connectors.transfer.cuda import CudaTransferEngine
 from tests.connectors.transfer.contract import ArrayMemory
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver, FakeEvent
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import transfer, transfer_checks
-from connectors.transfer import cuda_driver
+from kvatlas.connectors.transfer import cuda_driver
 from tests.connectors.transfer.cuda.fake_libcuda import FakeLibcuda
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from connectors.transfer.base import Direction, Indices
-from connectors.transfer.cuda_driver import CudaDriver, DriverError, TorchDevice
+from kvatlas.connectors.transfer.base import Direction, Indices
+from kvatlas.connectors.transfer.cuda_driver import CudaDriver, DriverError, TorchDevice
 
 
 @dataclass(eq=False)

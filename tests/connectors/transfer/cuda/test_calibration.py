@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from connectors.transfer.base import Indices
-from connectors.transfer.calibrate import PIECE_BYTES, Calibration, calibrate, choose
+from kvatlas.connectors.transfer.base import Indices
+from kvatlas.connectors.transfer.calibrate import PIECE_BYTES, Calibration, calibrate, choose
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 
 Seconds = Callable[[int, int], float]

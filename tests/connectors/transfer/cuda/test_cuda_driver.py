@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.transfer.base import Direction
-from connectors.transfer.cuda_driver import CopyAttributes, CudaDriver, DriverError
+from kvatlas.connectors.transfer.base import Direction
+from kvatlas.connectors.transfer.cuda_driver import CopyAttributes, CudaDriver, DriverError
 from tests.connectors.transfer.cuda.fake_libcuda import FakeLibcuda
 
 STREAM = 0x51

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.layout import CacheView, GroupPages, Region
-from connectors.transfer import cuda
-from connectors.transfer.base import Direction, GroupMoves, TransferJob
-from connectors.transfer.calibrate import Calibration
-from connectors.transfer.cuda import CudaTransferEngine
-from connectors.transfer.host import HostTransferEngine
+from kvatlas.connectors.layout import CacheView, GroupPages, Region
+from kvatlas.connectors.transfer import cuda
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob
+from kvatlas.connectors.transfer.calibrate import Calibration
+from kvatlas.connectors.transfer.cuda import CudaTransferEngine
+from kvatlas.connectors.transfer.host import HostTransferEngine
 from tests.connectors.transfer.contract import ArrayMemory, PoolPart, Rig, TransferEngineContract
 from tests.connectors.transfer.cuda.bench import DMA_ONLY, KERNEL, PAGE, WAIT_S, Bench, SlowDriver, engine_on
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from connectors.transfer import host
-from connectors.transfer.host import HUGE_PAGE_BYTES, HostMemoryError, PinnedHostPool
+from kvatlas.connectors.transfer import host
+from kvatlas.connectors.transfer.host import HUGE_PAGE_BYTES, HostMemoryError, PinnedHostPool
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 
 MIB = 1 << 20

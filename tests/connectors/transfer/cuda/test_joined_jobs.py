@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks import virtual_link
-from connectors.transfer import cuda
-from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult, joined
-from connectors.worker.staged import JoinedStores
+from kvatlas.connectors.transfer import cuda
+from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult, joined
+from kvatlas.connectors.worker.staged import JoinedStores
 from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass, SlowDriver
 from tests.connectors.transfer.cuda.fakes import FakeDevice
 

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.transfer import cuda
-from connectors.transfer.base import Direction, Pieces, StepJobs, TransferJob, merge_adjacent
-from connectors.transfer.cuda import PreparedJobs, QueuedJob, cut_at_chunks
-from connectors.worker.worker import OffloadWorker
+from kvatlas.connectors.transfer import cuda
+from kvatlas.connectors.transfer.base import Direction, Pieces, StepJobs, TransferJob, merge_adjacent
+from kvatlas.connectors.transfer.cuda import PreparedJobs, QueuedJob, cut_at_chunks
+from kvatlas.connectors.worker.worker import OffloadWorker
 from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass
 
 BASE = 1 << 20

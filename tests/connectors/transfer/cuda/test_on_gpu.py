@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from connectors.layout import CacheView
-from connectors.transfer.calibrate import Calibration
-from connectors.transfer.cuda import CudaTransferEngine, open_cuda
-from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
-from connectors.transfer.host import PinnedHostPool
+from kvatlas.connectors.layout import CacheView
+from kvatlas.connectors.transfer.calibrate import Calibration
+from kvatlas.connectors.transfer.cuda import CudaTransferEngine, open_cuda
+from kvatlas.connectors.transfer.cuda_driver import CudaDriver, TorchDevice
+from kvatlas.connectors.transfer.host import PinnedHostPool
 from tests.connectors.transfer.contract import PoolPart, TransferEngineContract
 from tests.connectors.transfer.handmade import UNIFORM, Bytes, HandmadeCache
 

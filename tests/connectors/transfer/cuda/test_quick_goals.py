@@ -11,8 +11,8 @@ from benchmarks import transfer_rates
 from benchmarks.transfer_machine import HostMachine
 from benchmarks.transfer_rates import MIB, QUICK, Scale
 from benchmarks.transfer_report import goals
-from connectors.transfer.base import CLOSE_S, Direction, StreamMark, TransferJob, TransferResult
-from connectors.transfer.cuda import POLL_INTERVAL_S
+from kvatlas.connectors.transfer.base import CLOSE_S, Direction, StreamMark, TransferJob, TransferResult
+from kvatlas.connectors.transfer.cuda import POLL_INTERVAL_S
 
 LINK_BYTES_PER_S = 55e9
 

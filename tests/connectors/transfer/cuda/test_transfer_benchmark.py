@@ -17,8 +17,8 @@ from benchmarks.transfer_beside import Slowdown
 from benchmarks.transfer_machine import HostMachine
 from benchmarks.transfer_rates import KIB, QUICK, Cell, Scale
 from benchmarks.transfer_report import Findings, goals, report_of
-from connectors.transfer.base import CLOSE_S, Direction, TransferJob
-from connectors.transfer.host import HostMemoryError, HostTransferEngine
+from kvatlas.connectors.transfer.base import CLOSE_S, Direction, TransferJob
+from kvatlas.connectors.transfer.host import HostMemoryError, HostTransferEngine
 from tests.support.paths import ROOT
 
 TINY = replace(QUICK, piece_bytes=(4096, 65536), pieces=(16,), rounds=1, round_bytes=1 << 20, steps=3)
@@ -257,7 +257,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_nothing_but_numpy_is_needed_to_start() -> None:
     """Modules for a bare GPU machine import neither vLLM nor msgspec, zmq or pytest."""
     blocked = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'msgspec', 'zmq', 'pytest', 'redis')))"
-    done = run("-c", f"{blocked}; import benchmarks.transfer, connectors.transfer.cuda")
+    done = run("-c", f"{blocked}; import benchmarks.transfer, kvatlas.connectors.transfer.cuda")
     assert done.returncode == 0, done.stderr
 
 

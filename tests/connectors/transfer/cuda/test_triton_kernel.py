@@ -19,11 +19,11 @@ INTERPRETED = """
 import sys
 import numpy as np
 import torch
-from connectors.transfer.base import Direction
-from connectors.transfer.calibrate import Calibration
-from connectors.transfer.cuda import CudaTransferEngine
-from connectors.transfer.host import HostTransferEngine
-from connectors.transfer.triton_kernels import move_pieces
+from kvatlas.connectors.transfer.base import Direction
+from kvatlas.connectors.transfer.calibrate import Calibration
+from kvatlas.connectors.transfer.cuda import CudaTransferEngine
+from kvatlas.connectors.transfer.host import HostTransferEngine
+from kvatlas.connectors.transfer.triton_kernels import move_pieces
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 from tests.connectors.transfer.contract import Rig, TransferEngineContract
 
@@ -75,7 +75,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from connectors.transfer.triton_kernels import _TILES, _move_kernel
+from kvatlas.connectors.transfer.triton_kernels import _TILES, _move_kernel
 
 signature = {"descriptors": "*i64", "count": "i32", "words_max": "i32"}
 for _, pieces, words in _TILES:

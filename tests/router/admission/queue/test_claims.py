@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission.admission_queue import read_claim
-from router.admission.key_file import TenantRules
-from router.openai.body import peek
-from router.openai.errors import ApiError
-from router.openai.request import QueueTicketRequest
+from kvatlas.router.admission.admission_queue import read_claim
+from kvatlas.router.admission.key_file import TenantRules
+from kvatlas.router.openai.body import peek
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import QueueTicketRequest
 
 HIGH, NORMAL, LOW = 0, 1, 2
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import FairQueue, Lane, Priority, Waiting
+from kvatlas.router.admission.fair_queue import FairQueue, Lane, Priority, Waiting
 from tests.support.examples import examples
 
 TENANTS = ("acme", "beta", "gamma")

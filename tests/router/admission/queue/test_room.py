@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
-from router.admission.fair_queue import Lane
-from router.openai.errors import ApiError
-from router.openai.request import QueueTicketRequest, Usage
-from router.openai.work import Work
+from kvatlas.router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
+from kvatlas.router.admission.fair_queue import Lane
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.request import QueueTicketRequest, Usage
+from kvatlas.router.openai.work import Work
 from tests.support.waiting import until
 
 FOREVER = 3600.0

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import structlog
 
-from router.api.admin_auth import AdminSettings
+from kvatlas.router.api.admin_auth import AdminSettings
 from tests.support.whole_router import Rig, configure, routing
 
 TOKEN = "ann-0123456789abcdef"

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import structlog
 
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import EngineSettings
-from router.api.admin_auth import AdminSettings
-from router.config.checks import check_config
-from router.config.errors import ConfigError
-from router.config.load import load
-from router.fleet.settings import FleetSettings
-from router.http.server import ListenError
-from router.server_lifecycle import check
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
+from kvatlas.router.api.admin_auth import AdminSettings
+from kvatlas.router.config.checks import check_config
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.load import load
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.http.server import ListenError
+from kvatlas.router.server_lifecycle import check
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import until
 from tests.support.whole_router import QUICK, configure, routing, running

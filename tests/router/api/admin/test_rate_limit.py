@@ -11,10 +11,10 @@ from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api import admin_auth as limit
-from router.api.admin_auth import TURN_S, WAITING_MAX, Authenticator, RateLimit, TokenFile, Turns
-from router.observe.requests import LogThrottle
-from router.openai.errors import ApiError
+from kvatlas.router.api import admin_auth as limit
+from kvatlas.router.api.admin_auth import TURN_S, WAITING_MAX, Authenticator, RateLimit, TokenFile, Turns
+from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.openai.errors import ApiError
 from tests.router.api.admin.admin_rig import OTHER, administered, audited, token_file
 from tests.support.whole_router import running
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from publisher.events import (
+from kvatlas.publisher.events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -17,12 +17,12 @@ from publisher.events import (
     encode_batch,
     encode_tokens,
 )
-from publisher.snapshot import SnapshotLedger
-from publisher.zmq_publisher import END_SEQ, ZmqPublisher
-from router.feeds.base import FeedState
-from router.index.base import Plane
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.publisher.snapshot import SnapshotLedger
+from kvatlas.publisher.zmq_publisher import END_SEQ, ZmqPublisher
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 from tests.router.feeds.feed_harness import ANY, FAST, following
 from tests.support.waiting import until
 

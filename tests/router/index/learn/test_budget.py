@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from router.feeds.base import FeedSettings
-from router.feeds.manager import FeedManager, ResidencyAudit
-from router.index.learn import hash_scheme
-from router.index.learn import knowledge as module
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.knowledge import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency, ModelIndexes
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.feeds.manager import FeedManager, ResidencyAudit
+from kvatlas.router.index.learn import hash_scheme
+from kvatlas.router.index.learn import knowledge as module
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.knowledge import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency, ModelIndexes
 from tests.support.event_writer import Prompt, Writer, batch, random_chain, tokens
 
 
@@ -127,7 +127,7 @@ async def test_a_search_leaves_the_loop_to_others() -> None:
     feeds = FeedManager(scopes, clock=time.monotonic, settings=FeedSettings())
     audit = ResidencyAudit((), scopes, feeds, clock=lambda: now[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.feeds.manager.asyncio.sleep", sleep)
+        patch.setattr("kvatlas.router.feeds.manager.asyncio.sleep", sleep)
         task = asyncio.create_task(audit.detect())
         while len(pauses) < 3:
             await real(0)

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.block_hash import DEFAULT_SEED, NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
-from publisher.events import BlockStored, encode_tokens
-from router.index.engine import EngineResidency
-from router.index.learn import hash_scheme as detect
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
+from kvatlas.publisher.block_hash import DEFAULT_SEED, NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
+from kvatlas.publisher.events import BlockStored, encode_tokens
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.learn import hash_scheme as detect
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, random_chain, tokens
 
 DEFAULT = HashScheme()

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from publisher.block_hash import HashScheme
-from router.fleet.statement import EngineStatement, metrics_statement
-from router.index.learn.facts import DropReceipts, Fact, SetupEvidence
-from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
-from router.tools.trace_verification import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.fleet.statement import EngineStatement, metrics_statement
+from kvatlas.router.index.learn.facts import DropReceipts, Fact, SetupEvidence
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,
     apply_line,

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
-from publisher.block_pool import HybridBlockPool
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_batch
-from router.index.learn import hash_scheme as detect
-from router.index.learn import root_events as learned
-from router.index.learn.hash_scheme import Detection
-from router.index.learn.layout import ModelFacts
-from router.index.learn.root_events import LearnedKeys
-from router.index.model import FleetResidency
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_batch
+from kvatlas.router.index.learn import hash_scheme as detect
+from kvatlas.router.index.learn import root_events as learned
+from kvatlas.router.index.learn.hash_scheme import Detection
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.learn.root_events import LearnedKeys
+from kvatlas.router.index.model import FleetResidency
 from tests.router.index.rules.layouts import full, window
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, random_chain, tokens
 from tests.support.examples import examples

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec
-from router.fleet.statement import EngineStatement
-from router.index.learn.facts import SetupEvidence
-from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
-from router.index.model import FleetResidency
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.index.learn.facts import SetupEvidence
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout
+from kvatlas.router.index.model import FleetResidency
 from tests.router.index.rules.layouts import full, hit, layout_of, mamba
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 

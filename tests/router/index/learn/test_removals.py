@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool
-from publisher.events import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import (
     BlockHash,
     BlockRemoved,
     BlockStored,
@@ -17,11 +17,11 @@ from publisher.events import (
     GroupSpec,
     encode_tokens,
 )
-from router.index.base import Plane
-from router.index.engine import EngineResidency
-from router.index.learn.layout import ModelFacts
-from router.index.learn.root_events import Removals
-from router.index.memory import MemoryIndex
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.learn.root_events import Removals
+from kvatlas.router.index.memory import MemoryIndex
 
 FULL = Plane("GPU", 0)
 

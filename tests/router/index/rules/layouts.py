@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from publisher.block_hash import HashScheme
-from publisher.events import BlockHash, Family, GroupSpec, hash_unit, scheduler_block_size
-from publisher.pool.layout import pool_layout
-from router.index.base import Plane, Rows
-from router.index.hit_rules import WordHits, evaluate
-from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
-from router.index.memory import MemoryIndex
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockHash, Family, GroupSpec, hash_unit, scheduler_block_size
+from kvatlas.publisher.pool.layout import pool_layout
+from kvatlas.router.index.base import Plane, Rows
+from kvatlas.router.index.hit_rules import WordHits, evaluate
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout
+from kvatlas.router.index.memory import MemoryIndex
 
 ENGINE = "engine"
 

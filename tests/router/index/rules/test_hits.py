@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from publisher.events import BlockHash, GroupSpec
-from router.index.base import Plane
-from router.index.hit_rules import FleetRule, evaluate
-from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.offloaded import tier_extents
+from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.hit_rules import FleetRule, evaluate
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.offloaded import tier_extents
 from tests.router.index.rules.layouts import (
     chunked,
     evaluate_one,

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, Family, GroupSpec, SpecClass, encode_batch
-from publisher.pool.hits import HitFinder
-from publisher.pool.layout import pool_layout
-from router.index.base import WORD_BITS, Plane, Rows
-from router.index.hit_rules import evaluate, order_matters
-from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
-from router.index.model import FleetResidency
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockHash, Family, GroupSpec, SpecClass, encode_batch
+from kvatlas.publisher.pool.hits import HitFinder
+from kvatlas.publisher.pool.layout import pool_layout
+from kvatlas.router.index.base import WORD_BITS, Plane, Rows
+from kvatlas.router.index.hit_rules import evaluate, order_matters
+from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout
+from kvatlas.router.index.model import FleetResidency
 from tests.router.index.rules.layouts import (
     Engine,
     chunked,

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from publisher.block_hash import HashScheme
-from publisher.events import BlockHash, BlockRemoved, BlockStored, encode_tokens, scheduler_block_size
-from publisher.pool.hits import HitFinder
-from publisher.pool.layout import pool_layout
-from router.index.base import Plane, Rows, is_shared, medium_of, owner_of
-from router.index.hit_rules import evaluate
-from router.index.learn.layout import CacheLayout
-from router.index.memory import MemoryIndex
-from router.index.offloaded import (
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, encode_tokens, scheduler_block_size
+from kvatlas.publisher.pool.hits import HitFinder
+from kvatlas.publisher.pool.layout import pool_layout
+from kvatlas.router.index.base import Plane, Rows, is_shared, medium_of, owner_of
+from kvatlas.router.index.hit_rules import evaluate
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.offloaded import (
     PLACES_MAX,
     OffloadedBlocks,
     held_alone,
@@ -28,7 +28,7 @@ from router.index.offloaded import (
     tiers,
     usable,
 )
-from router.index.query_plan import NOWHERE, EngineQuery, PlanRows, PromptHits
+from kvatlas.router.index.query_plan import NOWHERE, EngineQuery, PlanRows, PromptHits
 from tests.router.index.rules.layouts import (
     ENGINE,
     full,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashScheme
-from publisher.events import BlockHash, GroupSpec
-from router.index.base import Plane, Rows
-from router.index.hit_rules import WordHits, evaluate
-from router.index.learn.layout import CacheLayout
-from router.index.memory import MemoryIndex
-from router.index.query_plan import NOWHERE, EngineQuery, query_hits
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.router.index.base import Plane, Rows
+from kvatlas.router.index.hit_rules import WordHits, evaluate
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.query_plan import NOWHERE, EngineQuery, query_hits
 from tests.router.index.rules.layouts import chunked, full, hashes_of, layout_of, window
 
 

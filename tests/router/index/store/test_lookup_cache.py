@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import HashChain, HashScheme, PromptHashes
-from publisher.events import BlockHash
-from router.index import memory
-from router.index import memory as recall
-from router.index.base import Plane, Rows
-from router.index.memory import MemoryIndex
+from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptHashes
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index import memory
+from kvatlas.router.index import memory as recall
+from kvatlas.router.index.base import Plane, Rows
+from kvatlas.router.index.memory import MemoryIndex
 from tests.support.examples import examples
 
 ENGINES = ("a", "b")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
-from router.index import memory
-from router.index.base import Index, Plane
-from router.index.memory import MemoryIndex
+from kvatlas.router.index import memory
+from kvatlas.router.index.base import Index, Plane
+from kvatlas.router.index.memory import MemoryIndex
 from tests.support.examples import examples
 from tests.support.index_contract import (
     CPU,

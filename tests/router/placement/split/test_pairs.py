@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.request import Usage
-from router.pd.settings import PdSettings, Prefilled
-from router.placement.candidate import Candidate, PolicySettings
-from router.placement.cost import Choice, choose
-from router.placement.split import PairPlan, Side, plan
-from router.placement.split_legs import SidecarPlacement
+from kvatlas.router.openai.request import Usage
+from kvatlas.router.pd.settings import PdSettings, Prefilled
+from kvatlas.router.placement.candidate import Candidate, PolicySettings
+from kvatlas.router.placement.cost import Choice, choose
+from kvatlas.router.placement.split import PairPlan, Side, plan
+from kvatlas.router.placement.split_legs import SidecarPlacement
 from tests.router.placement.candidates import make_candidate
 
 POLICY = PolicySettings()

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from router.openai.errors import no_ready_engine
-from router.openai.members import at_once
-from router.openai.request import InboundRequest
-from router.pd.bodies import split_body
-from router.pd.handoff import DisaggState
+from kvatlas.router.openai.errors import no_ready_engine
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.pd.bodies import split_body
+from kvatlas.router.pd.handoff import DisaggState
 from tests.support.examples import examples
 from tests.support.ports import free_port
 from tests.support.proxy_rig import (

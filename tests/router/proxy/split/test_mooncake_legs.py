@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.pd.settings import PdSettings
-from router.proxy.disaggregated import IdleTracker
-from router.proxy.settings import ProxySettings
+from kvatlas.router.pd.settings import PdSettings
+from kvatlas.router.proxy.disaggregated import IdleTracker
+from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.proxy.split.test_legs import GOOD, PairPlanner, all_over, in_turn
 from tests.support.examples import examples
 from tests.support.ports import free_port

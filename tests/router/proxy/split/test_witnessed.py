@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from router.observe.requests import RequestTracker
-from router.openai.members import at_once
-from router.openai.request import CHAT, InboundRequest
-from router.pd.bodies import split_body
-from router.pd.handoff import DisaggState, Handoff
-from router.pd.settings import PdSettings, PdStats
-from router.pd.transfer import connector_of
-from router.proxy.attempt import Outbound
-from router.proxy.disaggregated import DisaggForwarder
-from router.proxy.headers import read_request_headers
-from router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.openai.request import CHAT, InboundRequest
+from kvatlas.router.pd.bodies import split_body
+from kvatlas.router.pd.handoff import DisaggState, Handoff
+from kvatlas.router.pd.settings import PdSettings, PdStats
+from kvatlas.router.pd.transfer import connector_of
+from kvatlas.router.proxy.attempt import Outbound
+from kvatlas.router.proxy.disaggregated import DisaggForwarder
+from kvatlas.router.proxy.headers import read_request_headers
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.proxy_rig import CHAT as BODY
 from tests.support.proxy_rig import FakePlacement
 from tests.support.waiting import until

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from publisher.events import BlockHash
-from router.replication.gossip import GossipedInflight, GossipEntry, InflightEvent
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.replication.gossip import GossipedInflight, GossipEntry, InflightEvent
 
 E = "http://e"
 HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]

@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.events import BlockHash
-from router.index.base import Rows
-from router.placement.load import LoadAccount
-from router.placement.others import OthersLoad
-from router.placement.rates import FleetRates
-from router.replication.gossip import HeartbeatMonitor, LoadGossip
-from router.replication.lookup_fallback import IndexLookup
-from router.replication.reader import SharedRows
-from router.replication.redis_connection import IndexUnavailable
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Rows
+from kvatlas.router.placement.load import LoadAccount
+from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.rates import FleetRates
+from kvatlas.router.replication.gossip import HeartbeatMonitor, LoadGossip
+from kvatlas.router.replication.lookup_fallback import IndexLookup
+from kvatlas.router.replication.reader import SharedRows
+from kvatlas.router.replication.redis_connection import IndexUnavailable
 
 E = "http://e"
 

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.replication.leases import Held, LeaseManager, Member, ModelLeases, plan_assignment
+from kvatlas.router.replication.leases import Held, LeaseManager, Member, ModelLeases, plan_assignment
 from tests.support.examples import examples
 
 ENGINES = [f"http://e{number}" for number in range(9)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.index.learn import hash_scheme
+from kvatlas.router.index.learn import hash_scheme
 
 
 @pytest.fixture(autouse=True)

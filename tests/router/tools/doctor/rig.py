@@ -10,15 +10,15 @@ import msgspec
 import zmq
 from aiohttp import web
 
-from publisher.block_hash import HashScheme, block_hashes
-from publisher.events import BlockStored, Event, encode_tokens
-from publisher.zmq_publisher import ZmqPublisher
-from router.config.schema import Config, ModelConfig
-from router.fleet.engines import EngineAddress
-from router.observe.findings import Finding, Severity
-from router.prompts.settings import ANY_MODEL, PromptSettings
-from router.tools.doctor.checks import run_checks
-from router.tools.doctor.examine import ExamineSettings, examine
+from kvatlas.publisher.block_hash import HashScheme, block_hashes
+from kvatlas.publisher.events import BlockStored, Event, encode_tokens
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.findings import Finding, Severity
+from kvatlas.router.prompts.settings import ANY_MODEL, PromptSettings
+from kvatlas.router.tools.doctor.checks import run_checks
+from kvatlas.router.tools.doctor.examine import ExamineSettings, examine
 from tests.support.whole_router import LOCAL
 
 MODELS = {"data": [{"id": "m", "root": "m", "parent": None, "max_model_len": 4096}]}

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.block_hash import NO_EXTRAS
-from publisher.events import GroupSpec
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from publisher.zmq_publisher import ZmqPublisher
-from router.config.schema import ModelConfig
-from router.observe.findings import Severity
-from router.prompts.families import harmony
+from kvatlas.publisher.block_hash import NO_EXTRAS
+from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.config.schema import ModelConfig
+from kvatlas.router.observe.findings import Severity
+from kvatlas.router.prompts.families import harmony
 from tests.router.tools.doctor.rig import Findings, at, examined, http_server, publishing, server, stored
 from tests.support.front import fronting
 from tests.support.waiting import run
@@ -91,7 +91,7 @@ async def test_whether_an_engine_obeys_a_salt(kind: str, monkeypatch: pytest.Mon
     async with running({**settings, "drops_salt": "/v1/responses"}) as (engine,):
         found = await examined(engine.base_url, probe=True)
         found.expect("probe.salt", Severity.WARNING, "POST /v1/responses drops cache_salt", "keys.isolate")
-    monkeypatch.setattr("publisher.simulator.model.PromptExtras", lambda cache_salt: NO_EXTRAS)
+    monkeypatch.setattr("kvatlas.publisher.simulator.model.PromptExtras", lambda cache_salt: NO_EXTRAS)
     async with running(settings) as (engine,):
         found = await examined(engine.base_url, probe=True)
         found.expect("probe.salt", Severity.ERROR, "ignores cache_salt", "do not set keys.isolate")

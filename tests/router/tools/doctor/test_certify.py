@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.events import BlockRemoved, BlockStored, Event
-from publisher.simulator.server import SimulatedEngine
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.config.schema import Config, ModelConfig
-from router.fleet.engines import EngineAddress
-from router.observe.findings import Severity
-from router.prompts.settings import ANY_MODEL
-from router.tools.doctor.checks import run_checks
-from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import NOTES, PROPERTIES, EngineVerdict, engine_verdict, names
-from router.tools.doctor.prober import LoadPlan
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.findings import Severity
+from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.tools.doctor.checks import run_checks
+from kvatlas.router.tools.doctor.examine import ExamineSettings, examine
+from kvatlas.router.tools.doctor.findings import NOTES, PROPERTIES, EngineVerdict, engine_verdict, names
+from kvatlas.router.tools.doctor.prober import LoadPlan
 from tests.support.paths import ROOT
 from tests.support.whole_router import LOCAL, MODEL, running
 
@@ -307,7 +307,7 @@ async def test_the_command_certifies_an_engine() -> None:
     async with running(SMALL_POOL) as (engine,):
         words = ["certify", "--engine", engine.base_url, "--tokenizer", str(DEMO_TOKENIZER_DIR), "--json"]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "router", *words, cwd=ROOT, stdout=subprocess.PIPE
+            sys.executable, "-m", "kvatlas", *words, cwd=ROOT, stdout=subprocess.PIPE
         )
         out, _ = await process.communicate()
         report = json.loads(out)

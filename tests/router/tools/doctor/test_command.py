@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from tests.support.paths import ROOT
 from tests.support.whole_router import running
 
@@ -21,7 +21,7 @@ DOWN = "http://127.0.0.1:9"
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "router", "doctor", *arguments],
+        [sys.executable, "-m", "kvatlas", "doctor", *arguments],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,

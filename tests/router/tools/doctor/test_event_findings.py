@@ -12,11 +12,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
-from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.engines import EngineAddress
-from router.observe.findings import Severity
-from router.tools.doctor.listener import EventListener
+from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.findings import Severity
+from kvatlas.router.tools.doctor.listener import EventListener
 from tests.router.tools.doctor.rig import (
     Findings,
     at,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from router.config.schema import Config, ModelConfig
-from router.fleet.engines import EngineAddress
-from router.observe.findings import Finding, Severity
-from router.tools.doctor import findings
-from router.tools.doctor.findings import CheckResult, Evidence, exit_status, info, run_checks
+from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.findings import Finding, Severity
+from kvatlas.router.tools.doctor import findings
+from kvatlas.router.tools.doctor.findings import CheckResult, Evidence, exit_status, info, run_checks
 from tests.router.tools.doctor.rig import Answers, at, examined, http_server, publishing, server, stored
 from tests.support.examples import some
 from tests.support.whole_router import configure, routing, running
@@ -257,7 +257,7 @@ async def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest
     def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("router.index.model.ModelIndexes.apply", broken)
+    monkeypatch.setattr("kvatlas.router.index.model.ModelIndexes.apply", broken)
 
     async with http_server(server()) as url:
         with publishing() as publisher:

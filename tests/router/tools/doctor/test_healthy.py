@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config.schema import ModelConfig
-from router.observe.findings import Severity
-from router.tools.doctor.checks import names
+from kvatlas.router.config.schema import ModelConfig
+from kvatlas.router.observe.findings import Severity
+from kvatlas.router.tools.doctor.checks import names
 from tests.router.tools.doctor.rig import examined
 from tests.support.front import fronting
 from tests.support.whole_router import LOCAL, configure, routing, running

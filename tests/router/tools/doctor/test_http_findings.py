@@ -10,10 +10,10 @@ from email.utils import formatdate
 
 import pytest
 
-from publisher.events import AllBlocksCleared
-from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.engines import EngineAddress
-from router.observe.findings import Severity
+from kvatlas.publisher.events import AllBlocksCleared
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.findings import Severity
 from tests.router.tools.doctor.rig import (
     MODELS,
     Answers,

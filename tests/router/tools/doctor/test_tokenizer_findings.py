@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from router.config.schema import ModelConfig
-from router.observe.findings import Severity
-from router.prompts.settings import PromptSettings
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.router.config.schema import ModelConfig
+from kvatlas.router.observe.findings import Severity
+from kvatlas.router.prompts.settings import PromptSettings
 from tests.router.tools.doctor.rig import examined
 from tests.support.stand_in_hub import Repository, stand_in_hub
 from tests.support.whole_router import running

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.replication.codec import SCHEMA, schema_key
+from kvatlas.router.replication.codec import SCHEMA, schema_key
 from tests.support.paths import ROOT
 from tests.support.process_fleet import fleet
 from tests.support.redis_servers import Server, any_program
@@ -23,7 +23,7 @@ TRACES = ROOT / "tests" / "data" / "traces"
 
 def kvatlas(*args: str, index: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "KVATLAS_INDEX_URL": index}
-    command = [sys.executable, "-m", "router", *args]
+    command = [sys.executable, "-m", "kvatlas", *args]
     return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, check=False)
 
 

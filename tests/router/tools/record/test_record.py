@@ -15,16 +15,16 @@ import msgspec
 import pytest
 import zmq
 
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockStored, encode_batch, encode_tokens
-from publisher.zmq_publisher import ZmqPublisher
-from router.config.errors import ConfigError
-from router.feeds.base import FeedSettings
-from router.tools.capture import CaptureLine, CaptureWriter, read_capture, redact
-from router.tools.record import RecordOptions, RecordSource, SourceRecorder, resolve, run_record
-from router.tools.replay import facts_of
-from router.tools.replay_player import Player
-from router.tools.trace_verification import RecordingError
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockStored, encode_batch, encode_tokens
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.tools.capture import CaptureLine, CaptureWriter, read_capture, redact
+from kvatlas.router.tools.record import RecordOptions, RecordSource, SourceRecorder, resolve, run_record
+from kvatlas.router.tools.replay import facts_of
+from kvatlas.router.tools.replay_player import Player
+from kvatlas.router.tools.trace_verification import RecordingError
 from tests.support.captures import BLOCK, CAPTURES, stored, tokens
 from tests.support.examples import some
 from tests.support.paths import ROOT, TRACES
@@ -380,7 +380,7 @@ async def test_signals_close_the_file(number: int, tmp_path: Path) -> None:
         publisher.publish([stored(tokens(3 * BLOCK))])
     path = tmp_path / "c.jsonl.gz"
     engine = f"events={publisher.endpoint},replay={publisher.replay_endpoint},source=e"
-    command = [sys.executable, "-m", "router", "record", "--engine", engine, "-o", str(path), "--json"]
+    command = [sys.executable, "-m", "kvatlas", "record", "--engine", engine, "-o", str(path), "--json"]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.PIPE)
     await until(lambda: path.exists() and path.stat().st_size > 0)  # flushed: all history is in
     process.send_signal(number)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tools.capture import CaptureLine
-from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
+from kvatlas.router.tools.capture import CaptureLine
+from kvatlas.router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
 from tests.support.examples import examples
 
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.block_hash import NO_EXTRAS
-from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash
-from router.feeds.base import parse_live
-from router.index.base import Plane
-from router.index.learn.layout import ModelFacts
-from router.index.memory import MemoryIndex
-from router.index.model import FleetResidency
-from router.tools.capture import TRACE_SOURCE, read_capture
-from router.tools.replay import ReplayOptions, facts_of, run_replay
-from router.tools.replay_player import CountingIndex, Player
-from router.tools.trace_verification import ProbePrompt, read_trace
+from kvatlas.publisher.block_hash import NO_EXTRAS
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.feeds.base import parse_live
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.memory import MemoryIndex
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.tools.capture import TRACE_SOURCE, read_capture
+from kvatlas.router.tools.replay import ReplayOptions, facts_of, run_replay
+from kvatlas.router.tools.replay_player import CountingIndex, Player
+from kvatlas.router.tools.trace_verification import ProbePrompt, read_trace
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, removed, stored, tokens, truth, write
 from tests.support.examples import examples
 from tests.support.paths import TRACES

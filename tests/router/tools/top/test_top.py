@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from router.tools.top import EngineRow, RouterSnapshot, make_snapshot, render, snapshots
+from kvatlas.router.tools.top import EngineRow, RouterSnapshot, make_snapshot, render, snapshots
 from tests.router.tools.doctor.rig import http_server
 from tests.support.examples import examples
 from tests.support.paths import ROOT
 from tests.support.whole_router import configure, routing, running
 
-TOP = [sys.executable, "-m", "router", "top"]
+TOP = [sys.executable, "-m", "kvatlas", "top"]
 GONE = "http://127.0.0.1:9"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.trace_verification import verify_trace
+from kvatlas.router.tools.trace_verification import verify_trace
 from tests.support.paths import TRACES
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.replication.settings import IndexSettings
-from router.tools.verify import run_verify
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.tools.verify import run_verify
 from tests.support.paths import ROOT
 from tests.support.redis_servers import Server, any_program
 

@@ -1,0 +1,1 @@
+"""Optional services beside serving: the endpoint picker for gateways, and sources of engines."""

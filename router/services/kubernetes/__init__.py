@@ -1,0 +1,1 @@
+"""Source of engines: pods of a Kubernetes cluster."""

@@ -1,0 +1,614 @@
+"""A fleet behind one variant: arrivals, placements and engines in one order of virtual time.
+
+The placement is the router's own code: candidates are made as the planner makes them
+(``kvatlas.router.placement.decide``), the policy chooses, and the load account and the prompts in flight are
+kept as for real requests. Only the engines (``engine``) and the immediate arrival of events are simulated. A
+run depends only on its inputs and the seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.events import BlockHash, Family
+from kvatlas.publisher.pool.host_tier import RetentionHint
+from kvatlas.router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
+from kvatlas.router.index.hit_rules import hits_behind
+from kvatlas.router.observe.history import RetentionHints
+from kvatlas.router.placement.candidate import Candidate, Hit, PlacementRequest, placement_request
+from kvatlas.router.placement.cost import (
+    Choice,
+    late_first_token,
+    long_wait,
+    make_choice,
+    predicted_wait_s,
+    score,
+    within_level,
+)
+from kvatlas.router.placement.engine import EngineOrder, order_of
+from kvatlas.router.placement.inflight import (
+    InflightPrefixes,
+    InflightPrompt,
+    coming_hit,
+    kept_prefixes,
+    kept_rule,
+)
+from kvatlas.router.placement.load import LoadAccount, Ticket
+from kvatlas.router.placement.others import NO_OTHERS
+from kvatlas.router.placement.policies import ArmState, policy
+from kvatlas.router.placement.pull import PullSources, link_busy_s, occupy_links, page_prices, with_pull
+from kvatlas.router.placement.rates import FleetRates, RateSettings
+from kvatlas.router.placement.saturation import gap_s, joins_sibling
+from kvatlas.router.simulation.engine import Arrivals, Calendar, SimEngine
+from kvatlas.router.simulation.peers import PeerRouter
+from kvatlas.router.simulation.requests import Request, block_hashes
+from kvatlas.router.simulation.router_view import Leg, Roles, router_view, seen_of
+from kvatlas.router.simulation.setup import (
+    FleetRun,
+    FleetSetup,
+    HoldSetup,
+    RequestRun,
+    Row,
+    Variant,
+    simulated_layout,
+    simulated_scheme,
+)
+from kvatlas.router.simulation.tiers import tiers_of
+
+# Requests held by a simulated router while every engine is saturated, in the router's own queue.
+#
+# An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or with
+# the maximum number of running requests; the rule of ``placement/saturation.py`` exempts siblings.
+
+
+_SOONEST_S = 0.001
+_POOL = "fleet"
+# Unlimited in a simulation: no request is rejected, so that all variants serve the same requests.
+_REQUESTS_MAX = 10_000_000
+
+Held = tuple[int, Request]
+
+
+class Holding:
+    """Held requests and their order. ``loads`` are the router's accounts of the engines."""
+
+    def __init__(self, hold: HoldSetup, loads: Sequence[LoadAccount], seqs_max: int) -> None:
+        self._hold = hold
+        self._loads = loads
+        self._seqs_max = seqs_max
+        self._queue: FairQueue[Held] = FairQueue(_REQUESTS_MAX, ageing=hold.ageing)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def room(self, now: float) -> bool:
+        """Whether an engine is not saturated."""
+        return self._gap_s(now) <= 0
+
+    def holds(self, request: Request, candidates: Sequence[Candidate], now: float) -> bool:
+        """Whether a request that arrives now has to wait."""
+        if not self._queue and self.room(now):
+            return False
+        share, hold_s = self._hold.siblings, self._hold.hold_s
+        if share is None or not self._queue.alone(request.tenant, _POOL):
+            return True
+        return not joins_sibling(candidates, request.input_tokens, share=share, saturation_s=hold_s)
+
+    def add(self, index: int, request: Request, candidates: Sequence[Candidate], now: float) -> None:
+        work_s = min(
+            (request.input_tokens - one.hit.whole_tokens) * one.prefill_s_per_token for one in candidates
+        )
+        tokens_per_s = sum(1 / one.prefill_s_per_token for one in candidates)
+        self._queue.add(
+            Waiting(
+                (index, request),
+                arrived_s=now,
+                work_s=work_s,
+                tenant=request.tenant,
+                pool=_POOL,
+                credit_tokens=self._hold.credit * tokens_per_s,
+            )
+        )
+
+    def release(self, now: float, place: Callable[[int, Request], None]) -> None:
+        while self._queue and self.room(now):
+            held = self._queue.take(lambda _: True)
+            if held is not None:
+                place(*held.item)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        self._queue.charge(tenant, Priority.NORMAL, _POOL, tokens)
+
+    def wake_s(self, now: float) -> float:
+        """Time at which there may be room without another event before; infinity: no request waits."""
+        return now + max(_SOONEST_S, self._gap_s(now)) if self._queue else float("inf")
+
+    def _gap_s(self, now: float) -> float:
+        """Return the seconds of work until an engine is no longer saturated; 0 or less if one is not."""
+        gaps = []
+        for account in self._loads:
+            load = account.current(now)
+            requests, hold_s = load.running + load.waiting, self._hold.hold_s
+            gaps.append(gap_s(load.queue_s, requests, saturation_s=hold_s, requests_max=self._seqs_max))
+        return min(gaps)
+
+
+Progress = Callable[[int], None]
+PROGRESS_EVERY = 256
+_NORMAL = 1  # class of every request
+_BY_FIRST_TOKEN = 2  # ``Variant.refuses``
+
+
+class _Open(msgspec.Struct, eq=False):
+    """A request in progress."""
+
+    engine: int
+    ticket: Ticket
+    prefix: InflightPrompt | None
+    prompt_tokens: int
+    hashes: Sequence[BlockHash]
+    predicted: int
+    arrived_s: float
+    tenant: str
+    leg: Leg | None = None
+    """Where the prompt is computed, if elsewhere."""
+    promised: int = 0
+    """Tokens to be pulled from another engine."""
+
+
+class FleetSim:
+    """Runs one variant over one workload, once."""
+
+    def __init__(self, setup: FleetSetup, variant: Variant, *, mean_prompt_tokens: float) -> None:
+        self._setup, self._variant = setup, variant
+        self._knobs = msgspec.structs.replace(setup.policy, **dict(variant.settings))
+        if variant.prefill >= setup.engines:
+            raise ValueError(f"prefill={variant.prefill} leaves none of {setup.engines} engines to decode")
+        self._roles = Roles(variant.prefill, setup.groups, setup.pd) if variant.prefill else None
+        self._policy = policy(variant.policy)
+        self._state = ArmState(random.Random(setup.seed))
+        self._names = [f"engine-{i}" for i in range(setup.engines)]
+        self._scheme = simulated_scheme(setup.groups)
+        self._pull_s_per_token = 0.0
+        if setup.tiers is not None and setup.tiers.pull_bytes_per_s and variant.pulls:
+            self._pull_s_per_token = setup.tiers.load_s_per_token("PEER", setup.groups)
+        self._hints = RetentionHints()
+        self._alone: list[int] = []  # hits of the last prompt looked up, in host memory alone
+        self._all_full = all(group.family is Family.FULL for group in setup.groups)
+        pools = [
+            HybridBlockPool(
+                setup.groups,
+                num_blocks=setup.num_blocks,
+                scheme=self._scheme,
+                retention_interval=setup.retention,
+                chunk_tokens_max=setup.timing.chunk_tokens,
+                events=False,
+            )
+            for _ in self._names
+        ]
+        self._tiers = tiers_of(setup.tiers, pools)
+        if setup.tiers is not None and setup.tiers.any:
+            self._knobs = msgspec.structs.replace(
+                self._knobs,
+                load_s_per_token=setup.tiers.load_s_per_token("CPU", setup.groups),
+                storage_load_s_per_token=setup.tiers.load_s_per_token("STORAGE", setup.groups),
+            )
+        self._layout = simulated_layout(setup.groups)
+        self._hits_behind = hits_behind(self._layout)
+        self._engines = [
+            SimEngine(
+                pool,
+                setup.timing,
+                first_token=self._first_token,
+                ended=self._ended,
+                refused=self._refused,
+                fetched=self._fetched,
+                tiers=outside,
+            )
+            for pool, outside in zip(pools, self._tiers, strict=True)
+        ]
+        self._view = router_view(variant, setup, pools, self._tiers, mean_prompt_tokens=mean_prompt_tokens)
+        timing = setup.timing
+        rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
+        self._loads = [LoadAccount(rates.engine()) for _ in pools]
+        for account in self._loads:
+            account.pages.configure(setup.num_blocks, setup.groups)
+        self._gauges_s = setup.gauge_s
+        self._holding = None if variant.hold is None else Holding(variant.hold, self._loads, timing.seqs_max)
+        self._inflight = InflightPrefixes()
+        self._open: dict[int, _Open] = {}
+        self._rows: dict[int, Row] = {}
+        self._peer = None
+        if variant.peer is not None:
+            unit = self._scheme.hash_block_size
+            self._peer = PeerRouter(variant.peer, setup.engines, unit, self._state.rng)
+        self._calendar = Calendar(setup.engines)
+        self._arrivals = Arrivals((), speed=1.0, closed=False)
+        self._now = 0.0
+
+    def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
+        """Run all requests to their end. ``progress`` is called periodically with the number placed since."""
+        self._arrivals = Arrivals(requests, speed=self._setup.speed, closed=self._setup.closed)
+        placed = 0
+        while True:
+            self._advance()
+            if self._arrivals.next_s() == math.inf:
+                break
+            self._now = self._arrivals.next_s()
+            index = self._arrivals.take()
+            self._arrive(index, requests[index])
+            placed += 1
+            if progress is not None and placed % PROGRESS_EVERY == 0:
+                progress(PROGRESS_EVERY)
+        if progress is not None:
+            progress(placed % PROGRESS_EVERY)
+        return FleetRun(
+            [self._rows[index] for index in range(len(requests))],
+            [engine.busy_s for engine in self._engines],
+            [engine.computed_tokens for engine in self._engines],
+            sum(engine.preemptions for engine in self._engines),
+            self._now,
+            sum(outside.moved_bytes for outside in self._tiers if outside is not None),
+            sum(outside.left_out_blocks for outside in self._tiers if outside is not None),
+        )
+
+    def _arrive(self, index: int, request: Request) -> None:
+        holding = self._holding
+        if holding is None:
+            self._place(index, request)
+            return
+        tokens, unit = request.input_tokens, self._scheme.hash_block_size
+        candidates = self._candidates(tokens, block_hashes(request, unit)[: tokens // unit], self._now)
+        if holding.holds(request, candidates, self._now):
+            holding.add(index, request, candidates, self._now)
+        else:
+            self._place(index, request)
+
+    def _place(self, index: int, request: Request) -> None:
+        now, tokens = self._now, request.input_tokens
+        unit = self._scheme.hash_block_size
+        whole = block_hashes(request, unit)
+        hashes = whole[: tokens // unit]
+        order = order_of(_NORMAL, now, self._knobs.engine_priority)
+        candidates = self._candidates(tokens, hashes, now, order)
+        arrived_s = self._arrivals.arrived_s(index)
+        left_s = arrived_s + self._variant.slo_s - now
+        question = self._ask(request, hashes)
+        place, choice, helper = 0, None, None
+        if not self._waits_too_long(tokens, hashes, candidates, left_s):
+            place, choice, helper = self._choose(index, candidates, question, hashes, left_s)
+        if choice is None or self._is_late(choice, left_s):
+            self._rows[index] = Row(index, arrived_s, 0, tokens, 0, 0, -1.0, 0.0, 0)
+            self._arrivals.ended(index, now)
+            return
+        leg, rank_s = None, 0.0
+        if helper is not None:
+            leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
+            ticket = self._loads[place].admit(uncached_tokens=0, now=now, prompt_tokens=tokens)
+        else:
+            if order is not None:
+                rank_s = self._rank_s(order, candidates[place], choice, hashes)
+            ticket = self._admit(place, choice, tokens, rank_s)
+        self._view.placed(place, tokens, hashes)
+        prefix = None
+        if leg is None or self._all_full:
+            prefix = self._in_flight(candidates[place], tokens, hashes, rank_s)
+        predicted = max(0, tokens - choice.uncached_tokens)
+        self._open[index] = _Open(
+            place, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant, leg
+        )
+        if choice.pull is not None:
+            self._open[index].promised = choice.pull.tokens
+        if self._holding is not None:
+            self._holding.charge(request.tenant, choice.uncached_tokens)
+        if leg is not None:
+            self._send(leg.engine, leg.run)
+        else:
+            source = None
+            if choice.pull is not None:
+                sender = choice.pull.source
+                occupy_links(self._loads[place], self._loads[sender], choice.pull.link_s, now)
+                source = self._tiers[sender]
+            run = self._run(place, index, tokens, whole, request.output_tokens)
+            run.rank_s, run.source, run.hint = rank_s, source, self._hint(request)
+            self._send(place, run)
+
+    def _run(
+        self, place: int, index: int, tokens: int, whole: Sequence[BlockHash], output_tokens: int
+    ) -> RequestRun:
+        """Make a request of an engine; of its tokens only the hashes count."""
+        pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)
+        return RequestRun(index, pool_request, tokens, output_tokens, self._now)
+
+    def _hint(self, request: Request) -> RetentionHint | None:
+        tiers = self._setup.tiers
+        if tiers is None or not tiers.hint_share:
+            return None
+        found = self._hints.predict(self._now, session=request.session)
+        return None if found is None else RetentionHint(found[1].ttl_s, found[1].value, request.tenant)
+
+    def _waits_too_long(
+        self, tokens: int, hashes: Sequence[BlockHash], candidates: list[Candidate], left_s: float
+    ) -> bool:
+        """Whether the request is refused by what every engine is predicted to take."""
+        variant = self._variant
+        if self._peer is not None:
+            return variant.refuses > 0 and self._peer.misses(tokens, hashes, seen_of(candidates), left_s)
+        admit_s = min(variant.admit_s, max(0.0, left_s)) if variant.refuses else variant.admit_s
+        return long_wait(predicted_wait_s(candidates), admit_s) is not None
+
+    def _is_late(self, choice: Choice, left_s: float) -> bool:
+        """Whether the request is refused by its first token at the chosen engine."""
+        if self._variant.refuses != _BY_FIRST_TOKEN or self._peer is not None or self._roles is not None:
+            return False
+        wait_s = predicted_wait_s([choice.scored.candidates[choice.index]])
+        return late_first_token(choice.scored.first_token_s(choice.index), wait_s, left_s) is not None
+
+    def _admit(self, place: int, choice: Choice, tokens: int, rank_s: float = 0.0) -> Ticket:
+        cost = choice.cost
+        return self._loads[place].admit(
+            uncached_tokens=choice.uncached_tokens,
+            now=self._now,
+            load_s=cost.load_s,
+            expected_s=cost.first_token_s,
+            prompt_tokens=tokens,
+            rank_s=rank_s,
+        )
+
+    def _choose(
+        self,
+        index: int,
+        candidates: list[Candidate],
+        question: PlacementRequest,
+        hashes: Sequence[BlockHash],
+        left_s: float,
+    ) -> tuple[int, Choice, int | None]:
+        """Return the engine that answers, the choice of the one that computes the prompt, and that engine if
+        it is another."""
+        if self._peer is not None:
+            tokens = question.prompt_tokens
+            place, cached = self._peer.place(index, tokens, hashes, seen_of(candidates), self._now)
+            choice = make_choice(score(candidates, tokens, self._knobs), place, "policy")
+            choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
+            return place, choice, None
+        roles = self._roles
+        if roles is None:
+            choice = self._policy(candidates, question, self._knobs, self._state)
+            if left_s < math.inf and choice.scored.first_token_s(choice.index) > left_s:
+                met = within_level(choice.scored, [0.0] * len(candidates), left_s)
+                if any(met):
+                    places = [place for place, good in enumerate(met) if good]
+                    some = [candidates[place] for place in places]
+                    choice = self._policy(some, question, self._knobs, self._state)
+                    return places[choice.index], choice, None
+            if self._pull_s_per_token:
+                choice = with_pull(choice, self._sources(question.prompt_tokens))
+            return choice.index, choice, None
+
+        def pick(some: Sequence[Candidate]) -> Choice:
+            return self._policy(some, question, self._knobs, self._state)
+
+        return roles.choose(candidates, question, pick, self._knobs, left_s)
+
+    def _sources(self, prompt_tokens: int = 0) -> PullSources:
+        """Return the engines as sources of pulls, for the prompt looked up last."""
+        tiers = self._setup.tiers
+        return PullSources(
+            self._alone,
+            [link_busy_s(account, None, self._now) for account in self._loads],
+            self._pull_s_per_token,
+            page_prices(self._loads, prompt_tokens),
+            0.0 if tiers is None else tiers.pull_latency_s,
+        )
+
+    def _leg(
+        self,
+        index: int,
+        request: Request,
+        hashes: Sequence[BlockHash],
+        candidate: Candidate,
+        place: int,
+        choice: Choice,
+    ) -> Leg:
+        """Start a prompt at the engine that computes it for another."""
+        tokens = request.input_tokens
+        ticket = self._admit(place, choice, tokens)
+        self._view.placed(place, tokens, hashes)
+        whole = block_hashes(request, self._scheme.hash_block_size)
+        run = self._run(place, index, tokens, whole, 1)
+        run.keeps = True
+        prefix = self._in_flight(candidate, tokens, hashes)
+        return Leg(place, ticket, prefix, run, whole, request.output_tokens)
+
+    def _in_flight(
+        self, candidate: Candidate, tokens: int, hashes: Sequence[BlockHash], rank_s: float = 0.0
+    ) -> InflightPrompt | None:
+        if not self._variant.in_flight:
+            return None
+        kept = kept_prefixes(kept_rule(self._layout), tokens, candidate.hit, self._setup.retention)
+        return self._inflight.add(candidate.engine_id, hashes, self._now, kept, rank_s)
+
+    def _rank_s(
+        self, order: EngineOrder, candidate: Candidate, choice: Choice, hashes: Sequence[BlockHash]
+    ) -> float:
+        """Key in the engine's order: behind the prompt whose blocks it will hit."""
+        work_s, unit = choice.cost.prefill_s, self._scheme.hash_block_size
+        rank_s = order.rank_s(work_s)
+        passed = self._inflight.passed(candidate.engine_id, hashes, candidate.hit, unit, rank_s)
+        return rank_s if passed is None else order.rank_s(order.work_behind(work_s, passed))
+
+    def _send(self, place: int, run: RequestRun) -> None:
+        self._engines[place].arrive(run, self._now)
+        self._note(place)
+
+    def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> PlacementRequest:
+        question = placement_request(request.input_tokens, hashes, fallback_key=request.ids[0])
+        if self._variant.by_session:
+            question = msgspec.structs.replace(question, prefix_key=request.session)
+        return question
+
+    def _candidates(
+        self, tokens: int, hashes: Sequence[BlockHash], now: float, order: EngineOrder | None = None
+    ) -> list[Candidate]:
+        seen = self._view.look(tokens, hashes, now)
+        self._alone = [held.alone for held in seen]
+        unit, last = self._scheme.hash_block_size, tokens - 1
+        common = None
+        if self._variant.in_flight:
+            common = self._inflight.common(hashes, now, (tokens if self._hits_behind else last) // unit)
+        found = []
+        for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
+            rate = account.rates.prefill_s_per_token(now)
+            queue_s, running, waiting, idle_s, late_s, recent_s, *_ = account.ahead(now, NO_OTHERS, rate)
+            shared = coming = 0
+            if common is not None:
+                shared = min(common.blocks.get(engine_id, 0) * unit, last)
+                coming = coming_hit(self._layout, common.coming.get(engine_id, 0) * unit, tokens)
+            hit = Hit(
+                held.hit,
+                held.cpu,
+                held.storage,
+                shared_prefix_tokens=max(held.shared_prefix, shared, held.hit + held.cpu + held.storage),
+                coming_tokens=coming,
+                common_tokens=shared,
+                confidence="exact" if self._variant.view == "truth" else "shadow",
+            )
+            behind_pages = 0
+            if order is not None:
+                rank_s = order.rank_s(rate * (tokens - hit.whole_tokens))
+                behind_s, behind_pages = account.behind(rank_s, rate)
+                queue_s = max(0.0, queue_s - behind_s)
+            found.append(
+                Candidate(
+                    engine_id,
+                    hit,
+                    queue_s=queue_s,
+                    running=running,
+                    waiting=waiting,
+                    idle_s=idle_s,
+                    prefill_s_per_token=rate,
+                    decode_interference_s=account.rates.decode_interference_s,
+                    late_s=late_s,
+                    recent_s=recent_s,
+                    room_s=account.pages.wait_s(tokens, behind_pages),
+                    pool_share=account.pages.share(tokens),
+                )
+            )
+        return found
+
+    def _advance(self) -> None:
+        """Process all events of the engines before the next arrival."""
+        calendar, holding, arrivals = self._calendar, self._holding, self._arrivals
+        while True:
+            until_s = arrivals.next_s()
+            wake_s = float("inf") if holding is None else holding.wake_s(self._now)
+            engine_s = calendar.next_s()
+            next_s = min(wake_s, engine_s)
+            if self._gauges_s <= min(next_s, until_s) < math.inf:
+                self._report()
+                continue
+            if next_s > until_s or next_s == float("inf"):
+                return
+            self._now = next_s
+            if wake_s > next_s:
+                engine = calendar.take()
+                self._engines[engine].advance()
+                self._note(engine)
+            if holding is not None:
+                holding.release(self._now, self._place)
+
+    def _report(self) -> None:
+        """Poll every engine's gauges, as the router does."""
+        now = self._gauges_s
+        for place, (engine, account) in enumerate(zip(self._engines, self._loads, strict=True)):
+            account.report(
+                running=engine.num_running, waiting=engine.num_waiting, now=now, usage=engine.usage
+            )
+            if self._peer is not None:
+                self._peer.polled(place, engine.num_waiting, engine.usage)
+        self._gauges_s += self._setup.gauge_s
+
+    def _note(self, engine: int) -> None:
+        self._calendar.note(engine, self._engines[engine].next_s)
+
+    def _first_token(self, run: RequestRun, now: float) -> None:
+        opened = self._open[run.index]
+        work: _Open | Leg = opened.leg if opened.leg is not None and run.keeps else opened
+        account = self._loads[work.engine]
+        sample = account.first_token(work.ticket, now)
+        if sample is not None and self._setup.learn_rates and (run.keeps or opened.leg is None):
+            account.rates.observe(sample, now)
+        if work.prefix is not None:
+            self._inflight.prefilled(work.prefix, self._now)
+        self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
+        if self._peer is not None:
+            self._peer.first_token(run.index, now)
+
+    def _ended(self, run: RequestRun, now: float) -> None:
+        opened = self._open[run.index]
+        if run.keeps and opened.leg is not None and self._roles is not None:
+            self._end_leg(opened.leg, now)
+            tokens, leg = opened.prompt_tokens, opened.leg
+            decode = self._run(opened.engine, run.index, tokens, leg.whole, leg.answer_tokens)
+            decode.arrived_s, decode.fetch = now, self._roles.fetch(tokens)
+            self._send(opened.engine, decode)
+            return
+        opened = self._close(run, run.first_token_s)
+        self._loads[opened.engine].finish(opened.ticket, now)
+        if self._holding is not None:
+            self._holding.charge(opened.tenant, GENERATED_WORTH * run.output_tokens)
+        if opened.prefix is not None:
+            self._inflight.end(opened.prefix, now)
+
+    def _end_leg(self, leg: Leg, now: float) -> None:
+        self._loads[leg.engine].finish(leg.ticket, now)
+        if leg.prefix is not None:
+            self._inflight.end(leg.prefix, now)
+
+    def _fetched(self, run: RequestRun, now: float) -> None:
+        leg = self._open[run.index].leg
+        if leg is not None and leg.run.kept:
+            self._engines[leg.engine].release(leg.run, now)
+            self._note(leg.engine)
+
+    def _refused(self, run: RequestRun, now: float) -> None:
+        self._fetched(run, now)
+        opened = self._close(run, None)
+        if run.keeps and opened.leg is not None:
+            self._end_leg(opened.leg, now)
+        self._loads[opened.engine].fail(opened.ticket, now)
+        if opened.prefix is not None:
+            self._inflight.drop(opened.prefix)
+
+    def _close(self, run: RequestRun, first_token_s: float | None) -> _Open:
+        opened = self._open.pop(run.index)
+        self._arrivals.ended(run.index, self._now + self._setup.timing.request_s)
+        if self._peer is not None:
+            self._peer.ended(run.index)
+        asked = run if opened.leg is None else opened.leg.run
+        answered, request_s = first_token_s is not None, self._setup.timing.request_s
+        self._rows[run.index] = Row(
+            run.index,
+            opened.arrived_s,
+            opened.engine,
+            opened.prompt_tokens,
+            opened.predicted,
+            asked.hit,
+            -1.0 if first_token_s is None else first_token_s - opened.arrived_s + request_s,
+            max(0.0, asked.started_s - opened.arrived_s),
+            run.preempted,
+            run.loaded if run.medium == "CPU" else 0,
+            run.loaded if run.medium == "STORAGE" else 0,
+            run.ended_s - opened.arrived_s + request_s if answered else -1.0,
+            (run.ended_s - run.first_token_s) / (run.output_tokens - 1)
+            if answered and run.output_tokens > 1
+            else -1.0,
+            0 if opened.leg is None else run.loaded,
+            opened.promised,
+            run.pulled,
+        )
+        return opened
