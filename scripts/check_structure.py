@@ -236,7 +236,8 @@ def dead_code() -> Iterator[str]:
 def circles(code: list[Module]) -> Iterator[str]:
     """Modules that import each other, also inside functions or for types only."""
     names = {
-        module.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): module for module in code
+        f"kvatlas.{module.path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}": module
+        for module in code
     }
     imports = {name: _imported(module.tree, names.keys()) - {name} for name, module in names.items()}
     # What cannot be reached from itself is in no circle.

@@ -270,6 +270,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvatlas-power-") as folder:
         tree = Path(folder).resolve()
         for name in (
+            "kvatlas",
             "router",
             "publisher",
             "connectors",
@@ -281,7 +282,9 @@ def main() -> int:
         ):
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(source, tree / name)
         executed = tests_by_line(tree, part, paths)

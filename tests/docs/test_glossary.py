@@ -17,7 +17,6 @@ from kvatlas.router.feeds.base import REASONS as MALFORMED
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.feeds.position import DOUBTS
 from kvatlas.router.feeds.recovery import RepairKind
-from kvatlas.router.services.kubernetes import objects
 from kvatlas.router.fleet.engines import NOT_READY
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.root_events import Removals
@@ -28,6 +27,7 @@ from kvatlas.router.openai.request import FAILURES
 from kvatlas.router.placement.candidate import Cost, Reason
 from kvatlas.router.placement.load import EngineLoad
 from kvatlas.router.prompts.settings import REASONS as NOT_LOCAL
+from kvatlas.router.services.kubernetes import objects
 from tests.docs.pages import inline_code
 from tests.support.paths import ROOT
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -81,6 +82,18 @@ async def until(
         meanwhile()
         await asyncio.sleep(look_s)
         look_s = min(look_s * 1.2, _LOOK_S_MAX)
+
+
+async def until_thread(condition: Callable[[], object], what: str) -> None:
+    """Wait until a thread of the code's own has done something. Real time passes, as the thread runs in it:
+    virtual time would be over before the thread has had its turn."""
+    pause = threading.Event()
+    for _ in range(round(WAIT_S / _LOOK_S)):
+        if condition():
+            return
+        await asyncio.sleep(0)
+        pause.wait(_LOOK_S)
+    raise AssertionError(f"never happened: {what}")
 
 
 def _may_wait(began: float, wait_s: float) -> bool:

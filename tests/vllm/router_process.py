@@ -43,7 +43,7 @@ class RouterProcess:
         self._command = [
             sys.executable,
             "-m",
-            "router",
+            "kvatlas",
             "serve",
             "--expose-decision",
             "--ops-port",

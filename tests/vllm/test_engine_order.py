@@ -3,17 +3,20 @@ schedules by priority, and by arrival, without an error, where it does not."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from tests.support.waiting import wait_until
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
 
@@ -45,23 +48,29 @@ def router(
         yield request.param, front, engine
 
 
-def waiting(engine: VllmEngine) -> int:
-    """Requests in the engine's waiting queue."""
+def requests(engine: VllmEngine, state: str) -> int:
+    """Requests that the engine has in this state: running or waiting."""
     with urllib.request.urlopen(f"{engine.base_url}/metrics", timeout=30) as page:
         lines = page.read().decode().splitlines()
-    return round(
-        sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_waiting{"))
-    )
+    gauge = f"vllm:num_requests_{state}{{"
+    return round(sum(float(line.split()[-1]) for line in lines if line.startswith(gauge)))
 
 
-def until_waiting(engine: VllmEngine, count: int, threads: list[threading.Thread]) -> None:
-    pause = threading.Event()
-    for _ in range(600):
-        if waiting(engine) == count:
-            return
-        assert all(thread.is_alive() for thread in threads), "the request ahead of them ended too early"
-        pause.wait(0.05)
-    raise AssertionError(f"not {count} requests wait in the engine")
+@contextmanager
+def engine_kept_busy(engine: VllmEngine, url: str) -> Iterator[None]:
+    """One long answer runs meanwhile; its client leaves at the end.
+
+    It is not streamed: vLLM's API server answers nothing else while it is behind with the chunks of a stream
+    (``AsyncLLM.generate`` awaits only an empty queue), which a tiny model's are.
+    """
+    body = {"model": "tiny", "prompt": "go on", "max_tokens": 8_000, "ignore_eos": True}
+    client = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+    client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    try:
+        wait_until(lambda: requests(engine, "running") == 1, "the long answer runs")
+        yield
+    finally:
+        client.close()
 
 
 def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goes_by_priority(
@@ -91,21 +100,23 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
         except (openai.APIError, anthropic.APIError) as error:
             failed.append(f"{name}: {error}")
 
+    def until_waiting(count: int) -> None:
+        wait_until(
+            lambda: requests(engine, "waiting") == count,
+            lambda: f"{count} requests wait in the engine; failed: {failed}",
+        )
+
     shorts = [name for name in asks if name != "long"]
     for name in shorts:  # clients and engine load what they need for each API
         asks[name]()
-    blocker = api.completions.create(
-        model="tiny", prompt="go on", max_tokens=8_000, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(blocker))
     threads: list[threading.Thread] = []
-    for names in (["long"], shorts):
-        added = [threading.Thread(target=ask, args=(name,)) for name in names]
-        for thread in added:
-            thread.start()
-        threads += added
-        until_waiting(engine, len(threads), threads)
-    blocker.close()
+    with engine_kept_busy(engine, url):
+        for names in (["long"], shorts):
+            added = [threading.Thread(target=ask, args=(name,)) for name in names]
+            for thread in added:
+                thread.start()
+            threads += added
+            until_waiting(len(threads))
     for thread in threads:
         thread.join(300)
     api.close()

@@ -23,7 +23,7 @@ from kvatlas.router.simulation.fit import fetch_usage
 from kvatlas.router.simulation.traces import read_capture
 from tests.support.pairs import busy, connected
 from tests.support.sidecars import completion, endpoint, sidecar
-from tests.support.waiting import until
+from tests.support.waiting import until, until_thread
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running
 
 KEY = "kva-" + "k" * 43
@@ -35,7 +35,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 async def written(rig: Rig, count: int) -> None:
     log = rig.router.usage
-    await until(lambda: log.stats.written == count, f"{count} lines written")
+    await until_thread(lambda: log.stats.written == count, f"{count} lines written")
 
 
 async def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from kvatlas.router.services.epp.messages import bytes_field, number_field
 from kvatlas.router.services.epp.settings import EppSettings, EppStats
 from tests.router.services.epp.test_messages import PB, read
 from tests.support.h2_peer import H2Peer, h2_peer
-from tests.support.waiting import until
+from tests.support.waiting import until, until_thread
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -257,7 +257,7 @@ async def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path
         assert (await error_of(peer, broken))[0] == 400
         log = rig.router.usage
         assert log is not None
-        await until(lambda: log.stats.written == 2, "both lines are written")
+        await until_thread(lambda: log.stats.written == 2, "both lines are written")
         url = engine.base_url
     served, refused = [json.loads(line) for line in path.read_text().splitlines()]
     assert (served["status"], served["engine"], served["generated_tokens"]) == (200, url, 3)
