@@ -57,15 +57,19 @@ def requests(engine: VllmEngine, state: str) -> int:
 
 
 @contextmanager
-def engine_kept_busy(engine: VllmEngine, url: str) -> Iterator[None]:
+def engine_kept_busy(engine: VllmEngine) -> Iterator[None]:
     """One long answer runs meanwhile; its client leaves at the end.
 
-    It is not streamed: vLLM's API server answers nothing else while it is behind with the chunks of a stream
-    (``AsyncLLM.generate`` awaits only an empty queue), which a tiny model's are.
+    vLLM's API server answers nothing else while it is behind the engine, and a random model's answer may put
+    it there: a stream, by its chunks; a token that ends within a character, repeated without end, by decoding
+    all of them again for each. So the answer is not streamed, and of these words only.
     """
-    body = {"model": "tiny", "prompt": "go on", "max_tokens": 8_000, "ignore_eos": True}
-    client = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
-    client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    host, headers = engine.base_url.removeprefix("http://"), {"content-type": "application/json"}
+    client = http.client.HTTPConnection(host, timeout=300)
+    client.request("POST", "/tokenize", json.dumps({"model": "tiny", "prompt": "go on"}), headers)
+    words = json.loads(client.getresponse().read())["tokens"]
+    asked = {"model": "tiny", "prompt": words, "max_tokens": 8_000, "ignore_eos": True}
+    client.request("POST", "/v1/completions", json.dumps(asked | {"allowed_token_ids": words}), headers)
     try:
         wait_until(lambda: requests(engine, "running") == 1, "the long answer runs")
         yield
@@ -110,7 +114,7 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
     for name in shorts:  # clients and engine load what they need for each API
         asks[name]()
     threads: list[threading.Thread] = []
-    with engine_kept_busy(engine, url):
+    with engine_kept_busy(engine):
         for names in (["long"], shorts):
             added = [threading.Thread(target=ask, args=(name,)) for name in names]
             for thread in added:
