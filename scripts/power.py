@@ -49,6 +49,19 @@ EXTRA_TESTS = {
 }
 """Files ``tests/router/app/test_NAME.py`` that show the part's work through a whole router."""
 
+COPIED = [
+    "kvatlas",
+    "router",
+    "publisher",
+    "connectors",
+    "tests",
+    "docs",
+    "examples",
+    "pyproject.toml",
+    "README.md",
+]
+"""What tests read: the links in ``kvatlas`` lead to the copied folders, whose files the mutations change."""
+
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -167,10 +180,10 @@ def tests_by_line(tree: Path, part: str, paths: list[str]) -> dict[tuple[str, in
     source = part if (tree / part).is_dir() else str(Path(part).parent)
     done = _pytest(
         tree, [*paths, f"--cov={source}", "--cov-context=test", "--cov-report=", "--durations=0", "-vv"],
-        seconds_max=1800, COVERAGE_FILE=str(data), COVERAGE_CORE="ctrace",
+        seconds_max=1800, COVERAGE_FILE=str(data), COVERAGE_CORE="ctrace", PYTHONDONTWRITEBYTECODE="",
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"the tests fail without a mutation:\n{done.stdout[-3000:]}")
+        raise RuntimeError(f"the tests fail without a mutation:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     durations = _durations(done.stdout)
     lines: dict[tuple[str, int], set[str]] = defaultdict(set)
     with sqlite3.connect(data) as base:
@@ -186,6 +199,8 @@ def tests_by_line(tree: Path, part: str, paths: list[str]) -> dict[tuple[str, in
                     for bit in range(8):
                         if byte >> bit & 1:
                             lines[relative, index * 8 + bit].add(test)
+    if not lines:
+        raise RuntimeError(f"no test executes a line of {part}: coverage looks at other files")
     return {
         line: sorted(tests, key=lambda test: (durations.get(test, 0.0), test))
         for line, tests in lines.items()
@@ -204,6 +219,7 @@ def _durations(output: str) -> dict[str, float]:
 def _pytest(
     tree: Path, words: list[str], *, seconds_max: float, **environ: str
 ) -> subprocess.CompletedProcess[str]:
+    # The run without a mutation keeps its bytecode for the others. A mutated file is newer than its own.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", FAST, "--hypothesis-seed=1"]
     command += ["-p", "no:randomly", "-p", "no:cacheprovider", *words]
     return subprocess.run(  # noqa: S603 - the interpreter that runs this script
@@ -269,17 +285,7 @@ def main() -> int:
         parser.error(f"{own}: {part} has no tests of its own")
     with tempfile.TemporaryDirectory(prefix="kvatlas-power-") as folder:
         tree = Path(folder).resolve()
-        for name in (
-            "kvatlas",
-            "router",
-            "publisher",
-            "connectors",
-            "tests",
-            "pyproject.toml",
-            "docs",
-            "examples",
-            "README.md",
-        ):
+        for name in COPIED:
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(
