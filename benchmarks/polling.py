@@ -1,10 +1,12 @@
 """Cost of reading the gauges of engines: CPU per poll, and the share of a core by fleet and interval.
 
     python -m benchmarks.polling [--engines 64,1024] [--intervals 2,0.5] [--seconds 10] [--page-kib 57]
+        [--whole]
 
 The router's own poller reads ``/metrics`` of engines on loopback addresses, served by another process, over
 real connections; a page has the size of vLLM 0.32's (``PrometheusStatLogger`` of one engine: 58,014 bytes,
-576 lines). Health polls are as by default. The CPU is that of this process, fleet and load accounts included,
+576 lines), and is asked for the samples that are used, by name; with ``--whole`` the servers do not answer by
+name. Health polls are as by default. The CPU is that of this process, fleet and load accounts included,
 less what it takes while no gauges are read. JSON lines.
 """
 
@@ -51,18 +53,25 @@ def page(size: int) -> bytes:
     return "\n".join([*lines, "process_start_time_seconds 1.7e+09", ""]).encode()
 
 
-async def serve(pipe: Connection, size: int) -> None:
+async def serve(pipe: Connection, size: int, *, by_name: bool) -> None:
     """The engines: every address and port of this machine answers alike."""
     body, models = page(size), {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=body, content_type="text/plain")
 
+    async def named(request: web.Request) -> web.Response:
+        names = tuple(name.encode() for name in request.query.getall("name[]"))
+        lines = (line for line in body.splitlines(keepends=True) if line.startswith(names))
+        return web.Response(body=b"".join(lines), content_type="text/plain")
+
     async def listed(request: web.Request) -> web.Response:
         return web.json_response(models)
 
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics), web.get("/v1/models", listed)])
+    if by_name:
+        app.add_routes([web.get("/metrics/", named)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "0.0.0.0", 0, backlog=4096)  # all of 127.0.0.0/8
@@ -73,8 +82,8 @@ async def serve(pipe: Connection, size: int) -> None:
     await runner.cleanup()
 
 
-def _serve(pipe: Connection, size: int) -> None:
-    asyncio.run(serve(pipe, size))
+def _serve(pipe: Connection, size: int, by_name: bool) -> None:  # a process's argument
+    asyncio.run(serve(pipe, size, by_name=by_name))
 
 
 async def measure(port: int, engines: int, interval_s: float, seconds: float) -> tuple[float, float]:
@@ -115,11 +124,12 @@ def main() -> None:
     parser.add_argument("--intervals", default="2,0.5")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--page-kib", type=int, default=57)
+    parser.add_argument("--whole", action="store_true")
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    server = context.Process(target=_serve, args=(other, args.page_kib * 1024), daemon=True)
+    server = context.Process(target=_serve, args=(other, args.page_kib * 1024, not args.whole), daemon=True)
     server.start()
     port = pipe.recv()
     for engines in map(int, args.engines.split(",")):

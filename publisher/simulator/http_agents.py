@@ -74,7 +74,14 @@ class Call:
     @property
     def query(self) -> dict[str, str]:
         """Query parameters by name."""
-        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
+        return dict(self._parameters())
+
+    def values(self, name: str) -> list[str]:
+        """Values of a query parameter that may be repeated."""
+        return [value for key, value in self._parameters() if key == name]
+
+    def _parameters(self) -> list[tuple[str, str]]:
+        return parse_qsl(self._scope["query_string"].decode("latin-1"))
 
     def apply_headers(self, request: ChatRequest | CompletionRequest) -> None:
         """Set the priority, where a numeric header overrides the body, and the session, where the body

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import time
 import uuid
@@ -56,6 +57,7 @@ _GENERATING = frozenset(
 )
 # Endpoints that SGLang does not have.
 _ONLY_VLLM = (
+    "/metrics/",
     "/version",
     "/v1/messages/render",
     "/v1/responses/render",
@@ -213,6 +215,7 @@ class EngineApp:
             "/health": ("GET", self._health),
             "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics),
+            "/metrics/": ("GET", self._metrics_by_name),
         }
         if event_sources is not None:
             self._routes["/kv_event_sources"] = ("GET", lambda call: call.reply_json(event_sources))
@@ -436,10 +439,20 @@ class EngineApp:
         await call.reply_json({"version": f"{self._model.version}+kvatlas"})
 
     async def _metrics(self, call: Call) -> None:
+        await call.reply(self._metrics_page(), content_type=_METRICS)
+
+    async def _metrics_by_name(self, call: Call) -> None:
+        """prometheus_client's application: the query names samples, which ``/metrics`` ignores in vLLM."""
+        page = self._metrics_page()
+        if names := call.values("name[]"):
+            found = re.compile(rf"({'|'.join(map(re.escape, names))})[{{ ]".encode())
+            page = b"".join(line for line in page.splitlines(keepends=True) if found.match(line))
+        await call.reply(page, content_type=_METRICS)
+
+    def _metrics_page(self) -> bytes:
         scheduler = self._stepper.scheduler
         transfers = None if scheduler.connector is None else scheduler.connector.metrics
-        page = self._model.metrics(scheduler.stats, scheduler.gauges(), transfers)
-        await call.reply(page, content_type=_METRICS)
+        return self._model.metrics(scheduler.stats, scheduler.gauges(), transfers)
 
 
 def _event(value: Json) -> bytes:

@@ -27,10 +27,13 @@ from kvatlas.router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
 from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.statement import (
+    METRICS,
+    METRICS_BY_NAME,
     SERVER_INFO,
     EngineStatement,
     SleepState,
     event_sources,
+    names_read,
     read_gauges,
     read_obeys_hints,
     read_pool_blocks,
@@ -130,6 +133,8 @@ class FleetPoller(Generic[E]):
         self._not_only_slow: set[str] = set()
         # Servers that are up and reported that they publish no events.
         self._settled: set[str] = set()
+        # Samples on the whole page of each server that may be asked for them by name; empty: not by name.
+        self._samples: dict[str, frozenset[bytes]] = {}
         # Statements of servers whose /server_info has been read; None: refused, or of another kind.
         self._informed: dict[str, EngineStatement | None] = {}
         # What is known of the salts of servers that are up, and when it is to be tried again.
@@ -195,6 +200,7 @@ class FleetPoller(Generic[E]):
         self._not_only_slow.discard(base_url)
         self._settled.discard(base_url)
         self._informed.pop(base_url, None)
+        self._samples.pop(base_url, None)
         self._proofs.pop(base_url, None)
         self._proofs_due.pop(base_url, None)
         self._restarted.discard(base_url)
@@ -458,7 +464,7 @@ class FleetPoller(Generic[E]):
 
     async def _ask_gauges(self, base_url: str) -> None:
         try:
-            body = await self._get(f"{base_url}/metrics")
+            body = await self._metrics_page(base_url)
         except (OSError, _BadAnswerError):
             return
         started = read_started(body)
@@ -466,6 +472,7 @@ class FleetPoller(Generic[E]):
             before, status.started = status.started, started or status.started
             if None not in (started, before) and started != before:
                 self._informed.pop(base_url, None)
+                self._samples.pop(base_url, None)
                 _log.info("engine restarted", engine=status.engine_id)
                 proof = self._proofs.get(base_url)
                 if proof is None or proof.started != started:
@@ -494,6 +501,19 @@ class FleetPoller(Generic[E]):
             await self._look_at_salts(base_url, self._fleet.ranks(base_url)[0].models)
             for status in self._fleet.ranks(base_url):
                 status.salt_proof = self._proofs.get(base_url)
+
+    async def _metrics_page(self, base_url: str) -> bytes:
+        """The server's metrics: only what is read, if it gives that by name, else the whole page."""
+        there = self._samples.get(base_url)
+        if there:
+            with contextlib.suppress(_BadAnswerError):
+                page = await self._get(base_url + METRICS_BY_NAME)
+                if names_read(page) >= there:
+                    return page
+        page = await self._get(base_url + METRICS)
+        # Not by name: several API processes (``MultiProcessCollector``), SGLang, the Rust frontend.
+        self._samples[base_url] = names_read(page) if there is None else frozenset()
+        return page
 
     def _note_sleep(self, status: E, found: SleepState) -> None:
         before, status.sleep = status.sleep, found

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
@@ -371,6 +371,31 @@ _SLEEP_CALLS = re.compile(
 _NEWLINE = ord("\n")
 # vLLM's label of a data-parallel rank, and SGLang's.
 _RANK = re.compile(rb'(?:engine|dp_rank)="(\d{1,6})"')
+
+
+# Every sample of vLLM that is read here. Its page is prometheus_client's application, which takes names of
+# samples (``registry.restricted_registry``): 0.6 instead of 42 KB, 0.12 instead of 3.9 ms of the engine's API
+# server (vLLM 0.32). Only the path with the slash passes the query on.
+_READ = (
+    *(f"vllm:{gauge}" for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")),
+    *("vllm:cache_config_info", "vllm:spec_decode_num_drafts_total", "kvatlas_offload_rows"),
+    *("vllm:engine_sleep_state", "vllm:sleep_mode_operation_duration_seconds_count"),
+    *(
+        f"vllm:nixl_num_{counter}_total"
+        for counter in (
+            "failed_transfers", "failed_notifications", "kv_expired_reqs", "notifications_after_expiry"
+        )
+    ),
+    "process_start_time_seconds",
+)  # fmt: skip
+METRICS: Final = "/metrics"
+METRICS_BY_NAME: Final = f"{METRICS}/?{urlencode([('name[]', name) for name in _READ])}"
+_READ_AS_BYTES = tuple(f"\n{name}".encode() for name in _READ)
+
+
+def names_read(text: bytes) -> frozenset[bytes]:
+    """Return which of the samples that are read here the page of a vLLM engine has."""
+    return frozenset(name for name in _READ_AS_BYTES if name in text or text.startswith(name[1:]))
 
 
 def _samples_of(pattern: re.Pattern[bytes], text: bytes) -> Iterator[re.Match[bytes]]:

@@ -5,6 +5,7 @@ How the test waits for the events between two requests is said in ``observed_fle
 
 from __future__ import annotations
 
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,15 @@ from pathlib import Path
 import openai
 import pytest
 
+from kvatlas.router.fleet.statement import (
+    METRICS,
+    METRICS_BY_NAME,
+    names_read,
+    read_pool_blocks,
+    read_sleep,
+    read_started,
+    read_statement,
+)
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.observed_fleet import BLOCK_TOKENS, Fleet, Outcome, running, send
 from tests.vllm.vllm_engine import two_engines
@@ -34,6 +44,22 @@ def fleet(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathF
     engines = two_engines(vllm_python, tiny_model, logs, **options)
     with running(engines, tiny_model, log=logs / "router.log") as fleet:
         yield fleet
+
+
+def test_engines_give_the_samples_that_are_read_by_name(fleet: Fleet) -> None:
+    for base_url in fleet.taps:
+        whole, named = (read(base_url + path) for path in (METRICS, METRICS_BY_NAME))
+        assert names_read(named) >= names_read(whole)
+        assert {b"\nvllm:num_requests_running", b"\nprocess_start_time_seconds"} <= names_read(whole)
+        assert len(named) < len(whole) / 5
+        for fact in (read_pool_blocks, read_statement, read_sleep):
+            assert fact(named, None) == fact(whole, None)
+        assert read_started(named) == read_started(whole)
+
+
+def read(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as page:
+        return bytes(page.read())
 
 
 def test_every_predicted_hit_is_what_the_engine_reports(fleet: Fleet) -> None:

@@ -17,6 +17,7 @@ from kvatlas.router.fleet.poller import EngineCalls
 from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.statement import (
+    METRICS_BY_NAME,
     reachable,
     read_gauges,
     read_sleep,
@@ -440,6 +441,56 @@ async def test_bad_gauges_change_nothing_and_good_ones_are_told() -> None:
             await watch.polls("/metrics")
             assert watch.listener.loads == {}
         assert status.up
+
+
+PAGE = (
+    b"# HELP vllm:num_requests_running R\nvllm:num_requests_running 1.0\nvllm:num_requests_waiting 2.0\n"
+    b"process_start_time_seconds 1.7e+09\nvllm:e2e_request_latency_seconds_bucket 5.0\n"
+)
+NAMED = PAGE.replace(b"vllm:e2e_request_latency_seconds_bucket 5.0\n", b"").replace(b" 1.0", b" 7.0")
+
+
+async def test_the_whole_page_is_read_once_and_then_what_is_used_of_it() -> None:
+    async with watching() as watch:
+        (status,) = watch.fleet
+        watch.server.answers |= {"/metrics": page(PAGE), METRICS_BY_NAME: page(NAMED)}
+        await watch.polls(METRICS_BY_NAME)
+        assert watch.server.count("/metrics") == 1
+        assert watch.listener.loads == {status.engine_id: (7, 2)}
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        page(b"", 404),
+        page(b"", 307),
+        page(b""),
+        page(NAMED.replace(b"process_start_time_seconds 1.7e+09\n", b"")),
+        page(b"\xff" * 1000),
+    ],
+    ids=["not-found", "redirect", "empty", "one-missing", "garbage"],
+)
+async def test_a_server_that_does_not_answer_by_name_is_asked_for_the_whole_page(named: bytes) -> None:
+    async with watching() as watch:
+        (status,) = watch.fleet
+        watch.server.answers |= {"/metrics": page(PAGE), METRICS_BY_NAME: named}
+        for _ in range(4):
+            await watch.polls("/metrics")
+        assert watch.server.count(METRICS_BY_NAME) == 1
+        assert watch.listener.loads == {status.engine_id: (1, 2)}
+
+
+async def test_another_process_is_asked_for_its_whole_page() -> None:
+    """An update may answer by name where its predecessor did not, or the reverse."""
+    async with watching() as watch:
+        watch.server.answers |= {"/metrics": page(PAGE), METRICS_BY_NAME: page(NAMED)}
+        await watch.polls(METRICS_BY_NAME)
+        later = {"/metrics": page(PAGE.replace(b"1.7e", b"1.8e"))}
+        watch.server.answers |= later | {METRICS_BY_NAME: page(NAMED.replace(b"1.7e", b"1.8e"))}
+        await watch.polls("/metrics", 1)
+        await watch.polls(METRICS_BY_NAME)
+        assert watch.server.count("/metrics") == 2
+        assert [what for what, _ in watch.told] == ["up", "restarted"]
 
 
 @pytest.mark.parametrize(
