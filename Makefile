@@ -115,7 +115,7 @@ $(BIN)/python:
 
 $(ROUTER): $(BIN)/python pyproject.toml
 	@echo "installing kvatlas into $(VENV)"
-	@$(PIP_INSTALL) $(LOCKED) --editable '.[router]'
+	@$(PIP_INSTALL) $(LOCKED) --editable .
 	@touch $@
 
 $(DEV): $(BIN)/python pyproject.toml

@@ -1,6 +1,7 @@
 """Entry point of the ``kvatlas`` command and its error boundary: every failure ends in one sentence.
 
-Light to import: a wheel installed without its extras gets this far and reports what to install. Invariants:
+Light to import: where kvatlas was installed without its dependencies, as in an engine's environment, it gets
+this far and reports what to install. Invariants:
 no traceback reaches the terminal unless ``KVATLAS_TRACEBACK`` is set; the status is 0 done, 1 no or failed, 2
 bad arguments or configuration, 130 interrupted.
 """
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 TRACEBACK_VARIABLE = "KVATLAS_TRACEBACK"
-# Extra that provides a module; all others come with ``router``.
+# Extra that provides a module; all others are dependencies.
 _EXTRA_OF = {"torch": "connectors", "mooncake": "connectors-mooncake"}
 # New objects between two garbage collections. Imports create no garbage; collecting takes a tenth of their
 # time.
@@ -36,7 +37,7 @@ def run(words: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
-        from kvatlas.router.cli import call  # noqa: PLC0415  # a bare wheel cannot import it
+        from kvatlas.router.cli import call  # noqa: PLC0415  # needs the dependencies
 
         status = call(words)
         if sys.stdout is not None:
@@ -66,10 +67,10 @@ def _report(error: BaseException) -> int:
         # The reader has closed the pipe: head, or a pager that was quit.
         return 1
     if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) != "kvatlas":
-        extra = _EXTRA_OF.get(name, "router")
+        what = f"'.[{_EXTRA_OF[name]}]'" if name in _EXTRA_OF else "."
         _print_error(
-            f"this command needs the Python module {name!r}: install kvatlas with its extra {extra!r}, "
-            f"in a checkout: python -m pip install '.[{extra}]'"
+            f"this command needs the Python module {name!r}, which is not installed; "
+            f"in a checkout of kvatlas: python -m pip install {what}"
         )
     elif isinstance(error, OSError):
         _print_error(_of_system(error))

@@ -17,7 +17,7 @@ pin() { # pin FILE WHAT SOURCE...
     mv "$file.new" "$file"
 }
 
-pin requirements/image.txt "What the container image installs" pyproject.toml --extra router
+pin requirements/image.txt "What the container image installs" pyproject.toml
 sed -n 's/^requires = \["\(.*\)"\]/\1/p' pyproject.toml |
     pin requirements/build.txt "What builds the wheel for the container image" -
 

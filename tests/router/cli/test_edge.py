@@ -124,7 +124,7 @@ def test_checking_the_usage_record_leaves_nothing_behind(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("module", ["cyclopts", "rich", "uvicorn", "tokenizers"])
-def test_a_wheel_without_extras_is_told_what_to_install(
+def test_a_wheel_without_dependencies_says_what_to_install(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in {"kvatlas", module}]:
@@ -135,8 +135,8 @@ def test_a_wheel_without_extras_is_told_what_to_install(
     assert (status, said) == (
         1,
         (
-            f"kvatlas: this command needs the Python module {module!r}: install kvatlas with its extra "
-            "'router', in a checkout: python -m pip install '.[router]'\n"
+            f"kvatlas: this command needs the Python module {module!r}, which is not installed; "
+            "in a checkout of kvatlas: python -m pip install .\n"
         ),
     )
 
