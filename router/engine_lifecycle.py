@@ -187,8 +187,11 @@ class EngineLifecycle:
         engine.reset()
         now = self._clock()
         # By its own clock, which may differ from ours; after the poll that the old process answered.
-        age_s = max(0.0, self._accounts.wall() - (engine.started or math.inf))
-        engine.end_older(min(now, max(engine.polled_s, now - age_s)))
+        age_s = self._accounts.wall() - (engine.started or math.inf)
+        began_s = min(now, max(engine.polled_s, now - max(0.0, age_s)))
+        # An answer that has begun cannot be asked for again: where the clocks contradict each other, only
+        # those that the old process had at the last poll.
+        engine.end_older(began_s, began_s if age_s > 0 else engine.polled_s)
         if engine.feed is not None and engine.feed.disconnects == engine.polled_disconnects:
             # The feed's connection is that to the old process, which was still there at the last poll.
             self.feeds.reconnect(engine.engine_id)

@@ -242,6 +242,7 @@ class FleetPoller(Generic[E]):
 
     async def _ask_models(self, base_url: str) -> bool:
         problem = ""
+        unreachable = False
         models: tuple[ModelCard, ...] = ()
         alive = self._answered_since_last_poll(base_url)
         try:
@@ -253,6 +254,7 @@ class FleetPoller(Generic[E]):
                 return False
             problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
             refused = isinstance(error, NotConnectedError)
+            unreachable = not isinstance(error, _BadAnswerError)
             alive = alive or self._answered_since_last_poll(base_url)
             missed = self._missed[base_url] = 0 if alive else self._missed.get(base_url, 0) + 1
             if not isinstance(error, TimeoutError):
@@ -275,6 +277,7 @@ class FleetPoller(Generic[E]):
             if models:
                 status.server_info = self._informed.get(base_url)
                 status.salt_proof = self._proofs.get(base_url)
+            status.unreachable = unreachable
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
 

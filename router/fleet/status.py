@@ -105,6 +105,7 @@ class EngineStatus:
         *("_asleep", "_held", "_lengths", "_models", "_server_info", "_silent", "_up", "adapters", "answers"),
         *("base_model", "engine", "engine_id", "served"),
         *("fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "sleep", "started"),
+        "unreachable",
         *("salt_proof", "stated", "transfers", "usable_changed", "version"),
     )
 
@@ -134,6 +135,8 @@ class EngineStatus:
         self.salt_proof: SaltProof | None = None
         # Its sleep mode, by its metrics; None: not known yet.
         self.sleep: SleepState | None = None
+        # Whether the last poll got no answer at all.
+        self.unreachable = False
         self._up = False
         self._silent = False
         self._held = ""

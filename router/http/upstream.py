@@ -118,7 +118,7 @@ class UpstreamConnection(asyncio.Protocol):
             "_transport",
             "_unparsed_bytes",
         ),
-        *("_waiter", "_waits_until", "connecting", "deadline", "headers", "on_body", "status"),
+        *("_waiter", "_waits_until", "connecting", "deadline", "headers", "heard_s", "on_body", "status"),
     )
 
     def __init__(
@@ -141,6 +141,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.on_body = self._chunks.append
         self._parser = httptools.HttpResponseParser(self)
         self.deadline = self._waits_until = NEVER
+        self.heard_s = -NEVER
+        """When the last piece of a body came."""
         self.connecting: asyncio.Timeout | None = None  # ended by ``expire``
         self._state = _NEW
         self._reset("GET")
@@ -277,6 +279,19 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def lose(self, since_s: float) -> bool:
+        """The process at its other end is gone since then, which the connection need not show (a machine that
+        lost power, a middlebox that forgot it). Returns whether the request under way failed by that: not one
+        whose answer has come, or of which something came since, as another process brings it."""
+        if self._state is not _ACTIVE or self._response is _COMPLETE:
+            return False
+        # A paused one has more to bring, perhaps.
+        if self._paused or self.heard_s >= since_s:
+            return False
+        self._fail()
+        self._wake()
+        return True
+
     def expire(self) -> None:
         """Close after the deadline; a request under way fails with ``timeout``."""
         self.deadline = NEVER
@@ -377,8 +392,8 @@ class UpstreamConnection(asyncio.Protocol):
             # Waiting for the client, not for the engine.
             self.deadline = NEVER
         else:
-            self._waits_until = self.deadline
-            self.deadline = self._clock() + self._settings.idle_timeout_s
+            self._waits_until, self.heard_s = self.deadline, self._clock()
+            self.deadline = self.heard_s + self._settings.idle_timeout_s
 
     def kept_alive(self) -> None:
         """Forget that the last piece came: it was no part of an answer, and the time-out of the wait for one

@@ -44,7 +44,7 @@ from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.rates import FleetRates
 from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from kvatlas.router.prompts.prompt import Prompt
-from kvatlas.router.proxy.attempt import Attempt
+from kvatlas.router.proxy.attempt import Answer, Attempt
 from kvatlas.router.proxy.breaker import Breaker
 from kvatlas.router.proxy.headers import CacheReset
 
@@ -285,7 +285,7 @@ class Engine(EngineStatus):
             "restart_s",
             "seen_restarts",
         ),
-        *("takes_order", "waiting"),
+        *("answering", "takes_order", "waiting"),
     )
 
     def __init__(
@@ -324,6 +324,8 @@ class Engine(EngineStatus):
         self._events_due = events_due
         self.waiting: dict[Attempt, Callable[[], object]] = {}
         """Requests without a first byte that may be asked again, and how to end their wait."""
+        self.answering: dict[Attempt, Answer] = {}
+        """Requests whose answer has begun, until their end."""
         self.takes_order = True
         """It has not refused a request for its priority."""
         self.polled_s = -math.inf
@@ -393,18 +395,23 @@ class Engine(EngineStatus):
                 continue
             if elsewhere(request.model):
                 del self.waiting[attempt]
-                attempt.abandoned = True
+                attempt.abandoned, attempt.died = True, not lost and self.unreachable
                 cancel()
 
-    def end_older(self, than_s: float) -> None:
-        """End the wait of requests that were sent before the process that runs there now: nothing will come.
-        They are placed again, here or elsewhere."""
+    def end_older(self, than_s: float, begun_s: float | None = None) -> None:
+        """End requests that were sent before the process that runs there now, which began at ``than_s``:
+        nothing will come. Those that wait are placed again, here or elsewhere; answers that have begun, and
+        of which nothing came since ``begun_s`` (None: ``than_s``), break off."""
         self.takes_order = True
         for attempt, cancel in list(self.waiting.items()):
             if attempt.asked_s < than_s:
                 del self.waiting[attempt]
-                attempt.abandoned = attempt.blameless = True
+                attempt.abandoned = attempt.blameless = attempt.died = True
                 cancel()
+        since_s = than_s if begun_s is None else min(than_s, begun_s)
+        for attempt, answer in list(self.answering.items()):
+            if attempt.asked_s < since_s and answer.lose(since_s):
+                attempt.blameless = attempt.died = True
 
     @property
     def clears(self) -> int:

@@ -30,7 +30,7 @@ from kvatlas.router.placement.inflight import InflightPrompt, Kept
 from kvatlas.router.placement.load import Ticket
 from kvatlas.router.placement.pull import PullOrder
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
-from kvatlas.router.proxy.attempt import Attempt, Fields
+from kvatlas.router.proxy.attempt import Answer, Attempt, Fields
 from kvatlas.router.proxy.headers import cache_reset
 
 _NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -427,9 +427,11 @@ class Placement(Attempt):
         """Implement ``Attempt``."""
         self.engine.waiting[self] = cancel
 
-    def arrived(self) -> None:
+    def arrived(self, answer: Answer | None = None) -> None:
         """Implement ``Attempt``."""
         self.engine.waiting.pop(self, None)
+        if answer is not None and self.open:
+            self.engine.answering[self] = answer
 
     def answered(self, status: int) -> None:
         """Implement ``Attempt``."""
@@ -482,6 +484,7 @@ class Placement(Attempt):
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
         engine.waiting.pop(self, None)
+        engine.answering.pop(self, None)
         engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)

@@ -55,7 +55,7 @@ class Attempt:
             "engine_headers",
         ),
         *("engine_id", "expected_s", "failed", "handoff", "kv_source", "now", "open", "prefill", "request"),
-        *("blameless", "retention", "sent_body"),
+        *("blameless", "died", "retention", "sent_body"),
         *("version", "waited_s", "watched", "work"),
     )
 
@@ -110,6 +110,8 @@ class Attempt:
         """Its engine went down before the first byte, and another one can be asked."""
         self.blameless = False
         """Its end says nothing of the engine: another process runs there now, or it was not asked."""
+        self.died = False
+        """The process that had it ended, or answers no polls any more."""
         self.watched = False
         """Its answer must be seen, since more than this rests on it."""
         if later:
@@ -173,8 +175,9 @@ class Attempt:
         """The first byte is waited for; ``cancel`` ends that, where the engine goes down or restarts
         meanwhile."""
 
-    def arrived(self) -> None:
-        """The first bytes are there, or nothing more is waited for."""
+    def arrived(self, answer: Answer | None = None) -> None:
+        """The first bytes are there, or nothing more is waited for. ``answer``: it comes, and ends where the
+        engine turns out to have been restarted meanwhile."""
 
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""
@@ -344,6 +347,9 @@ class Answer(Protocol):
     async def read(self) -> bytes:
         """At least one byte of the body; ``b""`` at its end. Raises ``UpstreamError``."""
 
+    def lose(self, since_s: float) -> bool:
+        """Fail it as a lost connection does, if nothing came of it since then; returns whether it did."""
+
     def kept_alive(self) -> None:
         """Note that the last piece was no part of an answer: the time-out of the wait for one goes on."""
 
@@ -454,8 +460,8 @@ def abandoned(attempt: Attempt, stats: ProxyStats) -> UpstreamError | None:
 
 
 def ended_with_process(attempt: Attempt, error: UpstreamError) -> bool:
-    """Whether the process that had the request has ended since, as another one runs there now."""
-    return error.abandoned and error.sent and attempt.blameless
+    """Whether the process that had the request has ended since, as far as is known."""
+    return error.abandoned and error.sent and attempt.died
 
 
 def broke_off(

@@ -57,7 +57,7 @@ class Suspect(msgspec.Struct, gc=False):
     """When that was."""
     deaths: int = 1
     came_back: bool = False
-    """That engine has been seen alive since."""
+    """That engine has been seen alive since, or another one has been given it."""
 
 
 class Suspects:
@@ -182,8 +182,8 @@ class Deaths:
         return True
 
     def restarted(self, digest: bytes, engine_id: str, sent_s: float) -> None:
-        """A newer process runs at an engine that has had this body since ``sent_s``. It may have ended the
-        older one: another engine gets it, and a second death counts."""
+        """The process that has had this body since ``sent_s`` is gone: another one runs there now, or polls
+        get no answer. The body may have ended it: another engine gets it, and a second death counts."""
         if self._fleet.leaves(engine_id):
             return
         now = self._clock()

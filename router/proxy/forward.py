@@ -323,22 +323,30 @@ class Forwarder:
         engine_id = placement.engine_id
         if not _broke(outcome):
             if isinstance(outcome, UpstreamError) and ended_with_process(placement, outcome):
-                await self._hold_if_dead(out, engine_id, restarted=True)
+                self._note_death(out, engine_id)
             return breaks
         out.record.explained = True
         self._log_break(out.request, engine_id, outcome, last=breaks + 1 >= _BREAKS_MAX)
         await self._hold_if_dead(out, engine_id)
         return breaks + 1
 
+    def _note_death(self, out: Outbound, engine_id: str) -> None:
+        """The process that had the request is gone, and perhaps of it: another engine may get it now, and a
+        second death counts."""
+        deaths = self._deaths
+        if deaths is not None and out.carrier is None and self._settings.suspect_s:
+            deaths.restarted(out.digest(), engine_id, out.asked_s)
+
     async def _hold_if_dead(self, out: Outbound, engine_id: str, *, restarted: bool = False) -> None:
         """Before another engine is asked: raise ``ApiError`` if the one that had the request died of it, or
-        may have. "": none may have; ``restarted``: it did, and is back."""
+        may have. "": none may have; ``restarted``: it did, and another one may be asked."""
+        if restarted:
+            self._note_death(out, engine_id)
+            return
         deaths = self._deaths
         if deaths is None or not engine_id or out.carrier is not None or not self._settings.suspect_s:
             return
-        if restarted:
-            deaths.restarted(out.digest(), engine_id, out.asked_s)
-        elif await deaths.ended(out.digest(), engine_id, out.asked_s):
+        if await deaths.ended(out.digest(), engine_id, out.asked_s):
             out.record.tracker.warn("engine died", out.record, engine_id, engine=engine_id)
             raise deaths.held_back()
 
@@ -460,6 +468,9 @@ class Forwarder:
                 out.had = relay.stream.had
             if out.record.broken and placement.failed not in ("", "aborted"):
                 out.lost = placement.engine_id
+                if placement.died:
+                    self._note_death(out, out.lost)
+                    out.lost = ""
 
     async def _not_too_long(self, placement: Attempt, connection: Answer, head: AnswerHead) -> bytes:
         """The beginning of a refusal, to be passed on. Raises ``EventRefusedError`` for a prompt that is too

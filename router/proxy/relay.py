@@ -156,7 +156,7 @@ class StreamRelay(msgspec.Struct, eq=False):
         attempt, events, status = self._attempt, self._events, self._connection.status
         if events.exposed and not self._named:
             self._named = True
-            attempt.arrived()
+            attempt.arrived(self._connection)
         if not events.begun or events.aborted:
             return
         if self._replaceable:
@@ -165,7 +165,7 @@ class StreamRelay(msgspec.Struct, eq=False):
                 raise EventRefusedError(events.said.status, self._head.fields, events.error.strip())
             attempt.check_fetched()
         self._begun = True
-        attempt.arrived()
+        attempt.arrived(self._connection)
         if self._success and events.said.status:
             # An error's events are no tokens. Without an opening it is the whole answer, and nothing broke.
             status, self._success = events.said.status, self.had is Had.ANSWER
@@ -239,7 +239,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         self._success = 200 <= status < 300
         if head.sse and not head.encoded:
             return self._pass_events(first)
-        attempt.arrived()
+        attempt.arrived(connection)
         request = attempt.request
         self._wants_usage = (
             self._success

@@ -97,6 +97,10 @@ class GatewayAnswer:
     def kept_alive(self) -> None:
         """Implement ``Answer``: gateways have time-outs of their own."""
 
+    def lose(self, since_s: float) -> bool:
+        """Implement ``Answer``: the gateway owns the connection, and sees its end itself."""
+        return False
+
     async def check_origin(self) -> None:
         """Raise ``UpstreamError`` if the gateway answered for an engine that it could not reach."""
         if self.status not in (503, 504) or (b"content-type", b"text/plain") not in self.headers:

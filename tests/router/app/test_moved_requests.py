@@ -84,7 +84,7 @@ def _more_than(seen: int, scripts: list[Stoppable]) -> bool:
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "stream"])
-@pytest.mark.parametrize("how", ["polled", "removed", "breaker"])
+@pytest.mark.parametrize("how", ["polled", "unreachable", "removed", "breaker"])
 async def test_when_the_engine_goes_down_another_one_answers(how: str, more: dict[str, bool]) -> None:
     async with two() as (rig, scripts, (_, other), lost):
         fleet = rig.router.fleet
@@ -94,8 +94,8 @@ async def test_when_the_engine_goes_down_another_one_answers(how: str, more: dic
         await until(lambda: len(lost.waiting) == sum(not task.done() for task in tasks))
         waited = len(lost.waiting)
         assert waited > 0
-        if how == "polled":
-            lost.up = False
+        if how in ("polled", "unreachable"):
+            lost.up, lost.unreachable = False, how == "unreachable"
             rig.router.lifecycle.engine_down(lost)
         elif how == "removed":
             rig.router.poller.assign(DesiredFleet((EngineAddress(other.url),)))
@@ -107,6 +107,8 @@ async def test_when_the_engine_goes_down_another_one_answers(how: str, more: dic
         stats = rig.router.proxy.stats
         assert (stats.requests_moved, stats.retries) == (waited, waited)
         assert stats.engines_broken == stats.requests_quarantined == 0  # no request is blamed
+        assert stats.suspects_noted == (how == "unreachable")  # they have one body
+        assert stats.suspects_current == 0, "it has been answered since"
         assert not lost.waiting
         rig.check_books()
 
@@ -229,14 +231,19 @@ async def test_what_was_sent_before_a_restart_is_asked_again(
         rig.check_books()
 
 
-async def test_a_request_that_waits_at_two_restarts_is_given_to_no_third_engine() -> None:
+@pytest.mark.parametrize("how", ["restarted", "unreachable"])
+async def test_a_request_that_waits_at_two_deaths_is_given_to_no_third_engine(how: str) -> None:
     async with two() as (rig, _, _, _):
         task = asyncio.create_task(rig.ask("POST", "/v1/completions", BODY))
         stats = rig.router.proxy.stats
         for restarts in (1, 2):
             await until(lambda: any(engine.waiting for engine in rig.router.fleet), "it waits")
             at = next(engine for engine in rig.router.fleet if engine.waiting)
-            at.end_older(rig.router.clock() + 1)
+            if how == "restarted":
+                at.end_older(rig.router.clock() + 1)
+            else:
+                at.unreachable = True
+                at.abandon(lambda model: True)
             await until(lambda: stats.requests_moved == restarts, "it is moved")  # noqa: B023  # awaited here
         status, told = await task
         assert (status, stats.suspects_refused) == (503, {"twice": 1})

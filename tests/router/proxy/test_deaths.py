@@ -315,7 +315,7 @@ async def test_a_prefill_engine_that_restarts_with_a_request_has_died_with_it(
         for engine in (first, second):
             await until(lambda: asked(engine), "it is asked")  # noqa: B023  # awaited here
             placement = next(one for one in planner.placements if one.engine_id == engine.url)
-            placement.abandoned = placement.blameless = True
+            placement.abandoned = placement.blameless = placement.died = True
             cancels[engine.url]()
         assert (await task).json()["error"]["code"] == "request_ends_engines"
         assert asked(last) == []
