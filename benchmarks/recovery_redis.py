@@ -104,7 +104,7 @@ def follower(pipe: Connection, url: str, blocks: int) -> None:
         pipe.send("mirrored")
         tasks = [
             asyncio.create_task(mirror.run()),
-            asyncio.create_task(renew(leases, mirror, client.settings.renew_s)),
+            asyncio.create_task(renew(leases, mirror, client.settings.renewal_s)),
         ]
         while not pipe.poll():  # noqa: ASYNC110  # a pipe to another process: nothing to wait on
             await asyncio.sleep(0.01)

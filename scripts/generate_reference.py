@@ -211,6 +211,8 @@ def configuration_page() -> str:
         _ALIASES,
     ]
     for name, struct in SECTIONS.items():
+        if not plain_keys(name):
+            continue
         parts += [f"## `[{name}]`\n", f"{prose(struct.__doc__)}\n", _keys(struct, section=name)]
         if name == "policy":
             parts += [_policies()]

@@ -22,6 +22,7 @@ from cyclopts import Parameter
 
 from kvatlas.router.config.checks import check_config, check_engine, without_effect
 from kvatlas.router.config.errors import ConfigError, meant, misfit
+from kvatlas.router.config.removed import REMOVED, refusal
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.sockets import describe_error
@@ -52,16 +53,6 @@ def _sections(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, type[
 
 # Sections whose keys are plain values, so that a flag or an environment variable can set each.
 SECTIONS = _sections(Config)
-_CONSTANT = ": its value is a constant; leave the setting out"
-# Fields that only tests set: no deployment gains by another value.
-FIXED = frozenset(
-    {
-        *("feeds.recent_batches_max", "feeds.replay_backoff_s", "feeds.resync_backoff_s"),
-        *("feeds.resync_backoff_s_max", "fleet.dns.timeout_s", "proxy.keepalive_s"),
-        *("listen.body_bytes_per_s_min", "listen.keepalive_timeout_s", "index.write_timeout_s"),
-        *("policy.bounded_load_factor", "epp.request_timeout_s"),
-    }
-)
 
 
 def variable(section: str, key: str = "") -> str:
@@ -71,7 +62,7 @@ def variable(section: str, key: str = "") -> str:
 
 def plain_keys(section: str) -> list[str]:
     names = SECTIONS[section].__struct_fields__
-    return [key for key in names if f"{section}.{key}" not in {*SECTIONS, *FIXED}]
+    return [key for key in names if f"{section}.{key}" not in {*SECTIONS, *REMOVED}]
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -176,8 +167,11 @@ def _read_url(path: Path) -> str:
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return (key, text, variable) of every variable that sets a setting. An unknown one is an error."""
     known = {variable(*key.rsplit(".", 1)): key for key in _all_keys()}
+    removed = {variable(*key.rsplit(".", 1)): key for key in REMOVED}
     found = []
     for name, text in environ.items():
+        if name in removed:
+            raise ConfigError(refusal(removed[name], f"environment variable {name}"))
         if name in known:
             found.append((known[name], text, name))
         elif name.startswith(ENV_PREFIX) and not _of_kubernetes(name, text):
@@ -193,6 +187,8 @@ def _of_kubernetes(name: str, text: str) -> bool:
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    if key in REMOVED:
+        raise ConfigError(refusal(key))
     section, _, field = key.rpartition(".")
     if section not in SECTIONS or field not in plain_keys(section):
         raise ConfigError(f"{key} is not a known setting{_elsewhere(key)}")
@@ -206,8 +202,6 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _elsewhere(key: str) -> str:
     """Describe where a setting that is unknown by this name is probably set."""
-    if key in FIXED:
-        return _CONSTANT
     if key.partition(".")[0] in _TABLES:
         return f": {_TABLES[key.partition('.')[0]]}"
     return f"{meant(key, _all_keys())}{_REFERENCE}"
@@ -229,11 +223,11 @@ def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
     if not isinstance(tree, dict):
         raise ConfigError(f"{prefix.rstrip('.')}: expected a table of settings, got {tree!r}")
     known = msgspec.structs.fields(struct)
-    types = {field.name: field.type for field in known if f"{prefix}{field.name}" not in FIXED}
+    types = {field.name: field.type for field in known if f"{prefix}{field.name}" not in REMOVED}
     values = {}
     for name, value in tree.items():
-        if f"{prefix}{name}" in FIXED:
-            raise ConfigError(f"{prefix}{name} = {value!r}{_CONSTANT}")
+        if f"{prefix}{name}" in REMOVED:
+            raise ConfigError(refusal(f"{prefix}{name}"))
         if name not in types:
             near = meant(f"{prefix}{name}", [f"{prefix}{key}" for key in types], prefix=prefix)
             if not near and prefix.rstrip(".") in SECTIONS:
@@ -282,8 +276,7 @@ LIVE = frozenset(
         *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd", "pull"),
         *("server.log_level", "server.log_format", "server.log_requests"),
         *("server.expose_decision", "server.check_every", "sidecar.prefills"),
-        *("fleet.poll_interval_s", "fleet.poll_down_interval_s", "fleet.poll_timeout_s"),
-        *("fleet.polls_missed_max", "fleet.gauge_interval_s"),
+        *("fleet.poll_interval_s", "fleet.poll_timeout_s"),
     }
 )
 
@@ -376,7 +369,7 @@ def describe(loaded: Loaded) -> str:
     """Return the merged configuration as ``key = value`` lines, with the source unless it is a default."""
     lines = []
     for key, value in _flatten(msgspec.to_builtins(loaded.config)):
-        if key in FIXED:
+        if key in REMOVED:
             continue
         shown = redacted(value) if key == "index.url" else value
         source = next(

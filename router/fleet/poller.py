@@ -222,12 +222,10 @@ class FleetPoller(Generic[E]):
                     self._asked(base_url)
                     up = any(status.up for status in self._fleet.ranks(base_url))
                     settings = self._settings
-                    models_due = now() + (
-                        settings.poll_interval_s if answered else settings.poll_down_interval_s
-                    )
+                    models_due = now() + (settings.poll_interval_s if answered else settings.down_interval_s)
                 if up and now() >= gauges_due:
                     await self._ask_gauges(base_url)
-                    gauges_due = now() + self._settings.gauge_interval_s
+                    gauges_due = now() + self._settings.gauges_s
             except Exception as error:  # noqa: BLE001  # one server must not end the polling of all
                 _log.exception("polling failed", server=base_url)
                 for status in self._fleet.ranks(

@@ -270,7 +270,7 @@ def too_often(realm: str, what: str, wait_s: int) -> ApiError:
     return ApiError(
         429,
         f"{realm}_rate_limited",
-        f"Rate limit exceeded: more {what} than admin.requests_per_minute; retry later.",
+        f"Rate limit exceeded: too many {what}; retry later.",
         kind="rate_limit_error",
         headers=((b"retry-after", b"%d" % wait_s),),
     )

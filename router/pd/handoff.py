@@ -60,7 +60,7 @@ class Handoff(msgspec.Struct, gc=False):
         """Make a handoff from an answer that had not arrived before ``held_since_s``. ``leased``: the engine
         does not refuse readers after the lease."""
         lease_end_s = held_since_s + settings.lease_s
-        until_s = lease_end_s - settings.lease_margin_s
+        until_s = lease_end_s - settings.margin_s
         end_s = lease_end_s if leased else math.inf
         return cls(params, source, version, answered_s, until_s, end_s, source_url, cached_tokens)
 

@@ -27,9 +27,8 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 if there are several."""
     lease_s: float = 30.0
     """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that are not fetched."""
-    lease_margin_s: float = 10.0
-    """The decode engine is not asked with less than this left of the lease: the request must be in its
-    scheduler before the lease ends, or it reads blocks that hold something else by then."""
+    lease_margin_s: float | None = None
+    """Part of ``lease_s`` that is left to the decode engine; None: as ``margin_s`` derives it."""
     min_remote_tokens: int = 256
     """Prompts of which the decode engine lacks fewer tokens than this are never prefilled elsewhere."""
     transfer_s_per_token: float = 1e-5
@@ -47,20 +46,26 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool | str):
+            if value is None or isinstance(value, bool | str):
                 continue
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         for name in ("mooncake_bootstrap_port", "offloading_port"):
             if not 0 < getattr(self, name) < 1 << 16:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected a port")
-        if self.lease_margin_s >= self.lease_s:
+        if self.margin_s >= self.lease_s:
             raise ValueError(
-                f"lease_margin_s = {self.lease_margin_s} leaves nothing of lease_s = {self.lease_s}; "
+                f"lease_margin_s = {self.margin_s} leaves nothing of lease_s = {self.lease_s}; "
                 "it must be less"
             )
         if self.prefills_max < 1:
             raise ValueError(f"prefills_max must be at least 1, got {self.prefills_max}")
+
+    @property
+    def margin_s(self) -> float:
+        """The decode engine is not asked with less than this left of the lease: the request must be in its
+        scheduler before the lease ends, or it reads blocks that hold something else by then."""
+        return self.lease_s / 3 if self.lease_margin_s is None else self.lease_margin_s
 
 
 class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):

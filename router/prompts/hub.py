@@ -243,8 +243,8 @@ def _no_tokenizer(source: TokenizerSource, sizes: dict[str, int]) -> TokenizerPr
 def _too_large(seen: str, limits: HubLimits) -> TokenizerProblem:
     return TokenizerProblem(
         "too_large",
-        f"{seen}, over prompts.hub_bytes_max = {limits.bytes_max}",
-        "raise that setting if this is right",
+        f"{seen}, over the limit of {limits.bytes_max} bytes",
+        "give a directory with the tokenizer's files alone: --tokenizer DIR",
     )
 
 

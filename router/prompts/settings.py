@@ -102,7 +102,7 @@ FAILURES = (
     # A file came shorter than announced.
     "incomplete",
     "disk",  # the cache cannot be written
-    # More bytes than prompts.hub_bytes_max.
+    # More bytes than hub_bytes_max.
     "too_large",
     "too_slow",  # longer than prompts.hub_timeout_s
     # The repository or directory has no tokenizer of a supported kind.

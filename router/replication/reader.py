@@ -254,7 +254,7 @@ class SharedReader:
         round_trip.add(keys.scope, pack("HMGET", keys.scope, "epoch", "v"))
         round_trip.add(keys.load, pack("HGETALL", keys.load))
         round_trip.add(keys.inflight, _inflight_query(cache, after))
-        with_leases = _now() - cache.leases_at >= self.client.settings.renew_s / 2
+        with_leases = _now() - cache.leases_at >= self.client.settings.renewal_s / 2
         if with_leases:
             round_trip.add(keys.leases, pack("HGETALL", keys.leases))
             round_trip.add(keys.leases, pack("TIME"))

@@ -125,7 +125,7 @@ class SharedIndex:
             on_acquired=self._lease_acquired,
             on_ended=self._lease_ended,
             lease_s=settings.lease_s,
-            renew_s=settings.renew_s,
+            renew_s=settings.renewal_s,
             clock=clock,
         )
         self.lookup = IndexLookup(

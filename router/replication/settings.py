@@ -142,8 +142,8 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lease_s: float = 3.0
     """Life of the lease a replica holds on an engine's feed, in seconds; another replica takes over when
     it expires."""
-    renew_s: float = 1.0
-    """Seconds between two renewals of leases; must be below `lease_s`."""
+    renew_s: float | None = None
+    """Seconds between two renewals of leases; None: as ``renewal_s`` derives it."""
     lookup_timeout_s: float = 0.005
     """Timeout of a lookup of up to 1000 blocks, in seconds; proportionally longer for more.
 
@@ -169,9 +169,18 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingsError(f"code_bytes {self.code_bytes}: 1 or 2")
         if not 0 <= self.partitions <= 64 or self.partitions & (self.partitions - 1):
             raise SettingsError(f"partitions {self.partitions}: 0 or a power of two up to 64")
-        if not 0 < self.renew_s < self.lease_s < self.block_ttl_s:
-            raise SettingsError("renew_s: 0 < renew_s < lease_s < block_ttl_s must hold")
+        if not 0 < self.lease_s < self.block_ttl_s:
+            raise SettingsError(
+                f"lease_s = {self.lease_s}: expected more than 0 and less than {self.block_ttl_s:g}"
+            )
+        if not 0 < self.renewal_s < self.lease_s:
+            raise SettingsError(f"renew_s = {self.renew_s}: expected more than 0 and less than lease_s")
         parse_url(self.url)
+
+    @property
+    def renewal_s(self) -> float:
+        """Seconds between two renewals of leases: two may fail before a lease ends."""
+        return self.lease_s / 3 if self.renew_s is None else self.renew_s
 
     @property
     def control_ttl_s(self) -> float:

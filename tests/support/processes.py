@@ -66,8 +66,6 @@ class Replica:
             "server.log_format=json",
             f"index.replica={name}",
             "fleet.poll_interval_s=0.2",
-            "fleet.poll_down_interval_s=0.1",
-            "fleet.gauge_interval_s=0.2",
             *settings,
         ]
         for option in options:

@@ -40,7 +40,7 @@ of it is margin: prompts are computed, and engines that never met know each othe
 SPLITS_TRIED = 3
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 3}
 FREE_CHOICE = (
-    *("--set", f"pd.lease_s={LEASE_S}", "--set", f"pd.lease_margin_s={LEASE_S / 2}"),
+    *("--set", f"pd.lease_s={LEASE_S}"),
     *("--set", "pd.min_remote_tokens=64", "--set", "pd.leg_overhead_s=0"),
     *("--set", "pd.transfer_s_per_token=0"),
     *("--set", "policy.spread=0"),  # which engine answers does not depend on the tests before
@@ -257,7 +257,6 @@ def _sidecar(apart: Apart) -> Iterator[Sidecar]:
     port, ops_port = free_ports(2)
     words = ["sidecar", "--engine", apart.decode.base_url, "--prefill", f"127.0.0.0/8:{_port(apart)}"]
     words += ["--port", str(port), "--ops-port", str(ops_port), "--set", f"pd.lease_s={LEASE_S}"]
-    words += ["--set", f"pd.lease_margin_s={LEASE_S / 2}"]
     with subprocess.Popen([sys.executable, "-m", "kvatlas", *words]) as process:
         try:
             ready = f"http://127.0.0.1:{ops_port}/ready"

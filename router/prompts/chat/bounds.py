@@ -32,7 +32,7 @@ _SHORT_FUEL: Final = 100_000
 _CHARS_SHIFT: Final = 5
 _ITEMS_SHIFT: Final = 3
 TEXT_MAX: Final = 64 << 20
-"""Characters of a text or of the whole prompt; bodies have at most ``prompts.prompt_bytes_max`` bytes."""
+"""Characters of a text or of the whole prompt; bodies have at most ``PromptSettings.prompt_bytes_max``."""
 _ITEMS_MAX: Final = 1_000_000
 # Numbers as arguments: widths, counts.
 _NUMBER_MAX: Final = 1_000_000

@@ -132,13 +132,13 @@ def test_print_config_shows_where_values_come_from(
     told = kvatlas(
         "serve",
         *("--print-config", "--config", str(file), "--set", "policy.spread=0.5", "--engine", "http://h:1"),
-        KVATLAS_FEEDS_TICK_S="0.125",
+        KVATLAS_INDEX_LEASE_S="4.5",
     )
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
     assert f"policy.beta = 0.25  # file {file}" in lines
     assert "policy.spread = 0.5  # flag" in lines
-    assert "feeds.tick_s = 0.125  # environment KVATLAS_FEEDS_TICK_S" in lines
+    assert "index.lease_s = 4.5  # environment KVATLAS_INDEX_LEASE_S" in lines
     assert 'engines[0].base_url = "http://h:1"  # flag' in lines
     assert "server.port = 8000  # default" in lines
 

@@ -167,7 +167,7 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[server]\nlog_level = "loud"', "server.log_level = 'loud': expected one of debug,"),
         ('[server]\nlog_format = "xml"', "server.log_format = 'xml': expected one of console, json"),
         ("[fleet]\npoll_interval_s = 0", "fleet.poll_interval_s must be positive"),
-        ("[feeds]\ntick_s = 0", "feeds.tick_s = 0.0: expected a finite number, more than 0"),
+        ("[index]\nlease_s = 0", "index.lease_s = 0.0: expected a finite number, more than 0"),
         ("[proxy]\nattempts_max = 0", "proxy.attempts_max = 0: expected a finite number, more than 0"),
         ("[proxy]\nconnect_timeout_s = inf", "proxy.connect_timeout_s = inf: expected a finite number"),
         ("[listen]\ndrain_s_max = -1", "listen.drain_s_max = -1.0: expected a finite number, 0 or more"),
@@ -314,12 +314,12 @@ def test_environment_texts_become_values() -> None:
     environ = {
         "KVATLAS_SERVER_EXPOSE_DECISION": "true",
         "KVATLAS_SERVER_PORT": "8123",
-        "KVATLAS_FEEDS_HEARTBEATS": "false",
+        "KVATLAS_PROMPTS_HUB_DOWNLOADS": "false",
         "KVATLAS_PROXY_CONNECT_TIMEOUT_S": "1.5",
     }
     config = load(None, environ=environ).config
     assert (config.server.expose_decision, config.server.port) == (True, 8123)
-    assert (config.feeds.heartbeats, config.proxy.connect_timeout_s) == (False, 1.5)
+    assert (config.prompts.hub_downloads, config.proxy.connect_timeout_s) == (False, 1.5)
 
 
 def test_unknown_flags_are_refused(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_what_is_discovered_may_be_the_other_half() -> None:
     assert loaded.config.engines[0].role == "prefill"
 
 
-@pytest.mark.parametrize("key", ["lease_margin_s=30", "prefills_max=0", "transfer_s_per_token=-1"])
+@pytest.mark.parametrize("key", ["lease_s=0", "leg_overhead_s=inf", "transfer_s_per_token=-1"])
 def test_a_lease_without_rest_and_other_nonsense_is_refused(key: str) -> None:
     name, _, value = key.partition("=")
     with pytest.raises(ConfigError, match=name):

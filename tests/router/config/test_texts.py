@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 
 from kvatlas.router.config.checks import RULES
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.config.load import FIXED, load, parse_engine, variable
+from kvatlas.router.config.load import load, parse_engine, variable
+from kvatlas.router.config.removed import REMOVED
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.fleet.engines import EngineAddress
+from tests.support.paths import ROOT
 
 WRONG: dict[str, str] = {
     "server.host": "http://0.0.0.0",
@@ -195,14 +198,14 @@ def test_facts_of_a_model_are_checked_at_start(facts: dict[str, Any], told: str)
 
 
 @pytest.mark.parametrize(
-    "key", ["fleet.poll_timeout_s", "listen.drain_s_max", "feeds.tick_s", "queue.wait_s_max"]
+    "key", ["fleet.poll_timeout_s", "listen.drain_s_max", "index.lease_s", "queue.wait_s_max"]
 )
 def test_times_that_no_clock_can_wait_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load(environ={}, flags={key: "1e300"})
 
 
-@pytest.mark.parametrize("key", ["listen.connections_max", "epp.connections_max", "feeds.receive_queue_max"])
+@pytest.mark.parametrize("key", ["listen.connections_max", "fleet.engines_max", "queue.requests_max"])
 def test_counts_that_no_protocol_can_carry_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load(environ={}, flags={key: str(1 << 40)})
@@ -276,7 +279,7 @@ def test_an_unknown_name_gets_the_near_one(options: dict[str, Any], meant: str) 
 def test_an_unknown_key_of_the_file_and_of_engines_gets_the_near_one(tmp_path: Path) -> None:
     for text, meant in (
         ("[polcy]\nbeta = 1", "policy"),
-        ("[server]\nheader_timeout_s = 1", "listen.header_timeout_s"),
+        ("[server]\nclient_share_max = 1", "listen.client_share_max"),
         ('[[engines]]\nbase-url = "http://h"', "engines[0].base_url"),
     ):
         file = tmp_path / "k.toml"
@@ -319,16 +322,30 @@ def test_an_empty_file_for_the_index_is_not_taken_for_no_index(tmp_path: Path) -
         load(environ={}, index_file=path)
 
 
-@pytest.mark.parametrize("key", sorted(FIXED))
-def test_constants_cannot_be_set(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_a_removed_key_is_refused_with_what_happens_now(key: str, tmp_path: Path) -> None:
     section, _, name = key.rpartition(".")
     path = tmp_path / "kvatlas.toml"
     path.write_text(f"[{section}]\n{name} = 1\n")
+    now = re.escape(REMOVED[key])
     for load_it in (lambda: load(path, environ={}), lambda: load(environ={}, flags={key: "1"})):
-        with pytest.raises(ConfigError, match=rf"^{key}.*constant; leave"):
+        with pytest.raises(ConfigError, match=rf"^{key} is not a setting any more: {now}; leave it out"):
             load_it()
-    with pytest.raises(ConfigError, match=variable(section, name)):
+    with pytest.raises(ConfigError, match=f"{variable(section, name)} is not a setting any more: {now}"):
         load(environ={variable(section, name): "1"})
+
+
+def test_the_decision_page_names_every_removed_key() -> None:
+    page = (ROOT / "docs/decisions/042-settings.md").read_text(encoding="utf-8")
+    assert not [
+        key for key in REMOVED if f"`{key}`" not in page and f"`{key.rpartition('.')[2]}`" not in page
+    ]
+
+
+def test_no_page_names_a_removed_key_as_a_setting() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
+    named = {(page.name, key) for page in pages for key in REMOVED if key in page.read_text(encoding="utf-8")}
+    assert not named
 
 
 def test_variables_of_kubernetes_services_are_none_of_ours() -> None:

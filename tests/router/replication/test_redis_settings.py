@@ -78,7 +78,7 @@ def test_bad_urls_are_named_without_secrets(url: str, why: str) -> None:
         ({"partitions": 3}, "power of two"),
         ({"partitions": 128}, "power of two"),
         ({"renew_s": 3.0}, "renew_s"),
-        ({"block_ttl_s": 1.0}, "block_ttl_s"),
+        ({"lease_s": 4000.0}, "lease_s"),
     ],
 )
 def test_bad_settings(changes: dict[str, object], why: str) -> None:

@@ -118,12 +118,12 @@ async def serving(folder: Path, workers: int) -> AsyncIterator[Serving]:
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path, workers: int) -> None:
     async with serving(tmp_path, workers) as router:
-        router.write("two", server='log_format = "json"', more="[feeds]\nhold_batches_max = 7")
+        router.write("two", server='log_format = "json"', more="[prompts]\nworker_threads = 3")
         router.hup()
         await router.is_known("two")
         await router.counts("applied", 1)
         assert await router.metric("kvatlas_config_waiting") == 1
-        assert "feeds.hold_batches_max" in router.log
+        assert "prompts.worker_threads" in router.log
 
         router.write("three", more="[policy]\nbeta = -1")
         router.hup()

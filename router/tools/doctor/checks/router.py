@@ -321,7 +321,7 @@ _READING_REMEDIES = {
     "tokenizer_class": f"give the model tokenizer_class PreTrainedTokenizerFast, or {_RENDER}",
     "request_template": f"let clients send no template of their own, or {_RENDER}",
     "multimodal": f"{_RENDER}: one request for each set of images",
-    "too_large": "raise prompts.prompt_bytes_max",
+    "too_large": "none is needed: prompts over 8 MiB are placed by their text",
     "busy": "raise prompts.worker_threads",
 }
 _RENDERERS = "kvatlas_prompts_renderer_"

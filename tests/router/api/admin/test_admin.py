@@ -244,10 +244,6 @@ async def test_a_full_fleet_takes_no_more(tmp_path: Path) -> None:
         ('enabled = true\ntoken_file = "x"\nport = 70000', "admin.port: 70000 is not a port number"),
         ('enabled = true\ntoken_file = "x"\nport = 8000', "admin.port: 8000 is the router's own"),
         (
-            'enabled = true\ntoken_file = "x"\nrequests_per_minute = 0',
-            "admin.requests_per_minute = 0.0: expected a finite number, more than 0",
-        ),
-        (
             'enabled = true\nport = 1\ntoken_file = "x"\ntls_cert_file = "/no/c"\ntls_key_file = "/no/k"',
             "admin.tls_cert_file: there is no file /no/c",
         ),
