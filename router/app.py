@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvatlas.router.admission.gate import Isolation, KeyGate, ids_secret, sidecar_secret
+from kvatlas.router.admission.gate import Isolation, KeyGate, ids_secret
 from kvatlas.router.admission.key_file import KeyFile, KeyStats
 from kvatlas.router.api.admin_app import AdminApi, FleetActions
 from kvatlas.router.api.app import Application, Front, OpsPort, create_control, ops_authenticator
@@ -336,7 +336,6 @@ class Router:
             pd=self.config.pd,
             pd_stats=pd_stats,
             pull=self.config.pull,
-            sidecar_secret=sidecar_secret(self.config.sidecar.secret_file, pd_stats, self.clock),
         )
         requests = RequestTracker(
             self.clock,

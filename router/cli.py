@@ -37,7 +37,6 @@ from kvatlas.router.config.load import (
     start,
 )
 from kvatlas.router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
-from kvatlas.router.pd.settings import SidecarSettings
 from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.placement.policies import POLICIES
 from kvatlas.router.simulation.cli import advise, simulate
@@ -251,45 +250,6 @@ def demo(
     )
 
 
-# Arguments of ``kvatlas sidecar``. Light to import: the implementation is loaded when it runs.
-
-
-def sidecar(
-    *,
-    engine: Annotated[
-        str | None, Parameter(help=f"Base URL of the decode engine (default {SidecarSettings().engine}).")
-    ] = None,
-    prefill: Annotated[
-        list[str] | None,
-        Parameter(
-            help="A prefill engine that requests may name: HOST:PORT or NETWORK:PORT; repeat for more."
-        ),
-    ] = None,
-    host: HostFlag = None,
-    port: PortFlag = None,
-    ops_port: Annotated[
-        str | None,
-        Parameter(help=f"Port of /health, /ready and /metrics: 0 takes a free one (default {OPS_PORT})."),
-    ] = None,
-    config: ConfigFlag = None,
-    set_: SetFlags = None,
-    print_config: PrintFlag = False,
-    check_config: CheckFlag = False,
-) -> int:
-    """Run beside a decode engine behind a gateway: ask the prefill engine that kvatlas epp chose."""
-    from kvatlas.router.sidecar import check, tend
-
-    flags = {
-        "sidecar.engine": engine,
-        "sidecar.prefills": prefill,
-        "server.host": host,
-        "server.port": port,
-        "server.ops_port": ops_port,
-    }
-    read = partial(load, config, flags=given(flags, set_))
-    return start(read, check, tend, print_config=print_config, check_config=check_config)
-
-
 app = App(
     name="kvatlas",
     version=__version__,
@@ -302,7 +262,6 @@ app.register_install_completion_command(
 for each in (
     serve,
     epp,
-    sidecar,
     tools.verify,
     index_app,
     tools.keys_app,

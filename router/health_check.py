@@ -1,7 +1,7 @@
 """Health check of a container's process: ``python -m kvatlas.router.health_check``, for Docker's HEALTHCHECK.
 
-``serve``, ``epp`` and ``sidecar`` serve ``/health`` on the ops port; the first and the last also on the
-public one, over TLS if configured. The ports are read from the arguments of process 1, its environment and
+``serve`` and ``epp`` serve ``/health`` on the ops port; ``serve`` also on the public one, over TLS if
+configured. The ports are read from the arguments of process 1, its environment and
 its configuration file, the sources of ``router/config/load.py``. Imports only the standard library: Docker
 runs it every ten seconds.
 """

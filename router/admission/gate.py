@@ -29,7 +29,7 @@ from kvatlas.router.admission.tenants import Tenant, TenantRequest, TenantStats,
 from kvatlas.router.http.sockets import WatchedFile, describe_error, warn_if_public
 from kvatlas.router.openai.errors import ApiError, invalid_key, media_name_not_accepted, salt_not_accepted
 from kvatlas.router.openai.request import SALTED
-from kvatlas.router.pd.settings import RANK, PdStats
+from kvatlas.router.pd.settings import RANK
 
 _log = structlog.get_logger()
 # The output size of SHA-256: a shorter key weakens the HMAC (RFC 2104, section 3).
@@ -145,13 +145,6 @@ def ids_secret(settings: KeySettings, stats: KeyStats, clock: Callable[[], float
         stats.isolate_secret_failures += 1
 
     return SharedSecret("keys.secret_file", settings.secret_file, clock=clock, failed=failed)
-
-
-def sidecar_secret(path: str | None, stats: PdStats, clock: Callable[[], float]) -> SharedSecret | None:
-    """The secret of pickers and sidecars; None without a file. Raises ``KeyFileError``."""
-    if path is None:
-        return None
-    return SharedSecret("sidecar.secret_file", path, clock=clock, failed=stats.secret_failed)
 
 
 def read_secret(path: Path, setting: str) -> bytes:

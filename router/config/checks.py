@@ -84,7 +84,6 @@ def _address(text: str) -> str:
     *("fleet.kubernetes.credentials_dir", "admin.token_file", "admin.tls_cert_file"),
     *("admin.tls_key_file", "admin.client_ca_file", "epp.tls_cert_file", "epp.tls_key_file"),
     *("epp.client_ca_file", "keys.file", "keys.secret_file", "keys.isolate_secret_file"),
-    "sidecar.secret_file",
     *("usage.path", "usage.key_file"),
 )
 def _path(text: str) -> str:
@@ -99,7 +98,7 @@ def _name(text: str) -> str:
     return "" if fits else f"expected 1 to {_NAME_LENGTH_MAX} printable characters, no space around them"
 
 
-@_checks("fleet.kubernetes.api", "prompts.hub_endpoint", "prompts.renderers", "sidecar.engine")
+@_checks("fleet.kubernetes.api", "prompts.hub_endpoint", "prompts.renderers")
 def _web_url(text: str) -> str:
     return base_url_fault(text, "http", "https")
 
@@ -109,20 +108,6 @@ def _collector(text: str) -> str:
     if text.rstrip("/").endswith("/v1/traces"):
         return "leave out /v1/traces, the exporter adds it"
     return base_url_fault(text, "http", "https")
-
-
-@_checks("sidecar.prefills")
-def _prefill(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    try:
-        ipaddress.ip_network(bare)
-    except ValueError:
-        fits = is_host(bare)
-    else:
-        fits = True
-    fits = fits and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
-    return "" if fits else "expected HOST:PORT or NETWORK:PORT, e.g. 10.4.0.0/16:8000"
 
 
 @_checks("fleet.kubernetes.selector", "fleet.kubernetes.service_selector")
@@ -462,14 +447,9 @@ def _check_pull(config: Config) -> None:
 
 def _check_hints(config: Config) -> None:
     """Check that clients cannot claim a share of the engines' memory."""
-    hints = {
-        "policy.retention_hints": config.policy.retention_hints,
-        "sidecar.secret_file": config.sidecar.secret_file is not None,
-    }
-    key = next((key for key, given in hints.items() if given), None)
-    if key is not None and config.proxy.trust_client_kv_transfer_params:
+    if config.policy.retention_hints and config.proxy.trust_client_kv_transfer_params:
         raise ConfigError(
-            f"{key}: with proxy.trust_client_kv_transfer_params, clients could set retention "
+            "policy.retention_hints: with proxy.trust_client_kv_transfer_params, clients could set retention "
             "hints of their own; leave one of the two out"
         )
 

@@ -275,7 +275,7 @@ LIVE = frozenset(
     {
         *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd", "pull"),
         *("server.log_level", "server.log_format", "server.log_requests"),
-        *("server.expose_decision", "server.check_every", "sidecar.prefills"),
+        *("server.expose_decision", "server.check_every"),
         *("fleet.poll_interval_s", "fleet.poll_timeout_s"),
     }
 )

@@ -21,7 +21,7 @@ from kvatlas.router.http.sockets import TlsFiles, check_tls_files
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.observe.traces import TraceSettings
 from kvatlas.router.observe.usage import UsageSettings
-from kvatlas.router.pd.settings import PdSettings, SidecarSettings
+from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import PolicySettings, PullSettings
 from kvatlas.router.placement.shadow import PoolEvidence, ShadowSettings, ShadowSpec, estimated_spec
 from kvatlas.router.prompts.hub import AUTO, parse_source
@@ -235,7 +235,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueSettings = QueueSettings()
     pd: PdSettings = PdSettings()
     pull: PullSettings = PullSettings()
-    sidecar: SidecarSettings = SidecarSettings()
     traces: TraceSettings = TraceSettings()
     usage: UsageSettings = UsageSettings()
 

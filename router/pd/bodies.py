@@ -3,7 +3,7 @@
 The prefill engine gets a request for one token without a stream: the values of conflicting fields are
 replaced at each occurrence. The decode engine gets the client's body with the transfer parameters inserted at
 the start. ``SplitBody.whole`` is the only rule for which requests stay on one engine, in the router, the
-endpoint picker and the sidecar.
+endpoint picker.
 
 The fast JSON parser finds the fields and a text search finds their positions; the parser then confirms the
 positions. If they are wrong (a key that also occurs elsewhere, or is written with escapes), and in large

@@ -100,7 +100,6 @@ class Planner:
 
     ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is queried for others'
     engines and load in each decision; without it ``peer_state`` has the latest state that others sent.
-    ``sidecar_secret``: signs retention hints for sidecars, which get none without it.
     """
 
     def __init__(
@@ -119,10 +118,8 @@ class Planner:
         pd: PdSettings = _NO_PD,
         pd_stats: PdStats | None = None,
         pull: PullSettings = _NO_PULL,
-        sidecar_secret: Callable[[], bytes] | None = None,
     ) -> None:
         self._fleet = fleet
-        self._sidecar_secret = sidecar_secret
         self._eligible = EligibleEngines(fleet, accounts)
         self._scopes = scopes
         self._candidate_sets = CandidateSets(fleet, scopes)
@@ -223,8 +220,9 @@ class Planner:
             placement = PullPlacement(*pulling, client_headers=headers, waited_s=waited_s)
         else:
             placement = Placement(request, decision, self._accounts, headers, waited_s)
-        if request.retention is not None:
-            give_hint(request, placement, None, self._accounts, self._sidecar_secret)
+        # A sidecar replaces the transfer parameters of a request that is to pull.
+        if decision.pull is None or not request.carried:
+            give_hint(request, placement, None, self._accounts)
         return placement
 
     def _placed_apart(
@@ -243,17 +241,15 @@ class Planner:
         headers = self._client_headers(request, decision)
         if prefill is not None and request.carried:
             self.pd_stats.split += 1
-            beside = SidecarPlacement(
+            # Without a retention hint: the sidecar replaces the transfer parameters of both bodies.
+            return SidecarPlacement(
                 request,
                 decision,
                 split,
                 self._accounts,
                 client_headers=headers,
                 prefill=prefill,
-                named_max=self._pd.prefills_max,
             )
-            give_hint(request, beside, prefill, self._accounts, self._sidecar_secret)
-            return beside
         decode = DecodePlacement(
             request,
             decision,
@@ -262,7 +258,7 @@ class Planner:
             client_headers=headers,
             prefill=prefill,
         )
-        give_hint(request, decode, prefill, self._accounts, self._sidecar_secret)
+        give_hint(request, decode, prefill, self._accounts)
         return decode
 
     def _check(self) -> None:

@@ -11,7 +11,6 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.observe.receipts import Receipt
 from kvatlas.router.openai.request import InboundRequest, Usage
-from kvatlas.router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled, hint_field
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
 from kvatlas.router.placement.candidate import Hit
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.inflight import Kept
@@ -133,10 +132,13 @@ class DecodePlacement(Placement):
 
 
 class SidecarPlacement(DecodePlacement):
-    """Both requests are made by the decode engine's sidecar: the prefill is known only from the answer.
-    ``named_max``: most engines that the sidecar may ask for the prompt, in order."""
+    """The decode engine's sidecar makes both requests, like llm-d's: it asks the prefill engine that is named
+    in the head, and returns that engine's error, if it gives one, instead of an answer.
 
-    __slots__ = ("_helper", "_report")
+    The answer tells neither the end of the prefill nor its hit, so the prefill has no receipt.
+    """
+
+    __slots__ = ("_helper",)
 
     def __init__(
         self,
@@ -147,10 +149,8 @@ class SidecarPlacement(DecodePlacement):
         *,
         client_headers: Fields,
         prefill: PrefillPlacement,
-        named_max: int,
     ) -> None:
         self._helper = prefill
-        self._report: Prefilled | None = None
         super().__init__(
             request,
             decision,
@@ -164,37 +164,29 @@ class SidecarPlacement(DecodePlacement):
         self.expected_s += prefill.expected_s
         if not request.stream:
             prefill.end_unobserved()
-        urls = prefill.base_url, *prefill.next_best(named_max - 1)
-        self.engine_headers += ((PREFILLERS, ",".join(map(endpoint_of, urls)).encode()),)
+        # One name only: llm-d's sidecar asks the first of a list, or any.
+        self.engine_headers += ((PREFILLER, endpoint_of(prefill.base_url).encode()),)
         self.asked()
 
     def next_best(self, count: int) -> tuple[str, ...]:
         """Implement ``Attempt``: the others may have another version than the prefill engine."""
         return ()
 
-    def prefilled(self, report: Prefilled) -> None:
-        """Implement ``Attempt``."""
-        self._report = report
+    def refused(self, status: int, wait_s: float) -> bool:
+        """Implement ``Attempt``: either engine may have failed. It counts against the prefill engine:
+        a decode engine at fault then computes its prompts itself, and their errors count against it."""
+        self._helper.refused(status, wait_s)
+        return self._end(None, "status")
 
     @property
     def _prefill_engine(self) -> str:
-        report = self._report
-        return self._helper.engine_id if report is None or report.place == 0 else ""
-
-    def corrected(self, usage: Usage | None) -> Usage | None:
-        """Implement ``Attempt``: the sidecar reports the prefill engine's hit."""
-        if usage is not None and self._report is not None and self._report.cached_tokens is not None:
-            usage.cached_tokens = self._report.cached_tokens
-        return usage
+        return self._helper.engine_id
 
     def _begun(self, now: float) -> None:
         super()._begun(now)
-        report = self._report
-        if report is None or report.place == 0:  # other sidecars do not name it
-            cached = None if report is None else report.cached_tokens
-            self._helper.answered(_OK)
-            self._helper.first_byte(_OK)
-            self._helper.finished(None if cached is None else Usage(self.decision.prompt_tokens, 1, cached))
+        self._helper.answered(_OK)
+        self._helper.first_byte(_OK)
+        self._helper.finished(None)
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         self._helper.finished(None)
@@ -294,27 +286,13 @@ def _has_mamba(layout: CacheLayout) -> bool:
 
 
 def give_hint(
-    request: InboundRequest,
-    placement: Placement,
-    prefill: PrefillPlacement | None,
-    accounts: Accounts,
-    secret: Callable[[], bytes] | None,
+    request: InboundRequest, placement: Placement, prefill: PrefillPlacement | None, accounts: Accounts
 ) -> None:
-    """Give a request's retention hint to the engines that obey it.
-
-    A sidecar gets it in the head, signed with ``secret``, for both engines: it removes all transfer
-    parameters of bodies, like a router.
-    """
+    """Give a request's retention hint to the engines that obey it."""
     if request.retention is None:
         return
     source, hint = request.retention
-    obeys = [one for one in (placement, prefill) if one is not None and one.engine.obeys_hints]
-    if request.carried != "sidecar":
-        for one in obeys:
+    for one in (placement, prefill):
+        if one is not None and one.engine.obeys_hints:
             one.retention = hint
-    elif secret is None:
-        return
-    elif obeys:
-        own, other = placement in obeys, prefill in obeys
-        placement.engine_headers += (hint_field(hint, secret(), own=own, prefill=other),)
-    accounts.retention.stats.sent[source] += len(obeys)
+            accounts.retention.stats.sent[source] += 1

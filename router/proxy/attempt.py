@@ -27,7 +27,6 @@ from kvatlas.router.openai.response_ids import of_engine, with_id
 from kvatlas.router.openai.work import NO_WORK, Work
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.pd.handoff import Handoff, NotFetchedError
-from kvatlas.router.pd.settings import Prefilled
 from kvatlas.router.pd.transfer import KvSource
 from kvatlas.router.proxy.breaker import Breaker
 from kvatlas.router.proxy.deaths import digest_of
@@ -95,7 +94,7 @@ class Attempt:
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
         self.retention = b""
-        """Retention hint for the engine's connector, as JSON; empty: none, or its sidecar gets it."""
+        """Retention hint for the engine's connector, as JSON; empty: none."""
         self.sent_body: bytes | None = None
         """Body for this engine instead of the client's."""
         self.handoff: Handoff | None = None
@@ -236,9 +235,6 @@ class Attempt:
 
     def handed_over(self, gap_s: float) -> None:
         """Note that the engine learns of blocks that another one has held for it for this long."""
-
-    def prefilled(self, report: Prefilled) -> None:
-        """The engine's sidecar says who computed the prompt."""
 
     def nothing_held(self) -> None:
         """The engine was to keep a prompt for another one, and has no connector for that."""

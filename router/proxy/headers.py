@@ -25,7 +25,7 @@ from kvatlas.router.openai.request import (
     Session,
     session_in_headers,
 )
-from kvatlas.router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS, RETENTION
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
 
 Header = tuple[bytes, bytes]
 
@@ -45,7 +45,7 @@ _NOT_FORWARDED = frozenset(
         *(*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings"),
         b"accept-encoding",  # see IDENTITY
         # A client's own would have a sidecar send its prompt anywhere.
-        *(PREFILLERS, KV_SOURCE, RETENTION),
+        *(PREFILLER, KV_SOURCE),
         # They stand for fields of the body (SGLang's SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES).
         *(
             b"x-override-" + name
@@ -63,7 +63,7 @@ IDENTITY = (b"accept-encoding", b"identity")
 NAMES_ENGINE = (b"location", b"content-location", b"refresh")
 _NOT_RETURNED = frozenset(
     (
-        *(*_HOP_BY_HOP, *NAMES_ENGINE, PREFILLED, b"via"),
+        *(*_HOP_BY_HOP, *NAMES_ENGINE, b"via"),
         # They would hold for all engines, or for whatever else has the router's host name.
         *(b"set-cookie", b"set-cookie2", b"clear-site-data", b"strict-transport-security", b"alt-svc"),
     )

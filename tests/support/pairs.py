@@ -1,4 +1,4 @@
-"""A simulated prefill and a decode engine with each of the connectors, before a router or a sidecar."""
+"""A simulated prefill and a decode engine with each of the connectors, behind a router."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.pd.settings import PdSettings, PdStats
 from tests.support.ports import free_port
-from tests.support.sidecars import endpoint, sidecar
 from tests.support.whole_router import Rig, configure, routing, running
 
 CONNECTORS: dict[str, tuple[PdSettings, dict[str, Any]]] = {
@@ -44,7 +43,7 @@ class Pair(NamedTuple):
     decode: SimulatedEngine
     ask: PlacementRequest
     stats: PdStats
-    rig: Rig | None
+    rig: Rig
 
 
 @asynccontextmanager
@@ -54,7 +53,7 @@ async def connected(
     decode: dict[str, Any] | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine, PdSettings]]:
-    """The engines, and their settings for a router or sidecar."""
+    """The engines, and their settings for a router."""
     pd, own = CONNECTORS[connector]
     port = free_port()
     at = {"side_channel_port": port} if connector == "offloading" else {}
@@ -66,18 +65,9 @@ async def connected(
 
 
 @asynccontextmanager
-async def fronted(front: str, connector: str = "nixl", **changes: Any) -> AsyncIterator[Pair]:
-    """Behind a "router" or a "sidecar"."""
+async def routed_pair(connector: str = "nixl", **changes: Any) -> AsyncIterator[Pair]:
+    """Both engines behind a router."""
     async with connected(connector, **changes) as (p, d, pd):
-        if front == "sidecar":
-            async with sidecar(d, p, pd=pd) as beside:
-
-                async def through(body: Any, path: str = "/v1/completions") -> tuple[int, Any]:
-                    status, answer, _ = await beside.ask(body, endpoint(p), path=path)
-                    return status, answer
-
-                yield Pair(p, d, through, beside.sidecar.pd_stats, None)
-            return
         addresses = (EngineAddress(one.base_url, role=one.settings.role) for one in (p, d))
         async with routing(configure(*addresses, pd=pd)) as rig:
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import queue
 import random
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +25,7 @@ from tests.support.ports import free_ports
 from tests.support.waiting import WAIT_S, wait_until
 from tests.vllm.observed_fleet import BLOCK_TOKENS, EventTap, Fleet, running
 from tests.vllm.router_process import RouterProcess
-from tests.vllm.vllm_engine import VllmEngine, answers
+from tests.vllm.vllm_engine import VllmEngine
 from tests.vllm.watched_way import Way
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -235,68 +233,12 @@ def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(
     assert usage.prompt_tokens_details.cached_tokens == hit
 
 
-class Sidecar(NamedTuple):
-    url: str
-    ops_url: str
-
-    def metric(self, name: str) -> float:
-        return _figure(self.ops_url, f"kvatlas_pd_{name}_total")
-
-
 def _figure(base_url: str, name: str) -> float:
     """A metric's sum over its labels; 0 before its first event."""
     with urllib.request.urlopen(f"{base_url}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
     return sum(float(line.rpartition(" ")[2]) for line in found)
-
-
-@contextmanager
-def _sidecar(apart: Apart) -> Iterator[Sidecar]:
-    """``kvatlas sidecar`` before the decode engine."""
-    port, ops_port = free_ports(2)
-    words = ["sidecar", "--engine", apart.decode.base_url, "--prefill", f"127.0.0.0/8:{_port(apart)}"]
-    words += ["--port", str(port), "--ops-port", str(ops_port), "--set", f"pd.lease_s={LEASE_S}"]
-    with subprocess.Popen([sys.executable, "-m", "kvatlas", *words]) as process:
-        try:
-            ready = f"http://127.0.0.1:{ops_port}/ready"
-            wait_until(lambda: process.poll() is not None or answers(ready), "the sidecar is ready")
-            assert process.poll() is None
-            yield Sidecar(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}")
-        finally:
-            process.terminate()
-
-
-def _port(apart: Apart) -> int:
-    return int(apart.prefill.base_url.rpartition(":")[2])
-
-
-def test_a_sidecar_makes_both_requests(apart: Apart) -> None:
-    named = {"x-prefiller-host-port": apart.prefill.base_url.partition("//")[2]}
-    told = []
-    with _sidecar(apart) as beside, apart.client(beside.url) as client:
-        for number in range(11, 1000 * SPLITS_TRIED, 1000):
-            prompt = apart.warmed(number, 300)
-            alone = _alone(apart, prompt)
-            make = client.completions.with_raw_response.create
-            raw = make(model="tiny", prompt=prompt, extra_headers=named, **ASKED)
-            _same(raw.parse(), alone)
-            told.append(raw.headers["x-kvatlas-prefilled"])
-            if told[-1] == f"0 {PREFIX_TOKENS}":
-                return
-            # A busy machine answered so late that the prompt was computed again, of which more was cached.
-    raise AssertionError(told)
-
-
-def test_of_two_prompts_behind_a_sidecar_both_answers_are_right(apart: Apart) -> None:
-    """vLLM gives both prompts the transfer parameters of the first one."""
-    named = {"x-prefiller-host-port": apart.prefill.base_url.partition("//")[2]}
-    prompts = [apart.warmed(number, 300) for number in (12, 13)]
-    alone = [_alone(apart, prompt).choices[0] for prompt in prompts]
-    with _sidecar(apart) as beside, apart.client(beside.url) as client:
-        answer = client.completions.create(model="tiny", prompt=prompts, extra_headers=named, **ASKED)
-        assert beside.metric("split") == 0
-    assert [(one.text, one.logprobs) for one in answer.choices] == [(one.text, one.logprobs) for one in alone]
 
 
 def _introduce(apart: Apart, decode: VllmEngine) -> None:
@@ -314,6 +256,23 @@ def _introduce(apart: Apart, decode: VllmEngine) -> None:
     raise AssertionError(f"{decode.base_url} never fetched")
 
 
+def _counts(router: RouterProcess, names: tuple[str, ...]) -> dict[str, float]:
+    return {name: router.metric(f"kvatlas_pd_{name}_total") for name in names}
+
+
+def _split_next(apart: Apart, number: int, tail: int) -> tuple[list[int], Any]:
+    """A prompt as ``Apart.warmed``, that the router would split; and what one engine says to it."""
+    told: dict[str, Any] = {}
+    for again in range(0, 1000 * SPLITS_TRIED, 1000):
+        prompt = apart.warmed(number + again, tail)
+        alone = _alone(apart, prompt)
+        apart.settle()
+        told = apart.fleet.router.explain({"model": "tiny", "prompt": prompt, **ASKED})
+        if told["split"]["prefill"]:
+            return prompt, alone
+    raise AssertionError(f"never split: {told}")
+
+
 def _reuse(apart: Apart, rng: random.Random) -> None:
     """Give free blocks of the prefill engine to another prompt."""
     with apart.client(apart.prefill.base_url) as client:
@@ -324,34 +283,31 @@ def _reuse(apart: Apart, rng: random.Random) -> None:
 def test_an_answer_of_a_decode_engine_that_stood_still_past_the_lease_is_made_again(apart: Apart) -> None:
     """It was asked in time, and fetches what other prompts have left there; and stores that under this
     prompt's hashes, so that it is asked again with a salt."""
-    named = {"x-prefiller-host-port": apart.prefill.base_url.partition("//")[2]}
     expired, late = (
         f"vllm:nixl_num_{name}_total" for name in ("kv_expired_reqs", "notifications_after_expiry")
     )
-    source, rng = apart.prefill.base_url, random.Random(15)
-    prompt = apart.warmed(14, 300)
-    alone, read_late = _alone(apart, prompt), _figure(source, late)
+    source, rng, router = apart.prefill.base_url, random.Random(15), apart.fleet.router
     _introduce(apart, apart.decode)
-    with _sidecar(apart) as beside, apart.client(beside.url) as client, ThreadPoolExecutor(1) as pool:
-        make = partial(client.completions.create, model="tiny", prompt=prompt, extra_headers=named, **ASKED)
+    prompt, alone = _split_next(apart, 14, 300)
+    read_late = _figure(source, late)
+    names = ("split", "handoffs", "handoffs_lost", "leases_late", "answers_late")
+    counts = partial(_counts, router, names)
+    asked_before = counts()
+    with apart.client() as client, ThreadPoolExecutor(1) as pool:
+        make = partial(client.completions.create, model="tiny", prompt=prompt, **ASKED)
         before = _figure(source, expired)
         with apart.decode.standing_still():
             asked = pool.submit(make)
-            wait_until(lambda: beside.metric("handoffs") == 1, "the decode engine is asked")
+            wait_until(lambda: counts()["handoffs"] > asked_before["handoffs"], "the decode engine is asked")
             over_s = time.monotonic() + LEASE_S + 1
             while time.monotonic() < over_s or _figure(source, expired) == before:
                 _reuse(apart, rng)
             for _ in range(3):
                 _reuse(apart, rng)
         _same(asked.result(), alone)
-        names = ("split", "handoffs", "handoffs_lost", "leases_late", "answers_late")
-        assert {name: beside.metric(name) for name in names} == {
-            "split": 1,
-            "handoffs": 1,
-            "handoffs_lost": 1,
-            "leases_late": 0,
-            "answers_late": 1,
-        }
+        added = {name: count - asked_before[name] for name, count in counts().items()}
+        expected = {"split": 1, "handoffs": 1, "handoffs_lost": 1, "leases_late": 0, "answers_late": 1}
+        assert added == expected
     _reuse(apart, rng)  # the engine counts while it works
     wait_until(lambda: _figure(source, late) == read_late + 1, "the engine counts the late reading")
 

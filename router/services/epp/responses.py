@@ -23,7 +23,6 @@ from kvatlas.router.http.request_cycle import Message
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.openai.request import Carried
 from kvatlas.router.openai.response_ids import of_engine, with_id
-from kvatlas.router.pd.settings import read_prefilled
 from kvatlas.router.proxy.attempt import Answer, Attempt, Outbound
 from kvatlas.router.proxy.headers import NAMES_ENGINE, REDIRECTS, read_answer_headers
 from kvatlas.router.services.epp import grpc
@@ -436,8 +435,6 @@ class GatewayCarrier:
             self.broken = True
             raise
         self.broken = answer.status in REDIRECTS
-        if (prefilled := read_prefilled(answer.headers)) is not None:
-            attempt.prefilled(prefilled)
         return answer
 
     def done(self, answer: Answer) -> None:

@@ -37,8 +37,8 @@ class EppSettings(msgspec.Struct, frozen=True):
     generated tokens come from those. The end of the others is estimated, and corrected by the engines' own
     numbers of running requests. 0 if the gateway sends no responses."""
     sidecar: bool = False
-    """Engines have a sidecar that reads `x-prefiller-host-port` and `x-kv-cache-source-host-port` (`kvatlas
-    sidecar`, or llm-d's), and their addresses are the sidecars': requests may be split
+    """Engines have a sidecar that reads `x-prefiller-host-port` and `x-kv-cache-source-host-port` as
+    llm-d's does, and their addresses are the sidecars': requests may be split
     ([prefill-decode.md](prefill-decode.md)), and engines may [pull](pull.md). Answers to split requests and
     of engines that pull are always watched."""
     request_timeout_s: float = 30.0

@@ -16,13 +16,13 @@ from aiohttp.test_utils import TestServer
 from kvatlas.publisher.simulator.request import SimRequest
 from kvatlas.publisher.simulator.scheduler import Scheduler
 from kvatlas.router.admission.key_file import KeySettings, digest_of
-from kvatlas.router.fleet.engines import EngineAddress, endpoint_of
+from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.traces import TraceSettings
 from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.simulation.fit import fetch_usage
 from kvatlas.router.simulation.traces import read_capture
 from tests.support.pairs import busy, connected
-from tests.support.sidecars import completion, endpoint, sidecar
+from tests.support.sidecars import completion
 from tests.support.waiting import until, until_thread
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running
 
@@ -140,29 +140,21 @@ async def test_a_request_that_moves_has_one_line_of_where_it_went(tmp_path: Path
     assert lines[1]["status"] == 200
 
 
-async def test_a_prompt_computed_on_another_engine_is_one_line_at_router_and_at_sidecar(
-    tmp_path: Path,
-) -> None:
-    router, beside = tmp_path / "router.jsonl", tmp_path / "sidecar.jsonl"
-    body = completion(1)
+async def test_a_prompt_computed_on_another_engine_is_one_line(tmp_path: Path) -> None:
+    path, body = tmp_path / "usage.jsonl", completion(1)
     async with connected("nixl") as (p, d, pd):
         addresses = (EngineAddress(one.base_url, role=one.settings.role) for one in (p, d))
-        config = configure(*addresses, pd=pd, usage=UsageSettings(path=str(router)))
+        config = configure(*addresses, pd=pd, usage=UsageSettings(path=str(path)))
         async with routing(config) as rig:
             with busy(rig):
                 assert (await rig.ask("POST", "/v1/completions", body))[0] == 200
             await written(rig, 1)
-        async with sidecar(d, p, pd=pd, usage=UsageSettings(path=str(beside))) as side:
-            assert (await side.ask(completion(2), endpoint(p)))[0] == 200
-            assert (await side.ask([], endpoint(p)))[0] == 400
         prefill, decode = p.base_url, d.base_url
-    (line,) = lines_of(router)
+    (line,) = lines_of(path)
     assert (line["engine"], line["prefill_engine"], line["status"]) == (decode, prefill, 200)
+    assert line["attempts"] == 2
     assert line["cached_tokens"] == line["predicted_tokens"] == 0, "the prefill engine's hit"
     assert (line["computed_tokens"], line["verified"]) == (len(body["prompt"]), True)
-    split, refused = lines_of(beside)
-    assert (split["engine"], split["prefill_engine"]) == (decode, endpoint_of(prefill))
-    assert (split["attempts"], refused["status"]) == (2, 400)
 
 
 async def test_the_record_can_be_had_from_the_router(tmp_path: Path) -> None:

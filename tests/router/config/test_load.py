@@ -388,7 +388,6 @@ def test_defaults_hold_no_secret_and_pass_their_own_check() -> None:
     text = describe(loaded)
     for harmless in (
         "isolate_secret_file",
-        "sidecar.secret_file",
         "keys.secret_file",
         "key_",
         "keys.",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvatlas.router.openai.members import at_once, with_value
 from kvatlas.router.openai.request import Session
-from kvatlas.router.pd.settings import KV_SOURCE, PREFILLERS, RETENTION
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
 from kvatlas.router.proxy.settings import Aliases
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import CHAT, Call, Engine, Script, answer, ask, request, routing, says, writes
@@ -51,8 +51,8 @@ HOP_BY_HOP = {
             id="hop-by-hop fields and those the client named do not",
         ),
         pytest.param(
-            tuple(f"{name.decode()}: http://10.0.0.9:1" for name in (PREFILLERS, KV_SOURCE, RETENTION)),
-            {name.decode(): [] for name in (PREFILLERS, KV_SOURCE, RETENTION)},
+            tuple(f"{name.decode()}: http://10.0.0.9:1" for name in (PREFILLER, KV_SOURCE)),
+            {name.decode(): [] for name in (PREFILLER, KV_SOURCE)},
             id="nor a client's own word to a sidecar",
         ),
         pytest.param(

@@ -22,7 +22,7 @@ OPS = f"http://127.0.0.1:{OPS_PORT}/health"
     [
         (["kvatlas", "serve"], {}, [OPS, f"http://127.0.0.1:{ServerConfig().port}/health"]),
         (["python", "kvatlas", "epp", "--listen", "0.0.0.0:9002"], {}, [OPS]),
-        (["kvatlas", "sidecar", "--port", "80"], {}, [OPS, "http://127.0.0.1:80/health"]),
+        (["kvatlas", "serve", "--port", "80"], {}, [OPS, "http://127.0.0.1:80/health"]),
         (["kvatlas", "serve", "--ops-port=off", "--host", "::"], {}, ["http://[::1]:8000/health"]),
         (["kvatlas", "serve", "--set", "server.ops_port=7"], {}, ["http://127.0.0.1:7/health"]),
         (["kvatlas", "epp"], {"KVATLAS_SERVER_OPS_PORT": "77"}, ["http://127.0.0.1:77/health"]),

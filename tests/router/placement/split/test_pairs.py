@@ -1,4 +1,4 @@
-"""Which two engines, or which one: the least cost wins, on any fleet, and behind a sidecar."""
+"""Which two engines, or which one: the least cost wins, on any fleet."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.openai.request import Usage
-from kvatlas.router.pd.settings import PdSettings, Prefilled
+from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
 from kvatlas.router.placement.cost import Choice, choose
 from kvatlas.router.placement.split import PairPlan, Side, plan
-from kvatlas.router.placement.split_legs import SidecarPlacement
 from tests.router.placement.candidates import make_candidate
 
 POLICY = PolicySettings()
@@ -181,19 +179,3 @@ def test_no_pair_and_no_engine_alone_is_cheaper_than_what_is_chosen(
         assert found.remote_s is not None
         assert found.remote_s < found.local_s
         assert found.partner.sides[found.partner.choice.index].version == decode[found.decode].version
-
-
-@pytest.mark.parametrize(
-    ("report", "cached"),
-    [(Prefilled(0, 512), 512), (Prefilled(0, None), 600), (Prefilled(None, None), 600), (None, 600)],
-)
-def test_the_hit_is_the_one_of_the_engine_that_computed_the_prompt(
-    report: Prefilled | None, cached: int
-) -> None:
-    """The decode engine may count what it fetched as cached."""
-    placement = object.__new__(SidecarPlacement)
-    placement._report = report
-    usage = placement.corrected(Usage(700, 5, 600))
-    assert usage is not None
-    assert (usage.prompt_tokens, usage.cached_tokens) == (700, cached)
-    assert placement.corrected(None) is None

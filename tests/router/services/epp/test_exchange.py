@@ -18,7 +18,7 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
-from kvatlas.router.pd.settings import KV_SOURCE, PREFILLERS, RETENTION, SidecarSettings, read_hints
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
 from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.placement.engine import BAND_MS
 from kvatlas.router.proxy.relay import AnswerRelay
@@ -161,14 +161,17 @@ async def test_a_gateway_is_told_the_priority_of_the_prompt(asked: dict[bytes, b
         await peer.until_over(number)
 
 
+@pytest.mark.parametrize("sidecar", [False, True])
 @pytest.mark.parametrize("mode", [m.FULL_DUPLEX, m.BUFFERED])
 async def test_a_gateway_takes_the_body_with_a_retention_hint_to_the_engine(
-    mode: int, monkeypatch: pytest.MonkeyPatch
+    mode: int, *, sidecar: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A sidecar passes on bodies of requests that it does not split. A client names nobody to it."""
     monkeypatch.setattr("kvatlas.router.fleet.poller.read_obeys_hints", lambda *_: True)
     claim = {"retention_hint": {"ttl_s": 86_400, "owner": "mine"}}
 
-    async with gateway(policy=PolicySettings(retention_hints=True)) as (rig, peer, _engine):
+    policy = PolicySettings(retention_hints=True)
+    async with gateway(policy=policy, epp={"sidecar": sidecar}) as (rig, peer, _engine):
         (engine,) = rig.router.fleet
         await until(lambda: engine.obeys_hints, "metrics read")
         sent = chat(kv_transfer_params=claim)
@@ -180,6 +183,8 @@ async def test_a_gateway_takes_the_body_with_a_retention_hint_to_the_engine(
             b"content-type": b"application/json",
             b"content-length": b"%d" % len(sent),
             b"x-session-id": b"s",
+            KV_SOURCE: b"10.0.0.9:1",
+            PREFILLER: b"10.0.0.9:1",
         }
         whole = body(REQUEST_BODY, sent, ends=mode == m.BUFFERED)
         end = b"" if mode == m.BUFFERED else body(REQUEST_BODY, b"", ends=True)
@@ -191,54 +196,11 @@ async def test_a_gateway_takes_the_body_with_a_retention_hint_to_the_engine(
         text = mutation.body if mode == m.BUFFERED else mutation.streamed_response.body
         choice = given if mode == m.BUFFERED else told[0].request_headers.response
         sets = {each.header.key: each.header.raw_value for each in choice.header_mutation.set_headers}
+        assert {KV_SOURCE.decode(), PREFILLER.decode()} <= set(choice.header_mutation.remove_headers)
         hint = json.loads(text)["kv_transfer_params"]["retention_hint"]
         assert (hint.keys(), hint["value"]) == ({"ttl_s", "value"}, 0.5)
         assert sets.get("content-length", b"").decode() in ("", str(len(text)))
         assert json.loads(text) == json.loads(chat(kv_transfer_params={"retention_hint": hint}))
-        await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
-        await peer.until_over(number)
-
-
-@pytest.mark.parametrize("has_secret", [True, False])
-async def test_a_sidecar_gets_the_hint_signed_in_the_head(
-    has_secret: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvatlas.router.fleet.poller.read_obeys_hints", lambda *_: True)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"s" * 32)
-    own = SidecarSettings(secret_file=str(secret) if has_secret else None)
-
-    policy = PolicySettings(retention_hints=True)
-    async with gateway(policy=policy, epp={"sidecar": True}, sidecar=own) as (rig, peer, _engine):
-        (engine,) = rig.router.fleet
-        await until(lambda: engine.obeys_hints, "metrics read")
-        number = peer.open(PROCESS)
-        fields = {
-            b":method": b"POST",
-            b":path": CHAT,
-            b":authority": b"a",
-            b"content-type": b"application/json",
-            b"x-session-id": b"s",
-            RETENTION: b"a client's own",
-            KV_SOURCE: b"10.0.0.9:1",
-            PREFILLERS: b"10.0.0.9:1",
-        }
-        whole = body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True)
-        await peer.send(number, head(REQUEST_HEADERS, fields) + whole)
-        await until(lambda: len(messages(peer, number)) == 2, "the body is given back")
-        told = messages(peer, number)
-        assert told[1].request_body.response.body_mutation.streamed_response.body == chat()
-        mutation = told[0].request_headers.response.header_mutation
-        sets = {each.header.key.encode(): each.header.raw_value for each in mutation.set_headers}
-        assert {KV_SOURCE.decode(), PREFILLERS.decode()} <= set(mutation.remove_headers)
-        sent = rig.router.accounts.retention.stats.sent["session"]
-        if has_secret:
-            hints = read_hints(list(sets.items()), b"s" * 32)
-            assert hints is not None
-            assert (json.loads(hints.own)["value"], hints.prefill, sent) == (0.5, b"", 1)
-        else:
-            assert RETENTION.decode() in mutation.remove_headers
-            assert (sets.get(RETENTION), sent) == (None, 0)
         await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
         await peer.until_over(number)
 

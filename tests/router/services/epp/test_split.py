@@ -1,8 +1,8 @@
-"""Through a real Envoy: the picker chooses a pair, a sidecar beside the decode engine asks both."""
+"""Through a real Envoy: the picker chooses a pair, and a sidecar like llm-d's, beside the decode engine, asks
+both."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,15 +13,14 @@ import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.pd.settings import PdSettings, SidecarSettings
+from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import PolicySettings, PullSettings
-from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import busy
 from tests.router.services.epp.test_envoy import FORMS, epp, port_of
 from tests.support.envoy import Envoy, envoy, program
 from tests.support.front import fronting
 from tests.support.ports import free_port
-from tests.support.sidecars import SidecarRig, completion, endpoint, sidecar
+from tests.support.sidecars import Sidecar, completion, endpoint, sidecar
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
@@ -41,33 +40,24 @@ def _needs_envoy() -> None:
 async def apart(
     folder: Path,
     *prefills: dict[str, Any],
-    pd: PdSettings = SPLITS,
-    decode: dict[str, Any] = D,
-    suspect_s: float = 300.0,
-) -> AsyncIterator[tuple[Rig, Envoy, SidecarRig, list[SimulatedEngine]]]:
+    **changes: Any,
+) -> AsyncIterator[tuple[Rig, Envoy, Sidecar, list[SimulatedEngine]]]:
     """Prefill engines, a decode engine behind its sidecar, picker and gateway."""
-    proxy = ProxySettings(suspect_s=suspect_s)
-    async with running(*prefills, decode) as (*ps, d), sidecar(d, *ps, pd=pd, proxy=proxy) as beside:
-        behind = EngineAddress(beside.url, role="decode")
+    async with running(*prefills, D) as (*ps, d), sidecar(d, *ps) as beside:
+        behind = EngineAddress(beside.base_url, role="decode")
         helpers = [EngineAddress(p.base_url, role="prefill") for p in ps]
-        config = configure(*helpers, behind, epp=epp(sidecar=True), pd=pd)
+        config = configure(*helpers, behind, epp=epp(sidecar=True), pd=SPLITS, **changes)
         async with routing(config) as rig:
-            names = [*map(endpoint, ps), beside.endpoint]
+            names = [*map(endpoint, ps), endpoint(beside)]
             async with envoy(folder, names, [port_of(rig)]) as through:
                 yield rig, through, beside, [*ps, d]
                 await until(lambda: rig.idle, "every request has ended")
                 rig.check_books()
 
 
-def legs(rig: Rig) -> list[tuple[str, str, str]]:
-    return [(one.leg, one.engine_id, one.outcome) for one in rig.router.accounts.receipts.latest]
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_both_engines_serve_and_the_receipts_are_theirs(
-    tmp_path: Path, form: str, stream: bool
-) -> None:
+async def test_both_engines_serve_and_have_receipts(tmp_path: Path, form: str, stream: bool) -> None:
     async with apart(tmp_path, P) as (rig, through, beside, (p, _)):
         asked = completion(1, stream=stream)
         if stream:
@@ -80,52 +70,37 @@ async def test_both_engines_serve_and_the_receipts_are_theirs(
             assert headers["x-kvatlas-prefill-engine"] == p.base_url
             await until(lambda: rig.idle, "the receipts are written")
             await rig.caught_up(p)
-        assert beside.sidecar.pd_stats.handoffs == 2
+        assert beside.splits == 2
         assert rig.router.proxy.pd_stats.split == 2
-        prefills = [one for one in rig.router.accounts.receipts.latest if one.leg == "prefill"]
-        assert [one.outcome for one in prefills] == ["exact", "exact"]
-        assert [(one.actual_tokens or 0) > 600 for one in prefills] == [False, True]
-        assert [one.ttft_s is not None for one in prefills] == [stream, stream]
+        latest = rig.router.accounts.receipts.latest
+        # The answer does not tell the prefill's hit.
+        told = [(one.engine_id, one.outcome) for one in latest if one.leg == "prefill"]
+        assert told == [(p.base_url, "unreported")] * 2
+        assert [one.engine_id for one in latest if one.leg == "decode"] == [beside.base_url] * 2
 
 
-async def test_both_engines_behind_a_sidecar_get_the_hint(
+async def test_hints_reach_the_engine_of_requests_that_are_not_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A sidecar passes their bodies on unchanged, and replaces the transfer parameters of the others."""
     monkeypatch.setattr("kvatlas.router.fleet.poller.read_obeys_hints", lambda *_: True)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"s" * 32)
-    shared, policy = str(secret), PolicySettings(retention_hints=True)
-
-    async with (
-        running(P, D) as engines,
-        fronting(engines[0]) as p,
-        fronting(engines[1]) as d,
-        sidecar(d, p, pd=SPLITS, secret_file=shared) as beside,
-    ):
-        listed = EngineAddress(p.base_url, role="prefill"), EngineAddress(beside.url, role="decode")
-        own = SidecarSettings(secret_file=shared)
-        config = configure(*listed, epp=epp(sidecar=True), pd=SPLITS, policy=policy, sidecar=own)
-        names = [endpoint(p), beside.endpoint]
-        async with routing(config) as rig, envoy(tmp_path, names, [port_of(rig)]) as through:
-            await until(lambda: all(one.obeys_hints for one in rig.router.fleet), "metrics read")
-            for number, form in enumerate(FORMS):
-                claim = {"x-session-id": f"s{number}", "x-kvatlas-retention-hint": "op {}"}
-                with busy(rig):
-                    body = completion(number)
-                    status, _, answer = await through.ask(form, PATH, body, headers=claim)
-                assert status == 200, answer
-                for front in (p, d):
-                    # A background check of renderings may come after the request.
-                    asked = [sent for path, sent in front.bodies if path == PATH]
-                    params = json.loads(asked[-1])["kv_transfer_params"]
-                    assert (len(params) > 1, params["retention_hint"]["value"]) == (True, 0.5)
-            assert beside.sidecar.pd_stats.handoffs == len(FORMS)
-            assert rig.router.accounts.retention.stats.sent["session"] == 2 * len(FORMS)
-            await until(lambda: rig.idle, "every request has ended")
+    policy = PolicySettings(retention_hints=True)
+    async with apart(tmp_path, P, policy=policy) as (rig, through, beside, _):
+        await until(lambda: all(one.obeys_hints for one in rig.router.fleet), "metrics read")
+        claim = {"kv_transfer_params": {"do_remote_prefill": True}}
+        for tokens in (700, 40):
+            with busy(rig):
+                body = completion(tokens, tokens, **claim)
+                status, _, answer = await through.ask(FORMS[0], PATH, body, headers={"x-session-id": "s"})
+            assert status == 200, answer
+        split, alone = (sent["kv_transfer_params"] for sent in beside.bodies)
+        assert (beside.splits, "retention_hint" in split) == (1, False)
+        assert alone.keys() == {"retention_hint"}
+        assert rig.router.accounts.retention.stats.sent["session"] == 1
 
 
 async def test_a_client_steers_nobody(tmp_path: Path) -> None:
-    """Its own field names an engine that it may ask; the picker wants one engine alone."""
+    """Its own field names an engine that the sidecar may ask; the picker wants one engine alone."""
 
     async with apart(tmp_path, P) as (_, through, beside, (p, _)):
         for form in FORMS:
@@ -133,32 +108,29 @@ async def test_a_client_steers_nobody(tmp_path: Path) -> None:
             body = completion(1, 100, n=2, temperature=1.0)
             status, _, _ = await through.ask(form, PATH, body, headers=own)
             assert status == 200
-        assert beside.sidecar.pd_stats.aggregated == {"local": len(FORMS)}
-        assert beside.sidecar.pd_stats.split == 0
+        assert (beside.splits, len(beside.bodies)) == (0, len(FORMS))
 
 
-async def test_a_prefill_engine_that_dies_costs_no_answer(tmp_path: Path) -> None:
-    async with apart(tmp_path, {**P, "dies_at": "before_answer"}, suspect_s=0.0) as (rig, through, beside, _):
-        with busy(rig):
-            status, _, answer = await through.ask("original_dst", PATH, completion(1))
-        assert status == 200, answer
-        await until(lambda: rig.idle, "the receipts are written")
-        assert [leg for leg, _, _ in legs(rig)] == ["decode"]
-        assert beside.sidecar.pd_stats.handoffs == 0
-
-
-async def test_the_second_choice_computes_where_the_first_one_is_gone(tmp_path: Path) -> None:
-    async with apart(tmp_path, {**P, "dies_at": "before_answer"}, P, suspect_s=0.0) as (
-        rig,
-        through,
-        beside,
-        _,
-    ):
-        for number in range(4):  # one of them meets it
-            with busy(rig):
-                status, _, answer = await through.ask("override_host", PATH, completion(number))
-            assert status == 200, answer
-        assert beside.sidecar.pd_stats.handoffs == 4
+async def test_an_error_behind_a_sidecar_counts_against_the_prefill_engine(tmp_path: Path) -> None:
+    """The client gets it. The decode engine, which all prefill engines share, stays in use."""
+    async with running(P, D) as engines, fronting(engines[0]) as p, sidecar(engines[1], p) as beside:
+        p.overrides[PATH] = lambda: (500, {"error": {"message": "no", "code": 500}})
+        listed = EngineAddress(p.base_url, role="prefill"), EngineAddress(beside.base_url, role="decode")
+        config = configure(*listed, epp=epp(sidecar=True), pd=SPLITS)
+        names = [endpoint(p), endpoint(beside)]
+        async with routing(config) as rig, envoy(tmp_path, names, [port_of(rig)]) as through:
+            breakers: dict[str, Any] = {one.engine_id: one.breaker for one in rig.router.fleet}
+            for number in range(40):
+                with busy(rig):
+                    status, _, _ = await through.ask(FORMS[0], PATH, completion(number))
+                if status == 200:
+                    break
+                assert status == 500
+            assert status == 200
+            assert (breakers[p.base_url].closed, breakers[beside.base_url].closed) == (False, True)
+            assert (beside.splits, len(beside.bodies)) == (0, 1)
+            await until(lambda: rig.idle, "every request has ended")
+            rig.check_books()
 
 
 async def test_an_engine_behind_its_sidecar_pulls_from_another(tmp_path: Path) -> None:
@@ -168,11 +140,11 @@ async def test_an_engine_behind_its_sidecar_pulls_from_another(tmp_path: Path) -
 
     async with (
         running({**tier, "side_channel_port": port}, tier) as (source, target),
-        sidecar(target, source, pd=pd) as beside,
+        sidecar(target, source, p2p_port=port) as beside,
     ):
         config = configure(
             EngineAddress(source.base_url),
-            EngineAddress(beside.url, kv_source="127.0.0.1:9"),
+            EngineAddress(beside.base_url, kv_source="127.0.0.1:9"),
             epp=epp(sidecar=True),
             pd=pd,
             pull=PullSettings(enabled=True),
@@ -187,8 +159,8 @@ async def test_an_engine_behind_its_sidecar_pulls_from_another(tmp_path: Path) -
             theirs = {one.base_url: one for one in (source, target)}
             feeds = rig.router.lifecycle.feeds.stats
             last = theirs[target.base_url].publisher.next_seq - 1  # type: ignore[union-attr]
-            await until(lambda: feeds[beside.url].last_seq == last, "every batch applied")
-            names = [endpoint(source), beside.endpoint]
+            await until(lambda: feeds[beside.base_url].last_seq == last, "every batch applied")
+            names = [endpoint(source), endpoint(beside)]
             async with envoy(tmp_path, names, [port_of(rig)]) as through:
                 load = next(one for one in rig.router.fleet if one.engine_id == source.base_url).load
                 ticket = load.admit(uncached_tokens=80_000, now=time.monotonic(), streams=True)
@@ -198,5 +170,5 @@ async def test_an_engine_behind_its_sidecar_pulls_from_another(tmp_path: Path) -
                 await until(lambda: rig.idle, "the receipt is written")
         assert rig.router.planner.pulls.stats.pulls == {"complete": 1}
         receipt = rig.router.accounts.receipts.latest[-1]
-        assert (receipt.engine_id, receipt.pulled_from) == (beside.url, source.base_url)
+        assert (receipt.engine_id, receipt.pulled_from) == (beside.base_url, source.base_url)
         assert receipt.actual_tokens == receipt.predicted_tokens == 688
