@@ -51,6 +51,7 @@ from kvatlas.router.workers.context import WorkerContext
 
 _log = structlog.get_logger()
 _NAMED_MAX = 20
+_ASYNCIO = Path(asyncio.__file__).parent
 
 
 class ShutdownGuard:
@@ -82,12 +83,15 @@ class ShutdownGuard:
 
 
 def _named(task: asyncio.Task[Any]) -> str:
-    """Return the task's name, its coroutine, and the line that it waits at."""
+    """Return the task's name, its coroutine, and the line that it waits at: the innermost that is not
+    asyncio's own, as ``sleep``, which all that sleep share."""
     outer = inner = task.get_coro()
-    while isinstance(inner, CoroutineType) and isinstance(inner.cr_await, CoroutineType):
+    at = ""
+    while isinstance(inner, CoroutineType):
+        frame = inner.cr_frame
+        if frame is not None and (not at or Path(frame.f_code.co_filename).parent != _ASYNCIO):
+            at = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         inner = inner.cr_await
-    frame = inner.cr_frame if isinstance(inner, CoroutineType) else None
-    at = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
     return f"{task.get_name()} ({getattr(outer, '__qualname__', outer)}){at}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from kvatlas.router.server_lifecycle import ShutdownGuard
 from tests.router.serve.test_reload import AWAY, Serving
-from tests.support.waiting import run, until
+from tests.support.waiting import run, until, until_thread
 from tests.support.whole_router import running
 
 GIVES_UP = "shutdown does not end"
@@ -46,20 +47,24 @@ sys.exit(run(["serve", *sys.argv[1:]]))
 
 def test_tasks_that_do_not_end_are_named_with_where_they_wait(capfd: pytest.CaptureFixture[str]) -> None:
     ended: list[int] = []
+    waits_at = 0
 
     async def main() -> None:
         async def inner() -> None:
+            nonlocal waits_at
+            waits_at = sys._getframe().f_lineno + 1
             await asyncio.sleep(3600)
 
         async def outer() -> None:
             await inner()
 
         task = asyncio.create_task(outer(), name="the deaf one")
+        await asyncio.sleep(0)  # it waits
         guard = ShutdownGuard(lambda: 0.0, end=ended.append)
         assert not ended
         for _ in range(2):
             guard.begin(asyncio.get_running_loop())
-        await until(lambda: ended, "it gives up")
+        await until_thread(lambda: ended, "it gives up")  # in a thread of its own, past a stuck loop
         task.cancel()
 
     run(main())
@@ -68,7 +73,7 @@ def test_tasks_that_do_not_end_are_named_with_where_they_wait(capfd: pytest.Capt
     assert GIVES_UP in said
     assert "the deaf one" in said
     assert "outer" in said
-    assert Path(__file__).name in said, "the line of inner()"
+    assert re.search(rf"{re.escape(Path(__file__).name)}:{waits_at}\b", said), "the line that inner() waits at"
 
 
 @pytest.mark.process
