@@ -85,7 +85,8 @@ class ShutdownGuard:
 def _named(task: asyncio.Task[Any]) -> str:
     """Return the task's name, its coroutine, and the line that it waits at: the innermost that is not
     asyncio's own, as ``sleep``, which all that sleep share."""
-    outer = inner = task.get_coro()
+    outer = task.get_coro()
+    inner: Any = outer
     at = ""
     while isinstance(inner, CoroutineType):
         frame = inner.cr_frame
