@@ -1,25 +1,57 @@
-"""Ordering of the frames of one stream for a capture, without sockets or clock.
+"""Frames of one stream in the order of the router's own feed: ``FeedMachine``, without sockets or clock.
 
-The live stream is in order, so what is missing in it lies exactly before the next live frame. While the
-missing frames are requested from the replay socket, live frames are held back; the response is used only up
-to the first held frame, even if it contains more. A seq that goes back is a restarted engine unless the frame
-is known. Invariant: frames leave in rising seqs between restarts, none twice, and frames missing between two
-of them are counted as lost.
+``StreamOrder`` is for frames without a replay socket (doctor, replay). ``CaptureOrder`` holds live frames
+back while the missing ones are requested from the replay socket. Invariant: frames leave in rising seqs
+between restarts, none twice, and frames missing between two of them are counted as lost.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 import xxhash
 
-from kvatlas.router.feeds.position import RecentBatches
+from kvatlas.publisher.events import DecodedBatch
+from kvatlas.router.feeds.base import FeedSettings, FeedStats, Frame
+from kvatlas.router.feeds.machine import FeedMachine
+from kvatlas.router.feeds.position import Action, Apply, Forget, RequestReplay
 from kvatlas.router.tools.capture import CaptureLine
 
-# Digests kept, to distinguish a frame received both live and by replay from one of a restarted engine.
-_RECENT_MAX = 16_384
 HOLD_BYTES_MAX = 64 << 20
+
+
+class LostSeqs:
+    """Number of seqs between two frames, or between a restart and the next frame, that never came."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next: int | None = None
+
+    def restarted(self) -> None:
+        self._next = 0
+
+    def took(self, seq: int) -> None:
+        """Record a frame that took its place; one that had it before changes nothing."""
+        if self._next is None or seq >= self._next:
+            self.count += 0 if self._next is None else seq - self._next
+            self._next = seq + 1
+
+
+class StreamOrder:
+    """Order of one stream without a replay socket; ``stats`` are those of its feed."""
+
+    def __init__(self) -> None:
+        self.stats = FeedStats()
+        self.lost = LostSeqs()
+        self._machine = FeedMachine(FeedSettings(), self.stats, has_replay=False)
+
+    def live(self, now: float, frame: Frame) -> list[Action]:
+        """Process the next frame; returns the actions: ``Forget`` at a restart, ``Apply`` if it is due."""
+        actions = self._machine.live(now, frame)
+        if any(isinstance(action, Forget) for action in actions):
+            self.lost.restarted()
+        if self.stats.last_seq == frame.seq:
+            self.lost.took(frame.seq)
+        return actions
 
 
 class RecordStats(msgspec.Struct):
@@ -42,141 +74,108 @@ class RecordStats(msgspec.Struct):
     replay_failures: int = 0
 
 
-class ReplayRequest(msgspec.Struct, frozen=True, eq=False):
-    """A request to the replay socket for frames from ``from_seq`` on."""
+class _Undecoded(DecodedBatch):
+    """The batch of a frame that is only passed on."""
 
-    from_seq: int
-    for_gap: bool
-    """True: a live frame has shown that they exist. False: any available history."""
+    line: CaptureLine | None = None
+    replayed: bool = False
 
 
 class CaptureOrder:
     """Ordering state of one source.
 
-    ``request`` is the fetch to perform now; a new value cancels the previous one.
+    ``request`` is the fetch to perform now; a new value cancels the previous one. A response overtakes live
+    frames that wait in the socket, and the publisher's buffer may be beyond them. So it is used only up to
+    the last live frame read, and live frames are read before its first one.
     """
 
     def __init__(self, stats: RecordStats, *, has_replay: bool, hold_bytes_max: int = HOLD_BYTES_MAX) -> None:
-        self.request = ReplayRequest(0, for_gap=False) if has_replay else None
+        self.request: RequestReplay | None = None
         self._stats = stats
-        self._has_replay = has_replay
-        self._hold_bytes_max = hold_bytes_max
-        self._next = 0 if has_replay else None
-        self._begun = False
-        # The response to ``request`` has begun.
-        self._response_started = False
-        # Seq known to be unavailable from the replay socket.
-        self._unavailable: int | None = None
-        self._recent = RecentBatches(_RECENT_MAX)
-        self._held: deque[CaptureLine] = deque()
-        self._held_bytes = 0
+        self._feed = FeedStats()
+        # Nothing here is timed: the caller ends what takes too long (``abandon``).
+        settings = FeedSettings(
+            hold_batches_max=1 << 20,
+            hold_bytes_max=hold_bytes_max,
+            hold_s_max=0.0,
+            recent_batches_max=16_384,
+            replay_backoff_s=0.0,
+            resync_backoff_s=0.0,
+            resync_backoff_s_max=0.0,
+            stale_after_s=float("inf"),
+        )
+        self._machine = FeedMachine(settings, self._feed, has_replay=has_replay)
+        self._lost = LostSeqs()
+        self._inputs = 0
+        # Of the last live frame of this process.
+        self._heard: int | None = None
         self._out: list[CaptureLine] = []
+        self._do(self._machine.connected(self._now()))
 
     @property
     def holds(self) -> bool:
-        """Whether a live frame is held back: a response is useful only up to that frame."""
-        # Read live frames before the first frame of a response; otherwise the response may overtake live
-        # frames that are waiting to be read.
-        return bool(self._held)
+        """Whether a live frame shows up to where a response is useful."""
+        return self._heard is not None
 
     @property
     def settled(self) -> bool:
         """Whether nothing is requested or held back."""
-        return self.request is None and not self._held
+        return self.request is None
 
     def take(self) -> list[CaptureLine]:
         """Return the frames to write since the last call, in order."""
         out, self._out = self._out, []
         return out
 
-    def live(self, frame: CaptureLine) -> None:
+    def live(self, line: CaptureLine) -> None:
         """Process the next frame of the live stream."""
-        if self.request is None:
-            self._accept(frame)
-            return
-        if self._held and frame.seq <= self._held[-1].seq:
+        if self.request is not None and self._heard is not None and line.seq <= self._heard:
             # Restarted meanwhile: the response may be from the new process, while the held frames are from
             # the old one.
             self.abandon()
-            if self.request is None:
-                self._accept(frame)
-                return
-        if self._held_bytes + len(frame.payload) <= self._hold_bytes_max:
-            self._hold(frame)
-        # A frame that cannot be held appears as a gap after the held frames, and is then requested again.
+        self._do(self._machine.live(self._now(), self._frame(line, replayed=False)))
+        self._heard = line.seq
 
-    def replayed(self, request: ReplayRequest, frame: CaptureLine) -> bool:
+    def replayed(self, request: RequestReplay, line: CaptureLine) -> bool:
         """Process a frame of the response to ``request``; False once the rest of the response is useless."""
-        if request is not self.request or self._next is None:
+        if request is not self.request or (self._heard is not None and line.seq > self._heard):
             return False
-        if self._held and frame.seq >= self._held[0].seq:
-            return False
-        if frame.seq < self._next:
-            return True
-        if frame.seq > self._next:
-            if self._response_started:
-                # A hole: it is requested again, as long as there is progress.
-                return False
-            self._skip_to(frame.seq)
-        self._response_started = True
-        self._stats.history_frames += 1
-        self._write(frame)
-        return True
+        frame = self._frame(line, replayed=True)
+        self._do(self._machine.replayed(self._now(), request.request_id, frame))
+        return request is self.request
 
-    def response_ended(self, request: ReplayRequest) -> None:
-        """Handle the end or failure of the response to ``request``."""
-        if request is self.request:
-            if request.for_gap and self._next == request.from_seq:
-                self._unavailable = request.from_seq
-            self._release()
+    def response_ended(self, request: RequestReplay) -> None:
+        """Handle the end of the response to ``request``."""
+        self._do(self._machine.replay_ended(self._now(), request.request_id))
 
     def abandon(self) -> None:
         """Stop waiting for the frames missing before the held ones."""
-        self._unavailable = self._next
-        self._release()
+        if self.request is not None:
+            self._do(self._machine.tick(self._now()))
 
-    def _accept(self, frame: CaptureLine) -> None:
-        """Write one live frame, or begin to request the frames missing before it."""
-        if self._next is None:
-            self._next = frame.seq
-        if frame.seq < self._next:
-            if self._recent.digest(frame.seq) == xxhash.xxh3_64_intdigest(frame.payload):
-                self._stats.duplicates += 1
-                return
-            self._stats.restarts += 1
-            self._recent.clear()
-            self._next, self._unavailable = 0, None
-        if frame.seq > self._next:
-            if self._has_replay and self._unavailable != self._next:
-                self._stats.gaps += self._begun
-                self._hold(frame)
-                self.request, self._response_started = ReplayRequest(self._next, for_gap=True), False
-                return
-            self._skip_to(frame.seq)
-        self._write(frame)
+    def _now(self) -> float:
+        """Number of inputs: the time of a machine in which nothing is timed."""
+        self._inputs += 1
+        return float(self._inputs)
 
-    def _hold(self, frame: CaptureLine) -> None:
-        self._held.append(frame)
-        self._held_bytes += len(frame.payload)
+    def _frame(self, line: CaptureLine, *, replayed: bool) -> Frame:
+        # The time stamp rises with each frame, so that none counts as late: live frames are in order here.
+        batch = _Undecoded(float(self._inputs), [], None, None, [], [], line, replayed)
+        return Frame(line.seq, batch, xxhash.xxh3_64_intdigest(line.payload), len(line.payload))
 
-    def _skip_to(self, seq: int) -> None:
-        """Continue at ``seq``; frames missing before the first one are unavailable history, not losses."""
-        if self._begun and self._next is not None:
-            self._stats.gaps += not self._has_replay
-            self._stats.lost_frames += seq - self._next
-        self._next = seq
-
-    def _write(self, frame: CaptureLine) -> None:
-        self._begun = True
-        self._next = frame.seq + 1
-        self._recent.put(frame.seq, xxhash.xxh3_64_intdigest(frame.payload))
-        self._out.append(frame)
-
-    def _release(self) -> None:
-        """Write the held frames; stops where a new gap is requested."""
-        self.request = None
-        held, self._held, self._held_bytes = self._held, deque(), 0
-        while held and self.request is None:
-            self._accept(held.popleft())
-        for frame in held:
-            self._hold(frame)
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Forget):
+                self._lost.restarted()
+                self._heard = None
+            elif isinstance(action, RequestReplay):
+                self.request = action
+            elif isinstance(action, Apply) and isinstance(action.batch, _Undecoded) and action.batch.line:
+                self._lost.took(action.batch.line.seq)
+                self._stats.history_frames += action.batch.replayed
+                self._out.append(action.batch.line)
+        if self.request is not None and not self._machine.wants(self.request.request_id):
+            self.request = None
+        stats, feed = self._stats, self._feed
+        stats.gaps, stats.restarts, stats.lost_frames = feed.gaps, feed.restarts, self._lost.count
+        stats.duplicates = feed.duplicate_batches + feed.late_batches

@@ -20,11 +20,12 @@ from zmq.utils.monitor import parse_monitor_message
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import parse_engine
 from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.feeds.position import RequestReplay
 from kvatlas.router.feeds.sockets import MessageReader, live_socket
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
 from kvatlas.router.tools.capture import CaptureLine, CaptureWriter
-from kvatlas.router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
+from kvatlas.router.tools.event_order import CaptureOrder, RecordStats
 from kvatlas.router.tools.ops_client import ask, make_table, output_console, stop_signals
 from kvatlas.router.tools.trace_verification import RecordingError
 
@@ -87,6 +88,7 @@ class SourceRecorder:
         self._topic_frame, self._topic = b"", ""
         self._live: MessageReader | None = None
         self._fetching: asyncio.Task[None] | None = None
+        self._fetched: RequestReplay | None = None
         self._finishing = asyncio.Event()
 
     async def run(self) -> None:
@@ -124,10 +126,13 @@ class SourceRecorder:
         """Write the held frames once the last response is complete; frames still missing are lost."""
         while not self._order.settled:
             if self._fetching is not None:
-                await self._fetching
+                await asyncio.wait([self._fetching])
             else:
                 self._order.abandon()
                 self._forward()
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.wait([self._fetching])
 
     async def _read(self, reader: MessageReader) -> None:
         while True:
@@ -180,20 +185,26 @@ class SourceRecorder:
             if stats.first_seq is None:
                 stats.first_seq = frames[0].seq
         request = self._order.request
-        if request is not None and self._source.replay is not None and self._fetching is None:
-            self._fetching = asyncio.create_task(self._fetch(self._source.replay, request))
+        if self._fetching is None:
+            if request is not None and self._source.replay is not None:
+                self._fetched = request
+                self._fetching = asyncio.create_task(self._fetch(self._source.replay, request))
+        elif request is not self._fetched and self._fetching is not asyncio.current_task():
+            self._fetching.cancel()
 
-    async def _fetch(self, endpoint: str, request: ReplayRequest) -> None:
+    async def _fetch(self, endpoint: str, request: RequestReplay) -> None:
         try:
             await self._replay(endpoint, request)
         except (TimeoutError, zmq.ZMQError):
             self.stats.replay_failures += 1
+            if request is self._order.request:
+                self._order.abandon()
         finally:
             self._fetching = None
             self._order.response_ended(request)
             self._forward()
 
-    async def _replay(self, endpoint: str, request: ReplayRequest) -> None:
+    async def _replay(self, endpoint: str, request: RequestReplay) -> None:
         """Read the response of the replay socket. Raises ``TimeoutError`` if it falls silent."""
         with MessageReader(self._context.socket(zmq.DEALER)) as reader:
             reader.socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
@@ -214,7 +225,7 @@ class SourceRecorder:
                     return
                 await asyncio.sleep(0)
 
-    def _take_replayed(self, request: ReplayRequest, messages: list[list[bytes]]) -> bool:
+    def _take_replayed(self, request: RequestReplay, messages: list[list[bytes]]) -> bool:
         """Process messages of the response; False at its end, or once the rest of it is useless."""
         now = self._wall()
         for message in messages:

@@ -1,9 +1,8 @@
 """Replay of a capture through the serving code, event by event, without a clock: equal captures give equal
 results.
 
-A capture holds each engine's frames in the order they were published. A seq that goes back is a restarted
-engine, unless the batch is older than the one before it: then it was late and is skipped. Missing seqs are
-counted and skipped, as by a feed without a replay socket.
+A capture holds each engine's frames in the order they were published. They are applied as by the router's own
+feed of an engine without a replay socket: missing seqs are counted and skipped.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ import msgspec
 import xxhash
 
 from kvatlas.publisher.event_decoder import decode_batch
-from kvatlas.publisher.events import AllBlocksCleared, BlockHash, DecodedBatch, EventDecodeError
+from kvatlas.publisher.events import AllBlocksCleared, BlockHash, EventDecodeError
+from kvatlas.router.feeds.base import Frame
+from kvatlas.router.feeds.position import Apply, Forget
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.tools.capture import CapturedFrame
+from kvatlas.router.tools.event_order import StreamOrder
 
 
 class PlaneCounts(msgspec.Struct):
@@ -111,9 +113,6 @@ class CountingIndex(MemoryIndex):
             counts.blocks = counts.copies = 0
 
 
-_RECENT_MAX = 1024
-
-
 class SourceRun(msgspec.Struct):
     """Counters of one engine's stream."""
 
@@ -133,81 +132,49 @@ class SourceRun(msgspec.Struct):
     unknown_events: int = 0
 
 
-class _Cursor:
-    """State of one engine's stream."""
-
-    def __init__(self, source: str) -> None:
-        self.run = SourceRun(source)
-        self.last_ts = float("-inf")
-        self.recent: dict[int, int] = {}
-
-
 class Player:
     """Residency of all engines of a capture."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self.index = CountingIndex()
         self.fleet = FleetResidency(facts, self.index)
-        self._cursors: dict[str, _Cursor] = {}
+        self._streams: dict[str, tuple[SourceRun, StreamOrder]] = {}
 
     @property
     def runs(self) -> list[SourceRun]:
         """One entry per engine, in the order of their first frames."""
-        return [cursor.run for cursor in self._cursors.values()]
+        return [run for run, _ in self._streams.values()]
 
-    def play(self, frame: CapturedFrame) -> bool:
-        """Apply one frame; False if it is ignored: late, or a duplicate."""
-        cursor = self._cursors.get(frame.source)
-        if cursor is None:
-            cursor = self._cursors[frame.source] = _Cursor(frame.source)
+    def play(self, frame: CapturedFrame) -> None:
+        """Apply one frame, unless it is late or a duplicate."""
+        if frame.source not in self._streams:
+            run = SourceRun(frame.source, first_seq=frame.seq)
+            self._streams[frame.source] = run, StreamOrder()
+        run, order = self._streams[frame.source]
+        digest, size = xxhash.xxh3_64_intdigest(frame.payload), len(frame.payload)
         try:
             batch = decode_batch(frame.payload)
         except EventDecodeError:
             batch = None
-        if not self._in_order(cursor, frame, batch):
-            return False
-        run = cursor.run
-        run.frames += 1
-        run.last_seq = frame.seq
-        if batch is None:
             run.undecodable += 1
-            return True
-        cursor.last_ts = batch.ts
-        run.rejected_events += len(batch.rejected)
-        run.unknown_events += len(batch.unknown)
-        run.events += len(batch.events)
-        run.clears += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
-        self.fleet.engine(frame.source).apply(batch)
-        return True
+        publisher_id = None if batch is None else batch.publisher_id
+        for action in order.live(frame.recv_ts, Frame(frame.seq, batch, digest, size, publisher_id)):
+            if isinstance(action, Forget):
+                self.fleet.forget(frame.source)
+            elif isinstance(action, Apply):
+                run.clears += sum(isinstance(event, AllBlocksCleared) for event in action.batch.events)
+                self.fleet.engine(frame.source).apply(action.batch)
+        feed = order.stats
+        run.last_seq = feed.last_seq
+        run.frames, run.events = feed.batches + run.undecodable, feed.events
+        run.gaps, run.missing_batches, run.restarts = feed.gaps, order.lost.count, feed.restarts
+        run.duplicates, run.late = feed.duplicate_batches, feed.late_batches
+        run.rejected_events, run.unknown_events = feed.rejected_events, feed.unknown_events
 
     def play_all(self, frames: Iterable[CapturedFrame]) -> None:
         """Apply every frame."""
         for frame in frames:
             self.play(frame)
-
-    def _in_order(self, cursor: _Cursor, frame: CapturedFrame, batch: DecodedBatch | None) -> bool:
-        """Count gaps and restarts; False for a frame that must not be applied."""
-        run, digest = cursor.run, xxhash.xxh3_64_intdigest(frame.payload)
-        if run.last_seq is None:
-            run.first_seq = frame.seq
-        elif frame.seq <= run.last_seq:
-            if cursor.recent.get(frame.seq) == digest:
-                run.duplicates += 1
-                return False
-            if batch is None or batch.ts < cursor.last_ts:
-                run.late += 1
-                return False
-            run.restarts += 1
-            self.fleet.forget(frame.source)
-            cursor.recent.clear()
-            run.last_seq = -1
-        if run.last_seq is not None and frame.seq > run.last_seq + 1:
-            run.gaps += 1
-            run.missing_batches += frame.seq - run.last_seq - 1
-        cursor.recent[frame.seq] = digest
-        if len(cursor.recent) > _RECENT_MAX:
-            del cursor.recent[next(iter(cursor.recent))]
-        return True
 
 
 def up_to(frames: Iterable[CapturedFrame], to_seq: int | None) -> Iterator[CapturedFrame]:

@@ -1,9 +1,9 @@
 """Observe one engine's live event socket and replay socket, and compare the blocks it stored for a prompt.
 
-Not a ``Feed``: a feed repairs and hides the faults that the doctor looks for. The replay socket gets one
-request for the whole history; live messages are buffered meanwhile, then all are applied in the order of
-their numbers. It subscribes to every topic, so that a wrong topic can be distinguished from silence. No
-message can end a listener; it ends by cancellation.
+Not a ``Feed``, which repairs and hides the faults that the doctor looks for, but the same rules of order
+(``StreamOrder``). The replay socket gets one request for the whole history; live messages are buffered
+meanwhile, then all are applied in the order of their numbers. It subscribes to every topic, so that a wrong
+topic can be distinguished from silence. No message can end a listener; it ends by cancellation.
 
 An engine stores what it computed. The first stored block of a full-attention group therefore shows how much
 of the prompt came from its cache: independently of ``cached_tokens`` and of earlier events.
@@ -37,9 +37,11 @@ from kvatlas.publisher.events import (
     to_block_hash,
 )
 from kvatlas.router.feeds.base import Frame, WireError, parse_live, parse_replay
+from kvatlas.router.feeds.position import Apply, Forget
 from kvatlas.router.feeds.sockets import MessageReader, Slice
 from kvatlas.router.index.base import ON_GPU
 from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.tools.event_order import StreamOrder
 
 
 class Connectivity(StrEnum):
@@ -78,7 +80,6 @@ class Observation(msgspec.Struct):
     replayed_batches: int = 0
     first_seq: int | None = None
     """Lowest number still available from replay."""
-    last_seq: int | None = None
     missing: int = 0
     """Numbers skipped among the received ones."""
     restarts: int = 0
@@ -237,6 +238,7 @@ class EventListener:
         self._replay = replay
         self._sink = sink
         self._timeout_s = replay_timeout_s
+        self._order = StreamOrder()
         self._held: dict[int, tuple[Frame, bytes]] = {}
         self._up = asyncio.Event()
 
@@ -374,23 +376,25 @@ class EventListener:
         self.settled.set()
 
     def _apply(self, frame: Frame, payload: bytes) -> None:
-        seen = self.seen
-        if seen.last_seq is not None and frame.seq <= seen.last_seq:
-            if (frame.seq, frame.digest) in self.event_counts.digests:
-                return
-            seen.restarts += 1
-            self._sink.forget(self._engine_id)
-        elif seen.last_seq is not None:
-            seen.missing += frame.seq - seen.last_seq - 1
-        seen.last_seq = frame.seq
-        self.event_counts.add(frame, payload)
-        if frame.batch is None:
+        seen, feed = self.seen, self._order.stats
+        repeated = feed.duplicate_batches
+        actions = self._order.live(time.monotonic(), frame)
+        seen.restarts, seen.missing = feed.restarts, self._order.lost.count
+        if feed.duplicate_batches > repeated:
             return
-        self.recent.extend(e for e in frame.batch.events if isinstance(e, BlockStored) and e.medium in ON_GPU)
+        self.event_counts.add(frame, payload)
+        for action in actions:
+            if isinstance(action, Forget):
+                self._sink.forget(self._engine_id)
+            elif isinstance(action, Apply):
+                self._pass_on(action.batch)
+
+    def _pass_on(self, batch: DecodedBatch) -> None:
+        self.recent.extend(e for e in batch.events if isinstance(e, BlockStored) and e.medium in ON_GPU)
         try:
-            self._sink.apply(self._engine_id, frame.batch)
+            self._sink.apply(self._engine_id, batch)
         except Exception as problem:  # noqa: BLE001  malformed events must not end the examination
-            seen.sink_problem = f"{type(problem).__name__}: {problem}"[:200]
+            self.seen.sink_problem = f"{type(problem).__name__}: {problem}"[:200]
 
 
 async def _request_replay(reader: MessageReader) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvatlas.router.feeds.position import RequestReplay
 from kvatlas.router.tools.capture import CaptureLine
-from kvatlas.router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
+from kvatlas.router.tools.event_order import CaptureOrder, RecordStats
 from tests.support.examples import examples
 
 
@@ -25,7 +26,7 @@ class Stream:
         self.sent = 0
         self.ring = ring
         self.queue: list[CaptureLine] = []
-        self.serving: ReplayRequest | None = None
+        self.serving: RequestReplay | None = None
         self.answer: list[CaptureLine] = []
 
     def publish(self, *, heard: bool) -> None:

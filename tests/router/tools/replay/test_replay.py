@@ -161,7 +161,7 @@ def test_gaps_late_frames_duplicates_and_restarts(tmp_path: Path, capsys: pytest
     )
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], lines[2], *lines[3:], lines[1]]))
-    write(path, [(0, [])])  # an older batch under a known seq: late
+    write(path, [(3, [])])  # an older batch that was missing: late
     status, said = run(ReplayOptions((path,), samples=1), capsys)
     (stream,) = said["sources"]
     assert status == 0
@@ -169,3 +169,16 @@ def test_gaps_late_frames_duplicates_and_restarts(tmp_path: Path, capsys: pytest
     assert (stream["duplicates"], stream["late"], stream["restarts"], stream["clears"]) == (2, 1, 0, 1)
     (plane,) = said["samples"][0]["planes"]
     assert (plane["blocks"], plane["stored"], plane["removed"], plane["cleared"]) == (6, 12, 1, 5)
+
+
+def test_a_known_seq_with_other_content_is_another_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the router's feed, whose order this is: what the old process held is gone, and what is missing
+    of the new one is counted."""
+    path = write(tmp_path / "c.jsonl", [(0, [stored(PROMPT)]), (1, []), (2, [])])
+    write(path, [(1, [stored(PROMPT[:BLOCK])])])
+    _, said = run(ReplayOptions((path,), samples=1), capsys)
+    (stream,) = said["sources"]
+    assert (stream["restarts"], stream["late"], stream["missing_batches"], stream["last_seq"]) == (1, 0, 1, 1)
+    assert said["samples"][0]["planes"][0]["blocks"] == 1
