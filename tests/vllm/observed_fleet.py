@@ -49,6 +49,8 @@ class EventTap:
         self.stored: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
         """Blocks reported so far, by medium."""
+        self.firsts: list[list[int]] = []
+        """First blocks of prompts, as the engine stored them: one for each of its groups of layers."""
 
     def connect(self) -> None:
         """Send barriers until one is heard: a subscription takes effect some time after it is asked for."""
@@ -87,6 +89,8 @@ class EventTap:
             stored = [event for event in batch.events if isinstance(event, BlockStored)]
             for event in stored:
                 self.stored[event.medium or "GPU"] += len(event.block_hashes)
+                if event.parent_block_hash is None:
+                    self.firsts.append(list(event.tokens()[:BLOCK_TOKENS]))
             there = [event for event in stored if (event.medium or "GPU") == self._medium]
             if any(event.block_hashes and event.tokens() == block for event in there):
                 return int.from_bytes(seq, "big")

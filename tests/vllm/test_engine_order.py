@@ -3,7 +3,6 @@ schedules by priority, and by arrival, without an error, where it does not."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 import threading
@@ -17,126 +16,118 @@ import openai
 import pytest
 
 from tests.support.waiting import wait_until
-from tests.vllm.router_process import RouterProcess
+from tests.vllm.observed_fleet import BLOCK_TOKENS, Fleet, running
+from tests.vllm.tiny_model import random_words
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LONG_TOKENS = 1500
-ARGS = ("--block-size", "32", "--max-model-len", "8192", "--max-num-seqs", "1")
-WEIGHT = 200.0
-"""Puts the long prompt behind whatever comes within three seconds at 100,000 tokens a second, and longer
-at any rate of a CPU: its place does not depend on the pace of the machine."""
+SHORT_WORDS = BLOCK_TOKENS
+"""A token at least for each: enough for a block, whose event tells when the engine computed the prompt."""
+ARGS = ("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048", "--max-num-seqs", "1")
+WEIGHT = 10_000.0
+"""Puts the long prompt behind whatever comes within two minutes at 100,000 tokens a second, and longer at any
+rate of a CPU: its place does not depend on the pace of the machine."""
 
 
 @pytest.fixture(params=["priority", "fcfs"])
-def router(
+def scene(
     request: pytest.FixtureRequest, vllm_python: str, tiny_model: Path, tmp_path: Path
-) -> Iterator[tuple[str, RouterProcess, VllmEngine]]:
+) -> Iterator[tuple[str, Fleet, VllmEngine]]:
     engine = VllmEngine(
         vllm_python,
         tiny_model,
         num_gpu_blocks=700,
         log=tmp_path / "engine.log",
-        extra_args=(*ARGS, "--scheduling-policy", request.param),
+        extra_args=(*ARGS, "--scheduling-policy", request.param, "--enable-log-requests"),
     )
     options = ("--set", f"policy.engine_priority={WEIGHT}")
-    with (
-        engine,
-        RouterProcess([engine.base_url], tiny_model, log=tmp_path / "router.log", options=options) as front,
-    ):
-        yield request.param, front, engine
+    with running([engine], tiny_model, log=tmp_path / "router.log", options=options) as fleet:
+        yield request.param, fleet, engine
 
 
-def requests(engine: VllmEngine, state: str) -> int:
-    """Requests that the engine has in this state: running or waiting."""
-    with urllib.request.urlopen(f"{engine.base_url}/metrics", timeout=30) as page:
-        lines = page.read().decode().splitlines()
-    gauge = f"vllm:num_requests_{state}{{"
-    return round(sum(float(line.split()[-1]) for line in lines if line.startswith(gauge)))
+def added(engine: VllmEngine) -> int:
+    """Prompts that the API server has sent to its scheduler, in the order of these lines of its log
+    (``AsyncLLM._add_request``, vLLM 0.32 and 0.33)."""
+    return engine.log.read_bytes().count(b"Added request ")
 
 
 @contextmanager
-def engine_kept_busy(engine: VllmEngine) -> Iterator[None]:
-    """One long answer runs meanwhile; its client leaves at the end.
+def scheduler_paused(engine: VllmEngine) -> Iterator[None]:
+    """Prompts wait in the scheduler meanwhile. What resumes it goes the same way as they did, so all of them
+    are there when it chooses the first one, however slow the machine is."""
 
-    vLLM's API server answers nothing else while it is behind the engine, and a random model's answer may put
-    it there: a stream, by its chunks; a token that ends within a character, repeated without end, by decoding
-    all of them again for each. So the answer is not streamed, and of these words only.
-    """
-    host, headers = engine.base_url.removeprefix("http://"), {"content-type": "application/json"}
-    client = http.client.HTTPConnection(host, timeout=300)
-    client.request("POST", "/tokenize", json.dumps({"model": "tiny", "prompt": "go on"}), headers)
-    words = json.loads(client.getresponse().read())["tokens"]
-    asked = {"model": "tiny", "prompt": words, "max_tokens": 8_000, "ignore_eos": True}
-    client.request("POST", "/v1/completions", json.dumps(asked | {"allowed_token_ids": words}), headers)
+    def post(path: str) -> None:
+        with urllib.request.urlopen(urllib.request.Request(engine.base_url + path, b"", method="POST")):
+            pass
+
+    post("/pause?mode=keep")
     try:
-        wait_until(lambda: requests(engine, "running") == 1, "the long answer runs")
         yield
     finally:
-        client.close()
+        post("/resume")
 
 
 def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goes_by_priority(
-    router: tuple[str, RouterProcess, VllmEngine], anthropic: Any
+    scene: tuple[str, Fleet, VllmEngine], anthropic: Any
 ) -> None:
-    scheduling, front, engine = router
+    scheduling, fleet, engine = scene
+    front, tap = fleet.router, fleet.taps[engine.base_url]
     rng = random.Random(1)
-    url = front.base_url
-    api = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
-    messages = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=300)
-    said = [{"role": "user", "content": "hi"}]
+    api = openai.OpenAI(base_url=f"{front.base_url}/v1", api_key="none", max_retries=0, timeout=300)
+    messages = anthropic.Anthropic(base_url=front.base_url, api_key="none", max_retries=0, timeout=300)
     long = [rng.randrange(10, 1000) for _ in range(LONG_TOKENS)]
+
+    def said() -> Any:
+        return [{"role": "user", "content": random_words(rng, SHORT_WORDS)}]
+
+    def words() -> str:
+        return random_words(rng, SHORT_WORDS)
+
     asks: dict[str, Callable[[], Any]] = {
-        "long": lambda: api.completions.create(  # each answer takes long enough to be read before the next
-            model="tiny", prompt=long, max_tokens=400, extra_body={"ignore_eos": True}
-        ),
-        "completions": lambda: api.completions.create(model="tiny", prompt="hi", max_tokens=400),
-        "chat": lambda: api.chat.completions.create(model="tiny", messages=said, max_tokens=400),  # type: ignore[call-overload]
-        "responses": lambda: api.responses.create(model="tiny", input="hi", max_output_tokens=400),
-        "messages": lambda: messages.messages.create(model="tiny", messages=said, max_tokens=400),  # type: ignore[arg-type]
+        "completions": lambda: api.completions.create(model="tiny", prompt=words(), max_tokens=1),
+        "chat": lambda: api.chat.completions.create(model="tiny", messages=said(), max_tokens=1),
+        "responses": lambda: api.responses.create(model="tiny", input=words(), max_output_tokens=1),
+        "messages": lambda: messages.messages.create(model="tiny", messages=said(), max_tokens=1),
     }
     failed: list[str] = []
 
-    def ask(name: str) -> None:
+    def ask(name: str, make: Callable[[], Any]) -> None:
         try:
-            asks[name]()
+            make()
         except (openai.APIError, anthropic.APIError) as error:
             failed.append(f"{name}: {error}")
 
-    def until_waiting(count: int) -> None:
+    for make in asks.values():  # clients and engine load what they need for each API
+        make()
+    fleet.settle(engine.base_url)
+    before, computed_before = added(engine), len(tap.firsts)
+    threads: list[threading.Thread] = []
+
+    def start(name: str, make: Callable[[], Any]) -> None:
+        """And wait until the engine has it, or the client an error."""
+        threads.append(threading.Thread(target=ask, args=(name, make)))
+        threads[-1].start()
+        arrived = before + len(threads)
         wait_until(
-            lambda: requests(engine, "waiting") == count,
-            lambda: f"{count} requests wait in the engine; failed: {failed}",
+            lambda: failed or added(engine) == arrived, lambda: f"{name} arrives\n{engine.log_tail()}"
         )
 
-    shorts = [name for name in asks if name != "long"]
-    for name in shorts:  # clients and engine load what they need for each API
-        asks[name]()
-    threads: list[threading.Thread] = []
-    with engine_kept_busy(engine):
-        for names in (["long"], shorts):
-            added = [threading.Thread(target=ask, args=(name,)) for name in names]
-            for thread in added:
-                thread.start()
-            threads += added
-            until_waiting(len(threads))
+    with scheduler_paused(engine):
+        start("long", lambda: api.completions.create(model="tiny", prompt=long, max_tokens=1))
+        for name, make in asks.items():
+            start(name, make)
     for thread in threads:
         thread.join(300)
     api.close()
     messages.close()
-
     assert not failed
-    # In the order of the engine's answers: threads of clients may read theirs later than the next one's.
-    last = front.receipts()[-len(asks) :]
-    ended = ["long" if one["prompt_tokens"] == LONG_TOKENS else one["api"] for one in last]
-    if scheduling == "priority":
-        assert sorted(ended[:-1]) == sorted(shorts)
-        assert ended[-1] == "long"
-    else:
-        assert ended[0] == "long"
-        assert sorted(ended[1:]) == sorted(shorts)
+    # In the order in which the engine computed them. Those of answers, or of receipts, are orders of others.
+    tap.barrier()
+    computed = list(dict.fromkeys(tuple(block) for block in tap.firsts[computed_before:]))[: len(threads)]
+    place = len(asks) if scheduling == "priority" else 0
+    assert computed.index(tuple(long[:BLOCK_TOKENS])) == place, computed
     # vLLM's V1 engines ignore priorities without that policy: there is no refusal to remember.
     assert front.metric("kvatlas_proxy_priorities_refused_total") == 0
-    receipts = json.dumps(front.receipts())
-    assert all(f'"{api_name}"' in receipts for api_name in ("completions", "chat", "responses", "messages"))
+    assert {one["api"] for one in front.receipts()} >= asks.keys()
