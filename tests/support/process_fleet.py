@@ -23,6 +23,7 @@ from tests.support.waiting import until
 
 WORDS = ("the", "quick", "router", "reads", "a", "long", "story", "about", "an", "engine")
 MODEL = "kvatlas-demo"
+_UNDER_WAY_MAX = 1024
 QUICK = EngineSettings(
     groups="gptoss-like",
     num_blocks=600,
@@ -198,10 +199,12 @@ class Fleet:
 
 
 class Relay:
-    """A way to a server on this machine that can be cut: bytes stop, connections stay."""
+    """A way to a server on this machine that can be cut: bytes stop, connections stay. Bytes take ``delay_s``
+    each way, as over a distance: what is sent meanwhile is not held up by what was sent before."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, delay_s: float = 0.0) -> None:
         self.cut = False
+        self._delay_s = delay_s
         self.url = ""
         self._port = port
         self._server: asyncio.Server | None = None
@@ -226,13 +229,27 @@ class Relay:
             task.add_done_callback(self._tasks.discard)
 
     async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        loop, under_way = asyncio.get_running_loop(), asyncio.Queue[tuple[float, bytes]](_UNDER_WAY_MAX)
+
+        async def read() -> None:
+            data = b"-"
+            while data:
+                data = await source.read(1 << 16)
+                await under_way.put((loop.time() + self._delay_s, data))
+
         try:
-            while data := await source.read(1 << 16):
-                while self.cut:
-                    await asyncio.sleep(0.02)
-                target.write(data)
-                await target.drain()
-        except OSError:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(read())
+                while True:
+                    due_s, data = await under_way.get()
+                    await asyncio.sleep(due_s - loop.time())
+                    while self.cut:
+                        await asyncio.sleep(0.02)
+                    if not data:
+                        break
+                    target.write(data)
+                    await target.drain()
+        except* OSError:
             pass
         finally:
             target.close()

@@ -46,6 +46,15 @@ class EngineProcess:
             self._process.kill()
             await self._process.wait()
 
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """It gets no time meanwhile; what is sent to it waits in its sockets."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
 
 class Replica:
     """One ``kvatlas serve`` process. ``lines`` are its log records so far."""

@@ -3,7 +3,6 @@ schedules by priority, and by arrival, without an error, where it does not."""
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import urllib.request
@@ -110,9 +109,7 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
         threads.append(threading.Thread(target=ask, args=(name, make)))
         threads[-1].start()
         arrived = before + len(threads)
-        wait_until(
-            lambda: failed or added(engine) == arrived, lambda: f"{name} arrives\n{engine.log_tail()}"
-        )
+        wait_until(lambda: failed or added(engine) == arrived, lambda: f"{name} arrives\n{engine.log_tail()}")
 
     with scheduler_paused(engine):
         start("long", lambda: api.completions.create(model="tiny", prompt=long, max_tokens=1))

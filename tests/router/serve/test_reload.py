@@ -23,6 +23,14 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 AWAY = (OSError, aiohttp.ClientError)
 
 
+async def metric(url: str, name: str, **labels: str) -> float:
+    """A metric's sum over all other labels."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
+        families = text_string_to_metric_families(await answer.text())
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
 class Serving:
     """``kvatlas serve --config`` of a file that the test writes."""
 
@@ -32,11 +40,14 @@ class Serving:
         self.port, self.ops = free_port(), free_port()
         self.workers = workers
         self.engines: list[str] = []
+        self.sources: dict[str, str] = {}
+        """``kv_source`` of engines, by their URL."""
         self.process: asyncio.subprocess.Process | None = None
         self._path, self._log = folder / "router.toml", folder / "log"
 
     def write(self, alias: str, more: str = "", server: str = "") -> None:
-        listed = "".join(f'[[engines]]\nbase_url = "{url}"\n' for url in self.engines)
+        sources = {url: f'kv_source = "{source}"\n' for url, source in self.sources.items()}
+        listed = "".join(f'[[engines]]\nbase_url = "{url}"\n{sources.get(url, "")}' for url in self.engines)
         self._path.write_text(
             f"[server]\nport = {self.port}\nops_port = {self.ops}\nworkers = {self.workers}\n{server}\n"
             f'{listed}[models."*"]\ntokenizer = "{DEMO_TOKENIZER_DIR}"\n'
@@ -78,11 +89,7 @@ class Serving:
         return True
 
     async def metric(self, name: str, **labels: str) -> float:
-        url = f"http://127.0.0.1:{self.ops}/metrics"
-        async with aiohttp.ClientSession() as session, session.get(url) as answer:
-            families = text_string_to_metric_families(await answer.text())
-        samples = [sample for family in families for sample in family.samples if sample.name == name]
-        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+        return await metric(f"http://127.0.0.1:{self.ops}", name, **labels)
 
     async def listens(self) -> bool:
         return await self.metric("kvatlas_engine_up") > 0

@@ -1,8 +1,9 @@
-"""Keys, a queue, engines ended by SIGKILL and SIGTERM, and reloads, all at once, with one worker and two.
+"""Keys, a queue, isolated caches, pulls, engines ended by SIGKILL and SIGTERM or stopped for a while, clients
+that leave, and reloads, all at once: with one worker, with two, and with two routers on a Redis 20 ms away.
 
 Every request is answered, or refused by a rule; no answer is one that an engine aborted, that it computed
-from other KV, or that belongs to another tenant; and nothing is left open. ``KVATLAS_SOAK_S``: for how long
-(default 20 s; 600 before a release).
+from other KV or from another tenant's, or that belongs to another tenant; and nothing is left open, at
+routers and at engines. ``KVATLAS_SOAK_S``: for how long (default 20 s; 600 before a release).
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import random
 import re
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,11 @@ import pytest
 
 from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.admission.key_file import digest_of
-from tests.router.serve.test_reload import Serving
+from tests.router.serve.test_reload import Serving, metric
+from tests.support.ports import free_port
+from tests.support.process_fleet import Relay
 from tests.support.processes import EngineProcess
+from tests.support.redis_servers import Server, any_program
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT
 
@@ -40,8 +47,8 @@ LIMITS = {
 CLIENTS = {"nobody": 1, "free": 40}
 REFUSALS = {"invalid_api_key": 401, "rate_limit_exceeded": 429, "queue_full": 429, "queue_timeout": 503}
 """What a request may be answered with besides 200, and each is at least once, given time."""
-QUEUE_FULL_S = 60.0
-"""In a shorter soak a busy machine's clients may be too slow to fill the queue."""
+LONG_S = 600.0
+"""In a shorter soak not everything happens: on a busy machine clients may be too slow to fill the queue."""
 FAULTS = {
     "no_ready_engine": 503,
     "engine_unreachable": 502,
@@ -56,16 +63,35 @@ ABORTED = re.compile(rb'"(?:finish_reason|stop_reason)": ?"abort"|"status": ?"ca
 WRONG = b"WRONG KV CACHE"
 """The simulated engine's answer where it computes from another prompt's KV."""
 RESPONSES_MAX = 200
-ENGINE = EngineSettings(prefill_s_per_token=5e-4, decode_s_per_token=5e-3, num_blocks=600)
+SECRETS_MAX = 50
+REDIS_S = 0.02
+"""Time to Redis and back."""
+ENGINE = EngineSettings(
+    prefill_s_per_token=5e-4,
+    decode_s_per_token=5e-3,
+    num_blocks=600,
+    kv_connector="offloading",
+    host_blocks=4000,
+    handshake_timeout_s=1.0,
+)
 
 
 class Soak:
     """The clients, and what became of their requests."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
-        self.folder = folder
-        self.keys = folder / "keys.toml"
-        self.router = Serving(folder, workers)
+    def __init__(self, folder: Path, workers: int, indexes: list[str]) -> None:
+        """``indexes``: the shared index of each router; empty: one in its memory."""
+        self.folder, self.indexes = folder, indexes
+        self.keys, self.secret = folder / "keys.toml", folder / "secret"
+        self.secret.write_text("a secret of 32 bytes or more than that")
+        self.routers: list[Serving] = []
+        for number in range(len(indexes)):
+            own = folder / f"router{number}"
+            own.mkdir()
+            self.routers.append(Serving(own, workers))
+        self.secrets: dict[str, set[str]] = {}
+        """Latest prompts that begin with something unique, and the tenants that sent them."""
+        self.unseen = 0
         self.responses: dict[str, str] = {}
         """Tenants by the ids of their latest responses."""
         self.looked = 0
@@ -73,11 +99,11 @@ class Soak:
         self.outcomes: Counter[tuple[int, str]] = Counter()
         self.faults: list[str] = []
         self.rng = random.Random(7)
-        self.kills = self.terminations = self.reloads = 0
+        self.kills = self.terminations = self.stops = self.reloads = 0
         self.open: dict[str, float] = {}
 
     async def engine(self) -> None:
-        made = EngineProcess(ENGINE)
+        made = EngineProcess(msgspec.structs.replace(ENGINE, side_channel_port=free_port()))
         await made.start()
         self.engines.append(made)
 
@@ -91,11 +117,20 @@ class Soak:
         part.write_text(text)
         part.replace(self.keys)
         queue, length = self.rng.choice([0.05, 0.2]), self.rng.choice([4, 10])
-        more = f'[keys]\nfile = "{self.keys}"\n[fleet]\npoll_interval_s = 0.5\n'
+        more = f'[keys]\nfile = "{self.keys}"\nisolate = "tenant"\nisolate_secret_file = "{self.secret}"\n'
+        more += "[pull]\nenabled = true\n[fleet]\npoll_interval_s = 0.5\n"
         more += f"[queue]\nsaturation_s = {queue}\nrequests_max = {length}\nwait_s_max = 2\n"
         more += f"engine_requests_max = {self.rng.choice([2, 4])}\n"
-        self.router.engines = [engine.base_url for engine in self.engines]
-        self.router.write("name", more)
+        for router, url in zip(self.routers, self.indexes, strict=True):
+            router.engines = [engine.base_url for engine in self.engines]
+            ports = {engine.base_url: engine.settings.side_channel_port for engine in self.engines}
+            router.sources = {url: f"127.0.0.1:{port}" for url, port in ports.items()}
+            shared = f'[index]\nurl = "{url}"\nlookup_timeout_s = 0.25\n' if url else ""
+            router.write("name", more + shared)
+
+    def url(self, path: str) -> str:
+        """At any router."""
+        return f"http://127.0.0.1:{self.rng.choice(self.routers).port}/v1/{path}"
 
     async def client(self, tenant: str, end: float) -> None:
         headers = {"authorization": f"Bearer key-{tenant}"}
@@ -120,16 +155,29 @@ class Soak:
         if kind < 0.1:
             return "responses", {**body, "stream": False, "input": text, "max_output_tokens": tokens}
         body["max_tokens"] = tokens
-        if kind < 0.2:
+        if kind < 0.15:
+            text, body["stream"] = self.new_to(tenant), False
+            return "chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+        if kind < 0.25:
             return "completions", {**body, "prompt": [text, f"{tenant} {text}"]}
         return "chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+
+    def new_to(self, tenant: str) -> str:
+        """A text that this tenant has not sent before, though another may have."""
+        others = [text for text, senders in self.secrets.items() if tenant not in senders]
+        text = self.rng.choice(others or [""])
+        if not text or self.rng.random() < 0.3:
+            text = f"{self.rng.getrandbits(64)} " + TEXT * 20
+            if len(self.secrets) >= SECRETS_MAX:
+                del self.secrets[next(iter(self.secrets))]
+        self.secrets.setdefault(text, set()).add(tenant)
+        return text
 
     async def look(self, session: aiohttp.ClientSession, tenant: str) -> None:
         """A stored response, of whichever tenant."""
         held, owner = self.rng.choice(list(self.responses.items()))
-        url = f"http://127.0.0.1:{self.router.port}/v1/responses/{held}"
         try:
-            async with session.get(url) as answer:
+            async with session.get(self.url(f"responses/{held}")) as answer:
                 raw = await answer.read()
         except aiohttp.ClientError as error:
             self.faults.append(f"{type(error).__name__}: {error}")
@@ -141,9 +189,8 @@ class Soak:
     async def ask(
         self, session: aiohttp.ClientSession, path: str, body: Any, headers: dict[str, str], tenant: str
     ) -> None:
-        url = f"http://127.0.0.1:{self.router.port}/v1/{path}"
         try:
-            async with session.post(url, json=body, headers=headers) as answer:
+            async with session.post(self.url(path), json=body, headers=headers) as answer:
                 raw = await answer.read()
         except aiohttp.ClientError as error:
             self.faults.append(f"{type(error).__name__}: {error}")
@@ -162,6 +209,11 @@ class Soak:
             if len(self.responses) >= RESPONSES_MAX:
                 del self.responses[next(iter(self.responses))]
             self.responses[msgspec.json.decode(raw)["id"]] = tenant
+        elif path == "chat/completions" and body["messages"][0]["content"] in self.secrets:
+            self.unseen += 1
+            cached = msgspec.json.decode(raw)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if cached:
+                self.faults.append(f"{tenant} hit {cached} tokens of another tenant: {raw[:300]!r}")
         if ABORTED.search(raw) and code != "engine_stream_broken":
             self.faults.append(f"an engine's abort was passed on: {raw[-300:]!r}")
         if WRONG in raw:
@@ -169,10 +221,15 @@ class Soak:
         self.outcomes[answer.status, code] += 1
 
     async def trouble(self, end: float) -> None:
-        """Kills an engine, and starts it again at the same address or another one elsewhere, which a reload
-        says, again and again."""
+        """Stops an engine for a while, or ends it, and starts it again at the same address or another one
+        elsewhere, which a reload says, again and again."""
         while time.monotonic() + 3 < end:
             await asyncio.sleep(self.rng.uniform(0.5, 2.0))
+            if self.rng.random() < 0.3:
+                with self.rng.choice(self.engines).standing_still():
+                    await asyncio.sleep(self.rng.uniform(0.1, 3.0))
+                self.stops += 1
+                continue
             victim = self.engines.pop(0)
             if self.rng.random() < 0.5:
                 await victim.kill()
@@ -187,47 +244,74 @@ class Soak:
                 await self.engine()
             self.reloads += 1
             self.write()
-            self.router.hup()
+            for router in self.routers:
+                router.hup()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Of all routers together."""
+        return sum([await router.metric(f"kvatlas_{name}", **labels) for router in self.routers])
 
     async def over(self) -> bool:
-        """No account has anything open."""
+        """No account has anything open, and no engine."""
         names = ("proxy_requests_active", "queue_waiting", "tenant_active", "inflight_prompts")
-        self.open = {name: await self.router.metric(f"kvatlas_{name}") for name in names}
+        self.open = {name: await self.metric(name) for name in names}
+        for engine in self.engines:
+            for name in ("num_requests_running", "num_requests_waiting"):
+                self.open[f"{engine.base_url} {name}"] = await metric(engine.base_url, f"vllm:{name}")
         return not any(self.open.values())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_every_request_is_answered_or_refused_by_a_rule(tmp_path: Path, workers: int) -> None:
-    soak = Soak(tmp_path, workers)
-    router = soak.router
-    for _ in range(ENGINES):
-        await soak.engine()
-    soak.write()
-    await router.start()
-    try:
-        await until(router.listens, lambda: router.log[-3000:], ignoring=(OSError, aiohttp.ClientError))
-        end = time.monotonic() + SECONDS
-        async with asyncio.TaskGroup() as tasks:
-            for tenant in (*LIMITS, "late", "nobody"):
-                for _ in range(CLIENTS.get(tenant, 4)):
-                    tasks.create_task(soak.client(tenant, end))
-            tasks.create_task(soak.trouble(end))
-        await until(soak.over, lambda: f"every account is back to zero: {soak.open}")
-        refused = await router.metric("kvatlas_config_reloads_total", outcome="refused")
-        admitted = await router.metric("kvatlas_load_admitted_total")
-        closed = [await router.metric(f"kvatlas_load_{name}_total") for name in ("finished", "failed")]
-    finally:
-        status = await router.stop()
-        for engine in soak.engines:
-            await engine.kill()
+@asynccontextmanager
+async def redis_far_away() -> AsyncIterator[str]:
+    with Server(any_program()) as server:
+        async with Relay(server.port, REDIS_S / 2) as relay:
+            yield relay.url
+
+
+@pytest.mark.parametrize(("routers", "workers"), [(1, 1), (1, 2), (2, 1)], ids=["one", "workers", "redis"])
+async def test_every_request_is_answered_or_refused_by_a_rule(
+    tmp_path: Path, routers: int, workers: int
+) -> None:
+    async with AsyncExitStack() as stack:
+        index = await stack.enter_async_context(redis_far_away()) if routers > 1 else ""
+        soak = Soak(tmp_path, workers, [index] * routers)
+        for _ in range(ENGINES):
+            await soak.engine()
+        soak.write()
+        try:
+            for router in soak.routers:
+                await router.start()
+            for one in soak.routers:
+                log = partial("{0.log}".format, one)
+                await until(one.listens, log, ignoring=(OSError, aiohttp.ClientError))
+            end = time.monotonic() + SECONDS
+            async with asyncio.TaskGroup() as tasks:
+                for tenant in (*LIMITS, "late", "nobody"):
+                    for _ in range(CLIENTS.get(tenant, 4)):
+                        tasks.create_task(soak.client(tenant, end))
+                tasks.create_task(soak.trouble(end))
+            await until(soak.over, lambda: f"every account is back to zero: {soak.open}")
+            refused = await soak.metric("config_reloads_total", outcome="refused")
+            admitted = await soak.metric("load_admitted_total")
+            closed = [await soak.metric(f"load_{name}_total") for name in ("finished", "failed")]
+            pulls = await soak.metric("pulls_total")
+            lookups = await soak.metric("shared_index_lookups_total")
+        finally:
+            statuses = [await router.stop() for router in soak.routers]
+            for engine in soak.engines:
+                await engine.kill()
     print(
-        f"{SECONDS:.0f} s, {workers} workers, {soak.kills} kills, {soak.terminations} terminations, "
-        f"{soak.reloads} reloads, {soak.looked} looks at responses: {dict(soak.outcomes)}"
+        f"{SECONDS:.0f} s, {routers} routers of {workers} workers, {soak.kills} kills, "
+        f"{soak.terminations} terminations, {soak.stops} stops, {soak.reloads} reloads, {pulls:.0f} pulls, "
+        f"{lookups:.0f} look-ups in Redis, {soak.looked} looks, {soak.unseen} prompts new to a tenant: "
+        f"{dict(soak.outcomes)}"
     )
     assert soak.faults == []
-    assert (status, refused) == (0, 0), router.log[-5000:]
+    assert (statuses, refused) == ([0] * routers, 0), [router.log[-5000:] for router in soak.routers]
     assert admitted == sum(closed)
+    assert (lookups > 0) == (routers > 1)
     codes = Counter(code for _, code in soak.outcomes.elements())
-    rules = REFUSALS if SECONDS >= QUEUE_FULL_S else [code for code in REFUSALS if "queue" not in code]
-    seen = [codes[code] for code in ("", *rules)]
-    assert min(*seen, soak.kills + soak.terminations, soak.reloads, soak.looked) > 0, soak.outcomes
+    assert codes[""] > 0, soak.outcomes
+    if SECONDS >= LONG_S:
+        happened = [soak.kills, soak.terminations, soak.stops, soak.reloads, soak.looked, soak.unseen, pulls]
+        assert min(*[codes[code] for code in ("", *REFUSALS)], *happened) > 0, soak.outcomes
