@@ -331,17 +331,6 @@ def _words_of(whole: bytes, digest_bytes: int, position: int) -> array[int]:
     return words[position % per_hash :: per_hash]
 
 
-def hashed_parts(
-    token_ids: Sequence[int], scheme: HashScheme, extras: PromptExtras
-) -> list[tuple[tuple[int, ...], tuple[Any, ...] | None]]:
-    """Inputs of each block's hash besides its parent: its tokens and its extra keys."""
-    size, total = scheme.hash_block_size, num_hash_blocks(len(token_ids), scheme)
-    return [
-        (tuple(token_ids[start : start + size]), _extra(token_ids, start, scheme, extras))
-        for start in range(0, total * size, size)
-    ]
-
-
 def _extra(
     token_ids: Sequence[int], start: int, scheme: HashScheme, extras: PromptExtras
 ) -> tuple[Any, ...] | None:

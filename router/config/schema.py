@@ -97,7 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine's metrics or `/server_info`, else 0, vLLM's default since 0.29."""
     hash_seeds: tuple[str, ...] = ()
     """Values of the engines' PYTHONHASHSEED; tried first when the hash scheme is detected. Needed for
-    seeds that are not numbers from 0 to 65535."""
+    seeds that are not numbers from 0 to 1023, 1234, 12345 or 123456."""
     kinds: dict[str, str] = {}
     """Group number -> kind of attention, for vLLM 0.20 and 0.21, whose events lack it. Not set: taken from
     the layers in the model's `config.json` if these form as many groups as the events show; otherwise full

@@ -201,7 +201,7 @@ class FleetResidency:
 
     def searching(self) -> list[EngineResidency]:
         """Engines whose seed search is not finished."""
-        return [e.writer for e in self._engines.values() if e.writer.detection is Detection.SEARCHING]
+        return [e.writer for e in self._engines.values() if e.writer.searching]
 
     def refill(self, now_s: float) -> None:
         """Refill the learning budgets of the engines."""

@@ -36,7 +36,6 @@ from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockHash, BlockStored, Family
 from kvatlas.router.index.base import Plane, Rows
 from kvatlas.router.index.hit_rules import evaluate
-from kvatlas.router.index.learn import hash_scheme
 from kvatlas.router.index.learn.layout import ModelFacts, make_layout
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.model import FleetResidency
@@ -44,7 +43,7 @@ from kvatlas.router.index.offloaded import loaded, tier_extents
 from kvatlas.router.tools.trace_verification import ProbePrompt, verify_trace
 from tests.publisher.pool.pool_load import PlacementRequest
 from tests.vllm.drive_scheduler import DifferenceError, Pair, prompt_of
-from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, SEEDS_MAX, Mix, Prompts, random_mix
+from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, Mix, Prompts, random_mix
 from tests.vllm.real_scheduler import RealEngine, Setup
 
 V033 = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2]) >= (0, 33)
@@ -348,7 +347,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = [f"{options.seed}_{k:04}" for k in range(options.first, options.first + options.mixes)]
-    hash_scheme.SEEDS_MAX = SEEDS_MAX
     total = {"mixes": 0, "differ": 0, "probes": 0, "hit_tokens": 0, "live_exact": 0}
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder)

@@ -14,6 +14,7 @@ from typing import Any
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import Family
 from kvatlas.publisher.pool.layout import PoolLayout, pool_layout
+from kvatlas.router.index.learn.hash_scheme import SEEDS_MAX
 from tests.publisher.pool.layouts import Layout, chunked, full, mamba, replayed, ring, window
 from tests.publisher.pool.pool_load import VOCAB_TOKENS, PlacementRequest
 
@@ -24,8 +25,6 @@ ADAPTERS = {"sql": "/adapters/sql", "poet": "/adapters/poet"}
 SALTS = ("tenant-a", "tenant-b")
 IMAGES = {"cat-image": 21, "dog-image": 46, "map-image": 5, "big-image": 90}
 """Identifier -> tokens: one image always takes as many."""
-SEEDS_MAX = 1 << 11
-"""As many seeds as a search for one tries here: all 65536 would take most of the time of a run."""
 
 PROMPT_TOKENS_MAX = 300
 OUTPUT_TOKENS_MAX = 24
@@ -118,7 +117,7 @@ def _draw(rng: random.Random, name: str, *, v033: bool) -> Mix:
         prefix_match_unit=_match_unit(rng, groups) if dcp == 1 else None,
         retention_interval=rng.choice((0, 0, None, lcm, 2 * lcm, 4 * lcm)) if sparse else 0,
         hash_algo=algo,
-        seed=str(rng.choice((0, 1, 42, 1234, rng.randrange(SEEDS_MAX)))) if seeded else None,
+        seed=str(rng.choice((0, 1, 42, 1234, rng.randrange(1 << 11) % SEEDS_MAX))) if seeded else None,
         int_hashes=rng.random() < 0.6,
         max_num_batched_tokens=rng.choice((48, 64, 96, 96, 200, 512)),
         max_num_seqs=rng.choice((2, 4, 8, 8)),

@@ -6,14 +6,16 @@ or without tagged extra keys; a match on 64 bits proves the scheme. If no such e
 attention and windows alone hide the beginnings of prompts) or none lists a hash, other evidence is tried: a
 root span with the parents named by its children, and published blocks that occur in prompts the router had to
 place (``PublishedBlocks``). Seeds are tried in three rounds: those configured or already used in the
-fleet, vLLM's fixed default, then the small integers that users set as PYTHONHASHSEED. The last round is long,
-so ``advance`` runs it in slices. If all fail (xxhash with a random seed, a custom hash), the scheme is
-*unknown* and the engine is used in learned mode. SGLang's only scheme has no seed (``expect_pages``): the
-first root event proves it, or the engine is in learned mode at once.
+fleet, vLLM's fixed default, then the small integers that users set as PYTHONHASHSEED. The last round takes
+longer than an event may, so ``advance`` runs it in slices. If all fail (another seed, xxhash with a random
+one, another maker's hash), the scheme is *unknown* and the engine is used in learned mode. SGLang's only
+scheme has no seed (``expect_pages``): the first root event proves it, or the engine is in learned mode at
+once.
 
 Only a *plain* root event (every block listed, no extra keys) contains everything its hashes cover, so only
-such an event can disprove a scheme, or end a search. Engines without plain events are searched with the best
-of their other evidence (``SearchEvidence``), and abandoned after ``PATIENCE`` root events.
+such an event can disprove a scheme: the engine is in learned mode from then on, and the seeds are searched
+beside it. Engines without plain events are searched with the best of their other evidence
+(``SearchEvidence``), and abandoned after ``PATIENCE`` root events.
 
 Until a scheme is proven, the likeliest one is *assumed* once ``_ASSUME_AFTER`` events were inconclusive, or
 the algorithm is proven. Hashes of a wrong scheme match nothing, so predictions based on the assumption are
@@ -28,11 +30,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
 
 import msgspec
-import xxhash
-from msgspec.structs import replace
 
 from kvatlas.publisher.block_hash import (
     ALGORITHMS,
@@ -41,12 +40,8 @@ from kvatlas.publisher.block_hash import (
     SGLANG,
     HashScheme,
     PromptExtras,
-    canonical_cbor,
-    hashed_parts,
-    pickled,
-    sha256,
 )
-from kvatlas.publisher.events import BlockHash, BlockStored
+from kvatlas.publisher.events import BlockStored
 from kvatlas.router.index.learn.root_events import (
     PendingRoots,
     PublishedBlocks,
@@ -55,88 +50,11 @@ from kvatlas.router.index.learn.root_events import (
     proven_algorithm,
 )
 
-# Exhaustive search for the small number that is the engine's PYTHONHASHSEED. Every seed is tried with every
-# algorithm and hash block size on one piece of evidence. Only the parent of the first hash depends on the
-# seed, so the hash input is serialised once with a placeholder for the parent, and each try substitutes its
-# own parent; that is several times as fast as serialising each time. A match is verified by the ordinary hash
-# function, so an error here can miss a scheme but never report a wrong one.
-
-
 # One slice of the search takes up to 1 ms of the event loop (measured).
-_HASHES_PER_SLICE = 512
-
-# Placeholder for a parent; 32 bytes, of which the shorter digests use the first 16.
-_MARK = bytes(range(100, 132))
-
-_PARTS: dict[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes], int]] = {
-    "sha256": (pickled, sha256, 32),
-    "sha256_cbor": (canonical_cbor, sha256, 32),
-    "xxhash": (pickled, xxhash.xxh3_128_digest, 16),
-    "xxhash_cbor": (canonical_cbor, xxhash.xxh3_128_digest, 16),
-}
+_HASHES_PER_SLICE = 256
 
 
-class _Trial(NamedTuple):
-    """One way to hash the evidence, without the seed."""
-
-    scheme: HashScheme
-    dump: Callable[[object], bytes]
-    digest: Callable[[bytes], bytes]
-    blocks: list[tuple[bytes, bytes]]
-    """Hash input before and after the parent, block by block."""
-
-    def meets(self, seed: str, told: frozenset[BlockHash], *, last: bool) -> bool:
-        """Whether this seed gives one of the hashes ``told`` (``last``: at the last block)."""
-        digest, parent = self.digest, self.digest(self.dump(seed))
-        for before, after in self.blocks:
-            parent = digest(before + parent + after)
-            if not last and int.from_bytes(parent[-8:], "big") in told:
-                return True
-        return last and int.from_bytes(parent[-8:], "big") in told
-
-
-def search(
-    root: RootEvent, sizes: Iterable[int], algos: Iterable[str], seeds_max: int
-) -> Iterator[HashScheme | None]:
-    """Search the seeds below ``seeds_max`` for the scheme that gives the hashes of ``root``.
-
-    Yields None per slice without a match. ``sizes`` are hash block sizes in tokens.
-    """
-    trials = [t for algo in algos for size in sizes for t in _trials(root, algo, size)]
-    told = frozenset(root.hashes[:1] if root.full else root.hashes)
-    hashes_per_seed = sum(1 + len(trial.blocks) for trial in trials)
-    per_slice = max(1, _HASHES_PER_SLICE // max(1, hashes_per_seed))
-    for start in range(0, seeds_max, per_slice):
-        found = None
-        for number in range(start, min(start + per_slice, seeds_max)):
-            for trial in trials:
-                if trial.meets(str(number), told, last=root.full):
-                    scheme = replace(trial.scheme, seed=str(number))
-                    found = scheme if matches(root, scheme) else found
-        yield found
-        if found is not None:
-            return
-
-
-def _trials(root: RootEvent, algo: str, size: int) -> Iterator[_Trial]:
-    """Yield the ways to hash the evidence with this algorithm and hash block size: extra keys tagged or
-    not.
-    """
-    if root.block_size % size:
-        return
-    dump, digest, width = _PARTS[algo]
-    tokens = root.tokens[: root.block_size + root.lookahead] if root.full else root.tokens
-    for tagged in (True, False) if root.extras != NO_EXTRAS else (True,):
-        scheme = HashScheme(algo, "", size, root.lookahead, tagged)
-        mark = _MARK[:width]
-        blocks = [
-            dump((mark, block, extra)).partition(mark)
-            for block, extra in hashed_parts(tokens, scheme, root.extras)
-        ]
-        yield _Trial(scheme, dump, digest, [(before, after) for before, _, after in blocks])
-
-
-# Evidence for the exhaustive search if no event contains everything its hashes cover. One piece is kept: the
+# Evidence for the search of seeds if no event contains everything its hashes cover. One piece is kept: the
 # most trusted seen, and of equals the cheapest. Pieces that most likely contain everything are searched
 # immediately, others after 8 pieces and again after 64. Every trust level has a separate search budget, so
 # that a flaw of one level leaves the searches of the others; no piece is searched twice.
@@ -225,8 +143,11 @@ def _trust(root: RootEvent, *, placed: bool) -> Trust:
     return Trust.LEGIBLE if root.legible else Trust.HIDDEN
 
 
-# PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``.
-SEEDS_MAX = 1 << 16
+# Values of PYTHONHASHSEED that are tried: numbers below ``SEEDS_MAX``, and those that people type. Others are
+# configured as ``hash_seeds``: a number drawn at random (of 2^32) is found by no search, and until one ended
+# nothing was learned from events (docs/decisions/033-few-seeds.md).
+SEEDS_MAX = 1 << 10
+_TYPED_SEEDS = 1234, 12345, 123456
 
 # Maximum number of (prompt, published block) pairs that are tried.
 _OFFERS_MAX = 64
@@ -255,6 +176,7 @@ class Detection(StrEnum):
 
     WAITING = "waiting"
     SEARCHING = "searching"
+    """Seeds are tried on evidence that may be incomplete; nothing is learned from events yet."""
     NATIVE = "native"
     LEARNED = "learned"
 
@@ -397,6 +319,11 @@ class SchemeDetector:
         """Whether too many receipts reported more, so that nothing is assumed any more."""
         return self._doubts >= _DOUBTS_MAX
 
+    @property
+    def searching(self) -> bool:
+        """Whether numeric seeds are left to try."""
+        return self._search is not None
+
     def advance(self) -> None:
         """Try one slice of numeric seeds if a search is running."""
         if self._search is None:
@@ -468,15 +395,25 @@ class SchemeDetector:
     def _start_search(self, root: RootEvent, unit: int, given_up_after: Detection) -> None:
         self._search = self._numeric(root, unit)
         self._given_up_after = given_up_after
-        self.state = Detection.SEARCHING
+        # A plain event has disproven what is likely: prefixes are learned while the seeds are searched.
+        self.state = Detection.LEARNED if given_up_after is Detection.LEARNED else Detection.SEARCHING
 
     def _numeric(self, root: RootEvent, unit: int) -> Iterator[HashScheme | None]:
-        """Search with the usual hash block sizes first, then with smaller ones."""
-        algos = ALGORITHMS if self._algorithm is None else (self._algorithm.algo,)
+        """Search the seeds for the scheme that gives the hashes of ``root``: with the usual hash block sizes
+        first, then with smaller ones. Yields None per slice without a match."""
         usual = sorted({root.block_size, unit}, reverse=True)
         finer = [size for size in _FINE_UNITS if unit % size == 0 and size < unit]
-        yield from search(root, usual, algos, SEEDS_MAX)
-        yield from search(root, finer, algos, SEEDS_MAX)
+        keyed, hashed = root.extras != NO_EXTRAS, 0
+        for sizes in (usual, finer):
+            for number in (*range(SEEDS_MAX), *_TYPED_SEEDS):
+                for scheme in self._of_seed(str(number), sizes, root.lookahead, keyed=keyed):
+                    if matches(root, scheme):
+                        yield scheme
+                        return
+                    hashed += 1 + root.cost // scheme.hash_block_size
+                    if hashed >= _HASHES_PER_SLICE:
+                        yield None
+                        hashed = 0
 
     def _candidates(self, root: RootEvent) -> Iterator[HashScheme]:
         if self._pages is not False and root.lookahead <= 1:

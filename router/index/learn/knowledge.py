@@ -228,6 +228,11 @@ class EngineKnowledge:
     def scheme_mismatches(self) -> int:
         return self._detector.mismatches
 
+    @property
+    def searching(self) -> bool:
+        """Whether seeds are left to try."""
+        return self._detector.searching
+
     def advance_detection(self) -> None:
         """Run one bounded slice of a running seed search."""
         self._detector.advance()

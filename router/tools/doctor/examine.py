@@ -34,7 +34,6 @@ from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.sockets import describe_error
 from kvatlas.router.index.base import GPU
 from kvatlas.router.index.learn.facts import SetupEvidence
-from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.observe.findings import Finding
@@ -375,7 +374,7 @@ class _Examination:
 
     def _searching(self) -> bool:
         engines = [self._scopes.engine(engine.engine_id) for engine in self._seen.engines]
-        return any(e is not None and e.detection is Detection.SEARCHING for e in engines)
+        return any(e is not None and e.searching for e in engines)
 
     async def _probe(self, engine: EngineEvidence) -> ProbeEvidence:
         model = engine.base_model

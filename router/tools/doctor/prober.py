@@ -21,7 +21,6 @@ from kvatlas.publisher.events import BlockHash, BlockStored
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.index.engine import EngineResidency
-from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.query_plan import EngineHit
 from kvatlas.router.openai.errors import ApiError
@@ -206,7 +205,7 @@ class EngineProber:
     async def detect(self) -> None:
         """Run a pending search for the hash seed to its end (a few seconds at most)."""
         residency = self._scope.engine(self._engine.engine_id)
-        while residency.detection is Detection.SEARCHING:
+        while residency.searching:
             residency.advance_detection()
             await asyncio.sleep(0)
 

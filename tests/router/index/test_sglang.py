@@ -184,8 +184,9 @@ def test_hashes_of_another_form_are_learned_at_once() -> None:
 def test_a_running_search_ends_when_the_engine_is_known_to_be_sglang() -> None:
     fleet, prompt = fleet_of(None), tokens(200)
     fleet.apply("a", batch(*stored(prompt, namespace=b"n")))
-    assert fleet.engine("a").detection is Detection.SEARCHING
+    assert fleet.engine("a").searching
     fleet.engine("a").learn_setup(SGLANG)
+    assert not fleet.engine("a").searching
     assert fleet.engine("a").detection is Detection.LEARNED
     assert hit(fleet, prompt) == 192
 

@@ -86,8 +86,8 @@ def searching(scopes: ModelIndexes, count: int) -> list[str]:
     """Engines whose seed is a large number."""
     names = [f"e{number}" for number in range(count)]
     for name in names:
-        scopes.assign(name, "m").apply(batch(Writer(HashScheme(seed="60000")).stored(tokens(100))))
-        assert scopes.scope("m").engine(name).detection is Detection.SEARCHING
+        scopes.assign(name, "m").apply(batch(Writer(HashScheme(seed="1000")).stored(tokens(100))))
+        assert scopes.scope("m").engine(name).searching
     return names
 
 
@@ -98,7 +98,7 @@ def test_a_step_is_one_slice_of_one_search(monkeypatch: pytest.MonkeyPatch) -> N
     for name in names:
         engine = scopes.scope("m").engine(name)
         monkeypatch.setattr(engine, "advance_detection", lambda name=name: slices.append(name))
-        engine.apply(batch(Writer(HashScheme(seed="60000")).stored(tokens(100, seed=1))))
+        engine.apply(batch(Writer(HashScheme(seed="1000")).stored(tokens(100, seed=1))))
     assert slices == []
     for _ in range(6):
         scopes.advance_detection()

@@ -25,9 +25,12 @@ def _few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "SEEDS_MAX", 100)
 
 
+SEEDS_MAX = detect.SEEDS_MAX
+
+
 @pytest.fixture
-def more_seeds(_few_seeds: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "SEEDS_MAX", 4096)
+def all_seeds(_few_seeds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "SEEDS_MAX", SEEDS_MAX)
 
 
 def fleet_of(**facts: Any) -> FleetResidency:
@@ -99,31 +102,57 @@ def test_configured_seeds_are_tried() -> None:
     assert engine.scheme == scheme
 
 
-@pytest.mark.usefixtures("more_seeds")
+@pytest.mark.usefixtures("all_seeds")
 def test_what_one_engine_uses_is_tried_on_the_next() -> None:
     fleet = fleet_of()
-    scheme = HashScheme(seed="4095")
+    scheme = HashScheme(seed="1022")
     feed(fleet, Writer(scheme).stored(tokens(100)))
     fleet.apply("b", batch(Writer(scheme).stored(tokens(100))))
     assert fleet.engine("b").scheme == scheme, "without any search"
     assert fleet.engine("b").detection is Detection.NATIVE
 
 
-@pytest.mark.usefixtures("more_seeds")
-def test_a_search_runs_in_slices() -> None:
+@pytest.mark.usefixtures("all_seeds")
+def test_a_search_runs_in_slices_and_prefixes_are_learned_beside_it() -> None:
     fleet = fleet_of()
-    engine = fleet.engine("a")
-    engine.apply(batch(Writer(HashScheme(seed="4095")).stored(tokens(100))))
-    assert engine.detection is Detection.SEARCHING
-    assert engine.scheme is None
+    engine, scheme = fleet.engine("a"), HashScheme(seed="1023")
+    engine.apply(batch(Writer(scheme).stored(tokens(100))))
     assert fleet.searching() == [engine]
-    assert fleet.predict(Prompt(tokens(100)), ["a"])["a"].mode == "unknown"
     slices = 1
     while fleet.searching():
+        answer = fleet.predict(Prompt(tokens(100)), ["a"])["a"]
+        assert (answer.mode, answer.hit_tokens) == ("learned", 96)
         engine.advance_detection()
         slices += 1
-    assert engine.scheme == HashScheme(seed="4095")
+    assert (engine.detection, engine.scheme) == (Detection.NATIVE, scheme)
     assert slices > 10
+    answer = fleet.predict(Prompt(tokens(100)), ["a"])["a"]
+    assert (answer.mode, answer.hit_tokens) == ("native", 96)
+
+
+@pytest.mark.usefixtures("all_seeds")
+@pytest.mark.parametrize("seed", ["1023", "1234", "123456"])
+def test_small_seeds_and_those_that_people_type_are_found(seed: str) -> None:
+    engine = feed(fleet_of(), Writer(HashScheme(seed=seed)).stored(tokens(100)))
+    assert engine.scheme == HashScheme(seed=seed)
+
+
+@pytest.mark.usefixtures("all_seeds")
+@pytest.mark.parametrize("chain", [None, random_chain(9, 16)], ids=["large seed", "another maker"])
+def test_a_scheme_that_no_seed_gives_is_learned_from_its_first_event(chain: Any) -> None:
+    """The search ends soon: slices are at most 256 hashes, so the router's loop has them behind it in 2 s."""
+    fleet = fleet_of()
+    writer = Writer(HashScheme(seed="4294967295"), chain=chain) if chain else Writer(HashScheme(seed="1024"))
+    for number in range(5):
+        fleet.apply("a", batch(writer.stored(tokens(100, seed=number))))
+        answer = fleet.predict(Prompt(tokens(100, seed=number)), ["a"])["a"]
+        assert (answer.mode, answer.hit_tokens) == ("learned", 96)
+    slices = 0
+    while fleet.searching():
+        fleet.engine("a").advance_detection()
+        slices += 1
+    assert slices < 400
+    assert fleet.engine("a").detection is Detection.LEARNED
 
 
 def test_an_unknown_seed_ends_in_learned_mode() -> None:
