@@ -5,7 +5,7 @@
 #   SEED=7              other random examples in another order (default 1: what failed here fails everywhere)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all world test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all test-serve test-services test-tools test-simulation test-connectors-fast test-repository world test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -24,23 +24,46 @@ WITHOUT_VLLM = tier transfer store/test_block_store_contract.py store/test_redis
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Workers that each compile all tests anew, where a shell says so, take half a minute of a core.
 export PYTHONDONTWRITEBYTECODE :=
+# Of one part (scripts/parts.py), by the name of the target: the fast tests, with ALL=1 all that need no vLLM.
+fast = not vllm and not envoy and not process and not long
+test_part = $(if $(option_ALL),KVATLAS_TEST_EXAMPLES=ci )$(BIN)/python -m pytest $(call parallel,$(if $(option_ALL),4,6)) $(seeds) \
+	-m "$(if $(option_ALL),not vllm and not envoy,$(fast))" $$($(BIN)/python scripts/parts.py $(patsubst test-%,%,$(@:-fast=))) $(ARGS)
 LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` writes them anew
 
 # Only what was said to make counts: a shell may have variables of these names.
+option_ALL = $(if $(filter command,$(origin ALL)),$(ALL))
 demo_option = $(if $(filter command,$(origin $(1))),--$(2) $($(1)))
 
 help: ## Show what there is to run
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines behind the router, live (SECONDS=30 ENGINES=4 DEMO_REPLICAS=2 ARGS="--json")
 	@$(BIN)/kvatlas demo $(call demo_option,SECONDS,seconds) $(call demo_option,ENGINES,engines) \
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
 test: $(DEV) ## The fast tests: no long ones, an eighth of the random examples, one of each kind that starts processes
-	@$(BIN)/python -m pytest $(call parallel,6) $(seeds) -m "not vllm and not envoy and not process and not long" $(ARGS)
+	@$(BIN)/python -m pytest $(call parallel,6) $(seeds) -m "$(fast)" $(ARGS)
 
 test-all: $(DEV) ## All tests but those that need a real vLLM
 	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy" $(ARGS)
+
+test-serve: $(DEV) ## Fast tests of serve, the part that serves requests (ALL=1, as for the next: all tests of the part)
+	@$(test_part)
+
+test-services: $(DEV) ## Fast tests of services: endpoint picker, sources of engines
+	@$(test_part)
+
+test-tools: $(DEV) ## Fast tests of tools: the commands that look at a fleet or its events
+	@$(test_part)
+
+test-simulation: $(DEV) ## Fast tests of simulation: simulate, advise, demo
+	@$(test_part)
+
+test-connectors-fast: $(DEV) ## Fast tests of connectors, those that need no vLLM, and of publisher/
+	@$(test_part)
+
+test-repository: $(DEV) ## Fast tests of the repository: pages, wheel, chart
+	@$(test_part)
 
 world: $(DEV) ## The whole fleet on virtual time: plans of found defects, then 60 seeds (SEED=5000 SEEDS=200 KIND=pd)
 	@PYTHONHASHSEED=0 $(BIN)/python -m tests.world $(call demo_option,SEED,seed) $(call demo_option,SEEDS,seeds) \

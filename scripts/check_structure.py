@@ -5,8 +5,9 @@
 Rules: no banned turns of phrase; no public class name twice in a package; client errors are made in
 ``router/openai/errors.py`` only; tasks are started in task groups only; sockets, threads, processes and waits
 that virtual time cannot replace are in listed modules only; a Protocol has at least two classes that fulfil
-it (test doubles count); no circle of imports; no function, class, method or property without a user. Prints
-one line per fault; status 1 if there is any. Exceptions are listed here, each with its reason.
+it (test doubles count); no circle of imports; no function, class, method or property without a user; every
+folder has a part (``scripts/parts.py``). Prints one line per fault; status 1 if there is any. Exceptions are
+listed here, each with its reason.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import parts
 from vulture import Vulture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,6 +274,7 @@ def main() -> int:
         *lonely_protocols(code, tests),
         *circles(code),
         *dead_code(),
+        *parts.faults(),
     ]
     for fault in faults:
         print(fault)

@@ -41,6 +41,7 @@ from kvatlas.router.feeds.base import FeedStats
 from kvatlas.router.fleet.engines import SourceStats
 from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet
+from kvatlas.router.http.h2_connection import H2Stats
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.observe.findings import FindingLog
@@ -56,7 +57,6 @@ from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
 from kvatlas.router.proxy.settings import Aliases, ProxyStats
-from kvatlas.router.services.epp.settings import EppStats
 
 if TYPE_CHECKING:
     from kvatlas.router.replication.service import SharedIndex
@@ -107,7 +107,8 @@ class Sources(msgspec.Struct):
     usage: UsageLog | None = None
     reloads: ReloadStats | None = None
     """Reloads of the configuration, if it can be reloaded."""
-    epp: EppStats | None = None
+    epp: H2Stats | None = None
+    """Counters of the endpoint picker, on top of those of its connections."""
     pd: PdStats | None = None
     pulls: Pulls | None = None
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
