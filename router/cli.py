@@ -265,7 +265,6 @@ for each in (
     tools.verify,
     index_app,
     tools.keys_app,
-    tools.invoice,
     tools.engine,
     demo,
     tools.record,

@@ -123,7 +123,6 @@ _BATCH_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 18
 _TAIL_BYTES = 1 << 16
 _ROTATED = re.compile(r"\.(\d{1,6})")
-_WORKER = re.compile(r"\.worker(\d{1,4})")
 
 
 class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -483,16 +482,6 @@ def rotated_files(path: Path) -> list[Path]:
                 if number is not None:
                     found.append((int(number[1]), other))
     return [*(file for _, file in sorted(found, reverse=True)), path]
-
-
-def all_files(path: Path) -> list[Path]:
-    """Return the existing files of a router and its workers, each record's oldest first."""
-    records = [path]
-    if path.parent.is_dir():
-        names = {other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}.")}
-        slots = {int(one[1]) for name in names if (one := _WORKER.match(name, len(path.name)))}
-        records += [Path(f"{path}.worker{slot}") for slot in sorted(slots)]
-    return [file for record in records for file in rotated_files(record) if file.is_file()]
 
 
 _NO_FACTS = PlacementFacts()

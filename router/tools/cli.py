@@ -148,7 +148,7 @@ def keys_add(
     stdin: Annotated[bool, Parameter(help="Read an existing key from standard input.")] = False,
 ) -> int:
     """Create a key and add it to the file; the key is printed once and not stored."""
-    from kvatlas.router.tools.tenants import run_add
+    from kvatlas.router.tools.keys import run_add
 
     return run_add(file, tenant=tenant, name=name, stdin=stdin)
 
@@ -158,33 +158,9 @@ def keys_list(*, file: _KeyFileFlag) -> int:
     """List tenants, their limits and the digests of their keys; status 2 if a router would refuse the
     file.
     """
-    from kvatlas.router.tools.tenants import run_list
+    from kvatlas.router.tools.keys import run_list
 
     return run_list(file)
-
-
-def invoice(
-    *paths: Annotated[
-        Path, Parameter(help="usage.path of each router; rotated files and files of workers are read too.")
-    ],
-    price: Annotated[
-        list[str] | None,
-        Parameter(
-            help="NAME=PRICE per million tokens; NAME: computed, device, host, store (prompt tokens by "
-            "source) or generated. Repeat for more."
-        ),
-    ] = None,
-    since: Annotated[
-        str | None, Parameter(help="Only requests that arrived at or after this date, e.g. 2026-11-01 (UTC).")
-    ] = None,
-    until: Annotated[str | None, Parameter(help="Only requests that arrived before this date.")] = None,
-    by: Annotated[str, Parameter(help="Group rows by: tenant, key, model, engine.")] = "tenant",
-    json: Json = False,
-) -> int:
-    """Show requests, tokens by tier and prices of each tenant, from usage records (docs/tenants.md)."""
-    from kvatlas.router.tools.tenants import InvoiceOptions, run_invoice
-
-    return run_invoice(InvoiceOptions(paths, price or [], since, until, by), as_json=json)
 
 
 def top(

@@ -20,7 +20,6 @@ from kvatlas.router.observe.usage import (
     PlacementFacts,
     UsageLog,
     UsageSettings,
-    all_files,
     rotated_files,
     usage_line,
 )
@@ -295,14 +294,6 @@ def test_a_line_longer_than_a_file_is_written(tmp_path: Path) -> None:
     log = UsageLog(settings(path, file_bytes_max=10))
     write(log, numbered(1), numbered(2))
     assert numbers(*rotated_files(path)) == [1, 2]
-
-
-def test_files_of_workers_are_found_with_their_rotated_ones(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    names = ("a.jsonl.2", "a.jsonl.1", "a.jsonl", "a.jsonl.worker1.1", "a.jsonl.worker1", "a.jsonl.worker10")
-    for name in (*reversed(names), "a.jsonl.key", "a.jsonl.bak", "b.jsonl", "a.jsonl.1.gz"):
-        (tmp_path / name).touch()
-    assert [file.name for file in all_files(path)] == list(names)
 
 
 def test_half_a_line_left_by_a_crash_is_removed(tmp_path: Path) -> None:

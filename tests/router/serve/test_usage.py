@@ -12,12 +12,17 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvatlas.router.observe.usage import UsageLine, all_files
+from kvatlas.router.observe.usage import UsageLine
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, running
 
 _line = msgspec.json.Decoder(UsageLine)
+
+
+def all_files(path: Path) -> list[Path]:
+    """The files of a router and its workers."""
+    return [path, *path.parent.glob(f"{path.name}.[0-9w]*")]
 
 
 def lines(path: Path) -> list[UsageLine]:
