@@ -48,7 +48,7 @@ ANSWER = msgspec.json.encode(
 
 
 def chat(turns: int) -> bytes:
-    """A conversation of so many turns, some 200 tokens each."""
+    """A conversation of this many turns, some 200 tokens each."""
     text = "The quick router reads a long story about a small engine and its famous garden. " * 12
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": f"{i} {text}"} for i in range(2 * turns - 1)]

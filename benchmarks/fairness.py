@@ -4,10 +4,10 @@
 
 Simulated engines of 8,000 prompt tokens per second behind the router's own placement and queue
 (``kvatlas.router.simulation``). The guest sends chats of its own at 10, 25, 40 and 45 % of what the fleet can
-compute; the flood sends prompts nobody has, at ten times an equal share (five times what the fleet can
-compute), for the whole time. Three routers: none of it held (today's default), held first come first served,
-and held with shares by tenant. The report, Markdown, gives the guest's mean and p99 first-token time, and
-what the flood got."""
+compute; the flood sends prompts that no engine holds, at ten times an equal share (five times what the fleet
+can compute), for the whole time. Three routers: none of it held (today's default), held first come first
+served, and held with shares by tenant. The report, Markdown, gives the guest's mean and p99 first-token time,
+and what the flood got."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ARMS = {
 
 
 def arrivals(tenant: str, per_s: float, tokens: int, rng: random.Random, first_id: int) -> list[Request]:
-    """Poisson arrivals of prompts of half to one and a half times so many tokens, nothing shared."""
+    """Poisson arrivals of prompts of half to one and a half times this many tokens, nothing shared."""
     found: list[Request] = []
     at_s, number = 0.0, first_id
     while (at_s := at_s + rng.expovariate(per_s)) < SECONDS:

@@ -109,7 +109,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 def engine_process(pipe: Connection) -> None:
-    """As many engines as it is told; says their ports, and ends when the pipe does."""
+    """The given number of engines; prints their ports, and ends when the pipe does."""
 
     async def main() -> None:
         servers = [await asyncio.start_server(_serve, "127.0.0.1", 0) for _ in range(pipe.recv())]
@@ -149,7 +149,7 @@ class Router:
 def engines(
     roles: Sequence[str], events_port: int, layout: str = "gpt-oss-like", sizes: Sequence[int] = (1024, 32768)
 ) -> Iterator[list[str]]:
-    """Cheap engines and what a router is told of each: the role too, where it has one.
+    """Cheap engines and their `--engine` arguments, with the role if there is one.
 
     Events ports are two each, from ``events_port`` on. They hold sessions with bodies of these sizes.
     """

@@ -129,7 +129,7 @@ async def _serve_router(settings: EppSettings, engines: list[str]) -> None:
     )
     router = Router(config)
     async with router.running():
-        for engine in router.fleet:  # nobody is there: they are message to be up
+        for engine in router.fleet:  # no server there: they are message to be up
             engine.up, engine.models = True, (ModelCard(MODEL),)
         assert router.picker is not None
         tame_garbage_collection()
@@ -256,7 +256,7 @@ def request_messages(path: bytes, body: bytes) -> list[bytes]:
 
 
 def bodies(size: int, *, chat: bool) -> list[bytes]:
-    """64 different requests of so many bytes."""
+    """64 different requests of this many bytes."""
     found = []
     for number in range(64):
         text = f"{number} " + "The quick router reads a long story. " * (size // 37 + 1)

@@ -2,10 +2,10 @@
 
     KVATLAS_ENVOY=.../envoy python -m benchmarks.picker_envoy
 
-Five Envoys before the same four engines, which answer at once: *none* asks nobody and goes round, *wire*
-asks a picker with a stub in the router's place, *whole* asks a whole router (as in ``benchmarks.picker``),
-*sampled* one that watches every tenth answer, *unseen* one that watches none. They are asked in turns, so
-that what else the machine does is shared; the CPU is the picker's process's.
+Five Envoys before the same four engines, which answer immediately: *none* has no picker and goes round,
+*wire* asks a picker with a stub in the router's place, *whole* asks a whole router (as in
+``benchmarks.picker``), *sampled* one that watches every tenth answer, *unseen* one that watches none. They
+are asked in turns, so that what else the machine does is shared; the CPU is the picker's process's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _whole(message: bytes) -> bool:
 
 
 class Peer(asyncio.Protocol):
-    """One connection; an engine answers every request at once, a client waits in ``ask``."""
+    """One connection; an engine answers every request immediately, a client waits in ``ask``."""
 
     def __init__(self, *, answers: bool) -> None:
         self._answers = answers

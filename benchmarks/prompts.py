@@ -325,7 +325,7 @@ SHAPES: dict[str, Callable[[Text], InboundRequest]] = {
     "template arguments of 100,000 lists": lambda text: said(
         text, "x", chat_template_kwargs={"a": [[] for _ in range(200_000)]}
     ),
-    "a field of 200,000 lists that nobody reads": lambda text: said(
+    "a field of 200,000 lists that are not read": lambda text: said(
         text, "x", z=[[] for _ in range(200_000)]
     ),
     "a message with 100,000 lists": lambda text: request(

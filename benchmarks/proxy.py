@@ -4,7 +4,7 @@
         [--sglang-router PYTHON] [--loads 1KB 32KB stream] [--rate 500] [--streams 128] [--seconds 2]
         [--rounds 9]
 
-All routers run at once before the same four cheap engines, which hold every session's prompt but its end
+All routers run together before the same four cheap engines, which hold every session's prompt but its end
 (``fake_engine_events``), and are loaded in turn, round after round: figures are compared within a round, as
 the machine changes. Routers run on the first core, load and engines on the last one. Requests arrive evenly
 at ``--rate`` per second (500 of 1 KB, 150 of 32 KB), whether or not earlier ones are answered: a load that

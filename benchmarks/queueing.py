@@ -9,7 +9,7 @@ layouts; pools of 25, 50 and 100 % of what the workload fills; a load of 85 % (a
 holds back:
 ``hold`` is the queue in seconds beyond which an engine is saturated, ``ageing`` the order (0: arrival; k:
 arrival plus k times a request's own work), ``siblings`` the part of a prompt that must be shared with one in
-flight to go at once. Runs go, one JSON line each, into
+flight to go immediately. Runs go, one JSON line each, into
 ``--runs``; those there already for the same settings and number of requests are not run again. The report,
 Markdown, gives each arm's mean and p99 first-token time over those of the same draw without a queue
 (geometric mean over cells and seeds; below 1 is better), and its worst cell.

@@ -72,7 +72,7 @@ def corpus() -> list[bytes]:
 
 
 async def engine(pipe: Connection, work: Work) -> None:
-    """Says where it is; sends batch 0 until somebody heard it, then the rest; says when it began and ended.
+    """Prints its address; sends batch 0 until a subscriber has it, then the rest; prints start and end.
 
     A batch now and then follows, to show what of the last ones was lost, until told to stop."""
     sent = corpus()

@@ -49,7 +49,7 @@ def batch(number: int, blocks: int, publisher_id: bytes | None) -> bytes:
 
 
 def engine(pipe: Connection, blocks: int) -> None:
-    """The engine's process: publishes the past at once, then goes on slowly until told to stop."""
+    """The engine's process: publishes the past immediately, then continues slowly until it is stopped."""
 
     async def publish() -> None:
         publisher = ZmqPublisher(

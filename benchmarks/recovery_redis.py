@@ -1,4 +1,4 @@
-"""The third way of ``recovery.py``: a replica that starts anew while another one follows the engine.
+"""The third way of ``recovery.py``: a replica that starts empty while another one follows the engine.
 
 The follower is a process of its own that mirrors the engine's blocks to a server (``redis-server`` or
 ``valkey-server`` on PATH, on loopback, without persistence) as a router does. The new replica connects, and
@@ -46,7 +46,7 @@ class Took(NamedTuple):
     again: float
     """From the moment the empty server answers until one is exact again."""
     looks: int
-    """Asked meanwhile, in vain; none of them predicted a hit."""
+    """Asked meanwhile without success; none of them predicted a hit."""
 
 
 class Watcher:
@@ -117,7 +117,7 @@ def follower(pipe: Connection, url: str, blocks: int) -> None:
 
 
 async def until_exact(sight: IndexLookup, numbers: range) -> int:
-    """Ask for the last of these prompts until its hit is exact; how often that was in vain before."""
+    """Ask for the last of these prompts until its hit is exact; the number of attempts before."""
     expected = PROMPT_BLOCKS * SCHEME.hash_block_size
     for vain in range(int(GIVE_UP_S / LOOK_PAUSE_S)):
         look = await sight.look(ProbePrompt(tokens(numbers[-1]), NO_EXTRAS), {ENGINE: MODEL})
@@ -134,7 +134,7 @@ async def check(sight: IndexLookup, numbers: range) -> None:
     """A hundred more are exact too; a look that missed its deadline on a busy machine is done again."""
     for number in numbers[:: max(1, len(numbers) // 100)]:
         if await until_exact(sight, range(number, number + 1)) and not sight.stats.fallbacks:
-            raise RuntimeError(f"prompt {number} was not exact at once")
+            raise RuntimeError(f"prompt {number} was not exact immediately")
 
 
 async def measure(binary: str, blocks: int, port: int) -> Took:

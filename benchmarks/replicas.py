@@ -2,11 +2,11 @@
 
     python -m benchmarks.replicas [--replicas 1,2,4,8] [--seconds 10] [--per-s 20] [--server redis-server]
 
-Every replica is a process with a client of its own and does what a router does for so many requests a second:
-a look-up of a thousand blocks (with the load and the prompts in flight of all replicas), an entry of its own
-prompt in flight, a report of its load, and the events of the prompt at the one engine that it follows: 64 new
-blocks in two groups, as many removed. Said: what the servers spend per request, all of the above together;
-what a replica spends; and how long a look-up takes. JSON lines.
+Every replica is a process with a client of its own and does what a router does for this many requests per
+second: a look-up of a thousand blocks (with the load and the prompts in flight of all replicas), an entry of
+its own prompt in flight, a report of its load, and the events of the prompt at the one engine that it
+follows: 64 new blocks in two groups, as many removed. Results, as JSON lines: what the servers spend per
+request, all of the above together; what a replica spends; the time of a look-up.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python -m benchmarks.streams open [--streams 5000] [--seconds 10] [--chunks-per-s 10000]
     python -m benchmarks.streams slow [--mebibytes 1024] [--read-mb-per-s 100]
 
-The engine, the router (one worker) and the client are processes of their own on loopback. ``open``: so many
+The engine, the router (one worker) and the client are processes of their own on loopback. ``open``: this many
 streamed chats are opened, stay silent, and then get their chunks spread evenly. Per stream: the router's
 resident memory beyond what it had with none. Per chunk: its CPU beyond that of the silent streams. Stalls:
 the longest time its loop was away from a task that wants a turn every 5 ms, by the clock and in CPU of its
 thread (what it would be on a core of its own), while streams open and while chunks come. ``slow``: one stream
-of so many MiB that the engine sends as fast as it can and the client reads at the given rate; the most the
+of this many MiB that the engine sends as fast as it can and the client reads at the given rate; the most the
 router was resident, beyond what it was before. One JSON line each.
 """
 
@@ -70,7 +70,7 @@ def request(*, long: bool) -> bytes:
 
 
 class FakeEngine:
-    """Answers chats with streams; what is written on them is said by its process."""
+    """Answers chats with streams; its process reports what is written on them."""
 
     def __init__(self) -> None:
         self.streams: list[asyncio.StreamWriter] = []
@@ -104,7 +104,7 @@ class FakeEngine:
         writer.write(LAST)
 
     async def speak(self, per_s: float, seconds: float) -> int:
-        """So many chunks a second, on one stream after the other."""
+        """This many chunks a second, on one stream after the other."""
         began, sent = time.monotonic(), 0
         while (passed := time.monotonic() - began) < seconds:
             while sent < passed * per_s:
@@ -281,7 +281,7 @@ async def open_streams(streams: int, seconds: float, per_s: float) -> dict[str, 
 
 
 async def _some(count: int, port: int) -> None:
-    """So many streams, opened and closed again."""
+    """This many streams, opened and closed again."""
     loop, opened = asyncio.get_running_loop(), asyncio.Semaphore(0)
     made = [
         await loop.create_connection(lambda: Reader(opened.release), "127.0.0.1", port) for _ in range(count)

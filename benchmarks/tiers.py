@@ -7,7 +7,7 @@ Eight engines, a pool of 25 % of what the workload fills, 100 KiB of KV per toke
 arrivals so fast that round robin without any memory behind the GPUs is busy for 85 % of the time. All tiers
 and arms of a workload and seed meet the same requests at the same times. ``no limit`` is a store that holds
 everything and takes no time: what a perfect cache that all share would bring. Workloads are generated ones,
-and a trace where one is given, each with every layout. The report is written anew after every table.
+and a trace where one is given, each with every layout. The report is written again after every table.
 
 ``--pulls`` writes the second half of the report instead: host memory of 400 %, without and with engines that
 pull prefixes from each other's host memory, against one cache of that size that all share. ``--ablations``
@@ -354,7 +354,7 @@ def intro(seeds: range, count: int) -> str:
         f"pool {POOL:.0%}, {KV_KIB_PER_TOKEN:g} KiB per token, round robin without such memory {LOAD:.0%} "
         f"busy, seeds {seeds.start} to {seeds[-1]}. Cells: hit %, mean and p99 seconds to the first token, "
         f"means over the seeds; bold: the shortest mean. `gain`: of {ARMS[0]}'s mean, against none. Sizes "
-        "are shares of what the GPUs have. `least-load` knows no cache, but its engines load all the same. "
+        "are shares of what the GPUs have. `least-load` knows no cache, but its engines still load. "
         "What is simulated and what not: docs/simulate.md; what follows: "
         "docs/decisions/ 010-loads-in-the-queue.md, 012-price-of-a-sequence.md, 013-price-of-scarce-pages.md."
     )

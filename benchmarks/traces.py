@@ -66,7 +66,7 @@ class Serving:
 
 
 async def load(session: aiohttp.ClientSession, router: Serving, requests: int, round_number: int) -> None:
-    """So many chats, a few at a time."""
+    """This many chats, a few at a time."""
     numbers = iter(range(requests))
 
     async def client() -> None:

@@ -4,7 +4,7 @@
 
 Needs this checkout, torch, triton and numpy and an NVIDIA GPU, nothing else; takes less than ten minutes,
 ``--quick`` less than four. Writes a report as Markdown to FILE, by default to
-benchmarks/results/transfer_<device>.md, and writes it anew after everything it measured: whatever ends the
+benchmarks/results/transfer_<device>.md, and writes it again after everything it measured: whatever ends the
 run, what was measured until then is there. ``--host`` does the same with plain memory and the CPU's engine,
 against memcpy, on any machine, and prints the report.
 

@@ -236,6 +236,6 @@ def provoke_error(machine: Any) -> str:
     engine.submit(_one(4, Direction.LOAD, 3, 3))
     late = engine.poll()
     if len(late) != 1 or late[0].ok or "dead" not in late[0].error:
-        return f"a later job did not fail at once: {late}"
+        return f"a later job did not fail immediately: {late}"
     engine.close()
     return ""

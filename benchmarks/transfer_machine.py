@@ -53,7 +53,7 @@ class Machine(Protocol):
     def engine(self, view: CacheView, pool: PinnedHostPool, way: str = "") -> TransferEngine: ...
 
     def copy_whole(self, copies: list[tuple[Direction, int, int, int]]) -> None:
-        """(direction, device address, host address, bytes): each in one piece, the directions at once."""
+        """(direction, device address, host address, bytes): each in one piece, both directions together."""
 
     def copy_each(self, direction: Direction, src: Indices, dst: Indices, sizes: Indices) -> None:
         """One call for each piece."""
@@ -62,13 +62,13 @@ class Machine(Protocol):
         """By torch (or numpy) indexing of rows of one size, through a staging buffer."""
 
     def fill_later(self, device: Memory, start: int, size_bytes: int, value: int) -> None:
-        """Enqueue, on the computing stream, a long wait and then a fill. Returns at once."""
+        """Enqueue, on the computing stream, a long wait and then a fill. Returns immediately."""
 
     def read_now(self, device: Memory, start: int, host_address: int, size_bytes: int) -> None:
         """Copy to the host without waiting for the computing stream: what an engine must not do."""
 
     def compute_seconds(self, products: int) -> float:
-        """How long so many large matrix products take."""
+        """How long this many large matrix products take."""
 
     def step(self, way: str) -> None:
         """A decode-like step: STEP_KERNELS small operations, and a wait for the last of them."""
@@ -146,7 +146,7 @@ class HostMachine:
             self._small += 1
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 def pool_rows(pool: Any) -> Bytes:

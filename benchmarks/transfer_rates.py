@@ -85,7 +85,7 @@ class Cell:
     """Rates in bytes per second by column; None: not measured."""
 
     direction: Direction | None
-    """None: both at once."""
+    """None: both together."""
     piece_bytes: int
     pieces: int
     rates: dict[str, float | None] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from benchmarks.transfer_rates import KIB, Cell
 from kvatlas.connectors.transfer.base import Direction
 
 GOAL_PIECES = 256
-"""Goals are for jobs of at least so many pieces; smaller ones are bounded by the time to start a copy."""
+"""Goals are for jobs of at least this many pieces; smaller ones are bounded by the time to start a copy."""
 _UNFINISHED = "the run has not ended"
 
 
@@ -138,7 +138,7 @@ def _rates_section(cells: list[Cell]) -> list[str]:
     titles = (
         (Direction.LOAD, "Loads: host to device"),
         (Direction.STORE, "Stores: device to host"),
-        (None, "Both at once"),
+        (None, "Both together"),
     )
     for direction, title in titles:
         columns = ["engine", "one copy"] + (["call per piece", "torch index"] if direction else [])

@@ -1,8 +1,8 @@
 """Engines and workers on a virtual clock, for ``benchmarks.workers_virtual``.
 
 The simulated engines, accounts, prompts in flight, gossip of load and the choice are the real ones; sockets,
-tokenizers and feeds are left out: what an engine holds is known at once. Workers tell each other every 2 ms,
-and poll the engines' gauges every 2 s, as ``kvatlas serve --workers`` does.
+tokenizers and feeds are left out: what an engine holds is known immediately. Workers tell each other every
+2 ms, and poll the engines' gauges every 2 s, as ``kvatlas serve --workers`` does.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class VirtualFleet:
                 self.later(rng.uniform(0, REPEAT_S), worker.repeat)
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Let this happen in so many seconds."""
+        """Let this happen in this many seconds."""
         heapq.heappush(self._calendar, (self.now + seconds, next(self._order), what))
 
     def run(self, until_s: float) -> None:

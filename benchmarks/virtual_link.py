@@ -51,7 +51,7 @@ class _Stream:
 
 
 class VirtualLink:
-    """``Device`` and ``Driver`` at once. Streams and events are points in time on the link's clock."""
+    """Both ``Device`` and ``Driver``. Streams and events are points in time on the link's clock."""
 
     name = "virtual link"
     batched = True

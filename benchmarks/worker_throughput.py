@@ -8,10 +8,10 @@ each
 worker gets the same share of one, by a quota of the kernel (the cpu controller of cgroup v1; needs to be
 root): what two workers of a share each serve beside one worker with one share says what two cores would
 bring beside one, as far as cores do not slow each other down. Four cheap engines hold every session's prompt
-but for its end (``fake_engine_events``); 32 connections always have a request open, and are made anew in each
-round, so that the kernel spreads them over the workers in many ways. The routers are loaded in turn. One line
-per size and number of workers: medians over the rounds, how many times the first number of workers' requests
-that are, and the workers' CPU per request.
+but for its end (``fake_engine_events``); 32 connections always have a request open, and are made again in
+each round, so that the kernel spreads them over the workers in many ways. The routers are loaded in turn. One
+line per size and number of workers: medians over the rounds, how many times the first number of workers'
+requests that are, and the workers' CPU per request.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def worker_pids(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 class Workers:
-    """One router with so many workers."""
+    """One router with this many workers."""
 
     def __init__(self, router: Router, pids: Sequence[int], sizes: Sequence[int]) -> None:
         self.pids = pids
@@ -87,7 +87,7 @@ class Workers:
 def workers(
     told: Sequence[str], number: int, port: int, share: float, sizes: Sequence[int]
 ) -> Iterator[Workers]:
-    """A router with so many workers, each with its share of a core."""
+    """A router with this many workers, each with its share of a core."""
     words = [*router_words(told, port, port + 1), "--workers", str(number)]
     with running(words, port, port + 1) as router, ExitStack() as limits:
         pids = worker_pids(router.process)

@@ -106,11 +106,16 @@ CALLED_FROM_OUTSIDE = frozenset(
 
 
 BANNED = re.compile(
-    r"\b(so many|whoever|nobody|is told|are told|let go|anew|once more|all the same|of no use|amiss)\b"
-    r'|"""What |\bSee ``',
+    r"\b(so many|whoever|nobody(?![\"':}])|(is|are) (told|said)|let go|anew|once more|all the same"
+    r"|of no (use|sense)|amiss|in vain|of late|says where|none of ours|none the less"
+    r"|thereof|wherein|hitherto|forthwith|whilst|lest)\b",
     re.IGNORECASE,
 )
-"""Archaic or inverted turns, and first lines that are no noun phrase."""
+"""Archaic or inverted turns; "nobody" is allowed as a name in data."""
+FIRST_LINES = re.compile(r'"""What |\bSee ``', re.IGNORECASE)
+"""First lines of the product that are no noun phrase."""
+TEXTS = ("Makefile", "CONTRIBUTING.md", "README.md", "docs/*.md", "scripts/*.sh")
+"""Pages and scripts that are read for banned turns, beside the Python of every folder."""
 
 
 class Module(NamedTuple):
@@ -129,12 +134,19 @@ def modules(*folders: str) -> Iterator[Module]:
             yield Module(path.relative_to(ROOT).as_posix(), ast.parse(text), text)
 
 
-def banned_phrases(code: list[Module]) -> Iterator[str]:
-    """Turns that the field does not use."""
-    for module in code:
-        for number, line in enumerate(module.text.splitlines(), start=1):
-            if (found := BANNED.search(line)) is not None:
-                yield f"{module.path}:{number}: {found[0]!r}; say it in plain technical English"
+def banned_phrases(code: list[Module], others: list[Module]) -> Iterator[str]:
+    """Turns that the field does not use, in every text and in the names of tests."""
+    pages = [path for pattern in TEXTS for path in sorted(ROOT.glob(pattern))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in pages}
+    texts |= {module.path: module.text for module in (*code, *others)}
+    product = {module.path for module in code}
+    del texts["scripts/check_structure.py"]  # it lists them
+    for path, text in texts.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            words = line.replace("_", " ") if "def test_" in line else line
+            found = BANNED.search(words) or (path in product and FIRST_LINES.search(line)) or None
+            if found is not None:
+                yield f"{path}:{number}: {found[0]!r}; say it in plain technical English"
 
 
 def doubled_names(code: list[Module]) -> Iterator[str]:
@@ -268,7 +280,7 @@ def main() -> int:
     """Print every fault; returns the exit status."""
     code, tests = list(modules(*PACKAGES)), list(modules("tests"))
     faults = [
-        *banned_phrases(code),
+        *banned_phrases(code, [*tests, *modules("benchmarks", "scripts")]),
         *doubled_names(code),
         *banned_calls(code),
         *lonely_protocols(code, tests),

@@ -29,7 +29,7 @@ fi
 mkdir -p "$(dirname "$env_dir")"
 exec 9>"$env_dir.lock"
 if command -v flock >/dev/null; then
-    flock 9 # two builds at once would tread on each other
+    flock 9 # two builds at the same time would overwrite each other
 fi
 
 if [ "$(cat "$stamp" 2>/dev/null)" != "$version" ]; then

@@ -3,7 +3,7 @@
     python scripts/generate_chart_reference.py            write both
     python scripts/generate_chart_reference.py --check    status 1 where they would change
 
-A value is said in ``values.yaml`` only: a comment line ``# -- TEXT`` documents the key below it
+A value is documented in ``values.yaml`` only: a comment line ``# -- TEXT`` documents the key below it
 (a map with keys of its own needs none), ``# @schema JSON`` is merged into its schema. A key's type is that of
 its default. A map that has keys accepts only these; one that is empty, or has a text of its own, accepts any.
 """

@@ -79,13 +79,13 @@ _ALIASES = """\
 "gpt-oss-120b" = 0.05
 ```
 """
-_MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it anew. -->\n"
+_MADE = "<!-- Made by scripts/generate_reference.py from the code; `make docs` writes it. -->\n"
 _CLI = """\
 Status: 0 done; 1 the answer is no, or it could not be done; 2 bad arguments or configuration; 130
 interrupted. Flags of `serve` win over environment variables, those over the file; what no flag says is in
 [configuration.md](configuration.md). `--help` works everywhere, `kvatlas --version` prints the version.
 `kvatlas --install-completion` installs tab completion for the shell it is run in (bash, zsh or fish) and says
-which file it wrote. What ends a command is said in one line on stderr; with `KVATLAS_TRACEBACK=1` in the
+which file it wrote. An error that ends a command is one line on stderr; with `KVATLAS_TRACEBACK=1` in the
 environment an unexpected error shows its traceback too.
 """
 _CONFIGURATION = f"""\

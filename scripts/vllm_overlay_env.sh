@@ -24,7 +24,7 @@ say() { printf 'vllm_overlay_env: %s\n' "$*" >&2; }
 mkdir -p "$(dirname "$env_dir")"
 exec 9>"$env_dir.lock"
 if command -v flock >/dev/null; then
-    flock 9 # two builds at once would tread on each other
+    flock 9 # two builds at the same time would overwrite each other
 fi
 
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then

@@ -1,7 +1,7 @@
 """Keys that the configuration does not have any more, and what happens instead.
 
-A key is removed if nobody who runs a fleet could choose its value by what he knows (decision 042). The value
-is a constant or is derived from another setting. Fields of settings structs that are listed here are
+A key is removed if an operator has no knowledge to choose its value by (decision 042). The value is a
+constant or is derived from another setting. Fields of settings structs that are listed here are
 arguments for tests: they keep their default in every router.
 """
 

@@ -220,7 +220,7 @@ def check_sizes(folder: Path) -> None:
 def _try(folder: Path, request: TrialRequest, begin: object) -> None:
     """Load everything as the router does."""
     assert callable(begin)  # noqa: S101
-    # Slow imports, which a child that only fetches in vain does without.
+    # Slow imports, which a child without a fetched file does not need.
     from kvatlas.router.prompts.local_renderer import ChatRenderer  # noqa: PLC0415
     from kvatlas.router.prompts.model_config import read_model_file  # noqa: PLC0415
     from kvatlas.router.prompts.tokenizer import PromptTokenizer, load_model_dir  # noqa: PLC0415

@@ -226,7 +226,7 @@ class Breaker:
         return now >= self._silence.due_at - settings.silent_s_max + settings.overdue_s
 
     def lost(self, asked_at: float, now: float, *, expected_s: float) -> bool:
-        """Whether a request sent then, whose first byte should take ``expected_s``, waits in vain: since
+        """Whether a request sent then, whose first byte should take ``expected_s``, waits without a chance: since
         before the engine was left out, or, as a probe, for as long as shows a silent engine."""
         # A request sent before the engine was excluded is stuck with it. A later one is a probe, which gets
         # the full time.
@@ -303,7 +303,7 @@ class Breaker:
         return counts
 
     def _open(self, now: float, seconds: float) -> None:
-        # Kept over failed probes: requests sent between them wait in vain as well.
+        # Kept over failed probes: requests sent between them wait without a chance as well.
         self._opened_at = min(self._opened_at, now)
         self._probing = False
         self._open_s = seconds

@@ -306,7 +306,7 @@ class Forwarder:
     ) -> None:
         """Before ``record`` gets the next engine."""
         self._stats.retries += 1
-        if outcome is not None and not _broke(outcome):  # that is said elsewhere
+        if outcome is not None and not _broke(outcome):  # that is reported elsewhere
             record.tracker.warn(
                 "request retried",
                 record,

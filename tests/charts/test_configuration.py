@@ -81,7 +81,7 @@ def test_every_value_arrives(tmp_path: Path) -> None:
     assert [engine.dp_rank for engine in config.engines] == [1]
 
 
-def test_all_namespaces_and_a_service_that_says_who_is_ready(tmp_path: Path) -> None:
+def test_all_namespaces_and_a_service_for_readiness(tmp_path: Path) -> None:
     engines = {"selector": {"app": "vllm", "tier": "gpu"}, "clusterWide": True, "readyBy": "vllm"}
     found = _load(Rendered({"engines": engines}), tmp_path).fleet.kubernetes
     assert found.selector == "app=vllm,tier=gpu"
@@ -100,7 +100,7 @@ def test_a_picker_has_its_pool_its_ports_and_its_certificate(tmp_path: Path) -> 
     assert kubernetes.namespaces == ("llm",)
 
 
-def test_metrics_leave_the_pod_only_with_a_token_or_where_it_is_said(tmp_path: Path) -> None:
+def test_metrics_leave_the_pod_only_with_a_token_or_by_a_value(tmp_path: Path) -> None:
     by_token = {**MINIMAL, "ops": {"existingSecret": "ops"}, "serviceMonitor": {"enabled": True}}
     for values, served in ((MINIMAL, False), ({**MINIMAL, "ops": {"open": True}}, True), (by_token, True)):
         rendered = Rendered(values)
@@ -143,7 +143,7 @@ def test_caches_are_isolated_by_a_secret_beside_the_keys(tmp_path: Path) -> None
     assert {"key": "salt", "path": "isolate.secret"} in volumes["keys"]["items"]
 
 
-def test_whoever_asks_the_router_speaks_as_it_does() -> None:
+def test_clients_of_the_router_use_its_scheme() -> None:
     for values, scheme in ((MINIMAL, "HTTP"), ({**MINIMAL, "tls": {"existingSecret": "cert"}}, "HTTPS")):
         rendered = Rendered(values)
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

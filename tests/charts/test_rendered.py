@@ -238,7 +238,7 @@ def test_gateway_pool_route_and_picker_name_each_other() -> None:
     assert istio.one("DestinationRule")["spec"]["host"] == "kvatlas"
 
 
-def test_gateways_are_told_what_the_values_say() -> None:
+def test_gateways_are_configured_by_the_values() -> None:
     pool = {"targetPorts": [8001, 8002], "failureMode": "FailOpen"}
     told = {"provider": "gke", "timeoutSeconds": 123, "pool": pool}
     rendered = Rendered({**MINIMAL, "mode": "gateway", "gateway": told})

@@ -202,7 +202,7 @@ def test_an_event_of_an_unknown_type_is_counted_apart(event: Any) -> None:
     assert (batch.rejected, batch.unknown) == ([], ["BlockInactive"] * 2)
 
 
-def test_a_batch_with_an_unknown_type_is_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_with_an_unknown_type_is_decoded_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = encode([1.5, [BASE, INACTIVE, {"type": "AllBlocksCleared"}], 3])
     monkeypatch.setattr(event_decoder._Maps, "now", event_decoder._MapDecoders())
     first = decode_batch(payload)

@@ -101,7 +101,7 @@ async def envoy(
     idle_s: float | None = None,
 ) -> AsyncIterator[Envoy]:
     """Envoy before engines (``host:port``) and pickers (ports). ``subset``: the hint that it gives; ``tls``:
-    what it knows of certificates, where it speaks TLS to pickers; ``idle_s``: its stream_idle_timeout."""
+    its certificates, where it speaks TLS to pickers; ``idle_s``: its stream_idle_timeout."""
     path = program()
     *ports, admin = free_ports(len(LISTENERS) + 1)
     by_name = dict(zip(LISTENERS, ports, strict=True))

@@ -35,7 +35,7 @@ def removed(*hashes: int | bytes, group: int | None = 0, medium: str | None = "G
 class Writer:
     """One engine's way to write ``BlockStored``: its scheme, its group's block size, ints or bytes.
 
-    ``chain`` replaces the hash chain, for engines whose hashes nobody else can compute.
+    ``chain`` replaces the hash chain, for engines whose hashes no router can compute.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def fewer(count: int) -> int:
 
 def some(cases: Iterable[Any], every: int) -> list[Any]:
     """All of them, as parameters of a test: each ``every``-th from the first on is tried always, the others,
-    which show the same once more, are ``long``."""
+    which show the same again, are ``long``."""
     return [
         case if place % every == 0 else pytest.param(case, marks=pytest.mark.long)
         for place, case in enumerate(cases)

@@ -224,7 +224,7 @@ class IndexContract:
         index.forget("nobody")
         assert index.slot("nobody") is None
 
-    def test_whoever_takes_a_free_slot_inherits_nothing(self, index: Index) -> None:
+    def test_a_reused_slot_starts_empty(self, index: Index) -> None:
         index.store("a", FULL, blocks(1, 2, 2))
         freed = index.slot("a")
         index.forget("a")
@@ -235,7 +235,7 @@ class IndexContract:
         index.remove("b", FULL, blocks(2))
         assert index.stats().unknown_removals == 1
 
-    def test_adopting_replaces_everything_at_once(self, index: Index) -> None:
+    def test_adopting_replaces_everything_in_one_step(self, index: Index) -> None:
         index.store("a", FULL, blocks(1, 2))
         index.store("a", CPU, blocks(1))
         index.store("b", FULL, blocks(1, 3))
@@ -378,7 +378,7 @@ class IndexMachine(RuleBasedStateMachine):
                 there = {block for one, plane, block in present if (one, plane.medium) == (engine, place)}
                 assert held_in(self.index, engine, place, HASHES) == [one for one in HASHES if one in there]
         bits = sum(int(word).bit_count() for words in rows.columns.values() for word in words)
-        assert bits == shown, "bits of engines that nobody knows"
+        assert bits == shown, "bits of unknown engines"
 
     @invariant()
     def counts_agree(self) -> None:

@@ -53,14 +53,14 @@ class FakeKube:
         self.seen_tokens: list[str] = []
         self.page = 500
         self.cut_lines = 0
-        """So many of the next events are cut in the middle, and their connection with them."""
+        """This many of the next events are cut in the middle, and their connection with them."""
         self.repeat = 1
         """How often each event is sent."""
         self.bookmark_at_end = True
         self.dumb = 0
-        """So many of the next watches say nothing and never end, as a connection through a dead node."""
+        """This many of the next watches say nothing and never end, as a connection through a dead node."""
         self.brief = 0
-        """So many of the next watches end at once."""
+        """This many of the next watches end immediately."""
         self.ascii = True
         """Whether other characters are escaped; API servers do not."""
         self.selectors: set[str] = set()
@@ -69,10 +69,10 @@ class FakeKube:
         self.patches: list[tuple[str, Json]] = []
         """Names of objects that were patched, and the patches."""
         self.refused_patches = 0
-        """So many of the next patches answer 403."""
+        """This many of the next patches answer 403."""
         self.port = 0
         self.expired_pages = 0
-        """So many of the next continued pages answer 410."""
+        """This many of the next continued pages answer 410."""
         self._objects: dict[str, dict[tuple[str, str], Json]] = {kind: {} for kind in _KINDS}
         self._history: list[Event] = []
         self._compacted = 0

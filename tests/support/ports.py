@@ -74,4 +74,4 @@ def _share() -> tuple[int, socket.socket]:
             lock.bind(("127.0.0.1", _SHARE_LOCKS + share))
             return share, lock
         lock.close()
-    raise RuntimeError(f"more than {_SHARES} test processes choose ports at once")
+    raise RuntimeError(f"more than {_SHARES} test processes choose ports at the same time")

@@ -245,7 +245,7 @@ class FakePlanner:
                 )
                 self.placements.append(placement)
                 return placement
-        raise no_ready_engine("nobody is there")
+        raise no_ready_engine("no engine")
 
 
 class Rig:

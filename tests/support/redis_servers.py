@@ -83,7 +83,7 @@ class Server:
         wait_until(self._answers, "the server answers")
 
     def _answers(self) -> bool:
-        assert self._process.poll() is None, "the server ended at once"
+        assert self._process.poll() is None, "the server ended immediately"
         with contextlib.suppress(OSError):
             self.command("ROLE")
             return True

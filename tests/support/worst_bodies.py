@@ -38,7 +38,7 @@ _VALUES: Final = {
 
 
 def worst_bodies(size: int) -> dict[str, bytes]:
-    """By what is in them; each has so many bytes, or nearly."""
+    """By what is in them; each has this many bytes, or nearly."""
     inner = _HEAD.replace(b"{},", b"{")
     return {
         **{name: _repeated(unit, size) for name, unit in _MEMBERS.items()},
@@ -60,7 +60,7 @@ _LAST_TURN: Final = b'{"role":"user","content":"And then?"}],"max_tokens":1}'
 
 
 def long_prompts(size: int) -> dict[str, tuple[str, bytes]]:
-    """Requests of so many bytes, or nearly, by what their prompts are: path and body."""
+    """Requests of this many bytes, or nearly, by what their prompts are: path and body."""
     words, model = b"The quick router reads a long story about a small engine. ", b'{"model":"kvatlas-demo",'
     turn = b'{"role":"user","content":"%s"},{"role":"assistant","content":"Yes."},' % (words * 8)
     text, text_end = model + b'"messages":[{"role":"user","content":"', b'"}],"max_tokens":1}'

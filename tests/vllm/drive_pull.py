@@ -56,7 +56,7 @@ class Wire(ControlConnection):
 
 
 class Memory(DataTransport):
-    """Host memory of one engine; writes reach the other's at once."""
+    """Host memory of one engine; writes reach the other's immediately."""
 
     def __init__(self, config: dict[str, str]) -> None:
         self.blocks = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)

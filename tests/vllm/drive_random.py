@@ -51,7 +51,7 @@ ENGINE = "live"
 STEPS_PER_REQUEST_MAX = 300
 STEPS_PER_STATE = 8
 PROBES_PER_LOAD = 3
-"""So many probes to one that the connectors' resolver is asked about; it costs as much as all the rest."""
+"""This many probes to one that the connectors' resolver is asked about; it costs as much as all the rest."""
 
 
 class Alone:

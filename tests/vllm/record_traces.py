@@ -4,7 +4,7 @@ Usage, under vLLM's interpreter: ``-m tests.vllm.record_traces --model DIR --out
 [--family NAME]...``. One file per family of ``FAMILIES``: one JSON object per line, a header first, then
 event batches (the payloads the ZMQ publisher would send) and probes (a prompt, and how many of its tokens the
 manager would take from its cache at that point). Prompts branch from each other, go on from answers, repeat,
-and fall out of a small pool, with several requests running at once.
+and fall out of a small pool, with several requests running together.
 """
 
 from __future__ import annotations

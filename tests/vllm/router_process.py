@@ -116,7 +116,7 @@ class RouterProcess:
         deadline = time.monotonic() + deadline_s
         while not condition():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"waited in vain for {what}; the router's log ends:\n{self.log_tail()}")
+                raise RuntimeError(f"{what}: not in time; the router's log ends:\n{self.log_tail()}")
             time.sleep(_POLL_INTERVAL_S)
 
     def _ready(self) -> bool:

@@ -24,7 +24,7 @@ from kvatlas.router.simulation.setup import RequestRun, Timing
 
 NUM_GPU_BLOCKS = 220
 CHUNK_TOKENS = 16
-"""So few that the time to a first token is told by the tokens computed, and not by the one step that even a
+"""So few that the time to a first token follows from the tokens computed, and not by the one step that even a
 prompt of one token needs."""
 BLOCK_TOKENS = 32
 SCALE = UNIT_TOKENS // BLOCK_TOKENS

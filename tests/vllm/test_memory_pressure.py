@@ -1,4 +1,4 @@
-"""Predictions before real engines whose pools hold two or three prompts, with many requests at once.
+"""Predictions before real engines whose pools hold two or three prompts, with many concurrent requests.
 
 Prompts that this router has sent and that wait in an engine evict, until it looks a later prompt up, blocks
 that the index still shows (docs/decisions/016-evictions-ahead.md).

@@ -45,7 +45,7 @@ FREE_CHOICE = (
     *("--set", "proxy.connect_timeout_s=20"),
     # Engines that share two cores are slow to answer polls; one that is killed refuses connections.
     *("--set", "fleet.poll_timeout_s=60"),
-    # What is shown here is what each failure costs if nobody waits for a sign of life.
+    # This shows what each failure costs without a wait for a sign of life.
     *("--set", "proxy.suspect_s=0"),
 )
 
@@ -243,7 +243,7 @@ def _figure(base_url: str, name: str) -> float:
 
 def _introduce(apart: Apart, decode: VllmEngine) -> None:
     """It has fetched from the prefill engine: the first time takes so long on a busy machine that vLLM may
-    give it up, upon which a router has the prompt computed again."""
+    give it up, and a router has the prompt computed again."""
     body: dict[str, Any] = {"model": "tiny", "prompt": [random.randrange(10, 1000) for _ in range(40)]}
     for _ in range(SPLITS_TRIED):
         with apart.client(apart.prefill.base_url) as client:
@@ -312,7 +312,7 @@ def test_an_answer_of_a_decode_engine_that_stood_still_past_the_lease_is_made_ag
     wait_until(lambda: _figure(source, late) == read_late + 1, "the engine counts the late reading")
 
 
-def test_parameters_that_would_end_the_decode_engine_reach_nobody(apart: Apart) -> None:
+def test_parameters_that_would_end_the_decode_engine_reach_no_engine(apart: Apart) -> None:
     with apart.client() as client:
         body = {"kv_transfer_params": {"do_remote_prefill": True}}
         client.completions.create(model="tiny", prompt=[5] * 40, max_tokens=1, extra_body=body)
@@ -415,7 +415,7 @@ def watched(apart: Apart, vllm_python: str, tiny_model: Path, tmp_path_factory: 
 
 def test_blocks_whose_lease_is_over_are_never_fetched(watched: Watched) -> None:
     """The router stands still from the prefill engine's answer until that engine has freed the blocks and
-    given each of them to other prompts: whoever fetches them now answers 200 with something else."""
+    given each of them to other prompts: a request that fetches them now answers 200 with something else."""
     watched.all_up()
     prompt, alone = watched.warmed(20, 300)
 

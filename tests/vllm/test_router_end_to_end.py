@@ -1,6 +1,6 @@
 """The whole router before two real vLLM engines: every predicted hit must be what the engine then reports.
 
-How the test waits for the events between two requests is said in ``observed_fleet``.
+How the test waits for the events between two requests: ``observed_fleet``.
 """
 
 from __future__ import annotations

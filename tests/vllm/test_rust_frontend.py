@@ -238,6 +238,6 @@ def test_a_fleet_with_both_frontends_is_exact(
 
 
 def held(router: RouterProcess, body: dict[str, Any], engine: str) -> int:
-    """Tokens that this engine is said to hold of the prompt."""
+    """Tokens of the prompt that this engine is predicted to hold."""
     explained = router.explain(body)["engines"]
     return int(next(one["hit_tokens"]["GPU"] for one in explained if one["engine"] == engine))

@@ -31,7 +31,7 @@ DEADLINE_S = 600
 REQUESTS = 150
 CHUNK_TOKENS = 4096
 ENGINE_SPEED = 3.0
-"""Arrivals so much faster than one engine likes, that prompts wait and many generate at once."""
+"""Arrivals so much faster than one engine likes, that prompts wait and many generate together."""
 GROWTH = 1.1
 WORKLOADS = ("chat", "tenants", "agents", "shared")
 """Not ``documents``: prompts of 49 K tokens take minutes and no other path."""

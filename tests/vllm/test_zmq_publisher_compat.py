@@ -204,7 +204,7 @@ async def test_live_from_the_start(vllm_process: Publisher) -> None:
 
 
 async def test_late_start_with_a_full_replay_buffer(vllm_process: Publisher) -> None:
-    """10,000 batches: more than vLLM's replay socket takes at once, so its answer may have holes."""
+    """10,000 batches: more than vLLM's replay socket takes in one burst, so its answer may have holes."""
     sink = RecordingSink()
     vllm_process.open(topic="kv")
     vllm_process.publish(10_000)

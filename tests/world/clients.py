@@ -191,7 +191,7 @@ async def read_answer(reader: asyncio.StreamReader, answer: Answer, *, pause_s: 
 
 
 def told(api: str, body: bytes, *, stream: bool) -> Told:
-    """Read a body with status 200. Raises ``ValueError`` or ``KeyError`` for one that is none."""
+    """Read a body with status 200. Raises ``ValueError`` or ``KeyError`` for an invalid one."""
     found = Told()
     if not stream:
         _whole(api, json.loads(body), found)

@@ -1,7 +1,7 @@
 """Faults: what happens to a fleet from outside, and which ends of requests it explains.
 
 A fault that only concerns what the router knows (events lost, clocks moved, a reload, an engine drained)
-explains nothing: every request must be answered all the same. ``Window`` says when a fault counts: until
+explains nothing: every request must be answered anyway. ``Window`` says when a fault counts: until
 ``AFTER_S`` after its end, since routers notice at their next poll, and engines rest after failures.
 """
 

@@ -292,7 +292,7 @@ class Transport(asyncio.Transport):
         self.sock = VirtualSocket(here, there)
         self.sock.on_option = self._watch_keepalive
         self.gone = False
-        """Closed, reset or killed: nothing more is told to the protocol but the loss."""
+        """Closed, reset or killed: the protocol gets nothing but the loss."""
         self._closing = self._paused = self._told_pause = self._sent_eof = self._is_reset = False
         self._buffer: deque[Any] = deque()  # written, and not on the wire
         self._buffered = self._in_flight = self._unread = 0

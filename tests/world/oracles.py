@@ -422,7 +422,7 @@ def judge_stopped(fleet: Fleet) -> Iterator[Violation]:
 
 
 def judge_end(fleet: Fleet) -> Iterator[Violation]:
-    """After the end of everything: no task, and no exception that nobody handled."""
+    """After the end of everything: no task, and no unhandled exception."""
     me = asyncio.current_task()
     for task in asyncio.all_tasks():
         coro: Any = task.get_coro()

@@ -31,7 +31,7 @@ def test_callbacks_run_in_the_order_that_asyncio_promises() -> None:
     assert run_with(main) == list(range(200))
 
 
-def test_a_day_passes_at_once_on_every_clock() -> None:
+def test_a_day_passes_immediately_on_every_clock() -> None:
     async def main() -> list[float]:
         before = [time.monotonic(), time.time(), time.time_ns() / 1e9, time.perf_counter()]
         await asyncio.sleep(86_400)
@@ -62,7 +62,7 @@ def test_code_that_takes_time_delays_what_is_due() -> None:
     assert run(main()) == pytest.approx(4, abs=1e-3)
 
 
-def test_what_never_comes_fails_at_once() -> None:
+def test_a_wait_for_nothing_fails_immediately() -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()
 

@@ -58,7 +58,7 @@ def test_a_run_is_repeated_by_its_seed_alone() -> None:
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_nobody_listens() -> None:
+def test_no_listener() -> None:
     async def main(loop: VirtualLoop) -> None:
         with pytest.raises(ConnectionRefusedError):
             await reach(loop)

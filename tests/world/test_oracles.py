@@ -192,7 +192,7 @@ def leave_a_timer() -> None:
 
 def raise_later() -> None:
     def fail() -> None:
-        raise RuntimeError("nobody handles this")
+        raise RuntimeError("unhandled")
 
     asyncio.get_running_loop().call_soon(fail)
 
@@ -224,7 +224,7 @@ MUTATIONS: dict[str, tuple[str, str, Plan, Patch]] = {
     "tokens that never come": ("ends", "", small(), around(Stepper, "_deliver", silenced)),
     "requests that have no end": ("ends", "no end", small(), around(RequestCycle, "run", endless)),
     "an engine that fails": ("ends", "without a fault", small(), around(EngineModel, "_prepared", failing)),
-    "an error that is none": (
+    "a body that is no error": (
         "ends",
         "unclear error",
         small("tenants", tenants={"ada": {"requests_per_minute": 1}, "eve": {}, "probe": {}}),

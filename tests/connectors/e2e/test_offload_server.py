@@ -90,7 +90,7 @@ def test_a_reset_that_names_the_connector_empties_the_host_too(url: str) -> None
     assert metric(url, "hit_tokens") == hits
 
 
-def test_a_hundred_and_twenty_at_once_in_a_pool_for_three(url: str) -> None:
+def test_a_hundred_and_twenty_together_in_a_pool_for_three(url: str) -> None:
     """Five beginnings, every request asked three times in random order: preemptions, evictions, loads."""
     rng = random.Random(5)
     shared_prefixes = [prompt(2000 + seed, 640) for seed in range(5)]

@@ -66,7 +66,7 @@ def test_the_child_that_loads_says_which_groups_and_from_where() -> None:
         connector.update_state_after_alloc(request(), None, 32)
 
 
-def test_after_a_failed_load_the_request_is_computed_whoever_could_load_it() -> None:
+def test_after_a_failed_load_the_request_is_computed_whichever_connector_could_load_it() -> None:
     connector, (a, b) = multi(child("a"), child("b"))
     connector.on_new_request(request())
     a.offers["r"], b.offers["r"] = (64, True), (32, True)
@@ -222,7 +222,7 @@ def test_cuda_graphs_are_split_as_soon_as_one_child_needs_it() -> None:
         assert HybridMultiConnector.requires_piecewise_for_cudagraph({"connectors": children}) is piecewise
 
 
-def test_statistics_and_metrics_of_children_are_told_apart_by_their_class() -> None:
+def test_statistics_and_metrics_of_children_are_distinguished_by_their_class() -> None:
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
 

@@ -43,7 +43,7 @@ class _Running:
 
 
 class SimEngine:
-    """A ``TransferEngine`` that copies a few blocks per ``tick``, in any order, several jobs at once.
+    """A ``TransferEngine`` that copies a few blocks per ``tick``, in any order, several jobs together.
 
     ``failure_rate``: share of jobs that end in failure, some of their targets filled with garbage;
     ``name_keys``: they say which. A row knows whose value it holds.

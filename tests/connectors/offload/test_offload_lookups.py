@@ -99,7 +99,7 @@ def test_another_length_or_local_hit_is_another_question(fixture: Fixture) -> No
     assert fixture.tier.asked == 3
 
 
-def test_an_admitted_request_is_asked_about_anew(fixture: Fixture) -> None:
+def test_an_admitted_request_is_looked_up_again(fixture: Fixture) -> None:
     fixture.hit()
     fixture.lookups.forget("r")
     fixture.hit()

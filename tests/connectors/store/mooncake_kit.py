@@ -41,7 +41,7 @@ class Service:
                     socket.create_connection(("127.0.0.1", port), timeout=1).close()
                     break
                 except OSError:
-                    assert self._process.poll() is None, "the master ended at once"
+                    assert self._process.poll() is None, "the master ended immediately"
                     assert time.monotonic() < end, "the master does not answer"
                     time.sleep(0.05)
         self.settings = MooncakeSettings(

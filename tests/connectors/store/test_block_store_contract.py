@@ -160,7 +160,7 @@ def test_many_writers_of_the_same_keys_never_show_a_mixture(shared: Shared) -> N
         assert all(done.result() for done in running)
 
 
-def test_one_store_serves_several_threads_at_once(shared: Shared) -> None:
+def test_one_store_serves_concurrent_threads(shared: Shared) -> None:
     store = shared.open()
     threads, keys = 6, 5
     rows = Rows(store, threads * keys, 20_000)

@@ -29,7 +29,7 @@ def test_it_is_set_up_as_told_and_lends_memory_only_where_it_moves_any() -> None
     assert opened(Cluster(), lends=False)[1].set_up_with == ("me", SETTINGS.metadata, 0, *rest)
 
 
-def test_a_master_that_does_not_answer_is_said_at_start() -> None:
+def test_a_master_that_does_not_answer_is_an_error_at_start() -> None:
     cluster = Cluster()
     cluster.silent = True
     with pytest.raises(StoreUnavailable, match="host:50051"):

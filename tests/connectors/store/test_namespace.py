@@ -195,7 +195,7 @@ class TestOfVllm:
             seeds[seed] = self._of(config).digest(0)
         assert len(set(seeds.values())) == 3
 
-    def test_a_random_seed_is_said_and_shared_with_nobody(
+    def test_a_random_seed_is_reported_and_not_shared(
         self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pytest.importorskip("xxhash")

@@ -66,7 +66,7 @@ def test_a_password_in_the_address_is_refused_and_not_repeated() -> None:
     assert "secret" not in str(refusal.value)
 
 
-def test_a_directory_that_cannot_be_made_is_said_at_start(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreUnavailable, match="file/blocks"):
         open_store({"kind": "file", "path": str(tmp_path / "file" / "blocks")})

@@ -69,7 +69,7 @@ def test_a_server_that_drips_is_held_to_one_deadline() -> None:
 @pytest.mark.parametrize(
     "reply", [b"*1\r\n", b"what?\r\n", b"$5\r\nabcdefgh\r\n", b"$x\r\n", b":1:1\r\n", b""], ids=repr
 )
-def test_an_answer_nobody_understands_ends_the_connection_only(reply: bytes) -> None:
+def test_an_unreadable_answer_ends_the_connection_only(reply: bytes) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -162,7 +162,7 @@ def test_a_full_server_refuses_and_serves_on() -> None:
         server.close()
 
 
-def test_values_nobody_uses_are_forgotten_where_wanted(any_server: Server) -> None:
+def test_unused_values_are_evicted_where_configured(any_server: Server) -> None:
     store = store_at(any_server.port, ttl_s=1000)
     store.put([(b"key", memoryview(b"value"))], WAIT_S)
     assert 0 < any_server.command("TTL", b"kvatlas:key") <= 1000

@@ -244,7 +244,7 @@ def test_answers_kept_are_bounded(rigs: Any) -> None:
     assert len(rig.tier._answers) == 100
 
 
-def test_a_key_whose_load_failed_is_not_held_until_stored_anew(rigs: Any) -> None:
+def test_a_key_whose_load_failed_is_not_held_until_stored_again(rigs: Any) -> None:
     rig = rigs()
     rig.write(key(1), key(2))
     rig.ask(key(1), key(2))
@@ -260,7 +260,7 @@ def test_a_key_whose_load_failed_is_not_held_until_stored_anew(rigs: Any) -> Non
     assert rig.ask(key(1), key(2)) == {key(1), key(2)}
 
 
-def test_quarantine_ends_by_itself_where_nobody_stores_anew(rigs: Any) -> None:
+def test_quarantine_ends_without_a_new_store(rigs: Any) -> None:
     rig = rigs()
     rig.write(key(1))
     rig.ask(key(1))

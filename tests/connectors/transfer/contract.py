@@ -257,7 +257,7 @@ class TransferEngineContract:
         result = rig.run(Direction.STORE, move(0, [], []))
         assert (result.ok, result.bytes_by_group) == (True, {})
 
-    def test_waiting_for_what_is_over_or_unknown_returns_at_once(self, rigs: Any) -> None:
+    def test_waiting_for_what_is_over_or_unknown_returns_immediately(self, rigs: Any) -> None:
         rig = rigs()
         rig.run(Direction.STORE, move(0, [1], [1]))
         assert rig.engine.wait([1, 999], 0.0)

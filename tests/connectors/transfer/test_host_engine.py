@@ -115,7 +115,7 @@ def test_submit_and_poll_return_while_a_copy_hangs(setup: Setup) -> None:
     assert [result.job_id for result in engine.poll()] == [1, 2]
 
 
-def test_stores_beyond_the_bound_fail_at_once_and_loads_do_not(setup: Setup) -> None:
+def test_stores_beyond_the_bound_fail_immediately_and_loads_do_not(setup: Setup) -> None:
     gate = Gate()
     engine = setup.engine(gate, queued_stores_max=3)
     engine.submit(job(1, Direction.LOAD, move(0, [1], [1])))

@@ -1,4 +1,4 @@
-"""Rows are never given to two users at once, and keep a value until they are needed."""
+"""Rows are never given to two users at the same time, and keep a value until they are needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_value_read_least_recently_goes_first() -> None:
     assert cache.read(b"a") == rows[0]
 
 
-def test_a_bad_value_is_read_by_nobody_else_and_its_row_comes_back_with_the_last_reader() -> None:
+def test_a_bad_value_gets_no_further_reader_and_its_row_comes_back_with_the_last_one() -> None:
     cache = RowCache(1)
     cache.give_back(cache.take(1), [b"a"])
     assert cache.read(b"a") == cache.read(b"a") == 0

@@ -93,7 +93,7 @@ async def test_a_cancelled_response_stops_and_frees_its_blocks(stream: bool) -> 
             await api.responses.cancel(made.id)
 
 
-async def test_what_cannot_be_cancelled_is_said_as_vllm_says_it() -> None:
+async def test_the_error_for_an_unknown_response_is_vllms() -> None:
     async with engine() as running, client(running) as api:
         with pytest.raises(openai.NotFoundError, match="Response with id 'resp_x' not found"):
             await api.responses.cancel("resp_x")

@@ -127,7 +127,7 @@ async def test_live_batches_carry_the_rank_and_arrive_in_order() -> None:
         assert sources["3"]["replay_endpoint"] == running.replay_endpoint
 
 
-async def test_a_reset_is_told_with_the_next_steps_batch() -> None:
+async def test_a_reset_is_published_with_the_next_steps_batch() -> None:
     async with engine() as running:
         await load(running)
         before = len(await replayed(running))

@@ -67,9 +67,7 @@ async def test_a_decode_engine_may_ask_before_the_prompt_is_computed() -> None:
         await until(lambda: all_blocks_free(p) and all_blocks_free(d), "nothing is kept")
 
 
-async def test_who_waits_in_vain_keeps_its_blocks_when_its_client_has_left_until_the_prompt_is_computed() -> (
-    None
-):
+async def test_a_wait_without_result_keeps_its_blocks_until_the_prompt_is_computed() -> None:
     async with pair() as (p, d):
         early = asyncio.create_task(fetches(p, d, 1))
         await until(lambda: waiting(d) == 1, "it waits for the blocks")
@@ -91,7 +89,7 @@ async def test_or_until_its_time_is_over() -> None:
         await asyncio.gather(early, return_exceptions=True)
 
 
-async def test_who_waits_in_vain_stands_in_the_way_of_others() -> None:
+async def test_a_wait_without_result_blocks_others() -> None:
     """A prompt that is there is not fetched while every sender waits for one that is not."""
 
     async with pair() as (p, d):

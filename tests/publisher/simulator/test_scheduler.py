@@ -166,7 +166,7 @@ def test_out_of_blocks_the_newest_gives_way_and_resumes_with_the_same_output() -
     assert tight.all_free
 
 
-def test_a_preempted_request_comes_back_first_and_nobody_is_admitted_in_its_place() -> None:
+def test_a_preempted_request_is_readmitted_before_any_other() -> None:
     rig = Rig("full", num_blocks=12)
     older, newer = (rig.add(prompt(64, seed), max_tokens=60) for seed in range(2))
     step = rig.scheduler.begin_step()
@@ -316,7 +316,7 @@ def test_by_priority_lower_values_go_first_and_equals_by_arrival(by_priority: bo
     assert "".join(output.request.request_id for output in rig.run()) == order
 
 
-def test_by_priority_the_highest_value_is_preempted_whoever_came_last() -> None:
+def test_by_priority_the_highest_value_is_preempted_whatever_the_arrival() -> None:
     rig = Rig("full", num_blocks=16, by_priority=True)
     first = rig.add(prompt(100, 1), max_tokens=60, name="first", priority=7)
     second = rig.add(prompt(100, 2), max_tokens=60, name="second", priority=1)

@@ -100,7 +100,7 @@ async def test_the_answer_is_that_of_one_engine_and_the_blocks_are_free_once_the
         assert await metric(pair.prefill, "nixl_num_notifications_after_expiry_total") is None
 
 
-async def test_a_prefill_engine_says_where_its_blocks_are_with_the_last_of_a_window_only() -> None:
+async def test_a_prefill_engine_names_its_blocks_with_the_last_of_a_window_only() -> None:
     async with split(prefill={"groups": "gptoss-like", "engine_id": "eng-p"}) as pair:
         params = (await pair.leg())["kv_transfer_params"]
         full, window = params.pop("remote_block_ids")
@@ -233,7 +233,7 @@ async def test_full_attention_that_is_here_is_not_read_again_where_states_come_a
         await free(pair.decode)
 
 
-async def test_blocks_nobody_reads_are_freed_when_the_lease_ends() -> None:
+async def test_unread_blocks_are_freed_when_the_lease_ends() -> None:
     async with split(prefill={"kv_lease_s": SHORT_S}) as pair:
         await pair.leg()
         await free(pair.prefill)
@@ -308,7 +308,7 @@ def test_a_heartbeat_prolongs_a_lease_to_two_thirds_of_one_from_now() -> None:
     pool.check_integrity()
 
 
-async def test_parameters_used_twice_are_read_after_they_were_let_go() -> None:
+async def test_parameters_used_twice_are_read_after_their_release() -> None:
     async with split() as pair:
         params = (await pair.leg())["kv_transfer_params"]
         await pair.answer(params)
@@ -498,7 +498,7 @@ async def gone(running: SimulatedEngine) -> None:
 
 
 @pytest.mark.parametrize("at", ["before_answer", "after_answer"])
-async def test_a_prefill_engine_dies_where_it_is_told_to(at: str) -> None:
+async def test_a_prefill_engine_dies_at_the_given_step(at: str) -> None:
     async with split(prefill={"dies_at": at}) as pair:
         if at == "before_answer":
             with pytest.raises(aiohttp.ClientError):

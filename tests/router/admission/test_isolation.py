@@ -142,7 +142,7 @@ def test_a_new_secret_makes_new_salts_and_a_bad_one_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("secret", ["", "s" * 31, "s" * 5000])
-def test_a_secret_of_no_use_ends_the_start(secret: str, tmp_path: Path) -> None:
+def test_an_unusable_secret_is_an_error_at_start(secret: str, tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=r"keys.isolate_secret_file: .* bytes, expected 32 to 4096"):
         isolation(tmp_path, secret=secret)
 

@@ -170,7 +170,7 @@ def test_what_a_successor_uses_is_charged_to_its_siblings_whole() -> None:
     assert one.left == (PLENTY - 3, PLENTY - 60)
 
 
-def test_who_is_silent_or_gone_has_no_active_requests() -> None:
+def test_a_silent_or_lost_replica_has_no_active_requests() -> None:
     one, two = Process(TenantRules(concurrent_requests=1)), Process(TenantRules(concurrent_requests=1))
     two.works(2)
     ends = (

@@ -349,7 +349,7 @@ async def test_own_endpoints_answer_with_a_slash_at_the_end_too(path: str) -> No
             assert await rig.ask("GET", spelled) == await rig.ask("GET", path)
 
 
-async def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_router_is_a_500(monkeypatch: pytest.MonkeyPatch) -> None:
     async with routing(configure(), wait=False) as rig:
         monkeypatch.setattr(rig.router.fleet, "model_cards", lambda: 1 / 0)
         status, told = await rig.ask("GET", "/v1/models")
@@ -358,7 +358,7 @@ async def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -
         assert (await rig.ask("GET", "/health"))[0] == 200
 
 
-async def test_decisions_are_told_only_where_asked_for() -> None:
+async def test_decisions_are_exposed_only_where_configured() -> None:
     async with running({}) as engines:
         quiet = Config(
             server=ServerConfig(port=0), engines=configure(*engines).engines, models={ANY_MODEL: LOCAL}

@@ -46,7 +46,7 @@ async def at(rig: Rig, url: str | None, method: str, path: str, token: str | Non
         return answer.status, await answer.json() if is_json else await answer.text()
 
 
-async def test_the_public_port_tells_nothing_of_others_and_says_where_it_is_told(tmp_path: Path) -> None:
+async def test_the_public_port_shows_nothing_of_others_and_names_the_ops_port(tmp_path: Path) -> None:
     async with running({}) as engines, routing(configure(*engines)) as rig:
         await rig.chat("a secret question")
         for method, path in PATHS:
@@ -116,7 +116,7 @@ async def test_open_means_open() -> None:
         assert (await at(rig, rig.ops_url, "GET", "/kvatlas/engines"))[0] == 200
 
 
-async def test_a_tool_given_the_public_port_is_told_which_one(
+async def test_a_tool_given_the_public_port_gets_the_name_of_the_ops_port(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with running({}) as engines, routing(configure(*engines)) as rig:
@@ -137,7 +137,7 @@ async def test_a_tool_given_the_public_port_is_told_which_one(
         assert told in capsys.readouterr().err
 
 
-async def test_a_port_that_is_taken_is_said_and_nothing_starts() -> None:
+async def test_a_port_in_use_is_reported_and_nothing_starts() -> None:
     async with running({}) as (taken,):
         server = ServerConfig(port=0, ops_port=number(taken.base_url))
         with structlog.testing.capture_logs() as logs, pytest.raises(ListenError):
@@ -154,7 +154,7 @@ def settings(tmp_path: Path, server: str, rest: str = "") -> Config:
     return load(path, environ={}).config
 
 
-def test_where_it_listens_if_nothing_is_said(tmp_path: Path) -> None:
+def test_where_it_listens_by_default(tmp_path: Path) -> None:
     assert settings(tmp_path, "").server.ops_listens_on == OPS_PORT
     assert settings(tmp_path, "port = 0").server.ops_listens_on == 0
     assert settings(tmp_path, 'ops_port = "public"').server.ops_listens_on is None
@@ -183,7 +183,7 @@ def test_it_is_not_the_admin_port(tmp_path: Path) -> None:
         settings(tmp_path, "", '[admin]\nenabled = true\ntoken_file = "x"\nport = 9001')
 
 
-def test_a_token_file_of_no_use_is_said_at_the_start(tmp_path: Path) -> None:
+def test_an_unusable_token_file_is_an_error_at_start(tmp_path: Path) -> None:
     server = ServerConfig(port=0, ops_token_file=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"^server.ops_token_file: .*no such file"):
         check(configure(server=server))

@@ -34,7 +34,7 @@ ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content"
 
 @contextmanager
 def queued(*engines: Engine, wait_s: float = WAIT_S) -> Iterator[None]:
-    """So many seconds of prompts are ahead on these engines."""
+    """This many seconds of prompts are ahead on these engines."""
     now = time.monotonic()
     tokens = [int(wait_s / e.rates.prefill_s_per_token(now)) for e in engines]
     tickets = [
@@ -174,7 +174,7 @@ async def test_a_split_request_waits_where_its_prompt_is_computed() -> None:
 
 @contextmanager
 def held(rig: Rig) -> Iterator[None]:
-    """So many sequences run on the decode engine that no prompt is computed there."""
+    """Enough sequences run on the decode engine that no prompt is computed there."""
     (decode,) = [one for one in rig.router.fleet if one.engine.decodes]
     tickets = [decode.load.reserve(time.monotonic()) for _ in range(2000)]
     yield

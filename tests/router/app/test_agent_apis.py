@@ -68,7 +68,7 @@ async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
             await rig.api.responses.create(model=MODEL, input="x", previous_response_id="resp_unknown")
 
 
-async def test_an_unknown_model_is_told_in_anthropics_shape(anthropic: ModuleType) -> None:
+async def test_an_unknown_model_is_an_error_in_anthropics_shape(anthropic: ModuleType) -> None:
     async with (
         routed(QUICK) as (rig, _),
         anthropic_client(anthropic, rig.url) as client,

@@ -29,7 +29,7 @@ from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, running
 
 REQUESTS = 96 + examples(96)
-"""Of 64 at once."""
+"""Of 64 concurrent ones."""
 STEADY: dict[str, Any] = {"prefill_s_per_token": 1e-6, "decode_s_per_token": 2e-3}
 
 
@@ -39,7 +39,7 @@ async def stream(rig: Rig, text: str, **fields: Any) -> int:
     return int(chunks[-1].usage.completion_tokens)
 
 
-async def test_sixty_four_streams_at_once() -> None:
+async def test_sixty_four_concurrent_streams() -> None:
     async with running(STEADY, STEADY, STEADY) as engines, routing(configure(*engines)) as rig:
         rng = random.Random(5)
         texts = [f"{rng.choice('abcde')} {TEXT * rng.randint(5, 25)} {n}" for n in range(REQUESTS)]
@@ -183,7 +183,7 @@ async def test_a_placement_closes_once_whatever_is_called() -> None:
         assert all(engine.load.check_integrity() == [] for engine in rig.router.fleet)
 
 
-async def test_a_first_token_later_than_expected_is_told_to_the_next_decision() -> None:
+async def test_a_late_first_token_counts_in_the_next_decision() -> None:
     async with running({}) as engines, routing(configure(*engines)) as rig:
         body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
         request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL, stream=True)

@@ -122,7 +122,7 @@ async def test_blocks_whose_time_is_nearly_over_are_not_asked_for(connector: str
     ("connector", "engines"),
     [("nixl", [P, P, D, {"role": "both"}]), (FOUND_OUT, [P, D, D]), ("offloading", [P, D, D])],
 )
-async def test_many_at_once_get_right_answers_and_leave_nothing_behind(
+async def test_concurrent_requests_get_right_answers_and_leave_nothing_behind(
     connector: str, engines: list[dict[str, Any]]
 ) -> None:
     async def all_of(rig: Rig) -> list[Any]:

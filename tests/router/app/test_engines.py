@@ -296,13 +296,13 @@ async def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
                 await hits(rig, f"{random.random()} {TEXT}")
                 await asyncio.sleep(0.1)
             used, n = set(), 0
-            while used != {stays.base_url, goes.base_url}:  # first the one that did less of late
+            while used != {stays.base_url, goes.base_url}:  # first the one that did less recently
                 n += 1
                 assert n < 100
                 used.add((await hits(rig, f"{n} new {TEXT * 10}"))[2])
 
 
-async def test_when_every_engine_fails_the_client_is_told_so() -> None:
+async def test_when_every_engine_fails_the_client_gets_an_error() -> None:
     async with routed({}, {}, fleet=NEVER) as (rig, gone):
         for engine in gone:
             await engine.stop()

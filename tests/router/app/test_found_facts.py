@@ -77,7 +77,7 @@ async def test_receipts_overrule_metrics(settings: dict[str, Any], wrong: str, v
             assert await found(rig) == fact(value, "receipts", "likely")
 
 
-async def test_server_info_says_it_at_once() -> None:
+async def test_server_info_shows_it_immediately() -> None:
     async with running(PLAIN) as (engine,), fronting(engine) as front:
         config = {"cache_config": {"block_size": 16}, "speculative_config": {"method": "ngram"}}
         front.overrides["/server_info"] = lambda: (200, {"vllm_config": config})

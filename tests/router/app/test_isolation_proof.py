@@ -97,7 +97,7 @@ def test_what_one_engine_drops_goes_to_another_or_waits(tmp_path: Path) -> None:
     isolating(tmp_path, [{"drops_salt": MESSAGES}, {}], story)
 
 
-def test_another_release_at_the_address_is_tried_anew(tmp_path: Path) -> None:
+def test_another_release_at_the_address_is_tried_again(tmp_path: Path) -> None:
     async def story(rig: Rig, engines: list[SimulatedEngine]) -> None:
         (old,) = engines
         assert (await ask(rig, MESSAGES))[0] == 200

@@ -179,7 +179,7 @@ async def test_no_priority_is_above_the_tenants_class(tmp_path: Path, size: int)
             assert engine.calls.pop().body == (text % passed).encode(), (tenant, sent)
 
 
-async def test_engines_that_schedule_by_priority_are_told_a_tenants_class(tmp_path: Path) -> None:
+async def test_engines_that_schedule_by_priority_get_a_tenants_class(tmp_path: Path) -> None:
     wrap = gated(tmp_path, engine_priorities=True)
     async with Engine(says(200, b"{}")) as engine, proxying(engine.url, wrap=wrap) as rig:
         for tenant, body, passed in (

@@ -105,7 +105,7 @@ HTTP1 = {
     "a head of many fields": b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"a:b\r\n" * 10_000 + b"\r\n",
     "a head of one long field": b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 60_000 + b"\r\n\r\n",
     "a trailer of many fields": CHUNKED + b"0\r\n" + b"a:b\r\n" * 10_000 + b"\r\n",
-    "requests at once": GET * 3_000,
+    "concurrent requests": GET * 3_000,
     "line ends before a request": b"\r\n" * 100_000 + GET,
     "a long target": b"GET /" + b"%61" * 20_000 + b" HTTP/1.1\r\nhost: a\r\n\r\n",
 }

@@ -150,7 +150,7 @@ async def test_tools_that_the_engine_runs_keep_a_response_whole() -> None:
         assert stats.split == 1
 
 
-async def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_holds() -> None:
+async def test_no_more_prefills_than_allowed_also_where_no_engine_can_fetch_what_one_holds() -> None:
     """The only decode engine of its version dies while the prompt is computed; the others are of another."""
     pd = msgspec.structs.replace(SPLITS, prefills_max=1, decode_delay_weight=100.0)
     old = {"version": "0.31.0"}
@@ -205,8 +205,8 @@ async def test_a_prefix_at_the_decode_engine_makes_the_prefill_engine_superfluou
 
 
 async def test_a_window_group_that_was_not_transferred_is_no_hit() -> None:
-    """As measured, with a window shorter than a block: whoever looks at full attention alone would send the
-    prompt to the decode engine, which cannot use what it has."""
+    """As measured, with a window shorter than a block: a router that looks at full attention alone would send
+    the prompt to the decode engine, which cannot use what it has."""
     groups = (GroupSpec(0, "sliding_window", 128, sliding_window=64), GroupSpec(1, "full_attention", 128))
 
     pd = msgspec.structs.replace(SPLITS, min_remote_tokens=128)
@@ -221,7 +221,7 @@ async def test_a_window_group_that_was_not_transferred_is_no_hit() -> None:
         assert [one["outcome"] for one in prefills] == ["exact", "exact"]
 
 
-async def test_nobody_counts_on_blocks_that_are_still_on_their_way() -> None:
+async def test_blocks_in_transfer_are_not_counted_on() -> None:
     """vLLM computes the next prompt while they come: the decode engine alone would find nothing of it."""
     full = {"groups": (GroupSpec(0, "full_attention", 16),)}
     async with apart({**P, **full}, {**D, **full, "transfer_s_per_block": 0.05}) as (rig, (p, d)):
@@ -242,7 +242,7 @@ async def test_nobody_counts_on_blocks_that_are_still_on_their_way() -> None:
 
 @pytest.mark.parametrize(("mix", "whole"), [(False, {"version": 1}), (True, {"retried": 1})])
 async def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str, int]) -> None:
-    """Told to pair them all the same, the router finds out that they refuse each other, and goes on."""
+    """Configured to pair them anyway, the router finds out that they refuse each other, and continues."""
     pd = msgspec.structs.replace(SPLITS, mix_versions=mix)
     async with apart({**P, "version": "0.31.0"}, D, pd=pd) as (rig, _):
         with busy(rig):

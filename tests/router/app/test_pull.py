@@ -122,7 +122,7 @@ async def test_every_api_can_pull(path: str) -> None:
         assert world.pulls == {"complete": 1}
 
 
-async def test_explain_says_where_from_and_changes_nothing() -> None:
+async def test_explain_names_the_source_and_changes_nothing() -> None:
     async with fleet() as world:
         holder, _ = await holder_of(world, completion())
         with world.busy(holder):

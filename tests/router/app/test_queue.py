@@ -94,7 +94,7 @@ def explained(text: str) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
 
 
-async def test_nobody_waits_while_there_is_room() -> None:
+async def test_no_request_waits_while_there_is_room() -> None:
     async with crowded(settings={"engine_requests_max": 100}) as (rig, _, room):
         await asyncio.gather(*(rig.chat(f"{i} {TEXT}", max_tokens=1) for i in range(10)))
         assert room.stats.waited == 0
@@ -183,7 +183,7 @@ async def test_those_that_wait_are_answered_when_the_router_drains() -> None:
         assert [one.http_response.status_code for one in answers] == [200, 200, 200]
 
 
-async def test_those_that_wait_for_an_engine_that_vanishes_are_told_so() -> None:
+async def test_requests_that_wait_for_a_vanished_engine_get_an_error() -> None:
     proxy = ProxySettings(pin_header=True)
     async with crowded(proxy=proxy) as (rig, engine, room), busy(rig):
         pinned = {"x-kvatlas-engine": engine.base_url}
@@ -235,6 +235,6 @@ async def test_the_queue_is_switched_on_and_off_while_requests_wait() -> None:
             await take(rig, queue=QueueSettings())
             await asyncio.gather(*waiting)  # although the engine is busy still
             assert room.stats.waited == 2
-            await rig.chat("goes at once")
+            await rig.chat("goes immediately")
             assert room.stats.waited == 2
         await rig.over()

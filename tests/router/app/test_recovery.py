@@ -15,7 +15,7 @@ from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 
-async def test_a_reset_that_is_passed_on_empties_the_view_at_once() -> None:
+async def test_a_reset_that_is_passed_on_empties_the_view_immediately() -> None:
     passing = ProxySettings(passed_paths=frozenset({"/reset_prefix_cache"}))
     async with running({}) as (engine,), routing(configure(engine, proxy=passing)) as rig:
         await rig.chat(TEXT * 20)

@@ -98,7 +98,7 @@ async def test_a_model_gets_its_tokenizer_and_its_facts() -> None:
         assert rig.router.scopes.check_integrity() == []
 
 
-async def test_a_tokenizer_of_no_use_changes_nothing(tmp_path: Path) -> None:
+async def test_an_unusable_tokenizer_changes_nothing(tmp_path: Path) -> None:
     async with one_engine() as rig:
         before = rig.router.config
         wanted = other(rig, models={ANY_MODEL: ModelConfig(tokenizer=str(tmp_path))}, aliases={"name": MODEL})

@@ -83,7 +83,9 @@ async def test_one_line_per_request() -> None:
         (404, "404 from /v1/models"),
     ],
 )
-async def test_an_engine_that_never_answers_is_said_with_what_may_be_wrong(status: int, problem: str) -> None:
+async def test_an_engine_that_never_answers_is_reported_with_the_likely_cause(
+    status: int, problem: str
+) -> None:
     async with running({}) as (engine,), fronting(engine) as front:
         front.overrides["/v1/models"] = lambda: (status, {})
         with structlog.testing.capture_logs() as logs:

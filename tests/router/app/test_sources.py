@@ -65,7 +65,7 @@ async def test_engines_come_serve_are_drained_and_leave_without_a_restart(tmp_pa
 
 
 async def test_a_held_engine_is_warm_when_its_hold_ends(tmp_path: Path) -> None:
-    """Not ready yet, a new engine is followed all the same: nothing is cold when it takes requests."""
+    """Not ready yet, a new engine is followed anyway: nothing is cold when it takes requests."""
     path = tmp_path / "engines.toml"
     async with running({}, {}) as (one, two):
         listed(path, one, two, drained=two)

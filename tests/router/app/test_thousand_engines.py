@@ -184,7 +184,7 @@ async def test_a_decision_looks_at_engines_by_classes(layout: str) -> None:
     counts.append(await steps_of(many.decide))
     engines[900].up = True
     counts.append(await steps_of(many.decide))
-    assert max(counts) < 1.5 * ONE_LOOK, "nor is a set of all engines made anew for one of them"
+    assert max(counts) < 1.5 * ONE_LOOK, "nor is a set of all engines built again for one of them"
     many.close()
 
 

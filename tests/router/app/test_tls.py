@@ -130,7 +130,7 @@ async def shakes_hands(one: ssl.SSLContext, other: ssl.SSLContext, role: str) ->
     return said == b"x"
 
 
-async def test_with_a_client_authority_nobody_else_is_heard(pki: Path) -> None:
+async def test_with_a_client_authority_other_clients_are_refused(pki: Path) -> None:
     config = serving(pki, client_ca_file="ca.crt")
     async with running({}) as engines:
         listed = tuple(EngineAddress(engine.base_url) for engine in engines)
@@ -200,7 +200,7 @@ async def test_engines_are_verified_by_their_own_authority_and_see_the_routers_c
         ({"client_ca_file": "ann.key"}, "client_ca_file"),
     ],
 )
-def test_files_of_no_use_are_named_at_start(pki: Path, files: dict[str, str], said: str) -> None:
+def test_unusable_files_are_named_at_start(pki: Path, files: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check(serving(pki, **files))
 

@@ -183,7 +183,7 @@ async def test_the_engine_gets_a_child_of_ours_or_what_the_client_sent(parent: s
     assert traces.stats.spans == traces.stats.spans_exported == len(kept.spans)
 
 
-async def test_a_collector_that_does_not_answer_holds_nobody_up() -> None:
+async def test_a_collector_that_does_not_answer_delays_no_request() -> None:
     settings = TraceSettings(endpoint="http://127.0.0.1:9", sample_ratio=1.0)
     async with routed({}, traces=settings) as (rig, _):
         for _ in range(5):

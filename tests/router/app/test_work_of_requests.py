@@ -15,7 +15,7 @@ from tests.router.app.test_prefill_decode import SPLITS, D, P, apart, busy, comp
 from tests.support.whole_router import MODEL, routed, tenants
 
 RULES = {"small": "uncached_tokens_per_minute = 1000", "free": ""}
-TEXT = "a word that nobody has said before " * 12
+TEXT = "a word that is new in this fleet " * 12
 CHAT_OF = [{"role": "user", "content": TEXT}]
 FLOODS: list[tuple[str, dict[str, Any], int, int]] = [
     (COMPLETION, {"prompt": [f"{at} {TEXT}" for at in range(64)]}, 64, 4000),
@@ -28,7 +28,7 @@ FLOODS: list[tuple[str, dict[str, Any], int, int]] = [
 """Path, body, sequences of the engine, and tokens that they are charged with at least."""
 
 
-@pytest.mark.parametrize("read", ["here", "by nobody"])
+@pytest.mark.parametrize("read", ["here", "nowhere"])
 @pytest.mark.parametrize(("path", "body", "sequences", "tokens"), FLOODS)
 async def test_all_prompts_and_answers_count(
     monkeypatch: pytest.MonkeyPatch,

@@ -149,7 +149,7 @@ def test_check_config_checks_and_stops(kvatlas: Callable[..., subprocess.Complet
 
 
 @pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], 2))
-def test_serve_says_where_and_ends_cleanly(number: int) -> None:
+def test_serve_logs_its_address_and_ends_cleanly(number: int) -> None:
     process = subprocess.Popen(
         [
             *KVATLAS,
@@ -179,7 +179,7 @@ def test_serve_says_where_and_ends_cleanly(number: int) -> None:
 
 
 @pytest.mark.process
-def test_a_router_whose_log_nobody_reads_any_more_still_ends_at_sigterm() -> None:
+def test_a_router_with_a_closed_log_pipe_ends_at_sigterm() -> None:
     router = subprocess.Popen(
         [*KVATLAS, "serve", "--port", "0", "--engine", "http://127.0.0.1:9"],
         cwd=ROOT,
@@ -196,7 +196,7 @@ def test_a_router_whose_log_nobody_reads_any_more_still_ends_at_sigterm() -> Non
 
 
 @pytest.mark.process
-def test_a_taken_port_is_said_and_ends_with_status_1() -> None:
+def test_a_port_in_use_is_reported_with_status_1() -> None:
     first = subprocess.Popen(
         [
             *KVATLAS,

@@ -65,21 +65,19 @@ def ends_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         ("tokenizer_dir=/nowhere", "tokenizer_dir: no file /nowhere/tokenizer.json"),
     ],
 )
-def test_engine_settings_of_no_sense(
-    setting: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_engine_settings(setting: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = told(capsys, "engine", "--set", setting)
     assert (status, said.count("\n")) == (2, 1)
     assert complaint in said
 
 
 @pytest.mark.parametrize("port", ["-1", "70000"])
-def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_port(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = told(capsys, "engine", "--port", port)
     assert (status, said) == (2, f"kvatlas: engine: port = {port}: expected 0 to 65535\n")
 
 
-def test_a_tokenizer_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     status, said = told(capsys, "engine", "--set", f"tokenizer_dir={tmp_path}")
     assert status == 2
@@ -199,12 +197,12 @@ def into(opened: Callable[[], int], *words: str) -> subprocess.CompletedProcess[
 def test_an_output_that_is_gone_or_full() -> None:
     """As real processes: what is left in Python's buffer is written at its very end."""
 
-    def nobody_reads() -> int:
+    def without_reader() -> int:
         reading, writing = os.pipe()
         os.close(reading)
         return writing
 
-    gone = into(nobody_reads, "serve", "--print-config")
+    gone = into(without_reader, "serve", "--print-config")
     assert (gone.returncode, gone.stderr) == (1, "")
     full = into(lambda: os.open("/dev/full", os.O_WRONLY), "serve", "--print-config")
     assert (full.returncode, full.stderr) == (1, "kvatlas: No space left on device\n")

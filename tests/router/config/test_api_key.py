@@ -17,7 +17,7 @@ from kvatlas.router.openai.request import InboundRequest
 from tests.support.waiting import until
 
 
-def test_a_key_file_of_no_use_is_refused_naming_the_key(tmp_path: Path) -> None:
+def test_an_unusable_key_file_is_refused_naming_the_key(tmp_path: Path) -> None:
     for content in (None, "", "two\nlines"):
         path = tmp_path / "key"
         path.unlink(missing_ok=True)

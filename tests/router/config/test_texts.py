@@ -293,7 +293,7 @@ def test_an_unknown_key_of_the_file_and_of_engines_gets_the_near_one(tmp_path: P
 
 
 @pytest.mark.parametrize("key", ["models.m.tokenizer", "engines", "engines.base_url", "aliases.gpt"])
-def test_what_no_flag_can_set_says_where_it_is_set(key: str) -> None:
+def test_a_table_given_as_a_flag_is_refused_with_its_place_in_the_file(key: str) -> None:
     with pytest.raises(ConfigError, match="--config file"):
         load(environ={}, flags={key: "x"})
 
@@ -345,7 +345,7 @@ def test_no_page_names_a_removed_key_as_a_setting() -> None:
     assert not named
 
 
-def test_variables_of_kubernetes_services_are_none_of_ours() -> None:
+def test_variables_of_kubernetes_services_are_ignored() -> None:
     environ = {
         "KVATLAS_SERVICE_PORT": "8000",
         "KVATLAS_SERVICE_PORT_HTTP": "8000",

@@ -1,6 +1,6 @@
 """A lossy network between one publisher and a ``FeedMachine``, in virtual time; for the property tests.
 
-Restarts tear the connections: what was in flight is gone, and the machine is told of the disconnect before
+Restarts tear the connections: frames in flight are lost, and the machine sees the disconnect before
 anything of the new process reaches it. Live messages may be dropped, repeated or come late; replay answers
 may be cut short, keep a hole at their end, be repeated, shuffled, or never come.
 """

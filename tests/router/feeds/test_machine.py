@@ -136,7 +136,7 @@ def test_the_first_batch_heard_live_needs_no_replay_answer() -> None:
     driver.live(frame(0), frame(1))
     assert driver.applied == [0.0, 1.0]
     assert driver.state == (FeedState.READY, "")
-    driver.replay(*frames(0, 2))  # the answer comes all the same, and changes nothing
+    driver.replay(*frames(0, 2))  # the answer comes anyway, and changes nothing
     assert driver.applied == [0.0, 1.0]
 
 
@@ -272,7 +272,7 @@ def test_no_resync_is_tried_when_the_history_is_known_to_be_gone() -> None:
     assert len(driver.requests) == asked
 
 
-def test_attempts_are_counted_anew_after_progress() -> None:
+def test_attempts_are_counted_again_after_progress() -> None:
     driver = ready()
     driver.live(frame(9))
     driver.fail()
@@ -538,7 +538,7 @@ def test_without_replay_the_first_seq_says_whether_history_is_known() -> None:
     assert (late.applied, late.stats.missing_batches, late.stats.lost_batches) == ([4.0], 4, 0)
 
 
-def test_without_replay_a_gap_is_lost_at_once_and_a_restart_starts_over() -> None:
+def test_without_replay_a_gap_is_lost_immediately_and_a_restart_starts_over() -> None:
     driver = Driver(has_replay=False)
     driver.live(frame(0), frame(2))
     assert driver.applied == [0.0, 2.0]

@@ -74,7 +74,7 @@ async def test_after_stop_not_one_batch_is_applied() -> None:
     publisher.close()
 
 
-async def test_an_engine_may_be_followed_again_at_once() -> None:
+async def test_an_engine_may_be_followed_again_immediately() -> None:
     sink = Sink()
     feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
     old, new = publisher_of(3), publisher_of(5)

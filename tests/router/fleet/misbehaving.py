@@ -1,4 +1,4 @@
-"""A server that answers with bytes of the test's choosing, and a listener that remembers what it is told."""
+"""A server that answers with bytes of the test's choosing, and a listener that records its calls."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Watch:
         await until(condition, what, meanwhile=lives)
 
     async def polls(self, path: str = "/v1/models", count: int = 3) -> None:
-        """So many further polls."""
+        """This many further polls."""
         wanted = self.server.count(path) + count
         await self.until(lambda: self.server.count(path) >= wanted, f"{path} polled")
 

@@ -103,7 +103,7 @@ def test_a_decision_made_before_the_pod_was_known_is_about_the_pod() -> None:
     assert urls(r) == [A]
 
 
-def test_an_added_engine_that_nobody_else_names_is_gone_when_removed() -> None:
+def test_an_added_engine_without_another_source_is_gone_when_removed() -> None:
     r = desired()
     r.add(EngineAddress(A))
     assert r.sources(A) == ["admin"]
@@ -130,7 +130,7 @@ def test_ranks_are_added_one_by_one_and_replace_the_whole_server() -> None:
     assert r.wanted().engines == (EngineAddress(A),)
 
 
-def test_there_is_room_for_so_many() -> None:
+def test_the_number_of_engines_is_bounded() -> None:
     r = desired(2)
     r.set_source("dns", [see(B), see(C)])
     r.set_source("static", [see(A)])

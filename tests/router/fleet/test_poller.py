@@ -109,7 +109,7 @@ async def test_a_cancellation_due_with_the_time_out_is_not_lost(how: str) -> Non
             await task
 
 
-async def test_a_refused_port_takes_an_engine_out_at_once() -> None:
+async def test_a_refused_port_takes_an_engine_out_immediately() -> None:
     settings = msgspec.structs.replace(QUICK, polls_missed_max=10**6)
     async with watching(settings=settings) as watch:
         (status,) = watch.fleet
@@ -154,7 +154,7 @@ async def test_a_silent_engine_that_answers_a_client_is_up_again() -> None:
         assert not watch.fleet.ready("m")
 
 
-async def test_another_start_time_in_the_metrics_is_told_as_a_restart() -> None:
+async def test_another_start_time_in_the_metrics_is_reported_as_a_restart() -> None:
     async with watching() as watch:
         (status,) = watch.fleet
         for line in (b"process_start_time_seconds 1.7e+09", b"process_start_time_seconds nan", b""):
@@ -166,7 +166,7 @@ async def test_another_start_time_in_the_metrics_is_told_as_a_restart() -> None:
         assert watch.told[1:] == [("restarted", status.engine_id)]
 
 
-async def test_models_that_change_are_told() -> None:
+async def test_changed_models_are_reported() -> None:
     async with watching() as watch:
         (status,) = watch.fleet
         await watch.until(lambda: status.up)
@@ -183,12 +183,12 @@ async def test_models_that_change_are_told() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("odd"), KeyError("odd")])
-async def test_a_listener_that_fails_is_told_again(error: Exception) -> None:
+async def test_a_listener_that_fails_is_called_again(error: Exception) -> None:
     async with watching() as watch:
         watch.listener.fault = error
         (status,) = watch.fleet
         await watch.until(lambda: "odd" in status.problem)
-        assert not status.up  # nobody knows it, so nothing may be sent there
+        assert not status.up  # its listener does not know it, so nothing may be sent there
         watch.listener.fault = None
         await watch.until(lambda: status.up)
         assert watch.told == [("up", status.engine_id)]
@@ -281,7 +281,7 @@ async def test_ranks_that_were_configured_stay_where_the_server_tells_no_sources
         assert {kind for kind, _ in watch.told} == {"up"}
 
 
-async def test_moved_and_vanished_endpoints_are_told_and_a_slip_changes_nothing() -> None:
+async def test_moved_and_vanished_endpoints_are_reported_and_a_slip_changes_nothing() -> None:
     async with watching(answers={"/kv_event_sources": {"0": SOURCE}}) as watch:
         (status,) = watch.fleet
         await watch.until(lambda: status.up)
@@ -422,7 +422,7 @@ def test_only_the_rank_that_sleeps_is_asleep() -> None:
     assert [read_sleep(text, rank).asleep for rank in (0, 1, None)] == [False, True, True]
 
 
-async def test_bad_gauges_change_nothing_and_good_ones_are_told() -> None:
+async def test_bad_gauges_change_nothing_and_good_ones_are_reported() -> None:
     async with watching() as watch:
         (status,) = watch.fleet
         watch.server.answers["/metrics"] = page(GAUGES)
@@ -502,7 +502,7 @@ def test_times_that_are_none_are_refused(name: str, value: float) -> None:
         FleetSettings(**{name: value})
 
 
-async def test_servers_that_come_are_asked_and_those_that_leave_are_told_of_and_left_alone() -> None:
+async def test_servers_that_join_are_polled_and_those_that_leave_are_reported_and_left_alone() -> None:
     async with watching() as watch, watching() as other:
         here, there = watch.server.base_url, other.server.base_url
         await watch.until(lambda: all(s.up for s in watch.fleet), "up")
@@ -544,7 +544,7 @@ async def test_an_answer_on_its_way_from_who_left_counts_for_nothing() -> None:
         assert watch.told == [("gone", base_url), ("up", base_url)]
 
 
-async def test_new_addresses_of_an_engine_that_is_up_are_told_at_once() -> None:
+async def test_new_addresses_of_an_engine_that_is_up_are_reported_immediately() -> None:
     async with watching() as watch:
         base_url = watch.server.base_url
         await watch.until(lambda: all(s.up for s in watch.fleet), "up")

@@ -308,7 +308,7 @@ async def test_one_bad_moment_is_not_for_ever(moment: dict[str, Any]) -> None:
 
 async def test_an_evicted_repetition_is_tried_again() -> None:
     engine = FakeEngine(serves=(CHAT,), evicts=2)
-    assert (await prove(engine)).proven == {CHAT}, "with a longer prompt at once"
+    assert (await prove(engine)).proven == {CHAT}, "with a longer prompt immediately"
     engine = FakeEngine(serves=(CHAT,), evicts=2)
     proof = await prove(engine, tokens_max=32)
     assert proof.unshown.keys() == {CHAT}

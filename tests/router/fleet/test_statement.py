@@ -152,7 +152,7 @@ async def test_server_info_is_asked_once_for_each_process() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, page(b"{}", 403), b"", HANG, page(b"nonsense")])
-async def test_without_server_info_an_engine_is_up_all_the_same(answer: object) -> None:
+async def test_without_server_info_an_engine_is_still_up(answer: object) -> None:
     async with watching(answers={SERVER_INFO: answer}) as watch:
         (status,) = watch.fleet
         await watch.until(lambda: status.up, "up")

@@ -73,7 +73,7 @@ def test_ranks_replace_the_server_and_the_server_its_ranks() -> None:
     assert [s.engine_id for s in fleet] == ["http://other", URL]
 
 
-def test_who_stays_in_the_fleet_stays_known_and_who_is_another_does_not() -> None:
+def test_an_engine_that_stays_is_known_and_a_replaced_one_is_not() -> None:
     fleet = Fleet()
     a, b = "http://a:1", "http://b:1"
     assert fleet.assign(

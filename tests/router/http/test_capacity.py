@@ -150,7 +150,7 @@ async def test_what_follows_a_body_without_room_begins_no_request() -> None:
         assert not engine.calls
 
 
-@pytest.mark.parametrize("body", [CHAT, b"refused at once"], ids=["waits", "is answered"])
+@pytest.mark.parametrize("body", [CHAT, b"refused immediately"], ids=["waits", "is answered"])
 async def test_a_pipeline_without_end_is_not_read_ahead(body: bytes) -> None:
     async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
         room = rig.server.config.capacity  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFi
     assert (out.out + out.err).count("out of file descriptors") == 1
 
 
-def test_soft_limit_is_raised_and_what_cannot_be_held_is_said(
+def test_soft_limit_is_raised_and_a_shortage_is_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits = (1024, 4096)

@@ -84,7 +84,7 @@ async def test_a_request_is_sent_again_on_a_new_connection_unless_it_must_not(on
         assert len(server.heads) == (2 if once else 3)
 
 
-async def test_a_request_says_where_it_goes_and_what_it_carries() -> None:
+async def test_a_request_carries_its_target_headers_and_body() -> None:
     async with served() as (server, url), HttpClient({"authorization": "Bearer k"}) as client:
         async with client.exchange("POST", f"{url}/a/b?c=d%20e", 5.0, b"{}", {"x-more": "1"}) as answer:
             assert answer.header(b"content-length") == "2"
@@ -114,7 +114,7 @@ async def test_nothing_can_end_the_request_line_or_a_field(url: str, headers: di
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", "the answer ended early"),
     ],
 )
-async def test_an_incomplete_response_is_told_in_words(answer: bytes, words: str) -> None:
+async def test_an_incomplete_response_is_an_error_with_the_reason(answer: bytes, words: str) -> None:
     async with served(answer) as (server, url), HttpClient() as client:
         server.closes = True
         with pytest.raises(ResponseError) as found:
@@ -151,7 +151,7 @@ async def test_a_silent_server_costs_the_time_out_and_no_connection() -> None:
                 await until(lambda: not client._client._owner, "it is closed")
 
 
-async def test_no_more_requests_at_once_than_allowed() -> None:
+async def test_no_more_concurrent_requests_than_allowed() -> None:
     async with served() as (server, url), HttpClient(requests_max=2) as client:
         held = asyncio.Event()
         server.before = held.wait

@@ -94,8 +94,8 @@ def placed(rig: Rig, number: int) -> bool:
 
 
 @pytest.mark.parametrize("hung", ["no head", "head only"])
-async def test_an_engine_that_answers_nobody_is_passed_over_once_clients_give_up(hung: str) -> None:
-    """Its server may live on (vLLM's sends a stream's head at once) while its engine does nothing."""
+async def test_an_engine_without_answers_is_avoided_once_clients_give_up(hung: str) -> None:
+    """Its server may live on (vLLM's sends a stream's head immediately) while its engine does nothing."""
     stuck = writes(then="hang") if hung == "no head" else writes(SSE_HEAD, then="hang")
     alive = writes(SSE_HEAD + chunk(event("a") + DONE) + END)
     async with Engine(stuck) as bad, Engine(alive) as good, routing(bad.url, good.url) as rig:
@@ -187,7 +187,7 @@ async def test_the_engine_notices_each_client_that_leaves() -> None:
             await engine.calls[number].closed.wait()
 
 
-async def test_app_that_fails_after_the_client_left_harms_nobody() -> None:
+async def test_app_that_fails_after_the_client_left_harms_no_other_request() -> None:
     left = asyncio.Event()
 
     def wrap(app: ProxyApp) -> Any:

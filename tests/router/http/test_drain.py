@@ -1,4 +1,4 @@
-"""SIGTERM to a real process: stop accepting at once, finish what runs, end well, and not wait for ever."""
+"""SIGTERM to a real process: stop accepting immediately, finish running requests, end in time."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_drain_does_not_last_for_ever(how: str) -> None:
 
 
 @pytest.mark.real  # a process of kvatlas
-async def test_idle_router_ends_at_once() -> None:
+async def test_idle_router_ends_immediately() -> None:
     async with Engine(_slow) as engine, router(engine, 60) as process:
         process.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.process.wait(), 10) == 0

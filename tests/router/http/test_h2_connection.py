@@ -23,7 +23,7 @@ ENDS = encode_literal(b"grpc-status", b"0")
 
 
 class Echo:
-    """Gives back what comes, at once."""
+    """Echoes what it receives immediately."""
 
     def __init__(self, server: Echoing, stream: Stream) -> None:
         self.server = server
@@ -187,7 +187,7 @@ async def test_a_long_answer_goes_out_however_it_is_divided() -> None:
         assert peer.data[number] == bytes(1_000_000) + b"a" * 70_000 + b"b"
 
 
-async def test_a_reset_is_told_and_nothing_more_is_sent() -> None:
+async def test_a_reset_is_reported_and_nothing_more_is_sent() -> None:
     async with echoing() as echo, h2_peer(echo.port) as peer:
         number = peer.open("/")
         peer.state.reset_stream(number)
@@ -297,7 +297,7 @@ async def test_unknown_frames_and_priorities_are_ignored() -> None:
         assert peer.data[number] == b"x"
 
 
-async def test_who_says_nothing_is_cut() -> None:
+async def test_a_silent_peer_is_disconnected() -> None:
     async with echoing() as echo:
         _, writer = await asyncio.open_connection("127.0.0.1", echo.port)
         await until(lambda: len(echo.members) == 1, "it is connected")

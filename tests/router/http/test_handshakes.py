@@ -108,7 +108,7 @@ async def test_those_of_gateways_are_bounded_too(monkeypatch: pytest.MonkeyPatch
     async with running({}) as engines, routing(configure(*engines, epp=epp)) as rig:
         stats = rig.router.picker.stats
         writers = await half_open(rig.router.picker.addresses["listen"][1], 100)
-        await until(lambda: stats.handshakes_failed == 100, "the oldest ones at once, the others in time")
+        await until(lambda: stats.handshakes_failed == 100, "the oldest ones immediately, the others in time")
         for writer in writers:
             writer.close()
 

@@ -72,7 +72,7 @@ async def test_chunked_body_is_counted_as_it_comes() -> None:
 
 
 async def test_client_that_is_still_sending_sees_the_answer() -> None:
-    """Closing at once would reset the connection under it."""
+    """Closing immediately would reset the connection under it."""
     async with routing(settings=USUAL) as rig:
         reader, writer = await rig.connect()
         writer.write(request(b"x" * 20_000_000))

@@ -75,7 +75,7 @@ async def test_answer_before_the_request_was_sent_whole_ends_the_connection() ->
     assert not connection.make_idle()
 
 
-async def test_unasked_bytes_close_an_idle_connection() -> None:
+async def test_unsolicited_bytes_close_an_idle_connection() -> None:
     connection, transport = _made()
     connection.data_received(answer(200, b""))
     assert connection.make_idle()
@@ -101,7 +101,7 @@ async def test_reading_pauses_at_the_limit_and_the_engine_is_not_timed_out_meanw
     assert connection.deadline < float("inf")
 
 
-async def test_loss_before_the_request_is_told_at_once() -> None:
+async def test_loss_before_the_request_is_reported_immediately() -> None:
     connection, _ = _made()
     connection.data_received(answer(200, b""))
     assert connection.make_idle()

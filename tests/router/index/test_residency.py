@@ -141,7 +141,7 @@ class TestSharedStores:
         told(fleet, other, engine_id="b")
         assert self.storage(fleet, "b") == 128, "what a wrote, too"
 
-    def test_so_does_who_is_configured_to(self) -> None:
+    def test_so_does_an_engine_that_is_configured_to(self) -> None:
         fleet = self.fleet(shared_stores=("redis",))
         assert self.storage(fleet, "b") == 128
         found = fleet.predict(Prompt(PROMPT), ["b"])["b"]
@@ -183,7 +183,7 @@ class TestGroupsAndMedia:
         assert hit(fleet, PROMPT) == 192
         assert hit(told(fleet, removed(HASHES[0], medium=None)), PROMPT) == 0
 
-    def test_offloaded_blocks_are_told_apart(self) -> None:
+    def test_offloaded_blocks_are_distinguished(self) -> None:
         stored = DENSE.stored(PROMPT, start=4)
         stored.medium = "CPU"
         fleet = told(fleet_of(), DENSE.stored(PROMPT, stop=4), stored)

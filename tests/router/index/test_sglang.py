@@ -111,7 +111,9 @@ def test_the_hashes_are_those_of_sglang() -> None:
     st.sampled_from([1, 4, 16]),
     st.integers(0, 1),
 )
-def test_a_chain_grows_as_if_hashed_at_once(prompt: list[int], first: int, page: int, lookahead: int) -> None:
+def test_a_chain_grows_as_if_hashed_in_one_piece(
+    prompt: list[int], first: int, page: int, lookahead: int
+) -> None:
     scheme = HashScheme("sglang", "", page, lookahead, tagged=False)
     chain = HashChain(scheme)
     chain.extend(prompt[:first])
@@ -173,7 +175,7 @@ def test_malformed_pairs_are_rejected_and_the_others_are_used() -> None:
         assert [event.tokens() for event in kept] == [[pair[0] for pair in page.token_ids] for page in good]
 
 
-def test_hashes_of_another_form_are_learned_at_once() -> None:
+def test_hashes_of_another_form_are_learned_immediately() -> None:
     """No seed of vLLM's schemes is searched for an engine known to be SGLang."""
     fleet, prompt = fleet_of(SGLANG), tokens(200)
     fleet.apply("a", batch(*stored(prompt, namespace=b"n")))

@@ -127,7 +127,7 @@ def test_reports_that_contradict_the_engines_events_are_shown_with_evidence() ->
     assert sums.contradicting == []
 
 
-def test_more_cached_tokens_than_the_prompt_has_are_evidence_at_once() -> None:
+def test_more_cached_tokens_than_the_prompt_has_are_evidence_immediately() -> None:
     sums = EngineReceipts()
     sums.add(msgspec.structs.replace(receipt(512, 900), reported_prompt_tokens=800, mode="learned"))
     assert [one.kind for one in sums.contradicting] == ["impossible"]
@@ -176,7 +176,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert book.log.latest[-1].predicted_tokens == RECEIPTS_KEPT + WINDOW - 1
 
 
-def test_a_listener_is_told_of_every_receipt() -> None:
+def test_a_listener_gets_every_receipt() -> None:
     book, told = Book(), []
     book.log.listener = told.append
     for n in range(3):
@@ -188,7 +188,7 @@ def loaded(predicted: int, actual: int, *, cpu: int = 0, storage: int = 0) -> Re
     return msgspec.structs.replace(receipt(predicted, actual), cpu_tokens=cpu, storage_tokens=storage)
 
 
-def test_predictions_are_told_by_medium() -> None:
+def test_predictions_are_reported_by_medium() -> None:
     book = Book()
     book.add(loaded(160, 160))
     book.add(loaded(160, 96, cpu=64))

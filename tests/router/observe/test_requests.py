@@ -1,4 +1,4 @@
-"""What becomes of requests: counts, times and log lines, with a clock that is told the time."""
+"""Outcomes of requests: counts, times and log lines, with a settable clock."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_line_for_each_request_if_asked_for_and_none_else() -> None:
     assert line == shown
 
 
-def test_what_happens_in_masses_is_said_now_and_then_with_the_number_left_out() -> None:
+def test_frequent_messages_are_logged_seldom_with_the_number_left_out() -> None:
     clock = Clock()
     tracker = RequestTracker(clock)
     record = tracker.begin("POST", "/v1/completions")
@@ -279,7 +279,7 @@ async def test_an_update_may_read_what_others_change_and_a_failed_one_stops_no_o
     assert seen[2:] == ["last"]
 
 
-def test_without_an_event_loop_updates_are_applied_at_once() -> None:
+def test_without_an_event_loop_updates_are_applied_immediately() -> None:
     deferred, seen = DeferredUpdates(), list[int]()
     deferred.add(seen.append, (1,))
     assert seen == [1]

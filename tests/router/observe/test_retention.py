@@ -147,7 +147,7 @@ def test_a_session_comes_before_a_prefix_unless_it_is_likely_to_end() -> None:
     assert later == ("prefix", PREFIX)
 
 
-def test_nothing_is_expected_of_sessions_that_end_at_once() -> None:
+def test_nothing_is_expected_of_sessions_that_end_immediately() -> None:
     hints = RetentionHints()
     for number in range(50):
         hints.predict(0.0, session=number)

@@ -188,7 +188,7 @@ def test_odd_urlencoded_forms_are_refused(body: bytes) -> None:
     assert refused(body, URLENCODED)
 
 
-def test_a_form_is_told_by_its_content_type_alone() -> None:
+def test_a_form_is_recognised_by_its_content_type_alone() -> None:
     json, form = (b"content-type", b"application/json"), (b"content-type", KIND)
     assert form_type([json]) is None
     assert form_type([]) is None

@@ -57,7 +57,7 @@ def test_a_name_is_printable_and_bounded_and_the_same_name_stays_the_same(value:
         assert 0 < len(first.id) <= SESSION_CHARS_MAX
 
 
-def test_names_that_are_too_long_are_still_told_apart() -> None:
+def test_names_that_are_too_long_are_still_distinguished() -> None:
     found = {session_in_headers({b"x-session-id": b"x" * 500 + b"%d" % n}) for n in range(9)}
     assert len(found) == 9
 

@@ -1,4 +1,4 @@
-"""What two engines with Mooncake, or with offloading tiers, are told: the name of the transfer, and where to
+"""What two engines with Mooncake, or with offloading tiers, get: the name of the transfer, and where to
 look for it."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def mooncake(server: Server, port: int = 8998) -> Connector:
     return connector_of(PdSettings(connector="mooncake", mooncake_bootstrap_port=port), server)
 
 
-def test_the_prefill_engine_is_told_a_name_and_the_decode_engine_where_it_is() -> None:
+def test_the_prefill_engine_gets_a_name_and_the_decode_engine_its_address() -> None:
     server = Server({"0": ENTRY})
     connector = mooncake(server)
     assert json.loads(connector.prefill_params("xfer-1")) == {
@@ -76,7 +76,7 @@ def test_the_prefill_engine_is_told_a_name_and_the_decode_engine_where_it_is() -
     assert server.asked == ["http://10.0.0.1:8998"]
 
 
-def test_an_engine_that_was_started_anew_is_told_by_its_new_id() -> None:
+def test_a_restarted_engine_is_recognised_by_its_new_id() -> None:
     server = Server({"0": ENTRY})
     connector = mooncake(server)
     told(connector, CUT)
@@ -105,7 +105,7 @@ def test_every_api_says_that_its_length_ended_an_answer(answer: Any) -> None:
     "answer",
     [{"choices": [{"finish_reason": "stop"}]}, {"stop_reason": "end_turn"}, {"status": "completed"}, {}],
 )
-def test_what_ended_otherwise_is_not_kept_and_nobody_is_told_to_wait_for_it(answer: Any) -> None:
+def test_an_unfinished_prefill_is_not_kept_and_not_waited_for(answer: Any) -> None:
     assert told(mooncake(Server({"0": ENTRY})), answer) == "stopped"
 
 
@@ -156,7 +156,7 @@ def test_a_connector_that_is_configured_is_the_one() -> None:
 
 
 @pytest.mark.parametrize(("rank", "port"), [("", 5710), ("0", 5710), ("2", 5712)])
-def test_offloading_tiers_are_told_a_name_and_an_address(rank: str, port: int) -> None:
+def test_offloading_tiers_get_a_name_and_an_address(rank: str, port: int) -> None:
     server = Server(None)
     connector = connector_of(PdSettings(connector="offloading"), server)
     assert json.loads(connector.prefill_params("xfer-1")) == {"remote_decoder": {"kv_request_id": "xfer-1"}}
@@ -166,7 +166,7 @@ def test_offloading_tiers_are_told_a_name_and_an_address(rank: str, port: int) -
     assert server.asked == []
 
 
-def test_an_engine_that_pulls_is_told_where_and_every_other_byte_stays() -> None:
+def test_an_engine_that_pulls_gets_the_source_and_every_other_byte_stays() -> None:
     text = b'{"model": "m", "prompt": "\\u00e9 \xc3\xa9", "top_p": 1.0, "top_p": 0.5}'
     body = at_once(split_body("/v1/completions", text))
     made = at_once(KvSource(body, "10.0.0.1", 5712).asked_with("xfer-1"))

@@ -75,7 +75,7 @@ def test_after_an_answer_without_blocks_nothing_is_split() -> None:
 
 @pytest.mark.parametrize(("status", "splits"), [(500, False), (503, True), (0, True)])
 def test_after_a_decode_engine_failed_its_parameters_are_gone(status: int, splits: bool) -> None:
-    """500 is how vLLM says that it could not fetch: nobody fetches for this request any more."""
+    """500 is how vLLM says that it could not fetch: no fetch for this request follows."""
     disagg = asked(1)
     held = handoff(0.0)
     disagg.handed_over(held)

@@ -1,4 +1,4 @@
-"""The whole decision by reading every engine anew: the oracle of ``FleetSnapshot`` and of scoring by lists.
+"""The whole decision by reading every engine again: the oracle of ``FleetSnapshot`` and of scoring by lists.
 
 One loop over the engines makes a candidate of each, a second one scores it, and the choice is among all. It
 is how the router decided before it kept snapshots, and states what they must give. The price of one engine's

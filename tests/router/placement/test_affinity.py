@@ -50,7 +50,7 @@ def test_forgetting_an_engine_leaves_the_others() -> None:
 
 
 def test_one_hot_text_does_not_flood_its_engine() -> None:
-    """A hundred equal texts at once, whose first went to one engine: load pushes the rest out."""
+    """A hundred equal texts together, whose first went to one engine: load pushes the rest out."""
     affinity, knobs = AffinityMap(), PolicySettings()
     keys, prompt_tokens = list(range(40)), text_tokens(40, 800)
     assert prompt_tokens == 8000

@@ -75,8 +75,8 @@ def test_what_is_computed_again_is_no_gain() -> None:
     assert with_replay.total_s > without.total_s
 
 
-def test_work_of_late_beyond_the_mean_has_a_price() -> None:
-    """Two engines without a queue that hold as much: the one that was given less work of late."""
+def test_recent_work_beyond_the_mean_has_a_price() -> None:
+    """Two engines without a queue that hold as much: the one that got less work recently."""
     busy, rested = fleet(2)
     busy.recent_s, rested.recent_s = 9.0, 3.0
     choice = choose([busy, rested], 1000, PolicySettings(spread=0.5))
@@ -409,7 +409,7 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
 def test_queues_never_drift_apart_by_more_than_the_bound(
     requests: list[tuple[int, int, float, float, float]], factor: float, premium: float
 ) -> None:
-    """Engines of one rate, whatever the prompts and whoever claims to hold them.
+    """Engines of one rate, whatever the prompts and whichever engine claims to hold them.
 
     A queue is lengthened only while it is within max(gap, factor * saving) of the shortest, the saving is at
     most (1 + premium) times the prefill of the prompt, and the prompt adds at most its prefill; draining

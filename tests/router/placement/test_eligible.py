@@ -115,7 +115,7 @@ def stored(scheme: HashScheme) -> DecodedBatch:
 
 @settings(max_examples=examples(2000), deadline=None)
 @given(st.lists(st.tuples(change, st.booleans()), max_size=25), st.booleans())
-def test_what_stays_is_what_would_be_found_anew(changes: list[tuple[Any, bool]], replicas: bool) -> None:
+def test_the_kept_set_equals_a_new_search(changes: list[tuple[Any, bool]], replicas: bool) -> None:
     world = World(Elsewhere() if replicas else None)
     for (name, *what), ready in changes:
         world.change(name, *what)

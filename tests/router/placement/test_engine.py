@@ -207,7 +207,7 @@ def test_what_a_feed_missed_is_taken_off(missing: int) -> None:
     assert found.shared_prefix_tokens == 1600
 
 
-def test_what_nobody_keeps_up_to_date_is_a_shared_prefix_and_nothing_to_count_on() -> None:
+def test_a_hit_of_a_stale_feed_counts_as_a_shared_prefix_only() -> None:
     found = engine().hit(PromptView(5000, held(hit_tokens=1600, shared_prefix_tokens=1600, stale=True)))
     assert (found.whole_tokens, found.shared_prefix_tokens, found.confidence) == (0, 1600, "none")
 

@@ -75,7 +75,7 @@ def test_an_ended_prompt_counts_until_its_grace_is_over() -> None:
     assert inflight.stats.prompts == inflight.stats.blocks == 0
 
 
-def test_what_ended_goes_though_nobody_asks() -> None:
+def test_ended_prompts_are_dropped_without_a_query() -> None:
     inflight = InflightPrefixes(InflightSettings(grace_s=2.0))
     inflight.end(inflight.add("a", hashes("abc"), 0.0), 10.0)
     inflight.expire(11.9)
@@ -84,7 +84,7 @@ def test_what_ended_goes_though_nobody_asks() -> None:
     assert inflight.stats.prompts == inflight.stats.blocks == 0
 
 
-def test_a_failed_prompt_goes_at_once_and_only_once() -> None:
+def test_a_failed_prompt_leaves_immediately_and_only_once() -> None:
     inflight = InflightPrefixes()
     first, twin = inflight.add("a", hashes("abc"), 0.0), inflight.add("a", hashes("abc"), 0.0)
     inflight.drop(first)

@@ -21,7 +21,7 @@ from kvatlas.router.prompts.request import NO_REST, Rest
 from kvatlas.router.prompts.settings import PromptStats
 
 CHAT = "/v1/chat/completions"
-NOBODY: frozenset[str] = frozenset()
+NOT_EXCLUDED: frozenset[str] = frozenset()
 
 
 def of(at: int) -> str:
@@ -55,7 +55,7 @@ def request(model: str | None = "m", **fields: Any) -> InboundRequest:
 
 
 def places(eligible: EligibleEngines, asked: int, least: int, **fields: Any) -> list[int]:
-    exclude = fields.pop("exclude", NOBODY)
+    exclude = fields.pop("exclude", NOT_EXCLUDED)
     found = eligible.engines(request(**fields), exclude, Length(asked, least))
     return [int(engine.engine_id[8:-2]) for engine in found]
 
@@ -75,7 +75,7 @@ def test_only_engines_with_room_for_prompt_and_answer_get_it(model: str | None, 
 def test_where_all_are_long_enough_the_list_of_engines_stays_the_same_object() -> None:
     fleet, eligible = fleet_of(*[4000] * 1000)
     for length in (NO_LENGTH, Length(100, 0), Length(4000, 3000)):
-        assert eligible.engines(request(), NOBODY, length) is fleet.ready("m")
+        assert eligible.engines(request(), NOT_EXCLUDED, length) is fleet.ready("m")
 
 
 def test_one_that_does_not_say_is_not_left_out() -> None:
@@ -97,7 +97,7 @@ def test_what_fits_nowhere_goes_to_the_longest_one_which_says_so() -> None:
 @pytest.mark.parametrize("why", ["down", "held", "asleep", "tried", "gone"])
 def test_while_the_long_ones_cannot_take_it_the_short_ones_do_not_refuse_it_for_ever(why: str) -> None:
     fleet, eligible = fleet_of(1000, 4000)
-    exclude, long = NOBODY, fleet.get(of(1))
+    exclude, long = NOT_EXCLUDED, fleet.get(of(1))
     assert long is not None
     if why == "down":
         long.up = False

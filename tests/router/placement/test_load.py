@@ -136,7 +136,7 @@ def test_an_overdue_head_does_not_block_the_account_for_ever() -> None:
     assert load.queue_ahead_s(3.6) == pytest.approx(1.0)  # only now can the next have begun
 
 
-def test_a_failed_request_leaves_at_once() -> None:
+def test_a_failed_request_leaves_immediately() -> None:
     load = account()
     dead = load.admit(uncached_tokens=9000, now=0.0)
     load.fail(dead, 0.1)
@@ -233,7 +233,7 @@ def test_prompts_assumed_begun_wait_again_where_the_gauges_say_so() -> None:
     assert not load.check_integrity()
 
 
-def test_gauges_that_are_too_old_keep_nobody_waiting() -> None:
+def test_old_gauges_let_no_request_wait() -> None:
     load, _ = waiting_for_pages()
     load.report(running=12, waiting=3, now=0.0)
     assert load.current(9.9).queue_s == pytest.approx(3.0)

@@ -84,7 +84,7 @@ def test_a_prompt_waits_for_what_the_others_release() -> None:
 def test_the_rate_of_release_is_measured_while_prompts_wait() -> None:
     account, now = pages(blocks=100), 0.0
     for _ in range(20):
-        account.admit(40)  # two fit, so a fifth of the pool is of no use
+        account.admit(40)  # two fit, so a fifth of the pool is useless
     for _ in range(2):
         account.start(40)
     for _ in range(10):

@@ -70,7 +70,7 @@ def test_a_prefix_is_pulled_where_its_holder_is_busy() -> None:
     assert choice.cost.load_s == pytest.approx(0.036 + KNOBS.load_s_per_token * 36_000)
 
 
-def test_nobody_pulls_what_is_served_sooner_where_it_is() -> None:
+def test_no_pull_where_the_holder_answers_sooner() -> None:
     assert pulled(holder(0.01), [36_000, 0]).engine_id == "holder"
     assert pulled(holder(0.01), [36_000, 0]).pull is None
     assert pulled(holder(9.0), [36_000, 0], latency_s=10.0).pull is None
@@ -78,7 +78,7 @@ def test_nobody_pulls_what_is_served_sooner_where_it_is() -> None:
 
 def test_an_engine_without_a_wait_is_no_source_whatever_else_it_costs() -> None:
     candidates = holder(0.01)
-    candidates[0].recent_s = 60.0  # it had much work of late
+    candidates[0].recent_s = 60.0  # it had much work recently
     assert pulled(candidates, [36_000, 0], 0.0).pull is None
 
 
@@ -416,7 +416,7 @@ def test_a_source_rests_for_every_target_after_two_bad_pulls(outcome: Any) -> No
 
 @pytest.mark.parametrize("outcome", ["failed", "unsent"])
 def test_a_target_that_gives_no_answer_rests_no_source(outcome: Any) -> None:
-    """Engines that answer 429 pull from nobody; what the router took back says nothing of the pair either."""
+    """Engines that answer 429 do not pull; a request that the router took back is no evidence."""
     pulls = Pulls()
     pulls.configure(PullSettings(enabled=True), 5710)
     _, order = applied(pulls)

@@ -56,7 +56,7 @@ def test_one_outlier_does_not_spoil_it() -> None:
     assert book["e"].prefill_s_per_token(60.0) == pytest.approx(before, rel=0.05)
 
 
-def test_a_changed_engine_is_learned_anew() -> None:
+def test_a_changed_engine_is_learned_again() -> None:
     book, rng = taught(2), random.Random(3)
     for i in range(DEFAULTS.samples_max):
         sample = measured(rng, 8000, 0)

@@ -1,4 +1,4 @@
-"""A snapshot gives what reading every engine anew gives, whatever happened between two decisions."""
+"""A snapshot equals reading every engine again, whatever happened between two decisions."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def same_decision(found: Any, full: list[Candidate], tokens: int, knobs: PolicyS
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
-def test_a_snapshot_is_the_fleet_read_anew(data: st.DataObject) -> None:
+def test_a_snapshot_equals_reading_the_fleet_again(data: st.DataObject) -> None:
     """Two equal fleets live through the same: one is seen by snapshots only, the other is read whole."""
     count = data.draw(st.integers(1, 6), "engines")
     one, other = World(count), World(count)

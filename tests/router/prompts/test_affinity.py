@@ -80,7 +80,7 @@ def test_models_that_are_not_named_share_theirs() -> None:
     assert "law" not in adapters.paths_of_model("m")
 
 
-def test_who_was_given_a_dict_sees_the_next_configuration() -> None:
+def test_a_shared_dict_shows_the_next_configuration() -> None:
     adapters = AdapterPaths(CONFIGURED)
     named, rest = adapters.paths_of_model("m"), adapters.paths_of_model("other")
     soon = adapters.named("new", {"sql": "/new"})  # read before it is configured
@@ -91,7 +91,7 @@ def test_who_was_given_a_dict_sees_the_next_configuration() -> None:
     assert adapters.paths_of_model("m") is rest
 
 
-def test_what_one_unnamed_model_has_is_told_from_what_another_has() -> None:
+def test_unnamed_models_have_separate_memories() -> None:
     """Their tokenizers may differ: an adapter's prompts are made with its own model's."""
     adapters = AdapterPaths(CONFIGURED)
     one, another = adapters.own_paths("one"), adapters.own_paths("another")

@@ -67,7 +67,7 @@ def test_a_next_turn_reuses_hashes_and_says_what_read_it(tmp_path: Path) -> None
     assert reader.stats.tokens_reused > 400
 
 
-def test_what_is_missing_is_said_and_chats_are_left_to_others(
+def test_a_missing_package_is_named_and_chats_are_left_to_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harmony, "library", None)

@@ -55,7 +55,7 @@ HOSTILE: dict[str, Callable[[int], Any]] = {
     "documents": lambda n: chat(say("user", "x"), documents=[{"title": f"{n}{LONG}"}]),
     "wide text": lambda n: chat(say("user", f"{n}\U0001f600{LONG[:5_000]}")),
     "truncation": lambda n: chat(say("user", "x"), truncate_prompt_tokens=9, truncation_side=f"{n}{LONG}"),
-    "a field that nobody reads": lambda n: chat(say("user", f"{n}"), z=LONG * 4),
+    "an unread field": lambda n: chat(say("user", f"{n}"), z=LONG * 4),
     "model": lambda n: {**chat(say("user", "x")), "model": f"{n}{LONG}"},
     "completion": lambda n: {"prompt": f"{n} {LONG[:5_000]}"},
     "ids": lambda n: {"prompt": [n, *range(4_000)]},

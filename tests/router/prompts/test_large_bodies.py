@@ -215,7 +215,7 @@ def test_nothing_above_the_limit_is_decoded(path: str) -> None:
 
 LISTS = [[] for _ in range(60_000)]
 COMPLEX: dict[str, tuple[str, dict[str, Any]]] = {
-    "a field nobody reads": (CHAT, chat(say("user", "x"), z=LISTS)),
+    "an unread field": (CHAT, chat(say("user", "x"), z=LISTS)),
     "template arguments": (CHAT, chat(say("user", "x"), chat_template_kwargs={"a": LISTS})),
     "a message": (CHAT, chat({**say("user", "x"), "z": LISTS})),
     "messages": (CHAT, chat(*[say("user", "x")] * 9000)),

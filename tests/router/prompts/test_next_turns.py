@@ -174,7 +174,7 @@ def test_hashes_are_not_inherited_across_extras() -> None:
     assert sibling.chains[SCHEME].hashes == parent.chains[SCHEME].hashes[:2]
 
 
-def test_hashes_that_are_handed_over_change_nothing_for_who_has_them() -> None:
+def test_hashes_that_are_handed_over_stay_valid_for_their_holder() -> None:
     ids = ids_of(range(64))
     parent, child = (Entry((key,), b"", ids, PromptExtras()) for key in (1, 2))
     chain = parent.chains[SCHEME] = HashChain(SCHEME, parent.extras)

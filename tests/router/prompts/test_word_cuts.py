@@ -116,7 +116,7 @@ def known(name: str) -> Tokenizer:
 
 @pytest.mark.parametrize("name", ["demo", "deepseek", *SPLITS])
 def test_parts_give_the_ids_of_the_whole_text(name: str) -> None:
-    """At every place at once: what holds of all pieces holds of any two parts."""
+    """At all places together: what holds of all pieces holds of any two parts."""
     tokenizer = known(name)
     assert parts_words(tokenizer)
     assert cuts_of(tokenizer).words

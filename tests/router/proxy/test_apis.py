@@ -104,7 +104,7 @@ def test_stream_errors_are_the_apis_own() -> None:
     assert error_event(error, "/v1/chat/completions", b"")[1] == b""
 
 
-async def test_the_openai_client_is_told_that_a_responses_stream_broke() -> None:
+async def test_the_openai_client_gets_the_error_of_a_broken_responses_stream() -> None:
     created = (
         b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
         b'"response":{"id":"resp_1","object":"response","output":[]}}\n\n'

@@ -107,7 +107,7 @@ async def test_odd_chunking_and_split_packets_do_not_change_the_body() -> None:
         assert rig.planner.placements[0].told == ["first_byte", "finished"]
 
 
-async def test_each_event_is_passed_on_at_once() -> None:
+async def test_each_event_is_passed_on_immediately() -> None:
     step = asyncio.Event()
 
     async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:

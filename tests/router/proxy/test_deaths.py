@@ -234,7 +234,7 @@ async def test_after_an_engine_that_left_the_fleet_one_more_is_asked() -> None:
         assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
 
 
-async def test_without_the_memory_the_next_engine_is_asked_at_once() -> None:
+async def test_without_the_memory_the_next_engine_is_asked_immediately() -> None:
     settings = ProxySettings(suspect_s=0.0)
     async with routed(mortal("reset"), says(200, b"{}"), settings=settings) as (rig, _, _):
         assert (await ask(rig, body("poison"))).status == 200

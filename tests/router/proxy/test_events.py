@@ -232,7 +232,7 @@ def test_a_stream_byte_by_byte_begins_with_its_token(path: str) -> None:
 
 @pytest.mark.parametrize("size", [300_000, 3_000_000])
 @pytest.mark.parametrize("piece", [1400, 65_536])
-def test_an_opening_of_any_size_is_none_the_less_one(size: int, piece: int) -> None:
+def test_an_opening_of_any_size_is_an_opening(size: int, piece: int) -> None:
     opening = b'data: {"prompt_token_ids":[%b5],"choices":[{"delta":{"role":"assistant"}}]}\n\n' % (
         b"5," * (size // 2)
     )
@@ -320,7 +320,7 @@ def test_what_cannot_be_replaced_is_passed_on_and_known_to_have_failed(path: str
 @pytest.mark.parametrize("lines", [False, True])
 @pytest.mark.parametrize("kind", ["error", "abort"])
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_an_end_that_is_none_is_seen_behind_tokens(
+def test_a_missing_end_is_seen_behind_tokens(
     path: str, end: bytes, lines: bool, kind: str, size: int
 ) -> None:
     """An error is passed on as it is; an abort, and what follows it, is not."""

@@ -1,5 +1,5 @@
 """The answer begins with its first token, in every API and framing: before it, another engine may go on in
-the same response, and after it nobody does. Over HTTP, with a clock of the test's own."""
+the same response, and after it no engine does. Over HTTP, with a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SHAPES: dict[str, Callable[[str], bytes]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("path", SPLIT)
 async def test_no_token_of_a_late_answer_is_given_out(path: str, shape: str) -> None:
-    """Whatever came in time was no token: the same response goes on, with an answer made anew."""
+    """Whatever came in time was no token: the same response continues, with a new answer."""
     now = [1000.0]
 
     async def late(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
@@ -122,7 +122,7 @@ async def test_no_token_of_a_late_answer_is_given_out(path: str, shape: str) -> 
 
 
 @pytest.mark.parametrize("path", SPLIT)
-async def test_a_late_answer_that_is_not_streamed_is_made_anew(path: str) -> None:
+async def test_a_late_answer_that_is_not_streamed_is_requested_again(path: str) -> None:
     now = [1000.0]
 
     async def late(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
@@ -138,7 +138,7 @@ async def test_a_late_answer_that_is_not_streamed_is_made_anew(path: str) -> Non
         assert all_over(rig)
 
 
-async def test_a_late_answer_of_another_kind_is_made_anew() -> None:
+async def test_a_late_answer_of_another_kind_is_requested_again() -> None:
     """Neither an event stream nor JSON: its beginning says nothing of when it was computed."""
     now = [1000.0]
 
@@ -242,7 +242,7 @@ async def test_sglang_refuses_a_request_in_its_stream(status: int, asks_on: bool
         assert all_over(rig)
 
 
-async def test_with_nobody_left_to_ask_too() -> None:
+async def test_with_no_engine_left_to_ask_too() -> None:
     async with served(LOST["cut"](CHAT)) as (_, rig):
         got = await ask(rig, asks(CHAT))
         assert (got.status, error_of(CHAT, got.body)["code"]) == (200, "engine_unreachable")
@@ -250,7 +250,7 @@ async def test_with_nobody_left_to_ask_too() -> None:
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("end", LINE_ENDS.values(), ids=LINE_ENDS)
-async def test_behind_a_token_nobody_goes_on(path: str, end: bytes) -> None:
+async def test_after_a_token_no_engine_continues(path: str, end: bytes) -> None:
     begun = COMMENT + openings(path, end) + event_of(STREAMS[path].token, end)
     script = writes(SSE_HEAD, chunk(begun), then="reset")
     async with served(script, says(200, b"{}"), settings=PASSED) as (_, other, rig):

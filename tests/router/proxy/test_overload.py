@@ -27,13 +27,13 @@ async def test_retry_after_keeps_the_engine_out_for_that_time() -> None:
         assert len(busy.calls) == 3
 
 
-async def test_one_refused_request_keeps_nobody_else_away() -> None:
+async def test_one_refused_request_keeps_no_other_away() -> None:
     async def moody(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
         bad = b"evil" in call.body
         writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
 
     async with Engine(moody) as engine, routing(engine.url) as rig:
-        rig.planner.now = lambda: 0.0  # all of it happens at once
+        rig.planner.now = lambda: 0.0  # all of it happens at the same time
         for number in range(20):
             assert (await ask(rig, request(b'{"model": "m", "messages": "evil"}'))).status == 429
             assert (await ask(rig, request(different(number)))).status == 200

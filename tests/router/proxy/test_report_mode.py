@@ -71,7 +71,7 @@ def test_what_cannot_be_cut_is_refused(mode: Any) -> None:
         screen('{"vllm_xargs":{"kv_cache_report_mode":"full"}}'.encode("utf-16"), mode)
 
 
-def test_what_only_pythons_parser_reads_is_cut_all_the_same() -> None:
+def test_fields_that_only_pythons_parser_reads_are_cut_too() -> None:
     text = b'{"x": NaN, "vllm_xargs":{"kv_cache_report_mode":"full"}}'
     with pytest.raises(ApiError):
         screen(text, "refuse")

@@ -148,7 +148,7 @@ async def test_all_refuse() -> None:
         assert b"127.0.0.1" not in got.body
 
 
-async def test_nobody_to_ask_is_the_planners_word() -> None:
+async def test_the_planner_decides_that_no_engine_is_left() -> None:
     async with routing() as rig:
         got = await ask(rig)
         assert (got.status, got.json()["error"]["code"]) == (503, "no_ready_engine")

@@ -1,4 +1,4 @@
-"""A stream is passed on by whoever brings it, and by its task where the client is slow: the order of what
+"""A stream is passed on by its reader, and by its task where the client is slow: the order of what
 happens must not matter."""
 
 from __future__ import annotations

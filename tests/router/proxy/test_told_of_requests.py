@@ -11,7 +11,7 @@ STREAM = CHAT.replace(b"{", b'{"stream": true, ', 1)
 PIECES = [chunk(event(text)) for text in ("one", "two", "three")]
 
 
-async def test_a_retry_is_said_and_the_request_counts_for_the_engine_that_answered() -> None:
+async def test_a_retry_is_reported_and_the_request_counts_for_the_engine_that_answered() -> None:
     async with (
         Engine(says(503, b"busy")) as busy,
         Engine(says(200, b'{"good": 1}')) as good,
@@ -27,7 +27,7 @@ async def test_a_retry_is_said_and_the_request_counts_for_the_engine_that_answer
         assert (engine, status) == (good.url, "200")
 
 
-async def test_an_answer_that_breaks_off_is_said_and_is_no_success() -> None:
+async def test_a_broken_answer_is_reported_and_is_no_success() -> None:
     async with Engine(writes(SSE_HEAD, *PIECES, then="reset")) as bad, routing(bad.url) as rig:
         with structlog.testing.capture_logs() as logs:
             await ask(rig, request(STREAM))
@@ -51,7 +51,7 @@ async def test_a_client_that_leaves_is_not_a_success() -> None:
         assert [status for _, _, status in rig.app.requests.counts] == ["client_gone"]
 
 
-async def test_errors_of_the_routers_own_are_said_seldom_and_those_of_clients_never() -> None:
+async def test_the_routers_own_errors_are_logged_seldom_and_those_of_clients_never() -> None:
     async with routing() as rig:
         with structlog.testing.capture_logs() as logs:
             for _ in range(20):

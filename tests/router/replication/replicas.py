@@ -71,7 +71,7 @@ class Replicas:
         return self.writers[name]
 
     async def end_lease(self, engine_id: str) -> None:
-        """As if nobody had renewed it: it is over by the server's clock from now on."""
+        """As if it had not been renewed: it is over by the server's clock from now on."""
         client = self.clients[0]
         key = next(iter(self.writers.values())).mirror.registry.keys.leases
         token, _, holder = (await client.command("HGET", key, engine_id)).split(b"|", 2)
@@ -113,7 +113,7 @@ class Replicas:
             for engine in found.engines.values()
             for plane in {plane for plane, _ in found.rows.columns}
         )
-        assert bits_shown == seen, "bits of engines that nobody knows"
+        assert bits_shown == seen, "bits of unknown engines"
         return wrong, missing
 
     async def exact(self, hashes: Sequence[BlockHash]) -> bool:

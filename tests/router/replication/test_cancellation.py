@@ -12,7 +12,7 @@ from kvatlas.router.replication.settings import SharedSettings
 
 
 async def rounds(count: int) -> None:
-    """So many turns of the event loop."""
+    """This many turns of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 

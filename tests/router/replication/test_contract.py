@@ -78,7 +78,7 @@ class WideMachine(_OnServer):
 
 
 class OverflowingMachine(_OnServer):
-    """No more than two changed blocks may wait: engines are mirrored anew all the time."""
+    """No more than two changed blocks may wait: engines are mirrored again all the time."""
 
     constants = {"TOUCHED_MAX": 2}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""What other replicas are told of an engine: only what they can read in the index by then."""
+"""What other replicas learn of an engine: only what they can already read in the index."""
 
 from __future__ import annotations
 

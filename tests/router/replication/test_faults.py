@@ -90,7 +90,7 @@ async def test_a_replica_killed_with_its_leases(server: AnyServer) -> None:
 
 
 @pytest.mark.process
-async def test_a_replica_stopped_in_order_gives_its_leases_at_once(server: AnyServer) -> None:
+async def test_a_replica_stopped_in_order_releases_its_leases_immediately(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         assert made.members[0].stop() == 0
         await recovered(made, {made.members[1].name})

@@ -1,4 +1,4 @@
-"""One writer per engine: whoever was overtaken cannot write, whatever it believes; the server sees to it."""
+"""One writer per engine: an overtaken writer cannot write, whatever it believes; the server ensures it."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ async def test_retired_engines_leave_their_slot(plain_server: AnyServer) -> None
         assert "f" not in (await replicas.look([])).engines
 
 
-async def test_engines_nobody_writes_are_swept(plain_server: AnyServer) -> None:
+async def test_engines_without_a_writer_are_swept(plain_server: AnyServer) -> None:
     async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
         writer, other = replicas["a"], replicas["b"]
         await writer.take("gone", "lost", "kept")

@@ -121,7 +121,7 @@ def test_a_newcomer_finds_the_limit_as_far_used_as_the_others_do(rules: Path) ->
     assert late.lets_in()
 
 
-def test_what_was_used_while_nobody_heard_is_not_charged_in_a_lump(rules: Path) -> None:
+def test_use_during_a_silence_is_not_charged_in_a_lump(rules: Path) -> None:
     clock = Clock()
     one, two = Replica(rules, "one", clock), Replica(rules, "two", clock)
     assert one.lets_in()
@@ -166,7 +166,7 @@ def test_workers_of_one_parent_do_not_count_twice(rules: Path) -> None:
     assert two.left == PER_MINUTE
 
 
-def test_what_cannot_be_read_is_counted_and_who_is_gone_is_named(rules: Path) -> None:
+def test_unreadable_messages_are_counted_and_lost_replicas_named(rules: Path) -> None:
     clock = Clock()
     one = Replica(rules, "one", clock)
     fields = {"old": Replica(rules, "old", clock).says(), "bad": b"\xff"}
@@ -310,7 +310,7 @@ async def test_the_server_goes_away_and_comes_back(server: AnyServer, rules: Pat
         assert server.command("HKEYS", "limits") == [b"two"]
 
 
-async def test_too_many_tenants_are_told_in_part(server: AnyServer, tmp_path: Path) -> None:
+async def test_too_many_tenants_are_published_in_part(server: AnyServer, tmp_path: Path) -> None:
     count = TENANTS_MAX + 3
     path = tmp_path / "keys.toml"
     path.write_text("".join(f"[tenants.t{n}]\nrequests_per_minute = 9\n" for n in range(count)))

@@ -204,7 +204,7 @@ async def test_a_full_server_and_news_it_has_no_room_for(server: AnyServer) -> N
 
 @pytest.mark.real  # a server's rights
 async def test_engines_whose_changes_cannot_be_written_are_not_believed(server: AnyServer) -> None:
-    """The lease is renewed, only the writes fail: for ever so, if nobody did anything about it."""
+    """The lease is renewed, only the writes fail: for ever, without a remedy."""
 
     settings = make_settings(server.url, lease_s=0.5, renew_s=0.1)
     async with Replicas(settings, "a") as replicas:

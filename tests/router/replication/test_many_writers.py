@@ -193,7 +193,7 @@ async def test_two_hundred_and_fifty_five_generations(plain_server: AnyServer) -
         assert len(slots) == 2
 
 
-async def test_a_scope_without_free_slots_is_begun_anew(
+async def test_a_scope_without_free_slots_is_replaced(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvatlas.router.replication.registry.SLOTS_MAX", 3)
@@ -239,7 +239,7 @@ async def test_patterns_without_a_code_are_shown_in_part(
         assert await replicas.held("e0", WINDOW, 1, 2, 3) == [False, True, True]
 
 
-async def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
+async def test_where_codes_run_short_the_gpu_is_still_shown(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvatlas.router.replication.registry.codes_max", lambda code_bytes: 8)

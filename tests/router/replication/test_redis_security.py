@@ -26,7 +26,7 @@ from tests.support.waiting import run, until
 
 pytestmark = pytest.mark.real  # a Redis or Valkey server
 
-# What the index itself needs; operators are told the whole list, with what replicas need besides.
+# What the index itself needs; operators get the whole list, with what replicas need besides.
 _SCRIPTS = ["+evalsha", "+eval", "+time"]
 _STRINGS = ["+get", "+mget", "+set", "+del", "+pexpire"]
 _HASHES = ["+hget", "+hset", "+hmget", "+hgetall", "+hdel", "+hkeys"]
@@ -79,7 +79,7 @@ async def test_the_documented_rights_are_enough(servers: Server | Cluster) -> No
 def test_none_of_them_is_idle(plain_server: Server, right: str) -> None:
     """Without any one of them something fails, and by the server's own log it is this one that is missed.
 
-    What a client is told differs between servers and versions; the log of refusals does not.
+    The answer to a client differs between servers and versions; the log of refusals does not.
     """
     namespace = "idle"
     rights = [other for other in RIGHTS if other != right]

@@ -41,7 +41,7 @@ async def test_a_replica_that_looks_up_counts_on_nothing_of_a_process_that_may_h
             (known,) = other.router.fleet
             await _predicted(follower)
             await follower.caught_up(engine)
-            await until(lambda: known.feed_state == FeedState.READY, "the second one is told")
+            await until(lambda: known.feed_state == FeedState.READY, "the second one learns it")
 
             async def sees() -> bool:
                 predicted, cached = await _predicted(other)

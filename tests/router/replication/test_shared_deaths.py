@@ -31,4 +31,4 @@ async def test_a_death_at_one_replica_is_known_at_the_others(server: Server) -> 
         suspect = there.deaths.suspects.find(DIGEST, other.router.clock(), 300.0)
         assert suspect is not None
         assert suspect.engine_id == engine.engine_id
-        assert first.stats.suspects_learned == 0  # nobody learns what it said itself
+        assert first.stats.suspects_learned == 0  # a router does not learn its own statements

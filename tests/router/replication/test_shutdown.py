@@ -1,4 +1,4 @@
-"""A replica that ends gives its engines away at once, and without a fault."""
+"""A replica that ends releases its engines immediately and without a fault."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A cluster of processes: engines as pods known to an API server, routers behind a load balancer, and load.
 
 What a kubelet, a Deployment and a Service do is done here, in their order: a new pod is listed before it
-answers, is ready when it does, and the old one is told to end only after its preStop hook saw it idle. The
+answers, is ready when it does, and the old one is terminated only after its preStop hook saw it idle. The
 load balancer sends to routers whose ``/ready`` said yes when it looked last, and no client ever tries twice.
 """
 

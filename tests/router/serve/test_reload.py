@@ -163,7 +163,7 @@ async def test_who_takes_a_dead_workers_place_has_what_was_taken(tmp_path: Path)
         await router.is_known("two")
 
 
-async def test_many_signals_at_once_end_nothing(tmp_path: Path) -> None:
+async def test_many_signals_together_end_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path, 2) as router:
         pids = router.children()
         for number in range(20):

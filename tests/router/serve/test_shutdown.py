@@ -1,4 +1,4 @@
-"""A process that is told to end, ends: with what it depends on silent, and with a part that does not end."""
+"""A terminated process ends: with what it depends on silent, and with a part that does not end."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Bench:
     def run(
         self, requests: list[Request], *, pauses: int = 0, ranks: list[float] | None = None
     ) -> list[RequestRun]:
-        """All requests to their end; so many pauses on the way to each arrival. ``ranks``: their keys in the
+        """All requests to their end; this many pauses before each arrival. ``ranks``: their keys in the
         engine's order."""
         runs = []
         before_s = 0.0

@@ -89,7 +89,7 @@ def test_a_model_of_full_attention_has_no_retention_to_set() -> None:
     assert "no effect" in of(judged(setup), "retention").text
 
 
-def test_prefix_routing_that_does_not_pay_is_said_to() -> None:
+def test_prefix_routing_that_does_not_pay_is_reported() -> None:
     found = of(judged(routing_least_load=1.02), "routing")
     assert found.value == "power-of-two"  # as fast as the base, and blind
     assert "does not pay" in found.text

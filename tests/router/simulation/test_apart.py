@@ -1,4 +1,4 @@
-"""Prefill and decode apart in the simulated fleet: what engines keep and fetch, pairs, and what is told."""
+"""Prefill and decode apart in the simulated fleet: what engines keep and fetch, pairs, and the report."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def outcome(ttft_s: float, per_token_s: float, answer_s: float) -> Outcome:
     ("apart_s", "word"),
     [((1.0, 0.01, 5.0), "pays"), ((2.0, 0.01, 5.0), "is a trade"), ((0.5, 0.01, 9.9), "does not pay")],
 )
-def test_what_is_bought_with_what_is_said(apart_s: tuple[float, float, float], word: str) -> None:
+def test_the_report_weighs_ttft_against_itl(apart_s: tuple[float, float, float], word: str) -> None:
     found = verdict([outcome(1.0, 0.02, 10.0)] * 2, [outcome(*apart_s)] * 2)
     assert found.word == word
     luck = verdict([outcome(1.0, 0.02, 10.0)] * 2, [outcome(*apart_s), outcome(1.0, 0.02, 10.1)])

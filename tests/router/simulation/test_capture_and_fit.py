@@ -98,7 +98,7 @@ def drawn(
     return lines
 
 
-def test_a_capture_is_told_from_a_trace(tmp_path: Path) -> None:
+def test_a_capture_is_distinguished_from_a_trace(tmp_path: Path) -> None:
     assert is_capture(write_lines(tmp_path / "a.jsonl", captured()))
     assert not is_capture(write_lines(tmp_path / "b.jsonl", line()))
 

@@ -87,7 +87,7 @@ def test_arrivals_come_faster_at_a_higher_speed() -> None:
     assert [row.arrived_s for row in fleet_run(requests, speed=4.0).rows] == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_prompts_that_fit_nowhere_are_told_and_the_rest_goes_on() -> None:
+def test_prompts_that_fit_nowhere_are_reported_and_the_rest_continues() -> None:
     run = fleet_run([request(0, 9000, 1, 1), request(1, 300, 1, 100)], num_blocks=64)
     assert [row.ttft_s < 0 for row in run.rows] == [True, False]
 

@@ -12,7 +12,7 @@ from tests.router.simulation.support import fleet_run, request
 
 
 def burst(count: int, tokens: int = 1000) -> list[Request]:
-    """All but at once, nothing shared."""
+    """Nearly together, nothing shared."""
     return [request(0.001 * i, tokens, 20, 100 * i, session=i) for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Other routers' formulas on cases worked out by hand, and what such a router knows of a simulated fleet."""
+"""Other routers' formulas on cases worked out by hand, and what such a router sees of a simulated fleet."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_every_request_ends_once_and_the_pool_is_whole(
     times = [now for _, _, now in bench.told]
     assert times == sorted(times)
     bench.engine.pool.check_integrity()
-    assert bench.engine.pool.num_free_blocks == num_blocks - 1, "nobody holds a block at the end"
+    assert bench.engine.pool.num_free_blocks == num_blocks - 1, "no block is held at the end"
     for run in runs:
         if run.index in bench.of("ended"):
             assert run.arrived_s <= run.started_s < run.first_token_s <= run.ended_s
@@ -104,7 +104,7 @@ def test_generation_that_finds_no_block_preempts_the_latest_which_is_computed_ag
     assert runs[0].preempted == 0
     assert runs[1].preempted > 0
     assert bench.of("ended") == [0, 1]
-    assert bench.of("first") == [0, 1], "the first token is told once"
+    assert bench.of("first") == [0, 1], "the first token is reported once"
 
 
 def test_the_preempted_come_before_those_that_wait() -> None:
@@ -114,7 +114,7 @@ def test_the_preempted_come_before_those_that_wait() -> None:
     assert runs[2].started_s > bench.time_of("ended", 0), "the room was for the preempted one first"
 
 
-def test_what_can_never_fit_is_refused_and_holds_up_nobody() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_delays_no_other() -> None:
     bench = Bench(num_blocks=8)
     bench.run([request(0, 2000, 5, 1), request(0, 100, 5, 50)])
     assert bench.of("refused") == [0]

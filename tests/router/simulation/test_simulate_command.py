@@ -47,7 +47,7 @@ def test_a_table_with_every_policy_and_number(capsys: pytest.CaptureFixture[str]
         assert words in out
 
 
-def test_the_pool_and_the_load_are_said_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pool_and_the_load_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "chat",
         "--requests",

@@ -143,7 +143,7 @@ def test_a_variant_sees_memory_outside_the_gpus_or_not() -> None:
     }
     errors = {variant: sum(abs(row.predicted - row.hit) for row in run.rows) for variant, run in told.items()}
     assert errors["kvatlas"] < errors["gpu-only"] / 4
-    assert sum(row.storage for row in told["gpu-only"].rows) > 0, "engines load all the same"
+    assert sum(row.storage for row in told["gpu-only"].rows) > 0, "engines still load"
 
 
 def test_a_busy_engines_prefix_is_pulled_from_its_host_memory() -> None:

@@ -60,7 +60,7 @@ def first_lines(path: Path, count: int) -> bytes:
 SEEDS = [first_lines(path, 6) for path in (CAPTURES[0], TRACES[0])]
 
 
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 """A router's address where nothing listens."""
 
 
@@ -101,10 +101,10 @@ def test_corpus_of_captures(path: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("path", BODIES, ids=lambda path: path.name)
 def test_corpus_of_requests(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = run_explain(ExplainOptions(path, NOBODY), as_json=False)
+    status = run_explain(ExplainOptions(path, UNREACHABLE), as_json=False)
     told = capsys.readouterr().err
     assert status == 2
-    assert told.startswith((f"kvatlas explain: {path}: ", f"kvatlas explain: {NOBODY}/"))
+    assert told.startswith((f"kvatlas explain: {path}: ", f"kvatlas explain: {UNREACHABLE}/"))
 
 
 def test_errors_name_file_line_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_batches_changed_somewhere(where: int, put: bytes, cut: int) -> None:
 def test_any_request(tmp_path: Path, capsys: pytest.CaptureFixture[str], body: bytes) -> None:
     path = tmp_path / "body.json"
     path.write_bytes(body)
-    assert run_explain(ExplainOptions(path, NOBODY), as_json=True) == 2
+    assert run_explain(ExplainOptions(path, UNREACHABLE), as_json=True) == 2
     capsys.readouterr()
 
 

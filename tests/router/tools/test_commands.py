@@ -98,8 +98,8 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "404" in said[3][1]
     assert told(said[4])["prompt"] == told(said[5])["prompt"]
     assert told(said[4])["prompt"]["tokens"] > 349  # with its system text
-    nobody = ExplainOptions(body, router="http://127.0.0.1:9")
-    assert run_explain(nobody, as_json=True) == 2
+    unreachable = ExplainOptions(body, router="http://127.0.0.1:9")
+    assert run_explain(unreachable, as_json=True) == 2
     assert "http://127.0.0.1:9/kvatlas/explain: " in capsys.readouterr().err
 
 

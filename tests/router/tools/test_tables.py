@@ -1,4 +1,4 @@
-"""Tables are whole in 80 columns, and one row is one line where nobody set a width."""
+"""Tables are whole in 80 columns, and one row is one line where no width is set."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_verify_shortens_names_on_a_narrow_terminal_only() -> None:
     assert results[0].trace in drawn(verify_table(results, narrow=False), WIDTH_PIPED)
 
 
-def test_where_nobody_set_a_width_nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_width_nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert output_console().width == WIDTH_PIPED
     monkeypatch.setenv("COLUMNS", "80")

@@ -135,7 +135,7 @@ async def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
         async with sibling.running(), running(router.peers.gossip):
             sibling.load = {E: OthersLoad(3, 0, 0)}
             gossip = router.peers.gossip
-            await until(lambda: gossip.others() == sibling.load, "it is told")
+            await until(lambda: gossip.others() == sibling.load, "it is reported")
             (engine,) = router.fleet
             router.lifecycle.engine_load(engine, running=4, waiting=0)  # one of another client
             now = router.clock()
@@ -218,7 +218,7 @@ async def test_what_a_dead_worker_told_ends_when_its_successor_speaks() -> None:
 
 async def test_a_sibling_that_does_not_read_costs_messages_and_no_time() -> None:
     with seats(2) as places:
-        one = Worker(places[0])  # nobody reads at the other end
+        one = Worker(places[0])  # no reader at the other end
         async with one.running():
             long = [BlockHash(number) for number in range(8000)]
             for _ in range(64):
@@ -252,7 +252,7 @@ async def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) 
                 gates[1].enter(gates[1].tenant_of(FIELDS))
             entry.leave(None)
             heard = two.gossip.stats.received
-            await until(lambda: two.gossip.stats.received > heard, "it is told that the request left")
+            await until(lambda: two.gossip.stats.received > heard, "it learns that the request left")
             gates[1].enter(gates[1].tenant_of(FIELDS)).leave(None)
             with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
                 gates[1].enter(gates[1].tenant_of(FIELDS))
@@ -332,7 +332,7 @@ async def test_the_places_of_a_worker_that_is_gone_are_free_without_a_successor(
             await until(lambda: lets_in(gates[1]), "the place is free")
 
 
-async def test_what_very_many_tenants_use_is_told_in_turns(tmp_path: Path) -> None:
+async def test_the_use_of_very_many_tenants_is_published_in_turns(tmp_path: Path) -> None:
     count = 1200
     keys = "".join(
         f'[tenants.t{n}]\nconcurrent_requests = 1\n[[keys]]\ntenant = "t{n}"\n'

@@ -103,7 +103,7 @@ def test_descriptors_of_different_lengths_are_refused() -> None:
         driver.copy(Direction.LOAD, one, two, one, STREAM)
 
 
-def test_registering_maps_memory_and_failing_to_is_said() -> None:
+def test_registering_maps_memory_and_reports_a_failure() -> None:
     library = FakeLibcuda()
     driver = CudaDriver(1, library=library)
     driver.register_host(1 << 21, 4096)

@@ -143,7 +143,7 @@ def test_bytes_on_their_way_are_bounded(benches: Any) -> None:
     assert bench.engine.throttled > 0
 
 
-def test_stores_beyond_the_bound_fail_at_once_and_loads_are_taken(benches: Any) -> None:
+def test_stores_beyond_the_bound_fail_immediately_and_loads_are_taken(benches: Any) -> None:
     bench = benches(queued_stores_max=1, inflight_bytes_max=1)
     bench.device.held = True
     bench.submit(1, Direction.STORE, [1], [1])

@@ -90,7 +90,7 @@ def test_on_the_host_everything_is_measured_and_told(capsys: pytest.CaptureFixtu
     assert "FAIL" not in capsys.readouterr().err
 
 
-def test_wrong_copies_are_told_and_not_timed() -> None:
+def test_wrong_copies_are_reported_and_not_timed() -> None:
     found, saved = measured(LosingMachine())
     assert found.exit_code == 1
     assert "FAILED" in saved[-1]
@@ -204,7 +204,7 @@ def test_the_time_limit_ends_a_run_whose_call_never_returns(tmp_path: Path) -> N
     assert "1 of 1 checks passed" in report.read_text()
 
 
-def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_an_error_before_the_measurement(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("-m", "benchmarks.transfer", "--host", "--out", str(tmp_path / "file" / "report.md"))
     assert done.returncode == 3
@@ -274,7 +274,7 @@ def test_the_gpus_path_runs_with_its_devices_replaced(tmp_path: Path) -> None:
     for part in (
         "# Transfers on Fake GPU",
         "## Goals",
-        "### Both at once",
+        "### Both together",
         "## What computing loses meanwhile",
         "| graph | 16 stores of one 64 KiB block |",
     ):

@@ -285,7 +285,7 @@ def turns(queue: FairQueue[int], count: int) -> list[str]:
 
 @pytest.mark.parametrize("credit", [0.0, 300.0])
 def test_requests_that_were_charged_nowhere_give_nothing_back(credit: float) -> None:
-    """Twenty requests placed while nobody waits and cancelled while others do: no turn is won by it."""
+    """Twenty requests placed while none waits and cancelled while others do: no turn is won by it."""
     queue: FairQueue[int] = FairQueue(1000)
     placed = [queue.charge("acme", Priority.NORMAL, "", 300) for _ in range(20)]
     for number in range(100):
@@ -303,7 +303,7 @@ def test_a_charge_of_tenants_that_wait_no_longer_gives_nothing_back_to_those_tha
     queue.add(waiting(0, tenant="beta"))
     charge = queue.charge("acme", Priority.NORMAL, "", 6000)
     assert charge is not None
-    turns(queue, 1)  # nobody waits: the counters are gone
+    turns(queue, 1)  # none waits: the counters are gone
     for number in range(100):
         queue.add(waiting(number, tenant="acme"))
         queue.add(waiting(number, tenant="beta"))

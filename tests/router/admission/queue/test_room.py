@@ -1,4 +1,4 @@
-"""Requests that wait: let go one at a time, refused, timed out, and gone, with nothing left behind."""
+"""Requests that wait: released one at a time, refused, timed out or cancelled, with nothing left behind."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ async def test_a_flood_is_shed_for_another_tenant() -> None:
 @pytest.mark.parametrize(
     ("wait_s_max", "until_s", "reason"), [(0.01, None, "wait_s_max"), (FOREVER, 0.01, "x-request-timeout")]
 )
-async def test_who_waited_too_long_is_told_so(wait_s_max: float, until_s: float | None, reason: str) -> None:
+async def test_a_request_that_waited_too_long_gets_an_error(
+    wait_s_max: float, until_s: float | None, reason: str
+) -> None:
     room = room_of(Engines(), wait_s_max=wait_s_max)
     with pytest.raises(ApiError, match=reason) as refused:
         await comes(room, until_s=until_s)
@@ -161,7 +163,7 @@ async def test_what_a_tenant_may_save_up_is_what_the_engines_compute_in_credit_s
     room.leave(ticket)
 
 
-async def test_a_client_that_goes_as_another_comes_or_room_shows_harms_nobody() -> None:
+async def test_a_client_that_leaves_as_another_arrives_or_room_appears_harms_no_other() -> None:
     engines = Engines()
     room = room_of(engines, requests_max=2)
     flood = [comes(room, "acme"), comes(room, "acme")]

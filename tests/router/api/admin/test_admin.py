@@ -93,7 +93,7 @@ async def test_a_stream_goes_on_while_its_engine_is_drained_and_removed(tmp_path
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", f"ann:{TOKEN}", "\xff" * 20])
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-async def test_without_a_token_nobody_gets_in(tmp_path: Path, token: str | None, method: str) -> None:
+async def test_without_a_token_calls_are_refused(tmp_path: Path, token: str | None, method: str) -> None:
     async with running({}) as (one,), administered(tmp_path, one) as admin:
         with audited() as lines:
             status, body, headers = await admin.ask(method, "", {"base_url": UNUSED}, token=token)
@@ -173,7 +173,7 @@ async def test_who_asks_too_often_waits_and_others_do_not(tmp_path: Path) -> Non
         assert (await admin.ask("GET", token=OTHER))[0] == 200
 
 
-async def test_a_rotated_token_counts_at_once_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
+async def test_a_rotated_token_counts_immediately_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     async with running({}) as (one,), administered(tmp_path, one) as admin:
         assert (await admin.ask("GET"))[0] == 200
         token_file(tmp_path, "new-0123456789abcdefgh\n")
@@ -195,7 +195,7 @@ async def test_with_a_port_of_its_own_the_routers_port_has_no_admin_api(tmp_path
             assert answer.status == 404
 
 
-async def test_a_port_that_is_taken_is_said_and_nothing_starts(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_reported_and_nothing_starts(tmp_path: Path) -> None:
     async with running({}) as (taken,):
         port = int(taken.base_url.rpartition(":")[2])
         admin = AdminSettings(enabled=True, token_file=token_file(tmp_path), port=port)

@@ -86,7 +86,7 @@ async def test_without_a_certificate_of_the_authority_not_a_byte_is_read(
         assert (stats.requests, stats.refused) == (0, {})
 
 
-def test_tls_files_of_no_use_are_named_at_start(tmp_path: Path, pki: Path) -> None:
+def test_unusable_tls_files_are_named_at_start(tmp_path: Path, pki: Path) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("no certificate")
     given = {**settings(pki), "tls_cert_file": str(junk)}

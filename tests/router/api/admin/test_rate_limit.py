@@ -36,7 +36,7 @@ def test_never_more_than_the_burst_and_the_rate(per_minute: float, steps: list[t
             now += wait
 
 
-def test_only_so_many_names_are_remembered() -> None:
+def test_the_number_of_remembered_names_is_bounded() -> None:
     limit = RateLimit(60)
     for number in range(1000):
         limit.take(str(number), 0.0)
@@ -53,7 +53,7 @@ def test_turns_come_one_after_the_other_and_few_may_wait() -> None:
     assert turns.take("a", 200.0) == 0.0
 
 
-def test_what_anybody_can_cause_is_said_once_an_interval_with_the_number_left_out() -> None:
+def test_messages_that_clients_cause_are_logged_once_an_interval_with_the_number_left_out() -> None:
     seldom = LogThrottle(1.0)
     assert [seldom.due("x", now) for now in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0)] == [0, None, None, 2, None, 1]
     assert seldom.due("y", 9.0) == 0
@@ -100,7 +100,7 @@ async def test_beyond_their_allowance_guesses_are_compared_one_after_the_other(
     assert tokens.compared <= before + limit.WAITING_MAX
 
 
-async def test_refused_calls_of_nobody_known_are_a_line_a_second_in_the_log(
+async def test_refused_calls_without_a_name_are_a_line_a_second_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limit, "TURN_S", 0.001)

@@ -231,7 +231,7 @@ async def test_vllm_50134_on_the_replay_socket(context: zmq.Context) -> None:
     engine.close()
 
 
-async def test_where_nobody_knows_snapshots_replay_is_used(context: zmq.Context) -> None:
+async def test_without_snapshots_replay_is_used(context: zmq.Context) -> None:
     publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
     publisher.publish([stored(1, 2)])
     publisher.start()
@@ -268,7 +268,7 @@ async def test_a_gap_without_replay_is_made_good_by_a_snapshot_while_live_goes_o
     engine.close()
 
 
-async def test_distrust_has_everything_fetched_anew(context: zmq.Context) -> None:
+async def test_distrust_fetches_everything_again(context: zmq.Context) -> None:
     for ledger in (SnapshotLedger(), None):
         publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context, ledger=ledger)
         publisher.publish([stored(1, 2)])

@@ -119,7 +119,7 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
         (None, "unreadable", "no such file"),
     ],
 )
-async def test_what_is_no_list_changes_nothing_and_is_said(
+async def test_a_file_without_a_list_changes_nothing_and_is_reported(
     tmp_path: Path, content: str | None, reason: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvatlas.router.fleet.sources.FILE_BYTES_MAX", 10_000)

@@ -17,7 +17,7 @@ from kvatlas.router.index.model import FleetResidency
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, random_chain, tokens
 
 DEFAULT = HashScheme()
-SECRET = HashScheme(seed="known to nobody")
+SECRET = HashScheme(seed="secret")
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +229,7 @@ def test_a_masked_root_event_settles_by_membership() -> None:
     assert engine.scheme == DEFAULT
 
 
-def test_a_masked_root_event_of_an_unknown_seed_starts_no_search_at_once() -> None:
+def test_a_masked_root_event_of_an_unknown_seed_starts_no_search_immediately() -> None:
     """Its first block, which alone would show a salt, is hidden."""
     fleet = fleet_of()
     salted = PromptExtras(cache_salt="tenant")
@@ -358,7 +358,7 @@ ODD_KEYS: list[Any] = [
 
 @pytest.mark.parametrize("keys", ODD_KEYS, ids=str)
 @pytest.mark.parametrize("scheme", [DEFAULT, SECRET], ids=["native", "learned"])
-def test_extra_keys_nobody_writes_change_nothing_else(keys: list[Any], scheme: HashScheme) -> None:
+def test_unknown_extra_keys_change_nothing_else(keys: list[Any], scheme: HashScheme) -> None:
     writer, fleet = Writer(scheme), fleet_of()
     odd = writer.stored(tokens(100, seed=3))
     odd.extra_keys = keys
@@ -453,7 +453,7 @@ def test_a_prompt_with_the_same_block_after_another_beginning_proves_nothing() -
 
 
 def test_the_parents_hash_proves_the_algorithm_where_it_is_whole() -> None:
-    """And with it the default seed is assumed at once."""
+    """And with it the default seed is assumed immediately."""
     scheme = HashScheme(algo="sha256_cbor", seed="77")
     for as_bytes, assumed in ((True, HashScheme(algo="sha256_cbor")), (False, None)):
         window = Writer(scheme, kind=WINDOW, window=64, as_bytes=as_bytes)
@@ -461,7 +461,7 @@ def test_the_parents_hash_proves_the_algorithm_where_it_is_whole() -> None:
         assert (engine.assumed, engine.scheme) == (assumed, None)
 
 
-def test_what_is_assumed_is_said_and_never_too_high() -> None:
+def test_an_assumption_is_reported_and_never_too_high() -> None:
     """Chunk starts are hits whatever the scheme is, so with chunked local attention alone nothing waits."""
     fleet = fleet_of(attention_chunk_size=64)
     engine = feed(fleet, *turns(chunk_engine(SECRET), 8))
@@ -548,7 +548,9 @@ def test_a_numeric_seed_where_every_prompt_has_extra_keys(extras: PromptExtras, 
     ],
     ids=["salt", "lora", "salt, image later", "salt and image"],
 )
-def test_a_first_block_that_shows_its_keys_is_searched_with_at_once(extras: PromptExtras, after: int) -> None:
+def test_a_first_block_that_shows_its_keys_is_searched_with_immediately(
+    extras: PromptExtras, after: int
+) -> None:
     scheme, fleet = HashScheme(seed="42"), fleet_of(lora_paths={"sql": "/adapters/sql"})
     found_after = 0
     for n in range(after):
@@ -559,7 +561,7 @@ def test_a_first_block_that_shows_its_keys_is_searched_with_at_once(extras: Prom
     assert fleet.engine("a").scheme == scheme
 
 
-def test_a_placed_prompt_is_searched_with_at_once() -> None:
+def test_a_placed_prompt_is_searched_with_immediately() -> None:
     """The one masked event hides its salt; the prompt shows it."""
     scheme, fleet = HashScheme(seed="42"), fleet_of()
     salted = PromptExtras(cache_salt="tenant")
@@ -622,7 +624,7 @@ def test_equal_tokens_under_other_keys_are_no_evidence() -> None:
 
 
 def test_a_prompt_that_goes_on_otherwise_is_no_evidence_where_hashes_look_ahead() -> None:
-    """Else it would be searched with in vain, and only so many searches are made."""
+    """Else it would be searched without success, and the number of searches is bounded."""
     scheme, fleet = HashScheme(seed="42", lookahead=1), fleet_of()
     shown = PromptExtras(cache_salt="tenant", multimodal=(MultimodalItem("image-1", 3, 10),))
     engine = feed(fleet, Writer(scheme).stored(tokens(40), shown))

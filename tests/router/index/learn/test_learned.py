@@ -177,7 +177,7 @@ def test_the_same_prefix_under_ever_new_hashes_stays_bounded(monkeypatch: pytest
 
 
 def run_pool(groups: tuple[GroupSpec, ...], seed: int, *, retention: int | None) -> list[tuple[int, int]]:
-    """(predicted, true) hits over a random load on an engine whose seed nobody knows."""
+    """(predicted, true) hits over a random load on an engine with an unknown seed."""
     rng = random.Random(seed)
     pool = HybridBlockPool(
         groups, num_blocks=120, scheme=HashScheme(seed="secret"), retention_interval=retention

@@ -48,7 +48,7 @@ def test_a_block_without_its_parent_is_a_part_of_a_longer_one() -> None:
     assert predicted(fleet, PROMPT[:160]) == 0
 
 
-def test_several_blocks_at_once_show_their_size() -> None:
+def test_several_blocks_in_one_event_show_their_size() -> None:
     """An engine joined late: its first block came without the parent, and is still whole."""
     fleet = FleetResidency(ALIGN)
     fleet.apply("a", batch(STATES.stored(PROMPT, start=9, stop=10), FULL.stored(PROMPT, start=9, stop=10)))

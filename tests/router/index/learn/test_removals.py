@@ -50,7 +50,7 @@ def held(residency: EngineResidency, block: int) -> bool:
     return bool(int(words[0]) >> slot.bit & 1)
 
 
-def test_two_removals_in_a_row_mean_copies_are_told_one_by_one() -> None:
+def test_two_removals_in_a_row_mean_copies_are_reported_one_by_one() -> None:
     e = engine()
     apply(e, stored(1), stored(1), stored(1), removed(1))
     assert e.removals.semantics is Removals.UNDECIDED
@@ -125,7 +125,7 @@ def test_phantoms_of_a_publisher_known_to_tell_every_copy_are_re_reports() -> No
     assert held(e, 3)
 
 
-def test_a_restart_starts_the_evidence_anew() -> None:
+def test_a_restart_resets_the_evidence() -> None:
     e = engine()
     apply(e, stored(1), stored(1), removed(1), removed(1))
     e.forget()

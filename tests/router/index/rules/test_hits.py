@@ -266,7 +266,7 @@ def test_engines_of_a_word_are_evaluated_apart() -> None:
             assert evaluate(rows, layout, 1000, word=slot.word).hit[slot.bit] == number % 60 * 16
 
 
-def test_a_plane_nobody_ever_stored_in_is_empty() -> None:
+def test_a_plane_without_stores_is_empty() -> None:
     layout = layout_of(full(0), window(1, 64))
     assert hit(layout, 100, {0: range(6)}) == 0
 

@@ -228,7 +228,7 @@ def test_events_of_a_pool_predict_its_hits() -> None:
     hits: list[int] = []
 
     @settings(max_examples=examples(60), deadline=None)
-    @given(engines().filter(runs).filter(publishes_at_once), st.integers(0, 1 << 30))
+    @given(engines().filter(runs).filter(publishes_immediately), st.integers(0, 1 << 30))
     def equal(engine: Engine, seed: int) -> None:
         hits.extend(hits_of(engine, random.Random(seed)))
 
@@ -236,7 +236,7 @@ def test_events_of_a_pool_predict_its_hits() -> None:
     assert sum(hit > 0 for hit in hits) > len(hits) // 3, "a run without hits shows nothing"
 
 
-def publishes_at_once(engine: Engine) -> bool:
+def publishes_immediately(engine: Engine) -> bool:
     """Whether its first prompts publish blocks: chunked groups alone may not, and until then the index knows
     nothing of the engine."""
     return any(not group.is_hidden and group.family is not Family.CHUNKED for group in engine.groups)

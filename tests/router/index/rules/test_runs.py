@@ -53,7 +53,7 @@ def test_runs_say_what_arrays_say(data: st.DataObject) -> None:
         assert _by_bit(evaluate(rows, layout, num_tokens, word=word)) == _by_bit(by_arrays)
 
 
-def test_a_prompt_in_few_pieces_is_told_of_in_runs_and_a_shredded_one_is_not() -> None:
+def test_a_prompt_in_few_pieces_is_described_in_runs_and_a_shredded_one_is_not() -> None:
     index = MemoryIndex()
     index.store("a", Plane("GPU", 0), [BlockHash(1000 + n) for n in range(10)])
     hashes = [BlockHash(1000 + n) for n in range(200)]

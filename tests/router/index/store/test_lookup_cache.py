@@ -58,7 +58,7 @@ def summed_up(rows: Rows) -> bool:
 
 @pytest.fixture(autouse=True, scope="module")
 def crowded() -> object:
-    """Few places for stamps, few look-ups before they begin anew, few rows before they are renumbered."""
+    """Few places for stamps, few look-ups before they are reset, few rows before they are renumbered."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recall, "_PLACES", 16)
         patch.setattr(recall, "_LOOKUPS_MAX", 5)

@@ -70,7 +70,7 @@ def test_sequences_that_wait_are_held_up_by_nothing_but_their_queue() -> None:
     assert (plain.local_s, plain.remote_s) == (waiting.local_s, waiting.remote_s)
 
 
-def test_without_a_weight_for_them_nobody_is_spared() -> None:
+def test_without_a_weight_running_sequences_do_not_count() -> None:
     pd = msgspec.structs.replace(PD, decode_delay_weight=0.0)
     assert partner(planned([side("d", running=4)], [side("p")], pd)) is None
 

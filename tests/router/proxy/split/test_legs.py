@@ -61,7 +61,7 @@ class PairPlanner(FakePlanner):
     ) -> FakePlacement:
         left = [url for url in self.urls if url not in exclude]
         if not left:
-            raise no_ready_engine("nobody is there")
+            raise no_ready_engine("no engine")
         mates = [url for url in self.prefill if url not in exclude]
         held = None if disagg is None else disagg.handoff(self.now())
         splits = mates and (disagg is None or disagg.may_split)

@@ -89,7 +89,7 @@ def told(*engines: Engine) -> list[str]:
     return [name for engine in engines for call in engine.calls if (name := transfer(call)) is not None]
 
 
-async def test_the_decode_engine_is_told_where_the_blocks_are() -> None:
+async def test_the_decode_engine_gets_the_address_of_the_blocks() -> None:
     async with mooncake([says(200, LENGTH)], [GOOD]) as fleet:
         got = await ask(fleet.rig)
         assert (got.status, got.body) == (200, b'{"good": 1}')
@@ -194,7 +194,7 @@ _DECODES = st.sampled_from(["good", "hangs", "503", "500", "reset", "400", "brok
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(_PREFILLS, min_size=1, max_size=4), st.lists(_DECODES, min_size=1, max_size=4))
-def test_whatever_fails_a_transfer_is_told_once_and_never_after_its_prefill_failed(
+def test_a_failed_transfer_is_reported_once_and_never_after_its_prefill_failed(
     prefills: list[str], decodes: list[str]
 ) -> None:
     async def main() -> None:

@@ -44,7 +44,7 @@ class Connections:
 
 
 class Pages:
-    """The prefill engine's metrics: so many pages, then none that comes."""
+    """The prefill engine's metrics: this many pages, then no answer."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_conne
     record = RequestTracker(lambda: now[0]).begin("POST", CHAT)
     out = Outbound(request, read_request_headers([], None), b"/", record)
     disagg = DisaggState(settings)
-    # Its margin has begun: the number of ended leases is looked up at once.
+    # Its margin has begun: the number of ended leases is looked up immediately.
     handoff = Handoff(b"{}", "p", None, now[0], now[0] + 0.001, now[0] + 5.0, "http://p")
     disagg.handed_over(handoff)
     attempt = FakePlacement("http://d", request=request)
@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_conne
         await task
     assert connections.released == ["the answer"]
     await asyncio.sleep(0)
-    assert len(asyncio.all_tasks()) == 1  # nobody goes on looking
+    assert len(asyncio.all_tasks()) == 1  # the search has ended
 
 
 async def test_a_client_that_leaves_before_the_answer_ends_the_look_up_too() -> None:

@@ -55,7 +55,7 @@ def test_ends_in_no_order_or_out_of_bounds_leave_the_books_right() -> None:
     assert two.check_integrity() == []
 
 
-def test_a_failed_prompt_goes_at_once() -> None:
+def test_a_failed_prompt_leaves_immediately() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     one.drop(one.add(E, HASHES, 0.0))
@@ -82,7 +82,7 @@ def test_what_is_kept_counts_until_the_batch_was_applied_or_can_have_been() -> N
     assert one.common(HASHES, grace).blocks == {E: 4}
 
 
-def test_nobody_counts_its_own_twice_or_tells_of_others() -> None:
+def test_own_prompts_count_once_and_others_are_not_repeated() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     prompt = one.add(E, HASHES, 0.0)
@@ -104,7 +104,7 @@ def test_an_earlier_life_of_a_replica_is_another() -> None:
     assert after.common(HASHES, 0.0).blocks == {E: 4}
 
 
-def test_what_nobody_ends_expires() -> None:
+def test_prompts_without_an_end_expire() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     one.add(E, HASHES, 0.0)

@@ -99,7 +99,7 @@ def test_the_load_of_others_is_waited_for_and_the_gauges_do_not_count_it_twice()
     assert (alone.running, alone.waiting) == (3, 2)
 
 
-def test_own_load_is_told_without_that_of_others() -> None:
+def test_own_load_is_published_without_that_of_others() -> None:
     account = LoadAccount(FleetRates().engine())
     account.report(running=5, waiting=5, now=0.0)
     assert account.own(0.0) is None
@@ -158,7 +158,7 @@ def test_a_link_is_busy_until_the_latest_end_and_time_passes_between_messages() 
     said = {"a": OthersLoad(1, 0, 5, 0, 900), "b": OthersLoad(1, 0, 5, 0, 400)}
     fields = {name: gossip(name, {E: load}).field(0.0) or b"" for name, load in said.items()}
     reader = gossip("me", {})
-    assert reader.others(fields, 0.0)[E].link_ms == 900, "not the sum: each knows of the other"
+    assert reader.others(fields, 0.0)[E].link_ms == 900, "not the sum: each has the other's"
     assert reader.others(fields, 0.3)[E].link_ms == 600
     assert reader.others(fields, 1.0)[E].link_ms == 0
     again = gossip("a", {E: OthersLoad(1, 0, 5, 0, 300)})
@@ -166,7 +166,7 @@ def test_a_link_is_busy_until_the_latest_end_and_time_passes_between_messages() 
     assert reader.others({"a": again.field(1.1) or b""}, 1.2)[E].link_ms == 300, "from the newest message on"
 
 
-def test_ones_own_use_of_a_link_is_told_while_it_lasts() -> None:
+def test_own_use_of_a_link_is_published_while_it_lasts() -> None:
     account = LoadAccount(FleetRates().engine())
     account.link_free_s = 10.75
     assert account.own(10.0) == OthersLoad(link_ms=750)

@@ -71,7 +71,7 @@ async def gateway(
     tls: dict[str, Any] | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[Rig, Envoy]]:
-    """Envoy, and a router that is picker and proxy at once."""
+    """Envoy, and a router that is both picker and proxy."""
     config = configure(*engines, **{"epp": epp(), **changes})
     async with routing(config) as rig:
         names = [endpoint(engine) for engine in engines]
@@ -135,7 +135,7 @@ async def test_errors_have_the_shape_of_the_api(tmp_path: Path) -> None:
         assert headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
 
 
-async def test_a_gateway_that_is_set_up_wrongly_is_told(tmp_path: Path) -> None:
+async def test_a_misconfigured_gateway_gets_an_error(tmp_path: Path) -> None:
     async with running({}) as engines, gateway(tmp_path, *engines) as (rig, through):
         status, _, _ = await through.ask("streamed", CHAT, body("hi"))
         assert status == 500
@@ -317,9 +317,7 @@ UNSEEN = ["original_dst", "override_host", "buffered", "no_answers", "buffered_n
 
 
 @pytest.mark.parametrize("form", UNSEEN)
-async def test_answers_that_nobody_watches_reach_the_client_and_leave_the_accounts(
-    tmp_path: Path, form: str
-) -> None:
+async def test_unwatched_answers_reach_the_client_and_leave_the_accounts(tmp_path: Path, form: str) -> None:
     async with (
         running({"decode_s_per_token": 0.02}, {}) as engines,
         gateway(tmp_path, *engines, epp=epp(answers_watched_share=0.0)) as (rig, through),

@@ -98,7 +98,7 @@ async def test_a_tenant_over_its_limit_gets_429_from_the_gateway(tmp_path: Path)
             assert headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
 
 
-async def test_ranks_behind_one_port_are_told_apart_by_a_header(tmp_path: Path) -> None:
+async def test_ranks_behind_one_port_are_distinguished_by_a_header(tmp_path: Path) -> None:
     async with recorder() as engine:
         ranks = [EngineAddress(engine.url, rank) for rank in (0, 1)]
         async with routing(configure(*ranks, epp=epp(fallbacks=1)), wait=False) as rig:
@@ -167,7 +167,7 @@ def picker_process(port: int, ops_port: int, *engines: str) -> Iterator[subproce
 
 
 @pytest.mark.process
-async def test_a_picker_that_is_told_to_end_leaves_without_a_failed_request(tmp_path: Path) -> None:
+async def test_a_picker_that_is_terminated_leaves_without_a_failed_request(tmp_path: Path) -> None:
     first, second, *ops = free_ports(4)
     async with running({}, {}) as engines:
         urls = [engine.base_url for engine in engines]

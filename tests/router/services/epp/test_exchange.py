@@ -121,7 +121,7 @@ TARGET_CONFIGS: tuple[tuple[dict[str, Any], dict[bytes, bytes]], ...] = (
 
 
 @pytest.mark.parametrize(("settings", "asked"), TARGET_CONFIGS, ids=["wait-target", "service-level"])
-async def test_a_request_whose_predicted_wait_is_too_long_is_refused_at_once(
+async def test_a_request_whose_predicted_wait_is_too_long_is_refused_immediately(
     settings: dict[str, Any], asked: dict[bytes, bytes]
 ) -> None:
     async with gateway(**settings) as (rig, peer, _):
@@ -140,7 +140,7 @@ async def test_a_request_whose_predicted_wait_is_too_long_is_refused_at_once(
 
 
 @pytest.mark.parametrize(("asked", "band"), [({}, 0), ({b"x-kvatlas-priority": b"low"}, 1)])
-async def test_a_gateway_is_told_the_priority_of_the_prompt(asked: dict[bytes, bytes], band: int) -> None:
+async def test_a_gateway_gets_the_priority_of_the_prompt(asked: dict[bytes, bytes], band: int) -> None:
     async with gateway(policy=PolicySettings(engine_priority=2.0)) as (_, peer, _engine):
         number = peer.open(PROCESS)
         fields = {
@@ -337,7 +337,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("sent", "status", "reason"), WRONG.values(), ids=WRONG)
-async def test_a_gateway_that_breaks_the_protocol_is_told(sent: bytes, status: str, reason: str) -> None:
+async def test_a_gateway_that_breaks_the_protocol_gets_an_error(
+    sent: bytes, status: str, reason: str
+) -> None:
     async with gateway() as (rig, peer, _):
         number = peer.open(PROCESS)
         await peer.send(number, sent)
@@ -405,8 +407,8 @@ async def test_an_answer_of_the_gateways_own_before_the_choice_goes_to_the_clien
 
 
 async def test_an_answer_of_the_gateways_own_while_the_request_waits() -> None:
-    one_at_once = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
-    async with gateway(queue=one_at_once) as (rig, peer, _):
+    one_at_a_time = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+    async with gateway(queue=one_at_a_time) as (rig, peer, _):
         first, waits = peer.open(PROCESS), peer.open(PROCESS)
         await peer.send(first, REQUEST)
         await until(lambda: len(messages(peer, first)) == 2, "the choice is sent")
@@ -422,7 +424,7 @@ async def test_an_answer_of_the_gateways_own_while_the_request_waits() -> None:
         peer.flush()
 
 
-async def test_who_says_nothing_is_not_waited_for() -> None:
+async def test_a_silent_gateway_is_not_waited_for() -> None:
     async with gateway(epp={"request_timeout_s": 0.1}) as (rig, peer, _):
         silent = peer.open(PROCESS)
         await peer.until_over(silent)

@@ -271,7 +271,7 @@ def test_errors_say_why_a_request_was_dropped(error: errors.ApiError, reason: by
 
 
 def _nested(depth: int) -> bytes:
-    """Metadata whose subset hint is a text within so many lists."""
+    """Metadata whose subset hint is a text within this many lists."""
     value = bytes_field(3, b"10.0.0.1:8000")
     for _ in range(depth):
         value = bytes_field(6, bytes_field(1, value))

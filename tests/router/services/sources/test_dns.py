@@ -236,7 +236,7 @@ async def test_without_servers_those_of_resolv_conf_are_asked_at_every_question(
     resolv_conf(path, "search x")
     with pytest.raises(ResolveError, match="no nameservers"):
         await resolver.ask("vllm.", A)
-    resolv_conf(path, "nameserver 192.0.2.1", "options timeout:60")  # nobody is there
+    resolv_conf(path, "nameserver 192.0.2.1", "options timeout:60")  # no server there
     with pytest.raises(ResolveError, match=r"vllm\.: .*192\.0\.2\.1"):
         await resolver.ask("vllm.", A)
 

@@ -58,7 +58,7 @@ def test_a_token_is_not_sent_in_the_clear(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"two\nlines", b"\xff\xfe"])
-def test_a_token_of_no_use_is_named(tmp_path: Path, content: bytes) -> None:
+def test_an_unusable_token_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)
     settings = KubernetesSettings(selector="a=b", credentials_dir=str(tmp_path))
@@ -66,7 +66,7 @@ def test_a_token_of_no_use_is_named(tmp_path: Path, content: bytes) -> None:
         find_access(settings, IN_CLUSTER)
 
 
-async def test_a_token_that_is_none_later_is_not_told_to_the_log(tmp_path: Path) -> None:
+async def test_a_token_that_becomes_invalid_is_not_logged(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("old")
     async with kube_api() as kube, seeing(kube, tmp_path) as seen:
         await seen.sees({})
@@ -80,7 +80,7 @@ async def test_a_token_that_is_none_later_is_not_told_to_the_log(tmp_path: Path)
         await seen.until(lambda: kube.seen_tokens[-1] == "new", "logged in again")
 
 
-def test_a_ca_of_no_use_is_named(tmp_path: Path) -> None:
+def test_an_unusable_ca_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ca.crt"
     path.write_text("no certificate")
     settings = KubernetesSettings(selector="a=b", credentials_dir=str(tmp_path))

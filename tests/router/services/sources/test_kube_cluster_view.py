@@ -128,9 +128,7 @@ def test_every_data_parallel_rank_is_an_engine_with_ports_of_its_own() -> None:
         ({"kind": "tgi"}, "kvatlas.io/kind = 'tgi' is none of vllm, sglang"),
     ],
 )
-def test_annotations_that_make_no_sense_are_told_and_count_as_not_given(
-    notes: dict[str, str], told: str
-) -> None:
+def test_invalid_annotations_are_logged_and_count_as_not_given(notes: dict[str, str], told: str) -> None:
     found = seen([with_notes(**notes)])
     assert len(found.problems) == 1
     assert found.problems[0].startswith("serving/a: ")
@@ -161,7 +159,7 @@ def test_ipv6() -> None:
     assert engines([one]) == [EngineAddress("http://[fd00::7]:8000", None, "tcp://[fd00::7]:5557")]
 
 
-def test_an_address_given_out_again_belongs_to_who_is_not_leaving() -> None:
+def test_an_address_given_out_again_belongs_to_the_pod_that_stays() -> None:
     old = pod("a", "10.0.0.1", terminating=True)
     new = pod("b", "10.0.0.1", ready=False)
     for pods in ([old, new], [new, old]):

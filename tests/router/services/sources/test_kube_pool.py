@@ -74,7 +74,7 @@ async def test_a_pool_that_says_nothing_of_use_changes_nothing(tmp_path: Path) -
         async with seeing(kube, tmp_path, **BY_POOL) as seen:
             await seen.sees({A: ""})
             await kube.put(POOLS, inference_pool("qwen", {}, [8000]))
-            await seen.until(lambda: "malformed" in seen.source.stats.errors, "it is told")
+            await seen.until(lambda: "malformed" in seen.source.stats.errors, "it is reported")
             await kube.put(PODS, pod("b", "10.0.0.2"))
             await seen.sees({A: "", B: ""})
 
@@ -109,7 +109,7 @@ def test_each_target_port_is_a_rank_with_events_of_its_own() -> None:
     ]
 
 
-def test_ranks_behind_one_target_port_are_told_apart_by_a_header() -> None:
+def test_ranks_behind_one_target_port_are_distinguished_by_a_header() -> None:
     assert engines([8000], data_parallel_size="2", port="9999") == [
         EngineAddress("http://10.0.0.1:8000", 0, "tcp://10.0.0.1:5557"),
         EngineAddress("http://10.0.0.1:8000", 1, "tcp://10.0.0.1:5558"),

@@ -101,7 +101,7 @@ def test_events_in_any_order_and_any_number_end_in_the_truth(
 def test_any_history_of_lists_watches_and_lost_tails_ends_in_the_truth(
     steps: list[tuple[str, str, int]], seed: int
 ) -> None:
-    """As a reflector lives: hear some events, lose the rest, go on from the last heard, or list anew."""
+    """As a reflector lives: receive some events, lose the rest, continue from the last one, or list again."""
     rng = random.Random(seed)
     cluster, store = Cluster(), ObjectStore[Pod]()
     at = 0
@@ -138,7 +138,7 @@ def test_versions_that_are_no_numbers_count_in_the_order_of_arrival() -> None:
     assert [one.metadata.resource_version for one in store] == ["aaa"]
 
 
-def test_deleted_objects_are_remembered_only_so_many() -> None:
+def test_memory_of_deleted_objects_is_bounded() -> None:
     store = ObjectStore[Pod]()
     for number in range(5000):
         one = pod(f"p{number}", "10.0.0.1")

@@ -106,7 +106,7 @@ async def test_a_list_of_many_pages_begun_again_when_a_page_expires(tmp_path: Pa
             assert seen.told == [seen.now]  # never a part of it
 
 
-async def test_history_that_is_gone_is_listed_anew(tmp_path: Path) -> None:
+async def test_history_that_is_gone_is_listed_again(tmp_path: Path) -> None:
     async with kube_api() as kube, seeing(kube, tmp_path) as seen:
         await kube.put(PODS, pod("a", "10.0.0.1"))
         await seen.sees({A: ""})
@@ -119,7 +119,7 @@ async def test_history_that_is_gone_is_listed_anew(tmp_path: Path) -> None:
         assert not seen.source.stats.failing  # daily business
 
 
-async def test_a_gone_status_instead_of_a_watch_is_listed_anew(tmp_path: Path) -> None:
+async def test_a_gone_status_instead_of_a_watch_is_listed_again(tmp_path: Path) -> None:
     async with kube_api() as kube:
         kube.fail(410, watch_only=True)
         async with seeing(kube, tmp_path) as seen:
@@ -279,7 +279,7 @@ async def test_any_selector_is_passed_on_as_it_is_written(tmp_path: Path) -> Non
         assert kube.selectors == {selector}
 
 
-async def test_watches_that_end_at_once_are_spaced_out(tmp_path: Path) -> None:
+async def test_watches_that_end_immediately_are_spaced_out(tmp_path: Path) -> None:
     async with kube_api() as kube:
         kube.brief = 3
         async with seeing(kube, tmp_path) as seen:

@@ -59,7 +59,7 @@ def test_prefix_caching_that_is_off() -> None:
 
 
 @pytest.mark.long
-def test_a_hash_function_nobody_knows() -> None:
+def test_an_unknown_hash_function() -> None:
     """The whole search for a seed is gone through: hashes that no scheme makes."""
     strange = one(hashes=[1])
     found = run(heard(strange))
@@ -107,7 +107,7 @@ def test_an_attention_chunk_that_is_not_configured() -> None:
 @pytest.mark.parametrize(
     ("configured", "said", "words"), [(None, None, "is not set"), ("all", "align", "the configuration 'all'")]
 )
-def test_a_mamba_mode_that_nobody_told(configured: str | None, said: str | None, words: str) -> None:
+def test_an_unknown_mamba_mode(configured: str | None, said: str | None, words: str) -> None:
     answers = {} if said is None else {"metrics": page(cache_config_info=f'mamba_cache_mode="{said}"')}
     model = ModelConfig(mamba_cache_mode=configured)
     found = run(heard(one(kv_cache_spec_kind="mamba", group_idx=1), model=model, **answers))
@@ -229,7 +229,7 @@ def test_prompts_that_can_never_hit_are_named_before_any_was_served() -> None:
 
 
 @pytest.mark.long
-def test_adapters_whose_path_nobody_told() -> None:
+def test_adapters_without_a_known_path() -> None:
     """Their hashes are of no scheme without the path, so the whole search is gone through."""
     models = {
         "data": [

@@ -57,7 +57,7 @@ async def heard(prepare: Callable[[ZmqPublisher], Any], **changes: Any) -> Findi
             return await examined(at(url, publisher, **changes), seconds=0.1)
 
 
-async def test_event_sockets_that_nobody_has_bound() -> None:
+async def test_event_sockets_without_a_publisher() -> None:
     async with http_server(server()) as url:
         found = await examined(EngineAddress(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
         found.expect("events.reach", Severity.ERROR, "nothing accepts connections")
@@ -85,7 +85,7 @@ async def test_events_and_replay_exchanged() -> None:
             found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
 
 
-async def test_an_address_that_is_none() -> None:
+async def test_an_invalid_address() -> None:
     async with http_server(server()) as url:
         found = await examined(
             EngineAddress(url, events="tcp://nonsense", replay="tcp://nonsense"), timeout_s=0.5
@@ -117,7 +117,7 @@ async def test_a_replay_socket_that_breaks_off(answers: int, severity: Severity,
 
 
 async def reply(router: zmq.Socket[bytes], answers: int) -> None:
-    """Answer one replay request with so many batches, and no end."""
+    """Answer one replay request with this many batches, and no end."""
     await until(lambda: router.poll(0), "asked")
     peer = router.recv_multipart()[0]
     for seq in range(answers):
@@ -143,7 +143,7 @@ async def test_events_of_another_engine() -> None:
             found.expect("probe.exact", Severity.WARNING, "no stored blocks seen yet")
 
 
-async def test_lost_numbers_are_told() -> None:
+async def test_lost_numbers_are_reported() -> None:
     async with http_server(server()) as url:
         with publishing(replay=False) as publisher:
 
@@ -173,7 +173,7 @@ async def test_a_restart_while_listening() -> None:
 
 
 class Recorder:
-    """A sink that writes down what it is told."""
+    """A sink that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -210,7 +210,7 @@ async def test_a_topic_that_does_not_fit() -> None:
             right.expect("events.topic", Severity.OK)
 
 
-def test_array_encoding_and_raw_hashes_are_told() -> None:
+def test_array_encoding_and_raw_hashes_are_reported() -> None:
     old = ["BlockStored", [b"\x01" * 32], None, list(range(16)), 16, None, "GPU"]
     payload = msgspec.msgpack.encode([1.0, [old], 0])
     found = run(heard(lambda publisher: publisher.publish_payload(payload)))

@@ -253,7 +253,7 @@ def test_status_is_that_of_the_worst_finding() -> None:
     assert exit_status([]) == 0
 
 
-async def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_events_batch_that_breaks_the_index_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
@@ -266,7 +266,7 @@ async def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest
             found.expect("events.encoding", Severity.ERROR, "ZeroDivisionError: boom")
 
 
-async def test_a_router_given_as_an_engine_is_told_so() -> None:
+async def test_a_router_given_as_an_engine_is_recognised() -> None:
     async with running({}) as (engine,), routing(configure(engine)) as rig:
         for url in (rig.url, rig.ops_url):
             found = await examined(url)
@@ -277,7 +277,7 @@ async def test_a_router_given_as_an_engine_is_told_so() -> None:
             assert "upgrade" not in told.remedy
 
 
-async def test_events_in_a_medium_that_is_not_known_are_told() -> None:
+async def test_events_in_an_unknown_medium_are_reported() -> None:
     async with http_server(server()) as url:
         with publishing() as publisher:
             publisher.publish([stored(), stored(medium="SHARED_STORAGE"), stored(medium="CPU")])

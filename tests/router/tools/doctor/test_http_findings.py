@@ -40,7 +40,7 @@ def test_an_engine_that_is_down() -> None:
     found = run(examined(DOWN))
     found.expect("http.health", Severity.ERROR, "cannot connect")
     found.expect("http.models", Severity.ERROR)
-    assert found.of("http.event_sources") == [], "one cause is said once"
+    assert found.of("http.event_sources") == [], "one cause is reported once"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_stats_and_verify_of_a_fleet_at_work() -> None:
 
 
 @pytest.mark.process
-def test_an_empty_namespace_and_a_server_that_is_away_are_said() -> None:
+def test_an_empty_namespace_and_an_unreachable_server_are_reported() -> None:
     with Server(any_program()) as server:
         empty = kvatlas("index", "stats", "--namespace", "other", index=server.url)
         assert (empty.returncode, "namespace 'other'" in empty.stderr) == (1, True)

@@ -1,4 +1,4 @@
-"""``kvatlas record``: nothing lost between history and live, what is lost is said, files stay readable."""
+"""``kvatlas record``: nothing lost between history and live, losses are reported, files stay readable."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_a_gap_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("replay", [True, False])
-async def test_what_nobody_has_any_more_is_counted(replay: bool) -> None:
+async def test_batches_that_cannot_be_recovered_are_counted(replay: bool) -> None:
     stage = Stage(replay=replay)
     async with stage:
         await stage.subscribed() if replay else await until(lambda: stage.stats.connected)
@@ -249,7 +249,7 @@ def test_an_overflowing_queue_is_counted(tmp_path: Path) -> None:
     assert [frame.seq for frame in read_capture([tmp_path / "c.jsonl.gz"])] == [0, 1, 2, 3]
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     writer = CaptureWriter(tmp_path / "c.jsonl.gz")
     writer._file.close()
     fill(writer, 10)

@@ -121,7 +121,7 @@ def test_seqs_rise_and_the_lost_are_counted(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(STEPS, STEPS, st.sampled_from([0, 5, 10_000]))
-def test_a_restart_begins_anew(
+def test_a_restart_begins_a_new_sequence(
     before: list[tuple[str, object]], after: list[tuple[str, object]], ring: int
 ) -> None:
     """The old process was heard to its end; of the new one nothing is written out of order, or twice."""

@@ -37,12 +37,12 @@ def test_no_family_is_missing() -> None:
 
 
 def _without_removals(batch: bytes) -> bytes:
-    """A batch whose removals are of a type nobody knows."""
+    """A batch whose removals are of an unknown type."""
     return batch.replace(b"BlockRemoved", b"BlockRemoveX")
 
 
 def _without_one_group(batch: bytes) -> bytes:
-    """A batch in which the stores of group 0 are of a type nobody knows."""
+    """A batch in which the stores of group 0 are of an unknown type."""
     marker = b"group_idx\x00"
     head, *events = batch.split(b"\xabBlockStored")
     return head + b"".join(

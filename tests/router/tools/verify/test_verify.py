@@ -267,7 +267,7 @@ def test_a_folder_named_like_a_trace_is_no_trace(tmp_path: Path, capsys: pytest.
     assert (status, len(traces)) == (0, 1)
 
 
-def test_events_that_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_that_cannot_be_read_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = read(TRACES[0])
     odd = msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}, {"type": "BlockRemoved"}], 0])
     lines.insert(1, {"events": base64.b64encode(odd).decode(), "seq": 99})
