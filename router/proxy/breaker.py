@@ -226,7 +226,7 @@ class Breaker:
         return now >= self._silence.due_at - settings.silent_s_max + settings.overdue_s
 
     def lost(self, asked_at: float, now: float, *, expected_s: float) -> bool:
-        """Whether a request sent then, whose first byte should take ``expected_s``, waits without a chance: since
+        """Whether a request sent then, whose first byte should take ``expected_s``, is lost: since
         before the engine was left out, or, as a probe, for as long as shows a silent engine."""
         # A request sent before the engine was excluded is stuck with it. A later one is a probe, which gets
         # the full time.
