@@ -22,13 +22,13 @@ seeds = --hypothesis-seed=$(seed) --randomly-seed=$(seed)
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.
 WITHOUT_VLLM = tier transfer store/test_block_store_contract.py store/test_redis_store.py
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Workers that each compile all tests again, where a shell says so, take half a minute of a core.
+# Workers that each compile all tests (PYTHONDONTWRITEBYTECODE) take half a minute of a core.
 export PYTHONDONTWRITEBYTECODE :=
 # Of one part (scripts/parts.py), by the name of the target: the fast tests, with ALL=1 all that need no vLLM.
 fast = not vllm and not envoy and not process and not long
 test_part = $(if $(option_ALL),KVATLAS_TEST_EXAMPLES=ci )$(BIN)/python -m pytest $(call parallel,$(if $(option_ALL),4,6)) $(seeds) \
 	-m "$(if $(option_ALL),not vllm and not envoy,$(fast))" $$($(BIN)/python scripts/parts.py $(patsubst test-%,%,$(@:-fast=))) $(ARGS)
-LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` writes them again
+LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` updates them
 
 # Only what was said to make counts: a shell may have variables of these names.
 option_ALL = $(if $(filter command,$(origin ALL)),$(ALL))
@@ -105,7 +105,7 @@ charts: $(CHARTS) ## The Helm chart, rendered and checked against the schemas of
 	@$(BIN)/python scripts/generate_chart_reference.py --check
 	@$(BIN)/python -m pytest tests/charts $(ARGS)
 
-chart-docs: $(CHARTS) ## Write the chart's schema and table of values again from its values.yaml
+chart-docs: $(CHARTS) ## Write the chart's schema and table of values from its values.yaml
 	@$(BIN)/python scripts/generate_chart_reference.py
 
 lint: $(DEV) ## Style, likely mistakes, import layers, structure
@@ -123,10 +123,10 @@ types: $(CHARTS) ## Static types, strict, of the tests of the chart too
 
 check: lint types test ## What must pass before a change is pushed
 
-docs: $(DEV) ## Write docs/cli.md, configuration.md and metrics.md again from the code
+docs: $(DEV) ## Write docs/cli.md, configuration.md and metrics.md from the code
 	@$(BIN)/python scripts/generate_reference.py
 
-lock: $(DEV) ## Pin what the container image installs again, to the newest versions that fit
+lock: $(DEV) ## Pin what the container image installs to the newest versions that fit
 	@$(PIP_INSTALL) 'uv>=0.5'
 	@BIN=$(BIN) scripts/lock.sh
 

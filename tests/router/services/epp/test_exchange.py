@@ -166,7 +166,7 @@ async def test_a_gateway_gets_the_priority_of_the_prompt(asked: dict[bytes, byte
 async def test_a_gateway_takes_the_body_with_a_retention_hint_to_the_engine(
     mode: int, *, sidecar: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sidecar passes on bodies of requests that it does not split. A client names nobody to it."""
+    """A sidecar passes on bodies of requests that it does not split. A client cannot name an engine to it."""
     monkeypatch.setattr("kvatlas.router.fleet.poller.read_obeys_hints", lambda *_: True)
     claim = {"retention_hint": {"ttl_s": 86_400, "owner": "mine"}}
 

@@ -99,7 +99,7 @@ async def test_hints_reach_the_engine_of_requests_that_are_not_split(
         assert rig.router.accounts.retention.stats.sent["session"] == 1
 
 
-async def test_a_client_steers_nobody(tmp_path: Path) -> None:
+async def test_a_client_cannot_choose_engines(tmp_path: Path) -> None:
     """Its own field names an engine that the sidecar may ask; the picker wants one engine alone."""
 
     async with apart(tmp_path, P) as (_, through, beside, (p, _)):
