@@ -295,11 +295,18 @@ def with_first(body: bytes, name: bytes, value: bytes) -> Generator[None, None, 
 
     Returns the same object where the text is no JSON object with members.
     """
+    begin, rest = before_others(body, name, value)
+    return (yield from joined((begin, rest))) if begin else body
+
+
+def before_others(body: bytes, name: bytes, value: bytes) -> tuple[bytes, bytes | memoryview]:
+    """The body with a member before its others, in two parts of which the second is not copied; the first is
+    empty, and the second the same object, where the text is no JSON object with members."""
     start = _FIRST_MEMBER.match(body, 0, _RUN_BYTES_MAX)
     if start is None:
-        return body
-    view, at = memoryview(body), start.end()
-    return (yield from joined((view[:at], b'"%b":%b,' % (name, value), view[at:])))
+        return b"", body
+    at = start.end()
+    return b'%b"%b":%b,' % (bytes(body[:at]), name, value), memoryview(body)[at:]
 
 
 def joined(pieces: Sequence[bytes | memoryview]) -> Generator[None, None, bytes]:

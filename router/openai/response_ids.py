@@ -22,6 +22,8 @@ from typing import Final
 
 import msgspec
 
+from kvatlas.router.openai.members import before_others
+
 FIELD: Final = b"request_id"
 PREFIX: Final = "resp_"
 _NONCE_DIGITS: Final = 20
@@ -30,7 +32,6 @@ _ENGINE_DIGITS: Final = 12
 _ID: Final = re.compile(
     rf"{PREFIX}([0-9a-f]{{{_NONCE_DIGITS}}})([0-9a-f]{{{_PROOF_DIGITS}}})([0-9a-f]{{{_ENGINE_DIGITS}}})"
 )
-_FIRST_MEMBER: Final = re.compile(rb'(?:\xef\xbb\xbf)?[ \t\n\r]{0,65536}+\{(?=[ \t\n\r]{0,65536}+")')
 _NO_SECRET: Final = b"without keys"
 
 
@@ -82,8 +83,4 @@ def digits_of(engine_id: str) -> str:
 def with_id(body: bytes, response_id: str) -> tuple[bytes, bytes | memoryview]:
     """The body with this id, in two parts of which the second is not copied. The same body where it is no
     object with members, which engines refuse."""
-    start = _FIRST_MEMBER.match(body)
-    if start is None:
-        return b"", body
-    at = start.end()
-    return b'%b"%b":"%b",' % (bytes(body[:at]), FIELD, response_id.encode()), memoryview(body)[at:]
+    return before_others(body, FIELD, b'"%b"' % response_id.encode())

@@ -271,7 +271,7 @@ class SseRelay:
         if self._tail and not self._holds:
             came += bytes(self._tail[: max(self._tail.rfind(b"\n"), self._tail.rfind(b"\r")) + 1])
         last = came or self._last
-        if last.endswith((b"\n\n", b"\n\r\n", b"\r\r", b"\n\r")):
+        if last.endswith(EVENT_ENDS):
             closing = b""
         elif last.endswith(b"\n"):
             closing = b"\n"

@@ -193,6 +193,11 @@ class Deaths:
         if known is not None and known.engine_id == engine_id:
             known.came_back = True
 
+    def holds(self, digest: bytes, kept_s: float) -> bool:
+        """Whether ``check`` would refuse this body, or ask an engine."""
+        known = self.suspects.find(digest, self._clock(), kept_s)
+        return known is not None and (known.deaths >= _DEATHS_MAX or not known.came_back)
+
     async def check(self, digest: bytes, kept_s: float) -> None:
         """Raise ``ApiError`` if this body must be given to no engine now."""
         now = self._clock()

@@ -12,6 +12,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -97,18 +98,26 @@ class IdleTracker:
         asyncio.get_running_loop().call_later(_EVERY_S, self._note)
 
 
-class AgainError(Exception):
-    """Place the request again, as its state allows: the decode engine is not at fault. ``broke``: the request
-    may have broken the prefill engine. ``engine_id``: the engine that it may have ended, if any.
-    ``restarted``: another process runs there now."""
+class Harm(Enum):
+    """Of a request to an engine that did not serve it."""
 
-    def __init__(
-        self, problem: str, *, broke: bool = False, engine_id: str = "", restarted: bool = False
-    ) -> None:
+    NONE = 0
+    MAYBE = 1
+    """It may have ended it."""
+    BROKE = 2
+    """The same, and it counts as broken by it."""
+    RESTARTED = 3
+    """Another process runs there now."""
+
+
+class AgainError(Exception):
+    """Place the request again, as its state allows: the decode engine is not at fault. ``harm``: to the
+    engine ``engine_id``."""
+
+    def __init__(self, problem: str, engine_id: str, harm: Harm = Harm.NONE) -> None:
         super().__init__(problem)
-        self.restarted = restarted
-        self.broke = broke
         self.engine_id = engine_id
+        self.harm = harm
 
 
 class DisaggForwarder:
@@ -190,8 +199,9 @@ class DisaggForwarder:
             engine_failed(attempt, error, self._proxy_stats)
             disagg.prefill_failed(attempt.engine_id)
             if ended_with_process(attempt, error):
-                raise AgainError(error.reason, engine_id=attempt.engine_id, restarted=True) from None
-            raise _prefill_failed(attempt, error.reason, broke=broke(error)) from None
+                raise AgainError(error.reason, attempt.engine_id, Harm.RESTARTED) from None
+            harm = Harm.BROKE if broke(error) else Harm.NONE
+            raise AgainError(error.reason, attempt.engine_id, harm) from None
         finally:
             self._idle.end()
             if answer is not None:
@@ -208,12 +218,12 @@ class DisaggForwarder:
             if attempt.refused(status, wait_s):
                 self._proxy_stats.count_failure("status")
             disagg.prefill_failed(attempt.engine_id)
-            raise _prefill_failed(attempt, "status", broke=status == BROKEN)
+            raise AgainError("status", attempt.engine_id, Harm.BROKE if status == BROKEN else Harm.NONE)
         attempt.answered(status)
         if status != 200:
             # the decode engine will tell the client why its request is invalid
             disagg.nothing_to_fetch()
-            raise AgainError("refused")
+            raise AgainError("refused", attempt.engine_id)
         attempt.first_byte(status)
 
     async def _hand_over(
@@ -246,7 +256,7 @@ class DisaggForwarder:
         # nothing of the next one.
         if result != "stopped":
             attempt.nothing_held()
-        raise AgainError(result)
+        raise AgainError(result, attempt.engine_id)
 
     async def _read(self, answer: Answer) -> bytes:
         pieces: list[bytes] = []
@@ -309,7 +319,7 @@ class DisaggForwarder:
                 self._stats.handoffs_lost += 1
                 disagg.decode_failed()
                 # One that only closed it is alive; one that died may have died of the request.
-                raise AgainError("stale connection", engine_id=attempt.engine_id) from None
+                raise AgainError("stale connection", attempt.engine_id, Harm.MAYBE) from None
             raise
         return answer
 
@@ -372,9 +382,7 @@ class DisaggForwarder:
         disagg.decode_failed(status)
         # vLLM answers 500 if the blocks cannot be loaded: a failure of the transfer, not of the request.
         if status == BROKEN and attempt.fetch_failed():
-            error = _in_vain("fetch failed", attempt, out)
-            error.engine_id = attempt.engine_id  # or it died
-            raise error
+            raise _in_vain("fetch failed", attempt, out, Harm.MAYBE)
 
     def not_fetched(self, attempt: Attempt, out: Outbound, disagg: DisaggState | None) -> AgainError:
         """Handle an answer that began after the end of the lease."""
@@ -391,15 +399,11 @@ def broke(error: UpstreamError) -> bool:
     return error.sent and error.reason not in ("overflow", "aborted") and not error.abandoned
 
 
-def _prefill_failed(attempt: Attempt, problem: str, *, broke: bool) -> AgainError:
-    return AgainError(problem, broke=broke, engine_id=attempt.engine_id if broke else "")
-
-
-def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
+def _in_vain(problem: str, attempt: Attempt, out: Outbound, harm: Harm = Harm.NONE) -> AgainError:
     """Discard the blocks computed for this engine."""
     engine = attempt.engine_id
     out.record.tracker.warn("prefill not fetched", out.record, engine, engine=engine, problem=problem)
-    return AgainError(problem)
+    return AgainError(problem, engine, harm)
 
 
 def new_transfer_id() -> str:

@@ -24,13 +24,14 @@ import msgspec
 
 from kvatlas.router.openai.request import MESSAGES, RESPONSES
 
-EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
-"""Of an event whose lines all end alike."""
+EVENT_ENDS: Final = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\r", b"\r\r\n")
+"""How data ends that ends with an event: a line end and an empty line, which may end with CR, LF or both. The
+LF behind a last CR may be missing yet."""
 _BOM: Final = b"\xef\xbb\xbf"
 
 
 def last_event_end(data: bytes | bytearray, start: int = 0) -> int:
-    """Position after the last blank line that ends an event, sought from ``start``; 0: there is none."""
+    """Position after the last of ``EVENT_ENDS``, sought from ``start``; 0: there is none."""
     same, mixed, old = data.rfind(b"\n\n", start), data.rfind(b"\n\r", start), data.rfind(b"\r\r", start)
     end = max(same, mixed, old) + 2
     if end < 2:

@@ -58,6 +58,7 @@ from kvatlas.router.proxy.disaggregated import (
     AgainError,
     DisaggForwarder,
     EnginePage,
+    Harm,
     broke,
     new_transfer_id,
 )
@@ -193,7 +194,7 @@ class Forwarder:
             try:
                 placement = await (
                     self._place_again(out, exclude, left, disagg)
-                    if disagg is not None or left
+                    if disagg is not None or left or self._stats.suspects_current
                     else self._planner.place(out.request, exclude=exclude)
                 )
             except ApiError:
@@ -215,8 +216,8 @@ class Forwarder:
                 # At most once per prefill that the disagg allows, plus one.
                 # Not an attempt of its own: the failure was the prefill's, and the decode engine may be used
                 # again.
-                await self._hold_if_dead(out, again.engine_id, restarted=again.restarted)
-                breaks += again.broke
+                await self._note_harm(out, again)
+                breaks += again.harm is Harm.BROKE
                 if breaks < _BREAKS_MAX and out.had is not Had.END:
                     continue
                 outcome = self._not_again(out, outcome)
@@ -248,7 +249,10 @@ class Forwarder:
     async def _place_again(
         self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
     ) -> Attempt:
-        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
+        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other. What may have
+        ended an engine is held back before it takes a place: to ask that engine takes seconds."""
+        if self._deaths is not None and self._stats.suspects_current:
+            await self._deaths.check(out.digest(), self._settings.suspect_s)
         if disagg is not None:
             exclude |= disagg.failed
         try:
@@ -262,22 +266,24 @@ class Forwarder:
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState | None
     ) -> Refusal | UpstreamError | None:
         """Charge the tenant, then implement ``_attempt``; before it, the prompt is computed by another
-        engine, where the placement says so. Raises ``AgainError``, and ``ApiError`` for a request that no
-        engine gets now, or that its tenant may not make."""
+        engine, where the placement says so. Raises ``AgainError``, and ``ApiError`` for a request that its
+        tenant may not make."""
         prefill, body = placement.prefill, placement.body
         try:
-            if self._deaths is not None and self._stats.suspects_current:
-                await self._deaths.check(out.digest(), self._settings.suspect_s)
-                placement.check_eligible()
+            if (
+                self._deaths is not None
+                and self._stats.suspects_current
+                and self._deaths.holds(out.digest(), self._settings.suspect_s)
+            ):
+                # It may have ended an engine while it waited for its place.
+                raise AgainError("suspected", placement.engine_id)
             # One that takes over a prompt that has been computed costs what that did.
             if out.entry is not None and (body is None or prefill is not None):
                 out.entry.placed(placement.work)
-        except BaseException as error:
+        except BaseException:
             placement.finished(None)
             if prefill is not None:
                 prefill.finished(None)
-            if isinstance(error, UpstreamError):
-                return error
             raise
         if disagg is None:
             return await self._attempt(placement, out, carrier, None, send)
@@ -337,14 +343,18 @@ class Forwarder:
         if deaths is not None and out.carrier is None and self._settings.suspect_s:
             deaths.restarted(out.digest(), engine_id, out.asked_s)
 
-    async def _hold_if_dead(self, out: Outbound, engine_id: str, *, restarted: bool = False) -> None:
+    async def _note_harm(self, out: Outbound, again: AgainError) -> None:
+        """Raise ``ApiError`` if an engine died of the request, and no other one may be asked now."""
+        if again.harm is Harm.RESTARTED:
+            self._note_death(out, again.engine_id)
+        elif again.harm is not Harm.NONE:
+            await self._hold_if_dead(out, again.engine_id)
+
+    async def _hold_if_dead(self, out: Outbound, engine_id: str) -> None:
         """Before another engine is asked: raise ``ApiError`` if the one that had the request died of it, or
-        may have. "": none may have; ``restarted``: it did, and another one may be asked."""
-        if restarted:
-            self._note_death(out, engine_id)
-            return
+        may have."""
         deaths = self._deaths
-        if deaths is None or not engine_id or out.carrier is not None or not self._settings.suspect_s:
+        if deaths is None or out.carrier is not None or not self._settings.suspect_s:
             return
         if await deaths.ended(out.digest(), engine_id, out.asked_s):
             out.record.tracker.warn("engine died", out.record, engine_id, engine=engine_id)

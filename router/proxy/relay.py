@@ -55,10 +55,6 @@ class StreamRelay(msgspec.Struct, eq=False):
     _replaceable: bool = False
     """Another engine may be asked while nothing of an answer has been sent."""
     had: Had = Had.NOTHING
-    _begun: bool = False
-    """Its first token came."""
-    _named: bool = False
-    """An opening has been passed on."""
     _more: bool = True
     _waits: Awaitable[None] | None = None
     """To be awaited before the next piece."""
@@ -120,18 +116,19 @@ class StreamRelay(msgspec.Struct, eq=False):
     def _pass_on(self, data: bytes) -> None:
         """Pass a piece on."""
         events = self._events
+        begun = events.begun
         out = events.feed(data) if data else events.end()
         if self._connection.complete:
             self._more = False
             out += events.end()
-        if not self._begun and (events.begun or events.exposed):
+        if not begun and (events.begun or events.exposed):
             self._begin()
         if events.aborted or events.failed or events.given_up:
             self._failed(out)
         if events.waits:
             events.waits = False
             self._connection.kept_alive()
-        if self._begun and self._success:
+        if events.begun and self._success:
             self._record.piece()
             # Engines send one token per event: cheaper than parsing.
             self._record.streamed_tokens += events.count
@@ -148,14 +145,13 @@ class StreamRelay(msgspec.Struct, eq=False):
                 # Events may be added to it, or left out.
                 fields, length = [field for field in fields if field[0] != b"content-length"], b""
             self._answer.start(self._connection.status, fields, length)
-        self.had = Had.ANSWER if self._begun or self._named else Had.COMMENTS
+        self.had = Had.ANSWER if self._events.begun or self._events.exposed else Had.COMMENTS
         self._waits = self._answer.write(out, more=self._more)
 
     def _begin(self) -> None:
         """The first event came that is passed on: an opening that is not held, a token, an error."""
         attempt, events, status = self._attempt, self._events, self._connection.status
-        if events.exposed and not self._named:
-            self._named = True
+        if events.exposed:
             attempt.arrived(self._connection)
         if not events.begun or events.aborted:
             return
@@ -164,7 +160,6 @@ class StreamRelay(msgspec.Struct, eq=False):
                 # vLLM reports an error of a stream as its first event, behind a status of 200.
                 raise EventRefusedError(events.said.status, self._head.fields, events.error.strip())
             attempt.check_fetched()
-        self._begun = True
         attempt.arrived(self._connection)
         if self._success and events.said.status:
             # An error's events are no tokens. Without an opening it is the whole answer, and nothing broke.

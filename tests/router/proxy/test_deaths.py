@@ -40,6 +40,7 @@ from tests.support.proxy_rig import (
 from tests.support.waiting import until
 
 SETTINGS = ProxySettings(suspect_s=300.0)
+DEAD = "http://127.0.0.1:9"
 
 
 class Fleet:
@@ -133,9 +134,38 @@ async def test_a_request_that_ends_an_engine_ends_one(how: str, stream: bool, pa
         assert [len(asked(engine)) for engine in engines] == [1, 0, 0]
         assert (rig.stats.suspects_noted, rig.stats.suspects_current) == (1, 1)
         assert rig.stats.suspects_refused == {"waits": 4}
+        # One that is held back takes no place, not even while its engine is looked at.
+        assert len(rig.planner.placements) == 1
         # Others are served as ever.
         assert (await ask(rig, body("well", path))).status == 200
         assert all_over(rig)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_request_that_becomes_a_suspect_while_it_waits_for_a_place_gives_the_place_back(
+    monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """``others``: suspects that are known before."""
+    async with routed(says(200, b"{}"), says(200, b"{}")) as (rig, engines, fleet):
+        deaths = rig.app.deaths
+        assert deaths is not None
+        place = rig.planner.place
+
+        async def slow(request: Any, **more: Any) -> Any:
+            digest = digest_of(request.tenant, request.path, request.body)
+            if len(rig.planner.placements) < 1:
+                deaths.learn(DEAD, digest)
+            return await place(request, **more)
+
+        monkeypatch.setattr(rig.planner, "place", slow)
+        for number in range(others):
+            deaths.learn(DEAD, bytes([number]) * 16)
+        assert (await ask(rig, body("x"))).json()["error"]["code"] == "engine_died"
+        assert len(rig.planner.placements) == 1
+        assert all_over(rig)
+        assert asked(engines[0]) == asked(engines[1]) == []
+        fleet.gone.add(DEAD)
+        assert (await ask(rig, body("x"))).status == 200
 
 
 async def test_a_stream_that_broke_off_with_its_engine_is_a_suspect_too() -> None:

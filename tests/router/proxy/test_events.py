@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 
 from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.proxy.answers import SseRelay
-from kvatlas.router.proxy.events import Kind, Said, aborted, blocks, data_of, last_event_end, read_event
+from kvatlas.router.proxy.events import (
+    EVENT_ENDS,
+    Kind,
+    Said,
+    aborted,
+    blocks,
+    data_of,
+    last_event_end,
+    read_event,
+)
 from tests.support.api_streams import LINE_ENDS, SGLANG, STREAMS, event_of, stream_of
 
 PATHS = sorted(STREAMS)
@@ -37,6 +47,14 @@ def test_an_event_says_the_same_in_every_framing(path: str, space: str, lines: b
     assert kind(parts.error) is Kind.ERROR
     last = parts.end[-1]
     assert kind(last) is Kind.TOKEN
+
+
+def test_one_rule_says_what_ends_an_event() -> None:
+    """All texts of up to six line ends and letters: what ``EVENT_ENDS`` says, and the position."""
+    for length in range(7):
+        for letters in itertools.product(b"\r\nx", repeat=length):
+            text = bytes(letters)
+            assert text.endswith(EVENT_ENDS) == (0 < length == last_event_end(text))
 
 
 @pytest.mark.parametrize(
