@@ -36,7 +36,7 @@ from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet, Frontend
 from kvatlas.router.http.server import lifespan
 from kvatlas.router.http.settings import ListenSettings, ListenStats
-from kvatlas.router.http.sockets import Certificates
+from kvatlas.router.http.tls import Certificates
 from kvatlas.router.observe.history import HistoryLog
 from kvatlas.router.observe.receipts import WORTH_HALF_LIFE_S
 from kvatlas.router.observe.requests import RequestTracker

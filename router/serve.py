@@ -24,7 +24,7 @@ from kvatlas.router.api.metrics_page import prepare
 from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.schema import WORKERS_MAX, Config
-from kvatlas.router.http.server import address_url
+from kvatlas.router.http.side_ports import address_url
 from kvatlas.router.observe.history import read_key
 from kvatlas.router.server_lifecycle import (
     Decided,

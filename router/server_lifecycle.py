@@ -32,9 +32,11 @@ from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import Change, changes
 from kvatlas.router.config.schema import Config
-from kvatlas.router.http.server import ListenError, ProxyServer, listen_config, server_url
+from kvatlas.router.http.descriptors import raise_descriptor_limit
+from kvatlas.router.http.server import ListenError, ProxyServer, listen_config
 from kvatlas.router.http.settings import ListenSettings, ListenStats
-from kvatlas.router.http.sockets import Certificates, TlsError, raise_descriptor_limit, server_context
+from kvatlas.router.http.side_ports import server_url
+from kvatlas.router.http.tls import Certificates, TlsError, server_context
 from kvatlas.router.observe.traces import TracesNotInstalledError
 from kvatlas.router.placement.policies import policy
 from kvatlas.router.prompts.reader import ModelDirError

@@ -32,7 +32,7 @@ LONE_TASKS = frozenset(
         # a Protocol's callbacks cannot await; uvicorn's own set of tasks is waited for when it drains
         "router/http/downstream.py",
         # ends by drain(), not by being cancelled; awaited where its block ends
-        "router/http/server.py",
+        "router/http/side_ports.py",
         # ended by `close`
         "router/replication/redis_client.py",
         # awaited where it is started, also when that is cancelled

@@ -20,7 +20,8 @@ import msgspec
 import structlog
 
 from kvatlas.router.admission.fair_queue import Priority
-from kvatlas.router.http.sockets import WatchedFile, describe_error
+from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
 _FILE_BYTES_MAX = 16 * 1024 * 1024

@@ -23,8 +23,8 @@ from kvatlas.router.fleet.sources import check_address
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.http.downstream import DownstreamConnection
 from kvatlas.router.http.listener import ListenConfig
-from kvatlas.router.http.server import SIDE_LISTEN, SideServer
-from kvatlas.router.http.sockets import Certificates, server_context
+from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
+from kvatlas.router.http.tls import Certificates, server_context
 from kvatlas.router.observe.requests import LogThrottle
 from kvatlas.router.openai.errors import ApiError, bad_request, engine_not_found, fleet_full
 from kvatlas.router.placement.engine import Engine

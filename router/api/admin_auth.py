@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import structlog
 
-from kvatlas.router.http.sockets import TlsFiles, WatchedFile, check_tls_files, describe_error, warn_if_public
+from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.http.secret_files import warn_if_public
+from kvatlas.router.http.tls import TlsFiles, check_tls_files
+from kvatlas.router.http.watched_file import WatchedFile
 from kvatlas.router.openai.errors import ApiError, too_often, unauthorized
 
 if TYPE_CHECKING:

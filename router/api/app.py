@@ -47,8 +47,9 @@ from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.views import Readiness
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.http.request_cycle import HEADERS_BY_NAME
-from kvatlas.router.http.server import SIDE_LISTEN, SideServer, listen_config
+from kvatlas.router.http.server import listen_config
 from kvatlas.router.http.settings import CorsSettings
+from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
 from kvatlas.router.observe.findings import BAD, Severity, counts
 from kvatlas.router.openai.errors import (
     ApiError,

@@ -26,8 +26,8 @@ from kvatlas.router.config.errors import ConfigError, meant
 from kvatlas.router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.sources import check_address
+from kvatlas.router.http.addresses import base_url_fault, is_host, split_address
 from kvatlas.router.http.settings import ListenSettings
-from kvatlas.router.http.sockets import base_url_fault, is_host, split_address
 from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.placement.policies import POLICIES
 from kvatlas.router.placement.shadow import Shadow

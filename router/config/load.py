@@ -25,7 +25,7 @@ from kvatlas.router.config.errors import ConfigError, meant, misfit
 from kvatlas.router.config.removed import REMOVED, refusal
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.prompts.settings import ANY_MODEL
 from kvatlas.router.replication.settings import IndexSettings, has_password, redacted
 

@@ -17,7 +17,7 @@ from kvatlas.router.feeds.base import FeedSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.settings import CorsSettings, ListenSettings
-from kvatlas.router.http.sockets import TlsFiles, check_tls_files
+from kvatlas.router.http.tls import TlsFiles, check_tls_files
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.observe.traces import TraceSettings
 from kvatlas.router.observe.usage import UsageSettings

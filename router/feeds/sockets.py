@@ -29,7 +29,7 @@ from kvatlas.router.feeds.base import (
     WireError,
     replay_in_pieces,
 )
-from kvatlas.router.http.sockets import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
+from kvatlas.router.http.keepalive import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 _log = structlog.get_logger()
 _Result = TypeVar("_Result")

@@ -53,14 +53,9 @@ from kvatlas.router.fleet.status import (
     kind_of,
 )
 from kvatlas.router.http.client import HttpClient, TooLongError
-from kvatlas.router.http.sockets import (
-    Certificates,
-    NotConnectedError,
-    TlsFiles,
-    client_context,
-    describe_error,
-    is_out_of_descriptors,
-)
+from kvatlas.router.http.descriptors import is_out_of_descriptors
+from kvatlas.router.http.error_texts import NotConnectedError, describe_error
+from kvatlas.router.http.tls import Certificates, TlsFiles, client_context
 from kvatlas.router.observe.requests import LogThrottle
 
 _log = structlog.get_logger()

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from kvatlas.router.fleet.engines import EngineKind
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.openai.request import (
     BATCH,
     CHAT,

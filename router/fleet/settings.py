@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvatlas.router.http.sockets import TlsFiles, describe_error, warn_if_public
+from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.http.secret_files import warn_if_public
+from kvatlas.router.http.tls import TlsFiles
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")

@@ -27,7 +27,8 @@ from kvatlas.router.fleet.engines import (
     SourceStats,
 )
 from kvatlas.router.fleet.settings import FileSettings
-from kvatlas.router.http.sockets import base_url_fault, describe_error, split_address
+from kvatlas.router.http.addresses import base_url_fault, split_address
+from kvatlas.router.http.error_texts import describe_error
 
 _log = structlog.get_logger()
 DRAINED = "drained in the file"

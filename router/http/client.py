@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from kvatlas.router.http.error_texts import NotConnectedError, describe_error
 from kvatlas.router.http.settings import ClientSettings, ClientStats
-from kvatlas.router.http.sockets import NotConnectedError, describe_error
-from kvatlas.router.http.upstream import Origin, UpstreamClient, UpstreamConnection, UpstreamError
+from kvatlas.router.http.upstream import UpstreamConnection, UpstreamError
+from kvatlas.router.http.upstream_pool import Origin, UpstreamClient
 
 # At one time, of one client; further ones wait. A fleet of a thousand engines is not asked all at once.
 REQUESTS_MAX = 100

@@ -18,17 +18,12 @@ from typing import Any, cast
 import httptools
 from uvicorn.server import ServerState
 
+from kvatlas.router.http.asgi_scope import connection_scope, request_head_error, request_scope
+from kvatlas.router.http.deadlines import NEVER
+from kvatlas.router.http.descriptors import is_last_descriptor
 from kvatlas.router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
-from kvatlas.router.http.request_cycle import (
-    RequestCycle,
-    connection_scope,
-    error_response_bytes,
-    request_head_error,
-    request_id_of,
-    request_scope,
-)
+from kvatlas.router.http.request_cycle import RequestCycle, error_response_bytes, request_id_of
 from kvatlas.router.http.settings import ListenSettings, ListenStats
-from kvatlas.router.http.sockets import NEVER, is_last_descriptor
 from kvatlas.router.openai.errors import (
     ApiError,
     bad_request,

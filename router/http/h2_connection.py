@@ -16,23 +16,12 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, cast
 
 from kvatlas.router.http import h2_codec as h2
-from kvatlas.router.http.h2_codec import (
-    Field,
-    FrameReader,
-    H2Error,
-    H2Frame,
-    HeaderBlockAssembler,
-    HeaderDecoder,
-)
-from kvatlas.router.http.h2_streams import (
-    STREAM_HALF_CLOSED,
-    STREAM_OPEN,
-    SendScheduler,
-    Stream,
-    StreamHandler,
-)
+from kvatlas.router.http.deadlines import NEVER, Sweeper
+from kvatlas.router.http.h2_codec import FrameReader, H2Error, H2Frame, HeaderBlockAssembler
+from kvatlas.router.http.h2_sending import SendScheduler
+from kvatlas.router.http.h2_streams import STREAM_HALF_CLOSED, STREAM_OPEN, Stream, StreamHandler
+from kvatlas.router.http.hpack_decoding import Field, HeaderDecoder
 from kvatlas.router.http.settings import HandshakeStats
-from kvatlas.router.http.sockets import NEVER, Sweeper
 
 # Limit of control frames per second: each costs work without carrying content (RFC 9113, section 10.5).
 

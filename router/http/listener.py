@@ -19,8 +19,9 @@ from typing import Any, Protocol, cast
 import structlog
 import uvicorn
 
+from kvatlas.router.http.deadlines import Sweeper, sweep_interval_s
+from kvatlas.router.http.descriptors import is_last_descriptor
 from kvatlas.router.http.settings import HandshakeStats, ListenSettings, ListenStats
-from kvatlas.router.http.sockets import Sweeper, is_last_descriptor, sweep_interval_s
 from kvatlas.router.openai.errors import ApiError
 
 _log = structlog.get_logger()

@@ -36,7 +36,7 @@ import msgspec
 
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.fleet.engines import EngineAddress, EngineId
-from kvatlas.router.http.sockets import split_address
+from kvatlas.router.http.addresses import split_address
 from kvatlas.router.openai.members import TooManyStepsError, run_cooperatively
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import SplitBody, split_body

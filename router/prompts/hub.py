@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 
 _LASTING: Final = frozenset(
     {"no_tokenizer", "remote_code", "too_large", "unusable", "differs", "not_readable"}

@@ -180,7 +180,7 @@ def main() -> None:
         seen = f"{request.source or request.prompts.tokenizer_dir}: {at}: takes too much memory"
         say(problem=("too_large", seen, _REMEDY))
     except Exception as error:  # noqa: BLE001  # files of others, in the hands of several packages
-        from kvatlas.router.http.sockets import describe_error  # noqa: PLC0415
+        from kvatlas.router.http.error_texts import describe_error  # noqa: PLC0415
 
         seen = f"{request.source or request.prompts.tokenizer_dir}: {at}: {describe_error(error)}"
         say(problem=("unusable", seen[:500], _REMEDY))

@@ -35,7 +35,7 @@ from kvatlas.router.http.request_cycle import (
     Scope,
     Send,
 )
-from kvatlas.router.http.upstream import UpstreamClient
+from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.openai.body import Peek, invalid_json, peek_any_size
 from kvatlas.router.openai.errors import (

@@ -19,7 +19,8 @@ import xxhash
 from kvatlas.router.admission.admission_queue import ENGINE_PRIORITY
 from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.http.request_cycle import RequestCycle
-from kvatlas.router.http.upstream import UpstreamClient, UpstreamError
+from kvatlas.router.http.upstream import UpstreamError
+from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
 from kvatlas.router.observe.usage import PlacementFacts
 from kvatlas.router.openai.request import InboundRequest, Usage

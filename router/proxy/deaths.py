@@ -23,7 +23,8 @@ from typing import Protocol
 import msgspec
 import xxhash
 
-from kvatlas.router.http.upstream import UpstreamClient, UpstreamError
+from kvatlas.router.http.upstream import UpstreamError
+from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.openai.errors import ApiError, ends_engines, engine_died
 from kvatlas.router.proxy.headers import request_head
 from kvatlas.router.proxy.settings import ProxyStats

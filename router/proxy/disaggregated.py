@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.router.http.upstream import UpstreamClient, UpstreamError
+from kvatlas.router.http.upstream import UpstreamError
+from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.openai.errors import retry_after_s
 from kvatlas.router.openai.members import run_cooperatively
 from kvatlas.router.openai.request import Usage

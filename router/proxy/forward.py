@@ -20,7 +20,8 @@ import msgspec
 import structlog
 
 from kvatlas.router.http.request_cycle import AsgiSink, Send
-from kvatlas.router.http.upstream import REPEATABLE, UpstreamClient, UpstreamError
+from kvatlas.router.http.upstream import UpstreamError
+from kvatlas.router.http.upstream_pool import REPEATABLE, UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
 from kvatlas.router.openai.errors import (
     ApiError,

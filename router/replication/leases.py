@@ -24,7 +24,7 @@ import structlog
 import xxhash
 
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.replication import scripts
 from kvatlas.router.replication.codec import ScopeKeys
 from kvatlas.router.replication.gossip import HeartbeatMonitor

@@ -31,7 +31,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, InvalidResponse, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.replication.settings import Target
 
 # Errors of redis-py and sockets, converted to one exception.

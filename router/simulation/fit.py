@@ -21,7 +21,7 @@ import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas.router.http.client import HttpClient, ResponseError
-from kvatlas.router.http.sockets import NotConnectedError
+from kvatlas.router.http.error_texts import NotConnectedError
 from kvatlas.router.simulation.setup import Timing
 from kvatlas.router.simulation.traces import Captured
 from kvatlas.router.tools.ops_client import ask, ops_headers, reason

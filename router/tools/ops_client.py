@@ -20,7 +20,7 @@ from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.config.errors import ConfigError, meant, misfit
 from kvatlas.router.config.schema import OPS_PORT
 from kvatlas.router.http.client import HttpClient
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 
 OPS_URL = f"http://127.0.0.1:{OPS_PORT}"
 # Environment variable with the token of a router that requires one (``server.ops_token_file``).

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 
 # Slot of the worker that serves the ops port and the admin API for all workers.
 LEAD = 0

@@ -23,8 +23,8 @@ from kvatlas.router.api.metrics_page import Sources, families, in_steps, page_st
 from kvatlas.router.api.metrics_tables import of_stats
 from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from kvatlas.router.http.client import HttpClient
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.settings import ListenStats
-from kvatlas.router.http.sockets import describe_error
 from kvatlas.router.observe.findings import Finding, joined
 from kvatlas.router.observe.history import RecentHistory
 from kvatlas.router.observe.receipts import EVIDENCE_KEPT, Histogram

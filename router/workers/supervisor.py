@@ -33,7 +33,8 @@ from starlette.responses import Response
 
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.fleet.engines import AdminDecisions, DesiredState
-from kvatlas.router.http.server import SIDE_LISTEN, SideServer, listen_config
+from kvatlas.router.http.server import listen_config
+from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
 from kvatlas.router.workers.context import LEAD, WorkerContext, WorkerSockets
 from kvatlas.router.workers.gossip import SiblingGossip
 from kvatlas.router.workers.merged_view import PEER_HEADER, AggregateView, SiblingCalls

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.router.http.sockets import keep_alive
+from kvatlas.router.http.keepalive import keep_alive
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.grpc import DESTINATION, GrpcReader, message_frame
 from kvatlas.router.services.epp.messages import as_bytes, as_int, bytes_field, fields, number_field

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES
 from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
 from kvatlas.router.prompts.chat.messages import Message, parse_message

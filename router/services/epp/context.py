@@ -11,8 +11,8 @@ import msgspec
 import structlog
 
 from kvatlas.router.fleet.engines import endpoint_of
+from kvatlas.router.http.deadlines import NEVER, Sweeper
 from kvatlas.router.http.listener import Capacity
-from kvatlas.router.http.sockets import NEVER, Sweeper
 from kvatlas.router.observe.requests import LogThrottle
 from kvatlas.router.openai.request import PROMPT_APIS
 from kvatlas.router.proxy.attempt import Attempt

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Final
 
-from kvatlas.router.http.h2_codec import encode_literal
-from kvatlas.router.http.request_cycle import ASGI, request_head_error, request_scope
+from kvatlas.router.http.asgi_scope import ASGI, request_head_error, request_scope
+from kvatlas.router.http.hpack_decoding import encode_literal
 from kvatlas.router.openai.errors import bad_request, head_too_large
 
 _HEAD: Final = struct.Struct(">BI")  # compressed flag and length

@@ -18,21 +18,15 @@ from typing import Any, Final
 
 import structlog
 
-from kvatlas.router.http.h2_codec import Field, encode_literal
+from kvatlas.router.http.deadlines import Sweeper, sweep_interval_s
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.h2_connection import HANDSHAKE_TIMEOUT_S, STALL_TIMEOUT_S, H2Connection, StreamOpener
 from kvatlas.router.http.h2_streams import Stream, StreamHandler
+from kvatlas.router.http.hpack_decoding import Field, encode_literal
 from kvatlas.router.http.listener import Capacity, Handshakes
-from kvatlas.router.http.server import address_url
 from kvatlas.router.http.settings import ListenSettings
-from kvatlas.router.http.sockets import (
-    Certificates,
-    Sweeper,
-    TlsError,
-    TlsFiles,
-    describe_error,
-    server_context,
-    sweep_interval_s,
-)
+from kvatlas.router.http.side_ports import address_url
+from kvatlas.router.http.tls import Certificates, TlsError, TlsFiles, server_context
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp.context import PickerContext

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from kvatlas.router.http.h2_connection import H2Stats
-from kvatlas.router.http.sockets import TlsFiles, check_tls_files
+from kvatlas.router.http.tls import TlsFiles, check_tls_files
 
 
 class EppSettings(msgspec.Struct, frozen=True):

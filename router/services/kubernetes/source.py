@@ -30,7 +30,7 @@ from lightkube import ApiError, AsyncClient, ConfigError, NotReadyError
 
 from kvatlas.router.fleet.engines import Costs, DiscoveredEngine, Publish, SourceStats
 from kvatlas.router.fleet.settings import KubernetesSettings
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.services.kubernetes.objects import (
     DELETION_COST,
     EndpointSlice,

@@ -22,7 +22,7 @@ from lightkube.config.models import Cluster, User
 
 from kvatlas.router.fleet.engines import CannotStartError
 from kvatlas.router.fleet.settings import KubernetesSettings
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.openai.errors import retry_after_s
 
 # Address of the API server, trusted CA and credentials: inside a cluster, by kubeconfig, or as configured.

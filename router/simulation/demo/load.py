@@ -37,7 +37,7 @@ from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.fleet.status import EngineStatus
 from kvatlas.router.http.client import HttpClient, HttpResponse
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.observe.receipts import EngineReceipts, Receipt
 from kvatlas.router.openai.request import CHAT, Usage
 from kvatlas.router.placement.engine import Engine

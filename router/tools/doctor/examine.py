@@ -31,7 +31,7 @@ from kvatlas.router.fleet.statement import (
 )
 from kvatlas.router.fleet.status import ModelCard, kind_of
 from kvatlas.router.http.client import HttpClient
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.index.base import GPU
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvatlas.router.http.client import HttpClient
-from kvatlas.router.http.sockets import NotConnectedError, describe_error
+from kvatlas.router.http.error_texts import NotConnectedError, describe_error
 from kvatlas.router.tools.ops_client import reason
 
 ANSWER_BYTES_MAX = 8 << 20

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kvatlas.router.http import sockets
+from kvatlas.router.http import descriptors
 from kvatlas.router.http.listener import Capacity, client_key
 from kvatlas.router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
@@ -169,7 +169,7 @@ def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFi
             reader, writer = await rig.connect()
             writer.write(request(b"", method="GET", target="/nothing"))
             assert (await read_answer(reader)).status == 404
-            sockets._LastLog.next_at = 0.0
+            descriptors._LastLog.next_at = 0.0
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             taken: list[int] = []
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
@@ -206,18 +206,18 @@ def test_soft_limit_is_raised_and_a_shortage_is_logged(
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", set_limits)
-    assert sockets.raise_descriptor_limit(100) == 100
+    assert descriptors.raise_descriptor_limit(100) == 100
     assert limits == (1024, 4096)
-    assert sockets.raise_descriptor_limit(1000) == 1000
+    assert descriptors.raise_descriptor_limit(1000) == 1000
     assert limits == (2256, 4096)
     assert not capsys.readouterr().out
-    assert sockets.raise_descriptor_limit(10_000) == 1920
+    assert descriptors.raise_descriptor_limit(10_000) == 1920
     assert limits == (4096, 4096)
     out = capsys.readouterr().out
     assert "listen.connections_max" in out
     assert "4096" in out
     limits = (1024, resource.RLIM_INFINITY)
-    assert sockets.raise_descriptor_limit(10_000) == 10_000
+    assert descriptors.raise_descriptor_limit(10_000) == 10_000
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,6 @@ def test_a_default_that_can_mostly_be_held_is_no_warning(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     with structlog.testing.capture_logs() as logs:
-        held = sockets.raise_descriptor_limit(asked, default=10_000)
+        held = descriptors.raise_descriptor_limit(asked, default=10_000)
     assert [line["log_level"] for line in logs] == [level] * bool(level)
     assert held == min(asked, (hard - 256) // 2)

@@ -11,7 +11,7 @@ import pytest
 
 from kvatlas.router.http import client as module
 from kvatlas.router.http.client import HttpClient, ResponseError, TooLongError
-from kvatlas.router.http.sockets import NotConnectedError, describe_error
+from kvatlas.router.http.error_texts import NotConnectedError, describe_error
 from tests.support.waiting import until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvatlas.router.http.client import HttpClient
-from kvatlas.router.http.sockets import describe_error
+from kvatlas.router.http.error_texts import describe_error
 from tests.support.paths import ROOT
 
 CLASS_NAMES_ALLOWED = {

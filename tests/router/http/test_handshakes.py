@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvatlas.router.http import sockets
+from kvatlas.router.http import descriptors
 from kvatlas.router.http.listener import Handshakes, ListenConfig
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 from kvatlas.router.services.epp.settings import EppSettings
@@ -116,8 +116,8 @@ async def test_those_of_gateways_are_bounded_too(monkeypatch: pytest.MonkeyPatch
 def test_the_last_file_descriptors_are_counted_and_told(
     pki: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sockets, "_LAST_DESCRIPTORS", 1 << 40)  # as if all there are were the last ones
-    monkeypatch.setattr(sockets._LastLog, "next_at", 0.0)
+    monkeypatch.setattr(descriptors, "_LAST_DESCRIPTORS", 1 << 40)  # as if all there are were the last ones
+    monkeypatch.setattr(descriptors._LastLog, "next_at", 0.0)
 
     async def main() -> None:
         async with serving(pki) as (rig, _, stats):

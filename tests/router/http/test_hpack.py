@@ -12,14 +12,11 @@ from kvatlas.router.http.h2_codec import (
     FrameReader,
     H2Error,
     H2Frame,
-    HeaderDecoder,
-    HuffmanError,
-    encode_literal,
     frame,
     header_block_fragment,
-    huffman_decode,
     strip_padding,
 )
+from kvatlas.router.http.hpack_decoding import HeaderDecoder, HuffmanError, encode_literal, huffman_decode
 from tests.support.examples import examples
 
 NAMES = st.sampled_from([b":path", b":method", b"content-type", b"x-a", b"x-b", b"te"]) | st.binary(

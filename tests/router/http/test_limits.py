@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from kvatlas.router.http.sockets import NEVER, Sweeper
+from kvatlas.router.http.deadlines import NEVER, Sweeper
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import (

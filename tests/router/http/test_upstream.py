@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from kvatlas.router.http.upstream import UpstreamClient, UpstreamConnection, UpstreamError
+from kvatlas.router.http.upstream import UpstreamConnection, UpstreamError
+from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.proxy_rig import Engine, answer, says
 from tests.support.transports import FakeTransport
