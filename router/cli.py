@@ -41,7 +41,7 @@ from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.placement.policies import POLICIES
 from kvatlas.router.simulation.cli import advise, simulate
 from kvatlas.router.tools import cli as tools
-from kvatlas.router.tools.cli import certify, doctor, index_app, top
+from kvatlas.router.tools.cli import doctor, index_app, top
 
 # Arguments of ``kvatlas serve`` and ``epp``. Light to import: the implementation is loaded when it runs.
 
@@ -271,7 +271,6 @@ for each in (
     tools.replay,
     tools.explain,
     doctor,
-    certify,
     advise,
     simulate,
     top,

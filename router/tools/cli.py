@@ -1,4 +1,4 @@
-"""Command-line arguments of the capture, trace, key, usage, index, doctor and certify commands.
+"""Command-line arguments of the capture, trace, key, index and doctor commands.
 
 Light to import: each command imports its implementation when it runs.
 """
@@ -273,38 +273,3 @@ def doctor(
         settings=settings,
         as_json=json,
     )
-
-
-def certify(
-    *,
-    engine: Annotated[
-        str,
-        Parameter(
-            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; without a rank, all ranks."
-        ),
-    ],
-    tokenizer: TokenizerFlag = None,
-    config: Annotated[
-        Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
-    ] = None,
-    model: Annotated[str, Parameter(help="Model name that the engine must serve; default: any.")] = "",
-    seconds: Annotated[float, Parameter(help="Seconds after which the load starts no more requests.")] = 40.0,
-    timeout: Annotated[
-        float, Parameter(help="Seconds to wait for each response that needs no prefill.")
-    ] = 5.0,
-    json: Annotated[bool, Parameter(help="One JSON object with every property and its evidence.")] = False,
-) -> int:
-    """Certify one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
-    from kvatlas.router.tools.doctor.command import run_certify
-    from kvatlas.router.tools.doctor.examine import ExamineSettings
-    from kvatlas.router.tools.doctor.prober import LoadPlan
-
-    settings = ExamineSettings(
-        seconds=0.5,
-        timeout_s=timeout,
-        probe_timeout_s=20.0,
-        probe=True,
-        model=model,
-        load=LoadPlan(seconds_max=seconds),
-    )
-    return run_certify(engine=engine, tokenizer=tokenizer, config=config, settings=settings, as_json=json)

@@ -1,4 +1,4 @@
-"""``kvatlas doctor --probe`` and ``kvatlas certify`` before a real vLLM engine, well and wrongly set up."""
+"""``kvatlas doctor --probe`` before a real vLLM engine, well and wrongly set up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvatlas.router.tools.doctor.findings import PROPERTIES
 from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine
 
@@ -29,10 +28,10 @@ def engine(
         yield running
 
 
-def report(*arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit status of a command, and what it printed."""
+def doctor(*arguments: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """Exit status, and findings by check."""
     ended = subprocess.run(
-        [sys.executable, "-m", "kvatlas", *arguments, "--json"],
+        [sys.executable, "-m", "kvatlas", "doctor", *arguments, "--seconds", "1", "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -41,16 +40,10 @@ def report(*arguments: str) -> tuple[int, dict[str, Any]]:
     )
     assert ended.returncode in {0, 1}, ended
     printed: dict[str, Any] = json.loads(ended.stdout)
-    return ended.returncode, printed
-
-
-def doctor(*arguments: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    """Exit status, and findings by check."""
-    status, printed = report("doctor", *arguments, "--seconds", "1")
     found: dict[str, list[dict[str, Any]]] = {}
     for finding in printed["findings"]:
         found.setdefault(finding["check"], []).append(finding)
-    return status, found
+    return ended.returncode, found
 
 
 def test_a_stock_engine_is_found_exact(engine: VllmEngine, tiny_model: Path) -> None:
@@ -81,23 +74,3 @@ def test_a_tokenizer_of_another_model(engine: VllmEngine) -> None:
     status, found = doctor("--engine", engine.base_url, "--tokenizer", str(demo))
     assert status == 1
     assert any(f["severity"] == "error" for f in found["tokens.parity"])
-
-
-def test_a_stock_engine_is_certified(engine: VllmEngine, tiny_model: Path) -> None:
-    status, printed = report("certify", "--engine", engine.base_url, "--tokenizer", str(tiny_model))
-    print(json.dumps(printed, indent=1))
-    (verdict,) = printed["engines"]
-    assert {each["name"]: each["state"] for each in verdict["properties"]} == {
-        each.name: "pass" for each in PROPERTIES
-    }
-    assert (status, printed["certified"]) == (0, True)
-
-
-def test_an_engine_is_not_certified_with_the_tokenizer_of_another_model(engine: VllmEngine) -> None:
-    demo = ROOT / "publisher" / "assets" / "demo_tokenizer"
-    status, printed = report(
-        "certify", "--engine", engine.base_url, "--tokenizer", str(demo), "--model", "tiny"
-    )
-    states = {each["name"]: each["state"] for each in printed["engines"][0]["properties"]}
-    assert status == 1
-    assert (states["tokens"], states["complete"], states["answers"]) == ("fail", "pass", "pass"), states

@@ -1,9 +1,8 @@
-"""``kvatlas doctor`` and ``certify``: examine engines, run the checks, and print a table or JSON."""
+"""``kvatlas doctor``: examine engines, run the checks, and print a table or JSON."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,19 +14,12 @@ from rich.text import Text
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import any_model, load, parse_engine
 from kvatlas.router.config.schema import Config
-from kvatlas.router.observe.findings import BAD, Finding, Severity
+from kvatlas.router.observe.findings import Finding, Severity
 from kvatlas.router.prompts.reader import ModelDirError
 from kvatlas.router.serve import configure_logging
 from kvatlas.router.tools.doctor import checks
 from kvatlas.router.tools.doctor.examine import ExamineSettings, examine
-from kvatlas.router.tools.doctor.findings import (
-    EngineEvidence,
-    EngineVerdict,
-    Evidence,
-    PropertyVerdict,
-    engine_verdict,
-    exit_status,
-)
+from kvatlas.router.tools.doctor.findings import Evidence, exit_status
 from kvatlas.router.tools.ops_client import make_table, output_console, router_url
 
 STYLES = {Severity.OK: "green", Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
@@ -118,95 +110,3 @@ def show(findings: list[Finding], console: Console) -> None:
         console.print(table)
     counts = Counter(finding.severity for finding in findings)
     console.print(", ".join(f"{counts[s]} {s}" for s in reversed(Severity)))
-
-
-_STATES = {"pass": Severity.OK, "fail": Severity.ERROR, "not_shown": Severity.WARNING}
-
-
-class _EngineReport(msgspec.Struct):
-    """A verdict, and the load it is based on."""
-
-    verdict: EngineVerdict
-    version: str
-    requests: int
-    out_of_time: bool
-
-
-def run_certify(
-    *, engine: str, tokenizer: str | None, config: Path | None, settings: ExamineSettings, as_json: bool
-) -> int:
-    """Run ``kvatlas certify``.
-
-    Returns 0 if certified, otherwise 1. Raises ``ConfigError`` for unusable options.
-    """
-    if settings.load is not None:
-        check_seconds(settings.load.seconds_max, settings.timeout_s)
-        if not settings.load.seconds_max:
-            raise ConfigError("--seconds: 0 leaves no time for a load")
-    # engines of the configuration file serve the router's traffic and must not get a test load
-    loaded = load(config, engines=(parse_engine(engine),), models=any_model(tokenizer)).config
-    configure_logging("error", "console")
-    began = time.monotonic()
-    seen = collect_evidence(loaded, settings, router=None, quiet=as_json)
-    findings = checks.run_checks(seen)
-    reports = [_report(one, findings) for one in seen.engines]
-    took_s = time.monotonic() - began
-    certified = all(report.verdict.certified for report in reports)
-    if as_json:
-        sys.stdout.write(_json(reports, certified, took_s))
-    else:
-        _show(reports, took_s, output_console())
-    return int(not certified)
-
-
-def _report(engine: EngineEvidence, findings: list[Finding]) -> _EngineReport:
-    sent = engine.load
-    return _EngineReport(
-        engine_verdict(engine.engine_id, findings),
-        engine.server.version_text,
-        0 if sent is None else sent.sent,
-        sent is not None and sent.out_of_time,
-    )
-
-
-def _json(reports: list[_EngineReport], certified: bool, took_s: float) -> str:
-    engines = [
-        {**msgspec.to_builtins(report.verdict), "version": report.version, "requests": report.requests}
-        for report in reports
-    ]
-    report = {"certified": certified, "took_s": round(took_s, 1), "engines": engines}
-    return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
-
-
-def _show(reports: list[_EngineReport], took_s: float, console: Console) -> None:
-    """Print each property with its evidence, and cause and remedy where it fails."""
-    for report in reports:
-        verdict = report.verdict
-        title = "certified" if verdict.certified else "not certified"
-        style = STYLES[Severity.OK if verdict.certified else Severity.ERROR]
-        version = f"vLLM {report.version}, " if report.version else ""
-        console.print(
-            Text.assemble((f"{title}: ", style), (verdict.engine, "bold")),
-            f"({version}{report.requests} requests, {took_s:.0f} s)",
-        )
-        table = make_table("<", "<", "", show_header=False)
-        for each in verdict.properties:
-            table.add_row(
-                Text(f"  {each.state.replace('_', ' ')}", style=STYLES[_STATES[each.state]]),
-                each.name,
-                _evidence(each),
-            )
-        for note in verdict.notes:
-            if note.severity in BAD:
-                table.add_row(Text("  note", style=STYLES[note.severity]), note.check, describe(note))
-        console.print(table)
-
-
-def _evidence(each: PropertyVerdict) -> Text:
-    """Format the claim, and below it the findings that decided it."""
-    deciding = {"pass": {Severity.OK}, "fail": BAD, "not_shown": {Severity.INFO}}
-    text = Text(each.claim)
-    for finding in each.findings:
-        if finding.severity in deciding[each.state]:
-            text.append(f"\n{finding.check}: ").append_text(describe(finding))
-    return text

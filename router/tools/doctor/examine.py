@@ -1,8 +1,8 @@
 """Collection of the evidence that the checks need: HTTP, event sockets, tokenizers, probes, the router.
 
 All engines are examined concurrently, each step within its own time limit, so that the whole takes about
-``seconds`` plus the slowest server's timeouts. Nothing is changed at an engine; only ``probe`` and ``load``
-send requests that it has to compute.
+``seconds`` plus the slowest server's timeouts. Nothing is changed at an engine; only ``probe`` sends
+requests that it has to compute.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +47,19 @@ from kvatlas.router.tools.doctor.findings import (
     EngineEvidence,
     EventSource,
     Evidence,
-    LoadEvidence,
     ProbeEvidence,
     PromptParity,
     RouterEvidence,
     ServerEvidence,
 )
-from kvatlas.router.tools.doctor.http import EngineGauges, Http, HttpAnswer, read_engine_gauges, series
-from kvatlas.router.tools.doctor.listener import EventListener, ReplayComparison, replay_comparison
-from kvatlas.router.tools.doctor.prober import EngineProber, Load, LoadPlan, compare, probe
+from kvatlas.router.tools.doctor.http import Http, HttpAnswer, read_engine_gauges, series
+from kvatlas.router.tools.doctor.listener import EventListener
+from kvatlas.router.tools.doctor.prober import EngineProber, compare, probe
 from kvatlas.router.tools.ops_client import ops_headers
 from kvatlas.router.tools.replay_player import CountingIndex
 
 _DETECTION_S_MAX = 20.0
 _PROBE_QUIET_S = 0.3
-_GAUGES_INTERVAL_S = 0.2
-# Multiple of ``LoadPlan.seconds_max`` after which a load is cancelled; it starts no request after the former.
-_LOAD_OVERTIME = 1.25
 _ENGINES_MAX = 256
 
 
@@ -78,10 +73,6 @@ class ExamineSettings(msgspec.Struct, frozen=True, kw_only=True):
     probe_timeout_s: float = 60.0
     """For one completion of the probe."""
     probe: bool = False
-    model: str = ""
-    """Expected served name; empty: any."""
-    load: LoadPlan | None = None
-    """None: no load is sent. Requires ``probe``."""
 
 
 class _Models(msgspec.Struct):
@@ -113,7 +104,6 @@ async def examine(
         seen.router, seen.probed, seen.seconds = router, settings.probe, settings.seconds
 
         for engine in seen.engines:
-            engine.expected_model = settings.model
             engine.router_tokenizers = None if router is None else router.tokenizers
         examination = _Examination(seen, http, settings, progress)
         try:
@@ -259,8 +249,6 @@ class _Examination:
             await asyncio.gather(self._listen(), self._compare())
             if self._settings.probe:
                 await self._probe_all()
-            if self._settings.load is not None:
-                await self._load_all(self._settings.load)
         for engine in self._seen.engines:
             engine.residency = self._scopes.engine(engine.engine_id)
             engine.removals = self._removals(engine)
@@ -309,63 +297,6 @@ class _Examination:
             engine.probe = await self._probe(engine)
         await self._finish_detection()
 
-    async def _load_all(self, settings: LoadPlan) -> None:
-        """Send a load to one engine after another: to those that answered the probe."""
-        for engine in self._seen.engines:
-            if engine.probe is None or engine.probe.problem or any(r.status for r in engine.probe.requests):
-                continue
-            self._progress(f"sending a small load to {engine.engine_id}")
-            self._probed_url = engine.engine.base_url
-            engine.load = LoadEvidence(before=await self._gauges(engine))
-            scope = self._scopes.scope(_scope_name(engine))
-            load = Load(
-                self._prober(engine, settings.quiet_s),
-                partial(scope.engine, engine.engine_id),
-                engine.event_counts,
-                settings,
-                engine.gauges.pool_tokens,
-                engine.load,
-            )
-            try:
-                async with asyncio.timeout(settings.seconds_max * _LOAD_OVERTIME):
-                    await load.run()
-            except TimeoutError:
-                engine.load.out_of_time = True
-            except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
-                engine.load.problem = describe_error(problem)
-            engine.load.after = await self._gauges_after(engine, engine.load)
-            engine.load.replay = await self._replayed(engine)
-
-    async def _replayed(self, engine: EngineEvidence) -> ReplayComparison | None:
-        """Request the whole history from the replay socket and compare it with the live batches."""
-        live = self._listeners.get(engine.engine_id)
-        if live is None or engine.engine.events is None or engine.engine.replay is None:
-            return None
-        scopes = ModelIndexes(self._facts)
-        scopes.assign(engine.engine_id, _scope_name(engine))
-        again = EventListener(
-            engine.engine_id,
-            engine.engine.events,
-            engine.engine.replay,
-            scopes,
-            replay_timeout_s=self._settings.timeout_s,
-        )
-        return await replay_comparison(live, again)
-
-    async def _gauges_after(self, engine: EngineEvidence, load: LoadEvidence) -> EngineGauges:
-        """Read the gauges once the engine has counted all requests: its counters lag by some steps."""
-        deadline = time.monotonic() + self._settings.timeout_s
-        while True:
-            found = await self._gauges(engine)
-            counted = found.requests - load.before.requests >= load.sent
-            if counted or not found.requests or time.monotonic() >= deadline:
-                return found
-            await asyncio.sleep(_GAUGES_INTERVAL_S)
-
-    async def _gauges(self, engine: EngineEvidence) -> EngineGauges:
-        answer = await self._http.get(f"{engine.engine.base_url}/metrics")
-        return read_engine_gauges(answer.body if answer.ok else b"", engine.engine.dp_rank)
-
     async def _finish_detection(self) -> None:
         deadline = time.monotonic() + _DETECTION_S_MAX
         while self._searching() and time.monotonic() < deadline:
@@ -380,10 +311,9 @@ class _Examination:
         model = engine.base_model
         if model is None:
             return ProbeEvidence(problem="the engine names no model")
-        salted = self._settings.load is None
         try:
-            seen = await probe(self._prober(engine, _PROBE_QUIET_S), salted=salted)
-            if salted and not seen.requests[-1].status:
+            seen = await probe(self._prober(engine))
+            if not seen.requests[-1].status:
                 seen.unsalted = await self._try_salts(engine, model)
         except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
             return ProbeEvidence(problem=describe_error(problem))
@@ -412,7 +342,7 @@ class _Examination:
         await prover.prove(proof)
         return {path: why for path, why in proof.doubts.items() if path != COMPLETION}
 
-    def _prober(self, engine: EngineEvidence, quiet_s: float) -> EngineProber:
+    def _prober(self, engine: EngineEvidence) -> EngineProber:
         card = next(card for card in engine.server.models if card.id == engine.base_model)
         return EngineProber(
             engine.engine,
@@ -423,7 +353,7 @@ class _Examination:
             listener=self._listeners.get(engine.engine_id),
             max_tokens=card.max_model_len,
             request_timeout_s=self._settings.probe_timeout_s,
-            quiet_s=quiet_s,
+            quiet_s=_PROBE_QUIET_S,
             frontend=engine.frontend,
         )
 

@@ -1,4 +1,4 @@
-"""Evidence that the doctor collects, findings that its checks draw from it, and the certification verdict.
+"""Evidence that the doctor collects, and findings that its checks draw from it.
 
 Evidence is plain data, without sockets. A finding is an observation, its cause and a remedy. Checks are shown
 in the order in which they are registered; each is a function from evidence to results and uses no network. A
@@ -8,9 +8,9 @@ check that raises becomes a finding itself, so that a malformed response affects
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -23,13 +23,7 @@ from kvatlas.router.observe.findings import BAD, Finding, Severity
 from kvatlas.router.prompts.hub import TokenizerProblem
 from kvatlas.router.prompts.model_config import ModelConfigFile
 from kvatlas.router.tools.doctor.http import EngineGauges, HttpAnswer
-from kvatlas.router.tools.doctor.listener import (
-    EventCounts,
-    Observation,
-    ReplayComparison,
-    ReplayState,
-    StoreComparison,
-)
+from kvatlas.router.tools.doctor.listener import EventCounts, Observation, ReplayState
 
 # Features needed for exact routing that older vLLM releases lack.
 
@@ -177,39 +171,6 @@ class ProbeEvidence(msgspec.Struct):
     problem: str = ""
 
 
-class LoadRequest(msgspec.Struct, frozen=True):
-    """One request of the load, and the blocks that the engine stored for it."""
-
-    kind: str
-    request: ProbeRequest
-    stored: StoreComparison | None = None
-    """None if prompt, hash scheme or groups are unknown."""
-
-
-class LoadEvidence(msgspec.Struct):
-    """A small generated load on one engine: requests in the order they were sent."""
-
-    requests: list[LoadRequest] = msgspec.field(default_factory=list)
-    uncompared: int = 0
-    """Concurrent requests, whose hits depend on each other."""
-    uncompared_cached_tokens: int = 0
-    """Cached tokens reported for the concurrent requests."""
-    filled_tokens: int = 0
-    """Prompt tokens sent to fill the pool; 0: the pool is too large, or its size is unknown."""
-    evicted: bool = False
-    """Whether filling the pool made the engine remove blocks."""
-    out_of_time: bool = False
-    problem: str = ""
-    replay: ReplayComparison | None = None
-    before: EngineGauges = EngineGauges()
-    after: EngineGauges = EngineGauges()
-
-    @property
-    def sent(self) -> int:
-        """Number of all requests of the load."""
-        return len(self.requests) + self.uncompared
-
-
 class EngineEvidence(msgspec.Struct):
     """One engine (one data-parallel rank)."""
 
@@ -236,10 +197,6 @@ class EngineEvidence(msgspec.Struct):
     unreadable: str | None = None
     """Why chats of this model cannot be rendered here, and the remedy."""
     probe: ProbeEvidence | None = None
-    expected_model: str = ""
-    """Served name requested by the user; empty: any."""
-    load: LoadEvidence | None = None
-    """None: no load was sent."""
     removals: dict[str, int] = {}
     """Copies of GPU blocks by effect of events:
 
@@ -354,117 +311,10 @@ def exit_status(findings: Iterable[Finding]) -> int:
     return int(any(f.severity in BAD for f in findings))
 
 
-# The verdict on an engine: each property passes, fails, or is not shown. ``doctor`` runs all checks that need
-# no load; ``certify`` runs the same ones after a load and sorts their findings by property. A property passes
-# if one of its ``shown_by`` checks is ok and none of its checks warns. A property without evidence does not
-# pass.
-
-
-State = Literal["pass", "fail", "not_shown"]
-
-
-class Property(msgspec.Struct, frozen=True):
-    """One property of an engine.
-
-    ``shown_by``: checks of which at least one must be ok. ``failed_by``: further checks that fail it.
-    ``required`` False: the engine can be certified without evidence of it, but not if it fails.
-    """
-
-    name: str
-    claim: str
-    shown_by: tuple[str, ...]
-    failed_by: tuple[str, ...] = ()
-    required: bool = True
-
-
-PROPERTIES = (
-    Property(
-        "answers",
-        "the engine answers the router's requests",
-        ("load.answers",),
-        ("http.health", "http.models", "http.version", "load.idle", "probe.exact"),
-    ),
-    Property(
-        "complete",
-        "events are complete: no gap, and replay returns them again",
-        ("load.replay",),
-        (
-            *("http.event_sources", "events.reach", "events.flow", "events.replay", "events.topic"),
-            "events.ranks",
-        ),
-    ),
-    Property("decodable", "events can be decoded", ("events.encoding",)),
-    Property("removals", "every removal is of a block that was stored", ("events.removals",), required=False),
-    Property(
-        "no_phantoms", "no block is held only according to the events", ("load.phantoms",), ("cache.pool",)
-    ),
-    Property(
-        "tokens",
-        "prompts have the same tokens in router and engine",
-        ("tokens.parity", "load.tokens"),
-        ("tokens.family",),
-    ),
-    Property("hashes", "hashes match the tokens", ("load.hashes",), ("cache.scheme", "cache.lora")),
-    Property(
-        "hits",
-        "hits match the predictions",
-        ("load.hits",),
-        ("cache.prefix_caching", "cache.facts", "cache.sources", "cache.groups"),
-    ),
-    Property("usage", "reported cached tokens are correct", ("load.usage",), ("tokens.usage",)),
-)
-
-# Checks whose findings do not concern exactness: shown beside a verdict.
-NOTES = (
-    *("clock.skew", "cache.sglang", "cache.retention", "cache.block_size", "tokens.speed"),
-    "probe.salt",  # not sent before a load
-)
-
-
-class PropertyVerdict(msgspec.Struct, frozen=True):
-    """Verdict on one property of one engine; ``findings`` are the evidence."""
-
-    name: str
-    claim: str
-    state: State
-    required: bool
-    findings: tuple[Finding, ...]
-
-
-class EngineVerdict(msgspec.Struct, frozen=True):
-    """Verdict on one engine (one data-parallel rank)."""
-
-    engine: str
-    certified: bool
-    properties: tuple[PropertyVerdict, ...]
-    notes: tuple[Finding, ...]
-
-
-def engine_verdict(engine_id: str, findings: Sequence[Finding]) -> EngineVerdict:
-    """Derive the verdict on one engine from the findings about it."""
-    mine = [finding for finding in findings if finding.subject == engine_id]
-    judged = tuple(_property_verdict(each, mine) for each in PROPERTIES)
-    certified = all(
-        each.state == "pass" or (each.state == "not_shown" and not each.required) for each in judged
-    )
-    notes = tuple(finding for finding in mine if finding.check in NOTES)
-    return EngineVerdict(engine_id, certified, judged, notes)
-
-
-def _property_verdict(each: Property, findings: list[Finding]) -> PropertyVerdict:
-    about = [finding for finding in findings if finding.check in {*each.shown_by, *each.failed_by}]
-    state: State = "not_shown"
-    if any(finding.severity in BAD for finding in about):
-        state = "fail"
-    elif any(finding.severity is Severity.OK and finding.check in each.shown_by for finding in about):
-        state = "pass"
-    return PropertyVerdict(each.name, each.claim, state, each.required, tuple(about))
-
-
 Check = Callable[[Any], Iterator[CheckResult]]
 
 # First part of a check's id, in display order; those from ``_FLEET_AREAS`` on are about the fleet.
-_AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "load", "fleet", "router")
+_AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "fleet", "router")
 _FLEET_AREAS = frozenset({"fleet", "router"})
 
 _CHECKS: dict[str, Check] = {}
@@ -480,9 +330,9 @@ def check(name: str) -> Callable[[Check], Check]:
     return register
 
 
-def names(*, engines_only: bool = False) -> list[str]:
-    """Ids of all checks, or of those of one engine."""
-    return [name for name in _CHECKS if not (engines_only and _of_fleet(name))]
+def names() -> list[str]:
+    """Ids of all checks."""
+    return list(_CHECKS)
 
 
 def run_checks(seen: Evidence) -> list[Finding]:

@@ -106,7 +106,6 @@ _SUMMED = (
     *("prompt_tokens_total", "request_success_total", "spec_decode_num_drafts_total"),
     *("request_prompt_tokens_sum", "request_prompt_tokens_count"),
 )
-_HITS = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -117,8 +116,6 @@ class EngineGauges(msgspec.Struct, frozen=True):
     mean_prompt_tokens: float | None = None
     requests: int = 0
     speculates: bool = False
-    hit_tokens: int | None = None
-    """Tokens taken from caches since the start, by the engine's counters; None if it has none."""
 
     @property
     def pool_blocks(self) -> int | None:
@@ -151,7 +148,6 @@ def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
     """Read the gauges of one rank (None: of the whole server). Never raises."""
     cache_config: dict[str, str] = {}
     sums = dict.fromkeys(_SUMMED, 0.0)
-    hits: float | None = None
     counters = drafted = False
     for name, labels, value in series(page.decode("utf-8", "replace")):
         if dp_rank is not None and labels.get("engine", str(dp_rank)) != str(dp_rank):
@@ -159,8 +155,6 @@ def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
         short = name.removeprefix("vllm:")
         if short == "cache_config_info" and not cache_config:
             cache_config = labels
-        elif short in _HITS and 0 <= value < 1e18:
-            hits = (hits or 0.0) + value
         elif short in sums and 0 <= value < 1e18:
             sums[short] += value
             if short.startswith("spec_decode"):
@@ -171,4 +165,4 @@ def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
     mean = tokens / requests if requests else None
     # As ``metrics_statement`` reads them.
     speculates = drafted or (counters and bool(cache_config))
-    return EngineGauges(cache_config, mean, int(requests), speculates, None if hits is None else int(hits))
+    return EngineGauges(cache_config, mean, int(requests), speculates)

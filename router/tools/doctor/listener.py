@@ -1,12 +1,9 @@
-"""Observe one engine's live event socket and replay socket, and compare the blocks it stored for a prompt.
+"""Observe one engine's live event socket and replay socket.
 
 Not a ``Feed``, which repairs and hides the faults that the doctor looks for, but the same rules of order
 (``StreamOrder``). The replay socket gets one request for the whole history; live messages are buffered
 meanwhile, then all are applied in the order of their numbers. It subscribes to every topic, so that a wrong
 topic can be distinguished from silence. No message can end a listener; it ends by cancellation.
-
-An engine stores what it computed. The first stored block of a full-attention group therefore shows how much
-of the prompt came from its cache: independently of ``cached_tokens`` and of earlier events.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Protocol
 
@@ -23,24 +20,16 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import (
     UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
     DecodedBatch,
-    EventDecodeError,
-    Family,
-    GroupSpec,
-    to_block_hash,
 )
 from kvatlas.router.feeds.base import Frame, WireError, parse_live, parse_replay
 from kvatlas.router.feeds.position import Apply, Forget
 from kvatlas.router.feeds.sockets import MessageReader, Slice
-from kvatlas.router.index.base import ON_GPU
-from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.tools.event_order import StreamOrder
 
 
@@ -89,16 +78,6 @@ class Observation(msgspec.Struct):
     """Why a batch could not be applied to the index."""
     lags_s: list[float] = msgspec.field(default_factory=list)
     """Local clock minus the time stamp of live batches, in seconds."""
-
-
-class ReplayComparison(msgspec.Struct, frozen=True):
-    """Batches received live, compared with those returned by the replay socket; sequence numbers."""
-
-    state: ReplayState
-    received: int = 0
-    missing: int = 0
-    """Received live and absent from the response, although older ones are present."""
-    different: int = 0
 
 
 # Counts over an engine's raw event messages: their form, not the resulting residency.
@@ -229,8 +208,6 @@ class EventListener:
     ) -> None:
         self.seen = Observation()
         self.event_counts = EventCounts()
-        # Recently stored GPU blocks; emptied by the reader of this deque.
-        self.recent: deque[BlockStored] = deque(maxlen=_HELD_MAX)
         # Set once the history has been received, or is unavailable.
         self.settled = asyncio.Event()
         self._engine_id = engine_id
@@ -390,7 +367,6 @@ class EventListener:
                 self._pass_on(action.batch)
 
     def _pass_on(self, batch: DecodedBatch) -> None:
-        self.recent.extend(e for e in batch.events if isinstance(e, BlockStored) and e.medium in ON_GPU)
         try:
             self._sink.apply(self._engine_id, batch)
         except Exception as problem:  # noqa: BLE001  malformed events must not end the examination
@@ -409,26 +385,6 @@ async def _request_replay(reader: MessageReader) -> None:
             await asyncio.sleep(_RESEND_S)
         else:
             return
-
-
-async def replay_comparison(live: EventListener, again: EventListener) -> ReplayComparison:
-    """Request the history with ``again``, a listener that has not run, and compare it with ``live``."""
-    received = dict(live.event_counts.digests)
-    running = asyncio.create_task(again.run(), name="repeated replay")
-    try:
-        await again.settled.wait()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    replayed = dict(again.event_counts.digests)
-    first = min(replayed, default=0)
-    expected = {seq: digest for seq, digest in received.items() if seq >= first}
-    return ReplayComparison(
-        again.seen.replay_state,
-        len(expected),
-        sum(seq not in replayed for seq in expected),
-        sum(replayed.get(seq, digest) != digest for seq, digest in expected.items()),
-    )
 
 
 def _connect(
@@ -465,79 +421,3 @@ _ORDER = list(Connectivity)
 def _further(link: Connectivity, event: int) -> Connectivity:
     """Return the most advanced connection state after one more monitor event."""
     return max(link, _LINK_OF_EVENT.get(event, Connectivity.NONE), key=_ORDER.index)
-
-
-class StoreComparison(msgspec.Struct):
-    """Result of a comparison, in tokens; ``computed_from`` None: no full-attention block was stored."""
-
-    computed_from: int | None = None
-    block_size: int = 1
-    """Block size of the groups that ``computed_from`` refers to."""
-    hashes: int = 0
-    """Number of hashes compared."""
-    hash_differs_at: int | None = None
-    """End in tokens of the first block whose hash differs."""
-    token_differs_at: int | None = None
-    """Index of the first token that differs."""
-
-    def begins(self, hit_tokens: int) -> bool:
-        """Return whether the engine computed from the end of a hit of ``hit_tokens`` tokens."""
-        return (
-            self.computed_from is None
-            or hit_tokens // self.block_size * self.block_size == self.computed_from
-        )
-
-
-def compare_stores(
-    prompt: Prompt,
-    scheme: HashScheme,
-    groups: Sequence[GroupSpec],
-    events: Sequence[BlockStored],
-    late: Set[BlockHash] = frozenset(),
-) -> StoreComparison:
-    """Compare the events that followed a prompt with it.
-
-    Events that begin at no block of the prompt, and those of ``late`` blocks (of other prompts), are ignored.
-    """
-    seen = StoreComparison()
-    hashes, unit = prompt.hashes(scheme), scheme.hash_block_size
-    ends = {block: (at + 1) * unit for at, block in enumerate(hashes)}
-    full = {group.group_idx: group.block_size for group in groups if group.family is Family.FULL}
-    for event in events:
-        parent = event.parent_block_hash
-        start = 0 if parent is None else ends.get(to_block_hash(parent))
-        if start is None or any(to_block_hash(block) in late for block in event.block_hashes):
-            continue
-        try:
-            tokens = event.tokens()
-        except EventDecodeError:
-            continue
-        _compare_tokens(seen, prompt, start, tokens)
-        if seen.token_differs_at is not None:
-            continue
-        if event.block_size and len(event.block_hashes) * event.block_size == len(tokens):
-            _compare_hashes(seen, hashes, unit, start, event)
-        if full.get(event.group_idx or 0) == event.block_size:
-            first = start if seen.computed_from is None else min(seen.computed_from, start)
-            seen.computed_from, seen.block_size = first, event.block_size
-    return seen
-
-
-def _compare_tokens(seen: StoreComparison, prompt: Prompt, start: int, tokens: list[int]) -> None:
-    ours = list(prompt.token_ids[start : start + len(tokens)])
-    if seen.token_differs_at is None and ours != tokens[: len(ours)]:
-        pairs = zip(ours, tokens, strict=False)
-        seen.token_differs_at = start + next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
-
-
-def _compare_hashes(
-    seen: StoreComparison, hashes: Sequence[int], unit: int, start: int, event: BlockStored
-) -> None:
-    for number, wire in enumerate(event.block_hashes, 1):
-        end = start + number * event.block_size
-        at = end // unit - 1
-        if end % unit or at >= len(hashes):
-            return
-        seen.hashes += 1
-        if hashes[at] != to_block_hash(wire) and seen.hash_differs_at is None:
-            seen.hash_differs_at = end
