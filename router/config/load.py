@@ -1,7 +1,7 @@
 """Reads the configuration from its four sources, and records the source of each value.
 
 In ascending precedence: defaults, the TOML file, environment variables (``KVATLAS_<SECTION>_<KEY>``, e.g.
-``KVATLAS_POLICY_BETA``), command-line flags. Every value is checked at start; an error names the key, the
+``KVATLAS_POLICY_SPREAD``), command-line flags. Every value is checked at start; an error names the key, the
 value and the remedy (``ConfigError``).
 
 Also the flags that several commands share.

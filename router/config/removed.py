@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_MEASURED = "placement uses the measured constant {value} (docs/decisions/{page})"
 _FEED = "the feed uses {value}, which suits every engine that vLLM's publisher can serve"
 
 REMOVED: Mapping[str, str] = {
@@ -55,7 +56,16 @@ REMOVED: Mapping[str, str] = {
     "epp.request_timeout_s": "a gateway may pause for 30 s within a request",
     "pd.lease_margin_s": "a third of pd.lease_s is kept for the decode engine",
     "pd.prefills_max": "two prefill engines are asked for a request at most",
+    "policy.beta": _MEASURED.format(value=0.25, page="005-eviction-premium.md"),
     "policy.bounded_load_factor": "the policy `hash` uses 1.25",
+    "policy.crowding": _MEASURED.format(value=3, page="014-pages-and-recent-work.md"),
+    "policy.eviction_premium": _MEASURED.format(value=0.75, page="005-eviction-premium.md"),
+    "policy.probe_interval_s": "an engine without requests for 30 s gets the next cold prompt",
+    "policy.queue_gap_s": _MEASURED.format(value="0.25 s", page="002-cost-model.md"),
+    "policy.room_share": _MEASURED.format(value=0.3, page="014-pages-and-recent-work.md"),
+    "policy.saving_factor": _MEASURED.format(value=1, page="002-cost-model.md"),
+    "policy.scarcity_premium": _MEASURED.format(value=1.75, page="013-price-of-scarce-pages.md"),
+    "policy.sequence_s": _MEASURED.format(value="0.02 s", page="012-price-of-a-sequence.md"),
     "prompts.engine_timeout_s": "a call to an engine or a render server for tokens has 1 s",
     "prompts.hub_bytes_max": "the files of one repository have 256 MiB at most",
     "prompts.prompt_bytes_max": "prompts above 8 MiB are placed by their text",

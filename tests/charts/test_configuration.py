@@ -61,11 +61,11 @@ def test_every_value_arrives(tmp_path: Path) -> None:
         "policy": "exact",
         "exposeDecision": True,
         "warmUpSeconds": 12,
-        "config": {"proxy": {"first_byte_timeout_s": 42}, "policy": {"beta": 0.5}},
+        "config": {"proxy": {"first_byte_timeout_s": 42}, "policy": {"spread": 0.5}},
     }
     config = _load(Rendered(values), tmp_path)
     assert config.policy.policy == "exact"
-    assert config.policy.beta == 0.5
+    assert config.policy.spread == 0.5
     assert config.proxy.first_byte_timeout_s == 42
     assert config.server.expose_decision is True
     assert config.fleet.warm_up_s_max == 12

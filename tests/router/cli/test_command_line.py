@@ -96,7 +96,7 @@ def test_the_index_loads_only_what_vllm_has_too() -> None:
     [
         (["serve"], "no engine configured: give --engine URL"),
         (["serve", "--engine", "nonsense"], "engine 'nonsense': expected http://HOST:PORT"),
-        (["serve", "--engine", "http://h", "--set", "policy.beta"], "expected SECTION.KEY=VALUE"),
+        (["serve", "--engine", "http://h", "--set", "policy.spread"], "expected SECTION.KEY=VALUE"),
         (["serve", "--engine", "http://h", "--set", "policy.betta=1"], "policy.betta is not a known setting"),
         (
             ["serve", "--engine", "http://h", "--policy", "nope"],
@@ -128,7 +128,7 @@ def test_print_config_shows_where_values_come_from(
     tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     file = tmp_path / "k.toml"
-    file.write_text("[policy]\nbeta = 0.25\n", encoding="utf-8")
+    file.write_text("[policy]\nengine_priority = 0.25\n", encoding="utf-8")
     told = kvatlas(
         "serve",
         *("--print-config", "--config", str(file), "--set", "policy.spread=0.5", "--engine", "http://h:1"),
@@ -136,7 +136,7 @@ def test_print_config_shows_where_values_come_from(
     )
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
-    assert f"policy.beta = 0.25  # file {file}" in lines
+    assert f"policy.engine_priority = 0.25  # file {file}" in lines
     assert "policy.spread = 0.5  # flag" in lines
     assert "index.lease_s = 4.5  # environment KVATLAS_INDEX_LEASE_S" in lines
     assert 'engines[0].base_url = "http://h:1"  # flag' in lines

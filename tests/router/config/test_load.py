@@ -62,7 +62,7 @@ sliding_window = 128
 
 [policy]
 policy = "exact"
-beta = 0.5
+spread = 0.5
 """
 
 
@@ -97,27 +97,28 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
     assert model.prompts().lora_paths == {"sql": "/adapters/sql"}
     assert model.shadow_spec().num_blocks == 5000
     assert [group.sliding_window for group in model.shadow_spec().groups] == [None, 128]
-    assert (config.policy.policy, config.policy.beta) == ("exact", 0.5)
+    assert (config.policy.policy, config.policy.spread) == ("exact", 0.5)
     assert config.model("another").tokenizer == "auto"
     check(config)
 
 
 def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
-    path = write(tmp_path, "[policy]\nbeta = 0.1\nspread = 0.1\nqueue_gap_s = 0.1\n")
-    environ = {"KVATLAS_POLICY_SPREAD": "0.2", "KVATLAS_POLICY_QUEUE_GAP_S": "0.2"}
-    loaded = load(path, environ=environ, flags={"policy.queue_gap_s": "0.3"})
+    path = write(tmp_path, "[policy]\nload_s_per_token = 0.1\nspread = 0.1\nengine_priority = 0.1\n")
+    environ = {"KVATLAS_POLICY_SPREAD": "0.2", "KVATLAS_POLICY_ENGINE_PRIORITY": "0.2"}
+    loaded = load(path, environ=environ, flags={"policy.engine_priority": "0.3"})
     policy = loaded.config.policy
-    assert (policy.saving_factor, policy.beta, policy.spread, policy.queue_gap_s) == (1.0, 0.1, 0.2, 0.3)
+    values = (policy.retention_hints, policy.load_s_per_token, policy.spread, policy.engine_priority)
+    assert values == (False, 0.1, 0.2, 0.3)
     assert loaded.sources == {
-        "policy.beta": f"file {path}",
+        "policy.load_s_per_token": f"file {path}",
         "policy.spread": "environment KVATLAS_POLICY_SPREAD",
-        "policy.queue_gap_s": "flag",
+        "policy.engine_priority": "flag",
     }
     told = describe(loaded).splitlines()
-    assert f"policy.beta = 0.1  # file {path}" in told
+    assert f"policy.load_s_per_token = 0.1  # file {path}" in told
     assert "policy.spread = 0.2  # environment KVATLAS_POLICY_SPREAD" in told
-    assert "policy.queue_gap_s = 0.3  # flag" in told
-    assert "policy.saving_factor = 1.0  # default" in told
+    assert "policy.engine_priority = 0.3  # flag" in told
+    assert "policy.retention_hints = false  # default" in told
 
 
 def test_engines_by_flag_take_the_place_of_those_in_the_file(tmp_path: Path) -> None:
@@ -145,7 +146,10 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[policy]\nbetta = 1", "unknown key policy.betta; did you mean policy.beta? known: beta,"),
+        (
+            "[policy]\nspred = 1",
+            "unknown key policy.spred; did you mean policy.spread? known: engine_priority,",
+        ),
         (
             "[usage]\npath = '/nowhere/a.jsonl'",
             "usage.path = '/nowhere/a.jsonl': expected a file in a folder that can be written",
@@ -155,13 +159,13 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ("[queue]\nwait_target_s = 'soon'", "queue.wait_target_s = 'soon'"),
         ("[usage]\nfiles_max = 0", "usage.files_max = 0: expected a finite number"),
         (
-            "[polcy]\nbeta = 1",
+            "[polcy]\nspread = 1",
             "unknown key polcy; did you mean policy? known: admin, aliases, cors, engines,",
         ),
         ("policy = 3", "policy: expected a table of settings, got 3"),
-        ('[policy]\nbeta = "high"', "policy.beta = 'high': expected a number"),
-        ("[policy]\nbeta = 2", "policy.beta must lie in 0..1, got 2"),
-        ("[policy]\nbeta = nan", "policy.beta must lie in 0..1, got nan"),
+        ('[policy]\nspread = "high"', "policy.spread = 'high': expected a number"),
+        ("[policy]\nspread = -1", "policy.spread must"),
+        ("[policy]\nspread = nan", "policy.spread must"),
         ('[server]\nport = "http"', "server.port = 'http': expected a whole number"),
         ("[server]\nport = 70000", "server.port: 70000 is not a port number"),
         ('[server]\nlog_level = "loud"', "server.log_level = 'loud': expected one of debug,"),
@@ -277,7 +281,7 @@ def test_chat_templates_that_are_valid(tmp_path: Path) -> None:
                 )
             ],
         ),
-        ("[policy]\nbeta = 0.5", []),
+        ("[policy]\nspread = 0.5", []),
     ],
 )
 def test_settings_without_effect_are_named(tmp_path: Path, text: str, told: list[str]) -> None:
@@ -301,8 +305,8 @@ def test_engines_of_the_file_beside_those_of_the_command_are_named(
 
 
 def test_what_is_unknown_in_the_environment_is_refused(tmp_path: Path) -> None:
-    assert "KVATLAS_POLICY_BETTA" in refused(tmp_path, environ={"KVATLAS_POLICY_BETTA": "1"})
-    assert "policy.beta = 'x'" in refused(tmp_path, environ={"KVATLAS_POLICY_BETA": "x"})
+    assert "KVATLAS_POLICY_SPRED" in refused(tmp_path, environ={"KVATLAS_POLICY_SPRED": "1"})
+    assert "policy.spread = 'x'" in refused(tmp_path, environ={"KVATLAS_POLICY_SPREAD": "x"})
 
 
 def test_other_programs_variables_are_none_of_our_business() -> None:
@@ -323,8 +327,8 @@ def test_environment_texts_become_values() -> None:
 
 
 def test_unknown_flags_are_refused(tmp_path: Path) -> None:
-    assert "polcy.beta is not a known setting" in refused(tmp_path, flags={"polcy.beta": "1"})
-    assert "beta is not a known setting" in refused(tmp_path, flags={"beta": "1"})
+    assert "polcy.spread is not a known setting" in refused(tmp_path, flags={"polcy.spread": "1"})
+    assert "spread is not a known setting" in refused(tmp_path, flags={"spread": "1"})
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -257,8 +257,8 @@ def test_a_path_before_v1_and_addresses_of_ipv6_are_taken() -> None:
     [
         ({"flags": {"tls.cert": "x"}}, "server.tls_cert_file"),
         ({"flags": {"server.ops-port": "1"}}, "server.ops_port"),
-        ({"flags": {"polcy.beta": "1"}}, "policy.beta"),
-        ({"flags": {"beta": "1"}}, "policy.beta"),
+        ({"flags": {"polcy.spread": "1"}}, "policy.spread"),
+        ({"flags": {"spread": "1"}}, "policy.spread"),
         ({"flags": {"server.drain_s_max": "1"}}, "listen.drain_s_max"),
         ({"environ": {"KVATLAS_SERVER__PORT": "1"}}, "KVATLAS_SERVER_PORT"),
         ({"environ": {"KVATLAS_SERVR_PORT": "1"}}, "KVATLAS_SERVER_PORT"),
@@ -275,7 +275,7 @@ def test_an_unknown_name_gets_the_near_one(options: dict[str, Any], meant: str) 
 
 def test_an_unknown_key_of_the_file_and_of_engines_gets_the_near_one(tmp_path: Path) -> None:
     for text, meant in (
-        ("[polcy]\nbeta = 1", "policy"),
+        ("[polcy]\nspread = 1", "policy"),
         ("[server]\nclient_share_max = 1", "listen.client_share_max"),
         ('[[engines]]\nbase-url = "http://h"', "engines[0].base_url"),
     ):

@@ -132,11 +132,11 @@ async def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path,
         assert await router.metric("kvatlas_config_waiting") == 1
         assert "prompts.worker_threads" in router.log
 
-        router.write("three", more="[policy]\nbeta = -1")
+        router.write("three", more="[policy]\nspread = -1")
         router.hup()
         await router.counts("refused", 1)
         assert await router.knows("two")
-        assert "policy.beta" in router.log
+        assert "policy.spread" in router.log
 
         router.write("three", more='[models.m]\ntokenizer = "/nowhere"')
         router.hup()
