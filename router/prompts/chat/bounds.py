@@ -39,6 +39,12 @@ _NUMBER_MAX: Final = 1_000_000
 _POWER_MAX: Final = 64
 _NUMBER_BITS_MAX: Final = 4096
 _WIDE: Final = re.compile(r"%[^a-zA-Z]*\d{5,}|\{[^}]*\d{5,}")
+# Widths that come from values.
+_WIDE_BY_VALUE: Final = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{")
+_ESCAPED: Final = re.compile(r"\{\{|\}\}")
+_DIGITS: Final = re.compile(r"\d+")
+# Types whose methods no template needs, and may make values of any size.
+_UNUSUAL: Final = (bytes, bytearray, int, float, complex)
 
 
 # Texts of blocks and macros are written twice, or more often.
@@ -147,7 +153,7 @@ def _replaced(_: tuple[Any, ...], texts: list[str]) -> int:
 
 
 def _joined(given: tuple[Any, ...], texts: list[str]) -> int:
-    items = next((one for one in given if isinstance(one, list | tuple)), ())
+    items = next((one for one in given if isinstance(one, list | tuple | dict)), ())
     return sum(map(_length, items)) + len(items) * max(map(_length, texts), default=0)
 
 
@@ -156,8 +162,43 @@ def _indented(given: tuple[Any, ...], texts: list[str]) -> int:
     return str.count(texts[0], "\n") * max(widths, default=0) if texts else 0
 
 
-def _formatted(_: tuple[Any, ...], texts: list[str]) -> int:
-    return TEXT_MAX + 1 if texts and _WIDE.search(texts[0]) else 0
+def _formatted(given: tuple[Any, ...], _: list[str]) -> int:
+    form, values = given[0], given[1:]
+    if not isinstance(form, str):
+        return 0
+    form = _ESCAPED.sub("", str(form))
+    if _WIDE.search(form) or _WIDE_BY_VALUE.search(form):
+        return TEXT_MAX + 1
+    longest = max(map(int, _DIGITS.findall(form)), default=0)
+    for value in values:
+        longest = max(longest, _length_of_all(value))
+    return len(form) + (form.count("%") + form.count("{")) * longest
+
+
+def _length_of_all(value: Any) -> int:
+    """Length of the texts in a value, and of what stands between them."""
+    total, waiting, left = 0, [value], _ITEMS_MAX
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            total += _length(one)
+        elif isinstance(one, dict):
+            waiting += (*one, *one.values())
+        elif isinstance(one, list | tuple):
+            waiting += one
+        total += _BETWEEN
+        left -= 1
+        if left < len(waiting):
+            return TEXT_MAX + 1
+    return total
+
+
+# Of a number or a literal, and of quotes and commas.
+_BETWEEN: Final = 32
+
+
+def _translated(given: tuple[Any, ...], _: list[str]) -> int:
+    return _length(given[0]) * max(1, *map(_length_of_all, given[1:]), 1)
 
 
 _SIZES: Final[dict[str, Callable[[tuple[Any, ...], list[str]], int]]] = {
@@ -165,13 +206,28 @@ _SIZES: Final[dict[str, Callable[[tuple[Any, ...], list[str]], int]]] = {
     "join": _joined,
     "indent": _indented,
     "format": _formatted,
+    "format_map": _formatted,
+    "translate": _translated,
     "%": _formatted,
 }
+
+
+def _listed(value: Any) -> Any:
+    """The items of an iterator that are still to be made, each with its bound."""
+    if not isinstance(value, Iterator | range):
+        return value
+    items = []
+    for item in value:
+        _spend()
+        items.append(_sized(item))
+    return items
 
 
 def _bounded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(work)
     def filtered(*given: Any, **named: Any) -> Any:
+        if name == "join":
+            given = tuple(map(_listed, given))
         _check_arguments(name, (*given, *named.values()))
         return _sized(work(*given, **named))
 
@@ -197,6 +253,7 @@ class BoundedEnvironment(sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_count, **options)
+        del self.globals["lipsum"]  # text of any length, by chance
 
     def bound_filters(self) -> None:
         """Bound every filter that is there now."""
@@ -215,15 +272,21 @@ class BoundedEnvironment(sandbox.ImmutableSandboxedEnvironment):
         elif operator == "**" and not (abs(left) <= _NUMBER_MAX and abs(right) <= _POWER_MAX):
             raise TooMuchError("the chat template makes a number that is too large")
         elif operator == "%" and isinstance(left, str):
-            _check_arguments("%", (left,))
+            _check_arguments("%", (left, right))
         return _sized(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as in jinja2
         """Implement ``SandboxedEnvironment``."""
         _spend()
-        owner = getattr(__obj, "__self__", None)
+        # jinja2 wraps ``format`` and ``format_map``.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
-            _check_arguments(getattr(__obj, "__name__", ""), (owner, *args, *kwargs.values()))
+            name = getattr(__obj, "__name__", "")
+            if name == "join":
+                args = tuple(map(_listed, args))
+            _check_arguments(name, (owner, *args, *kwargs.values()))
+        elif isinstance(owner, _UNUSUAL):
+            raise TooMuchError("the chat template calls a method of a number or of bytes")
         found = _sized(super().call(__context, __obj, *args, **kwargs))
         return _nested(found) if __obj is dict else found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ WIDE = {
     "method": "{{ 'a'.ljust(10000000000) }}",
     "percent": "{{ '%10000000000d' % 1 }}",
     "format": "{{ '{:10000000000}'.format('a') }}",
+    "format by a value": "{{ '{:{}}'.format('a', 10000000000) }}",
+    "format by an item": "{{ '{:{x[0]}}'.format('a', x=[10000000000]) }}",
+    "format map": "{{ '{a:10000000000}'.format_map({'a': 1}) }}",
+    "percent by a value": "{{ '%*d' % (10000000000, 1) }}",
+    "percent filter": "{{ '%*d'|format(10000000000, 1) }}",
+    "many fields": "{% set a = 'a' * 100000 %}{{ ('{0}' * 10000).format(a) }}",
+    "many fields of a list": "{% set a = 'a' * 100000 %}{{ ('{0}' * 10000).format([a]) }}",
+    "many percents": "{% set a = 'a' * 100000 %}{{ ('%(a)s' * 10000) % {'a': a} }}",
+    "translate": "{{ ('a' * 1000000).translate({97: 'b' * 1000000}) }}",
+    "join of made items": "{{ ('a' * 1000000).join(range(99999)|map('string')) }}",
+    "join of made items, by filter": "{{ range(99999)|map('string')|join('a' * 1000000) }}",
+    "join of keys": "{{ ('a' * 1000000).join(dict.fromkeys(range(99999)|map('string')|list)) }}",
+    "bytes": "{{ 'a'.encode().ljust(10000000000) }}",
+    "number": "{{ (1).to_bytes(10000000000, 'big') }}",
     "product": "{{ 'a' * 10000000000 }}",
     "power": "{{ 9 ** 9 ** 9 }}",
 }
@@ -64,8 +79,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_that_grow_are_refused_before_they_are_made(source: str) -> None:
     environment = reference_environment()
     assert may_explode(environment.parse(source)), "minijinja, which knows no sizes, must not run it"
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TemplateRejectsError, match="chat template"):
         by_reference(environment.from_string(source), {"messages": CHAT})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 1 << 20
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
