@@ -18,6 +18,7 @@ from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.prompts.model_config import PROBES
 from kvatlas.router.prompts.settings import ANY_MODEL, PromptSettings
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
+from tests.support.examples import some
 from tests.support.front import Front, fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import until
@@ -84,7 +85,7 @@ def odd_template(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("root", ["directory", "repository"])
+@pytest.mark.parametrize("root", some(["repository", "directory"], 2))
 async def test_an_engine_is_all_that_is_given(hub: StandInHub, root: str) -> None:
     named = LOCAL if root == "directory" else NAMED
     async with running(named) as engines, routing(auto(*engines, hub=hub)) as rig:
@@ -113,7 +114,7 @@ async def test_prompts_are_read_meanwhile_and_the_fetch_goes_on(hub: StandInHub)
         assert rig.router.reader.stats.reads["chat", "local"] == 1
 
 
-@pytest.mark.parametrize("tokenizer", [NAME, f"{NAME}@main"])
+@pytest.mark.parametrize("tokenizer", some([f"{NAME}@main", NAME], 2))
 async def test_a_repository_may_be_configured(hub: StandInHub, tokenizer: str) -> None:
     async with running({}) as engines, routing(auto(*engines, hub=hub, tokenizer=tokenizer)) as rig:
         assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
@@ -129,7 +130,9 @@ async def test_switched_off_engines_are_asked(hub: StandInHub) -> None:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [((401, "GatedRepo"), "gated"), ((404, "RepoNotFound"), "not_found"), ((503, ""), "unreachable")],
+    some(
+        [((401, "GatedRepo"), "gated"), ((404, "RepoNotFound"), "not_found"), ((503, ""), "unreachable")], 3
+    ),
 )
 async def test_a_failure_is_shown_and_mended_while_the_router_serves(
     hub: StandInHub, error: tuple[int, str], reason: str
