@@ -128,16 +128,12 @@ async def test_switched_off_engines_are_asked(hub: StandInHub) -> None:
         assert not hub.requests
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    some(
-        [((401, "GatedRepo"), "gated"), ((404, "RepoNotFound"), "not_found"), ((503, ""), "unreachable")], 3
-    ),
-)
-async def test_a_failure_is_shown_and_mended_while_the_router_serves(
-    hub: StandInHub, error: tuple[int, str], reason: str
-) -> None:
-    hub.repositories[NAME].error = error
+FAILURES = {"gated": (401, "GatedRepo"), "not_found": (404, "RepoNotFound"), "unreachable": (503, "")}
+
+
+@pytest.mark.parametrize("reason", some(FAILURES, 3))
+async def test_a_failure_is_shown_and_mended_while_the_router_serves(hub: StandInHub, reason: str) -> None:
+    hub.repositories[NAME].error = FAILURES[reason]
     async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
         one = await origin(rig, "engine", reason)
         assert NAME in one.problem
