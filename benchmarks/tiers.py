@@ -195,7 +195,7 @@ class AblatedFleet(FleetSim):
 
     def _candidates(
         self, tokens: int, hashes: Sequence[BlockHash], now: float, order: EngineOrder | None = None
-    ) -> list[Candidate]:
+    ) -> Sequence[Candidate]:
         found = super()._candidates(tokens, hashes, now, order)
         if not self.ablation.true_queues:
             return found

@@ -1,25 +1,32 @@
 """A fleet behind one variant: arrivals, placements and engines in one order of virtual time.
 
-The placement is the router's own code: candidates are made as the planner makes them
-(``kvatlas.router.placement.decide``), the policy chooses, and the load account and the prompts in flight are
-kept as for real requests. Only the engines (``engine``) and the immediate arrival of events are simulated. A
+The placement is the router's own code: its ``Engine`` stands for each engine, its ``FleetSnapshot`` gives the
+candidates, the policy and the service level choose, and the load account and the prompts in flight are kept
+as for real requests. Only the engines (``engine``) and the immediate arrival of events are simulated. A
 run depends only on its inputs and the seed."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.events import BlockHash, Family
 from kvatlas.publisher.pool.host_tier import RetentionHint
 from kvatlas.router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
+from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.hit_rules import hits_behind
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.model import HashedPrompt
+from kvatlas.router.index.query_plan import EngineHit, Mode
 from kvatlas.router.observe.history import RetentionHints
-from kvatlas.router.placement.candidate import Candidate, Hit, PlacementRequest, placement_request
+from kvatlas.router.placement.candidate import Candidate, PlacementRequest, placement_request
 from kvatlas.router.placement.cost import (
     Choice,
     late_first_token,
@@ -27,18 +34,19 @@ from kvatlas.router.placement.cost import (
     make_choice,
     predicted_wait_s,
     score,
-    within_level,
 )
-from kvatlas.router.placement.engine import EngineOrder, order_of
-from kvatlas.router.placement.inflight import (
-    InflightPrefixes,
-    InflightPrompt,
-    coming_hit,
-    kept_prefixes,
-    kept_rule,
+from kvatlas.router.placement.eligible import FleetSnapshots, within_service_level
+from kvatlas.router.placement.engine import (
+    NO_PEER_SNAPSHOT,
+    Accounts,
+    Engine,
+    EngineOrder,
+    PeerSnapshot,
+    PromptView,
+    order_of,
 )
+from kvatlas.router.placement.inflight import InflightPrompt, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import LoadAccount, Ticket
-from kvatlas.router.placement.others import NO_OTHERS
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import PullSources, link_busy_s, occupy_links, page_prices, with_pull
 from kvatlas.router.placement.rates import FleetRates, RateSettings
@@ -160,6 +168,27 @@ class _Open(msgspec.Struct, eq=False):
     """Tokens to be pulled from another engine."""
 
 
+class _Known(NamedTuple):
+    """What each engine's events have shown (``kvatlas.router.placement.engine.SharedView``)."""
+
+    known_scheme: HashScheme
+    known_layout: CacheLayout
+
+    def scheme(self, engine_id: str) -> HashScheme:
+        return self.known_scheme
+
+    def layout(self, engine_id: str) -> CacheLayout:
+        return self.known_layout
+
+    def feed_state(self, engine_id: str) -> str:
+        return FeedState.READY
+
+    async def look(
+        self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
+    ) -> PeerSnapshot:
+        return NO_PEER_SNAPSHOT
+
+
 class FleetSim:
     """Runs one variant over one workload, once."""
 
@@ -171,7 +200,8 @@ class FleetSim:
         self._roles = Roles(variant.prefill, setup.groups, setup.pd) if variant.prefill else None
         self._policy = policy(variant.policy)
         self._state = ArmState(random.Random(setup.seed))
-        self._names = [f"engine-{i}" for i in range(setup.engines)]
+        self._accounts = Accounts(lambda: self._now, lambda: self._now)
+        self._accounts.rates = FleetRates(RateSettings(prefill_s_per_token=setup.timing.prefill_s_per_token))
         self._scheme = simulated_scheme(setup.groups)
         self._pull_s_per_token = 0.0
         if setup.tiers is not None and setup.tiers.pull_bytes_per_s and variant.pulls:
@@ -188,7 +218,7 @@ class FleetSim:
                 chunk_tokens_max=setup.timing.chunk_tokens,
                 events=False,
             )
-            for _ in self._names
+            for _ in range(setup.engines)
         ]
         self._tiers = tiers_of(setup.tiers, pools)
         if setup.tiers is not None and setup.tiers.any:
@@ -199,6 +229,8 @@ class FleetSim:
             )
         self._layout = simulated_layout(setup.groups)
         self._hits_behind = hits_behind(self._layout)
+        self._fleet = [self._engine(place) for place in range(setup.engines)]
+        self._snapshots = FleetSnapshots(self._accounts.changes)
         self._engines = [
             SimEngine(
                 pool,
@@ -213,13 +245,10 @@ class FleetSim:
         ]
         self._view = router_view(variant, setup, pools, self._tiers, mean_prompt_tokens=mean_prompt_tokens)
         timing = setup.timing
-        rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
-        self._loads = [LoadAccount(rates.engine()) for _ in pools]
-        for account in self._loads:
-            account.pages.configure(setup.num_blocks, setup.groups)
+        self._loads = [engine.load for engine in self._fleet]
         self._gauges_s = setup.gauge_s
         self._holding = None if variant.hold is None else Holding(variant.hold, self._loads, timing.seqs_max)
-        self._inflight = InflightPrefixes()
+        self._inflight = self._accounts.inflight
         self._open: dict[int, _Open] = {}
         self._rows: dict[int, Row] = {}
         self._peer = None
@@ -229,6 +258,19 @@ class FleetSim:
         self._calendar = Calendar(setup.engines)
         self._arrivals = Arrivals((), speed=1.0, closed=False)
         self._now = 0.0
+
+    def _engine(self, place: int) -> Engine:
+        """Return an engine as the router has it: its events have all been received, and its layout is known.
+        What it holds comes from the variant's view."""
+        # Nothing is sent there: the address is its name.
+        engine = Engine(
+            EngineAddress(f"engine-{place}"),
+            self._accounts,
+            elsewhere=_Known(self._scheme, self._layout),
+        )
+        engine.feed = FeedStats(FeedState.READY)
+        engine.load.pages.configure(self._setup.num_blocks, self._setup.groups)
+        return engine
 
     def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
         """Run all requests to their end. ``progress`` is called periodically with the number placed since."""
@@ -332,7 +374,7 @@ class FleetSim:
         return None if found is None else RetentionHint(found[1].ttl_s, found[1].value, request.tenant)
 
     def _waits_too_long(
-        self, tokens: int, hashes: Sequence[BlockHash], candidates: list[Candidate], left_s: float
+        self, tokens: int, hashes: Sequence[BlockHash], candidates: Sequence[Candidate], left_s: float
     ) -> bool:
         """Whether the request is refused by what every engine is predicted to take."""
         variant = self._variant
@@ -362,7 +404,7 @@ class FleetSim:
     def _choose(
         self,
         index: int,
-        candidates: list[Candidate],
+        candidates: Sequence[Candidate],
         question: PlacementRequest,
         hashes: Sequence[BlockHash],
         left_s: float,
@@ -378,13 +420,13 @@ class FleetSim:
         roles = self._roles
         if roles is None:
             choice = self._policy(candidates, question, self._knobs, self._state)
-            if left_s < math.inf and choice.scored.first_token_s(choice.index) > left_s:
-                met = within_level(choice.scored, [0.0] * len(candidates), left_s)
-                if any(met):
-                    places = [place for place, good in enumerate(met) if good]
-                    some = [candidates[place] for place in places]
-                    choice = self._policy(some, question, self._knobs, self._state)
-                    return places[choice.index], choice, None
+            if left_s < math.inf:
+                stats = self._accounts.slo_stats
+                level = within_service_level(self._fleet, candidates, choice, left_s, stats)
+                if level is not None:
+                    engines, found, _ = level
+                    choice = self._policy(found, question, self._knobs, self._state)
+                    return self._fleet.index(engines[choice.index]), choice, None
             if self._pull_s_per_token:
                 choice = with_pull(choice, self._sources(question.prompt_tokens))
             return choice.index, choice, None
@@ -453,52 +495,25 @@ class FleetSim:
 
     def _candidates(
         self, tokens: int, hashes: Sequence[BlockHash], now: float, order: EngineOrder | None = None
-    ) -> list[Candidate]:
+    ) -> Sequence[Candidate]:
+        """Return the engines as the router sees them for one prompt."""
         seen = self._view.look(tokens, hashes, now)
         self._alone = [held.alone for held in seen]
-        unit, last = self._scheme.hash_block_size, tokens - 1
-        common = None
+        mode: Mode = "native" if self._variant.view == "truth" else "shadow"
+        hits = {
+            held: EngineHit(mode, held.hit, held.cpu, held.storage, held.shared_prefix) for held in set(seen)
+        }
+        asked = PromptView(
+            tokens,
+            {engine.engine_id: hits[held] for engine, held in zip(self._fleet, seen, strict=True)},
+            order=order,
+        )
         if self._variant.in_flight:
-            common = self._inflight.common(hashes, now, (tokens if self._hits_behind else last) // unit)
-        found = []
-        for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
-            rate = account.rates.prefill_s_per_token(now)
-            queue_s, running, waiting, idle_s, late_s, recent_s, *_ = account.ahead(now, NO_OTHERS, rate)
-            shared = coming = 0
-            if common is not None:
-                shared = min(common.blocks.get(engine_id, 0) * unit, last)
-                coming = coming_hit(self._layout, common.coming.get(engine_id, 0) * unit, tokens)
-            hit = Hit(
-                held.hit,
-                held.cpu,
-                held.storage,
-                shared_prefix_tokens=max(held.shared_prefix, shared, held.hit + held.cpu + held.storage),
-                coming_tokens=coming,
-                common_tokens=shared,
-                confidence="exact" if self._variant.view == "truth" else "shadow",
-            )
-            behind_pages = 0
-            if order is not None:
-                rank_s = order.rank_s(rate * (tokens - hit.whole_tokens))
-                behind_s, behind_pages = account.behind(rank_s, rate)
-                queue_s = max(0.0, queue_s - behind_s)
-            found.append(
-                Candidate(
-                    engine_id,
-                    hit,
-                    queue_s=queue_s,
-                    running=running,
-                    waiting=waiting,
-                    idle_s=idle_s,
-                    prefill_s_per_token=rate,
-                    decode_interference_s=account.rates.decode_interference_s,
-                    late_s=late_s,
-                    recent_s=recent_s,
-                    room_s=account.pages.wait_s(tokens, behind_pages),
-                    pool_share=account.pages.share(tokens),
-                )
-            )
-        return found
+            unit, last = self._scheme.hash_block_size, tokens - 1
+            found = self._inflight.common(hashes, now, (tokens if self._hits_behind else last) // unit)
+            asked.common = {name: min(count * unit, last) for name, count in found.blocks.items()}
+            asked.coming = {name: count * unit for name, count in found.coming.items()}
+        return self._snapshots.of(self._fleet).candidates(asked, now)
 
     def _advance(self) -> None:
         """Process all events of the engines before the next arrival."""
