@@ -32,22 +32,26 @@ class QueueSettings(WaitTargets, frozen=True, kw_only=True):
 
     saturation_s: float | None = None
     """An engine is saturated with more than this many seconds of prompts queued, by the router's account.
-    Switches the queue on; 1 is a good value."""
+    Switches the queue on: set 1 if tenants must share a fleet that is
+    sometimes full."""
     engine_requests_max: int | None = None
     """An engine is also saturated with this many requests, running and waiting; give the engines'
     ``--max-num-seqs``. Not set: only seconds of prompts count."""
     requests_max: int = 1000
     """Most requests that wait (for each worker). Beyond it the tenant with the most waiting loses its newest,
-    of the lowest class: 429 `queue_full`."""
+    of the lowest class: 429 `queue_full`. Lower it if clients should get 429 sooner."""
     wait_s_max: float = 60.0
-    """Longest wait; then 503 `queue_timeout`. A client's `x-request-timeout` (seconds) may shorten it."""
+    """Longest wait; then 503 `queue_timeout`. A client's `x-request-timeout` (seconds) may shorten it. Set it
+    to the time-out of your clients."""
     ageing: float = 0.0
     """Order within a tenant and class: by arrival plus this many times the request's own seconds of work.
     0: first come, first served; 10 lets short prompts overtake, for a lower mean and some longer waits."""
+    # Not a key of the configuration: config/removed.py.
     credit_s: float = 2.0
     """A tenant that had less than its share may be ahead of the others by what all engines compute in this
     many seconds (times its weight), so that several of its requests at once do not wait behind a flood; 0: no
     tenant saves anything up."""
+    # Not a key of the configuration: config/removed.py.
     sibling_share: float = 0.5
     """A prompt goes at once if it shares this part of itself with one in flight on an engine that has no more
     than four times `saturation_s` queued, and no other tenant waits; above 0 and at most 1."""

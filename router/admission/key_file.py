@@ -42,27 +42,32 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
     file: str | None = None
     """TOML file with tenants, their limits, and the SHA-256 of each key; `kvatlas keys add` writes it
     ([tenants.md](tenants.md)). Read again when it changes. Every request to an engine, and `/v1/models`, then
-    needs a key: `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    needs a key: `Authorization: Bearer KEY` or `x-api-key: KEY`. Set it if clients need limits, or must be
+    told apart."""
     engine_priorities: bool = False
     """Engines schedule by priority (vLLM's `--scheduling-policy priority`): requests of tenants of the class
-    `low` get `priority` 1, of `high` -1, where their bodies have none. `policy.engine_priority` does so."""
+    `low` get `priority` 1, of `high` -1, where their bodies have none. `policy.engine_priority` does so.
+    Switch it on if the engines were started so."""
     isolate: Literal["off", "tenant", "group"] = "off"
     """Isolate caches: the router sets `cache_salt` in every prompt, one for each tenant, or one for each
     `cache_group` of the key file (a tenant without one is its own group). Needs `keys.file` and
-    `keys.isolate_secret_file` ([tenants.md](tenants.md#cache-isolation))."""
+    `keys.isolate_secret_file` ([tenants.md](tenants.md#cache-isolation)). Switch it on if tenants must not
+    learn from hit times what others asked."""
     secret_file: str | None = None
     """File with a secret, at least 32 bytes, the same for all routers of a fleet, under which ids of
     responses (`/v1/responses`) prove their tenant. Not set: `isolate_secret_file`, else the tenant's own
     keys: ids made under a key that was taken out of the file then end with the next restart. Read again when
-    it changes; ids under earlier secrets count until a restart."""
+    it changes; ids under earlier secrets count until a restart. Set it if keys are rotated while responses
+    are stored."""
     isolate_secret_file: str | None = None
     """File with the secret that salts are derived from, at least 32 bytes; the same for all routers of a
-    fleet. Read again when it changes: prompts are then cached under new salts."""
+    fleet. Read again when it changes: prompts are then cached under new salts. Set it with `isolate`."""
     client_salts: Literal["combine", "refuse"] = "combine"
-    """With `keys.isolate`: a client's own `cache_salt` separates its prompts further, or is refused (400)."""
+    """With `keys.isolate`: a client's own `cache_salt` separates its prompts further, or is refused (400).
+    `refuse` if clients must not split their own cache."""
     forward: bool = False
     """Pass the client's key on to engines. By default it is taken out, and `fleet.api_key_file` is sent where
-    that is set."""
+    that is set. Switch it on if the engines check the clients' keys themselves."""
 
     def __post_init__(self) -> None:
         if self.isolate == "off":
@@ -80,11 +85,12 @@ class WaitTargets(msgspec.Struct, frozen=True, kw_only=True):
     wait_target_s: float | None = None
     """A request is refused (429 `predicted_wait`) where every engine that could take it is predicted to let
     it wait longer than this many seconds, its own prefill not counted. Not set: none is refused
-    ([tenants.md](tenants.md#admission-by-predicted-wait))."""
+    ([tenants.md](tenants.md#admission-by-predicted-wait)). Set it to the wait after which your clients give
+    up."""
     wait_target_high_s: float | None = None
-    """The same for requests of class `high`. Not set: `wait_target_s`."""
+    """The same for requests of class `high`. Not set: `wait_target_s`. Set it if that differs by class."""
     wait_target_low_s: float | None = None
-    """The same for requests of class `low`. Not set: `wait_target_s`."""
+    """The same for requests of class `low`. Not set: `wait_target_s`. Set it if that differs by class."""
 
     def __post_init__(self) -> None:
         for name in WaitTargets.__struct_fields__:

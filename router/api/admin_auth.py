@@ -38,22 +38,23 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     enabled: bool = False
-    """Whether the admin API is served."""
+    """Whether the admin API is served. Switch it on to drain or add engines by a command."""
     token_file: str | None = None
     """File with tokens of at least 16 characters, one per line, as `NAME:TOKEN` or `TOKEN`; the name is
-    logged. Read again when it changes."""
+    logged. Read again when it changes. Set it for tools without client certificates."""
     host: str = "127.0.0.1"
-    """Address of the admin API's own port."""
+    """Address of the admin API's own port. Set it for tools on another machine."""
     port: int | None = None
     """The admin API's own port (0 takes a free one). Not set: `/admin` on the router's port, with tokens
-    only."""
+    only. Set it to keep the API off the public port."""
     tls_cert_file: str | None = None
-    """Certificate chain of the admin API's own port, PEM."""
+    """Certificate chain of the admin API's own port, PEM. Set it when `host` is open to other machines."""
     tls_key_file: str | None = None
-    """Private key of that certificate, PEM."""
+    """Private key of that certificate, PEM. Set it with `tls_cert_file`."""
     client_ca_file: str | None = None
     """Certificate authority of clients, PEM: each client must present a certificate it signed; the common
-    name is logged."""
+    name is logged. Set it for tools with certificates."""
+    # Not a key of the configuration: config/removed.py.
     requests_per_minute: float = 60.0
     """Requests each name may make per minute, in bursts of up to a quarter of it; failed logins share one
     such allowance. Once it is used up, tokens from one address are compared only four times a second."""

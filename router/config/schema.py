@@ -48,53 +48,61 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``auto``: the `root` that the engines' `/v1/models` reports: a directory that is readable here, or a
     repository of the hub, whose tokenizer is downloaded. Or a directory with `tokenizer.json` (Hugging Face
     layout), a repository `ORG/NAME[@REVISION]`, or ``off``: the engines tokenize each prompt, which engines
-    with ``--tokenizer-mode cohere`` need. All are
-    compared with the engines' own tokens: one found by ``auto`` before it is used; a configured one that
-    differs stays in use, and the log, `/ready` and the doctor report it."""
+    with ``--tokenizer-mode cohere`` need. All are compared with the engines' own tokens: one found by
+    ``auto`` before it is used; a configured one that differs stays in use, and the log, `/ready` and the
+    doctor report it. Set it if `/ready` reports that the tokenizer was not found, or to start without a
+    network."""
     chat_template: str | None = None
     """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
-    """The engines' ``--chat-template-content-format``."""
+    """The engines' ``--chat-template-content-format``. Set it as the engines were started."""
     default_chat_template_kwargs: dict[str, Any] = {}
-    """The engines' ``--default-chat-template-kwargs``."""
+    """The engines' ``--default-chat-template-kwargs``. Set it as the engines were started."""
     exclude_tools_when_tool_choice_none: bool = False
-    """Whether the engines were started with ``--exclude-tools-when-tool-choice-none``."""
+    """Whether the engines were started with ``--exclude-tools-when-tool-choice-none``. Set it as the engines
+    were started."""
     anthropic_disabled_thinking_effort: Literal["auto", "none", "low", "medium", "high", "xhigh", "max"] = (
         "auto"
     )
     """The engines' ``--anthropic-disabled-thinking-effort``: how they handle ``thinking: {"type":
-    "disabled"}`` on ``/v1/messages``."""
+    "disabled"}`` on ``/v1/messages``. Set it as the engines were started."""
     time_zone: str | None = None
     """The engines' time zone (``UTC``, ``Europe/Berlin``), for models whose prompts contain the date, which
-    engines take from their local time. Not set: the router's own."""
+    engines take from their local time. Not set: the router's own. Set it if router and engines run in
+    different zones."""
     lora_paths: dict[str, str] = {}
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
-    use the path that the engine's ``/v1/models`` reports."""
+    use the path that the engine's ``/v1/models`` reports. Set it if `explain` says that an adapter's path is
+    unknown."""
     attention_chunk_size: int | None = None
     """Chunk of chunked local attention in tokens, for models that have it (e.g. Llama 4). Not set: taken from
     the model's `config.json` beside the tokenizer; required if that is missing."""
     attention_chunk_sizes: dict[str, int] = {}
-    """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
+    """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ. Set it if
+    `explain` asks for it."""
     mamba_cache_mode: Literal["align", "all"] | None = None
     """The engines' Mamba cache mode, ``align`` or ``all``, for models with Mamba layers. Not set: taken from
-    the engine's metrics or `/server_info`."""
+    the engine's metrics or `/server_info`. Set it if `explain` asks for it."""
     eagle_groups: tuple[int, ...] | Literal["all"] | None = None
     """Numbers of the KV cache groups whose lookup drops the last block, in vLLM before 0.33, and in later
     versions with a KV connector or ``disable_lookahead_block_hashes``: ``all`` for EAGLE, EAGLE3 and DFlash,
     where vLLM marks all groups; for MTP the group of the last layer. Not set: detected from the engine's own
-    statements, the model's `config.json` and receipts ([exactness.md](exactness.md#settings))."""
+    statements, the model's `config.json` and receipts ([exactness.md](exactness.md#settings)). Set it if
+    receipts are a block too long with a drafter."""
     eagle_groups_apart: bool = False
     """Set if the layers of ``eagle_groups`` have other heads than the model's own layers of the same kind,
     window and block size: vLLM then looks up their groups separately, which no event shows."""
     partial_hash_hits: bool | None = None
-    """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
+    """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does. Set it only if
+    receipts differ by less than a block."""
     report_mode_full: bool = False
     """Set if clients send ``kv_cache_report_mode=full``: repeated store events are then not counted as new
     copies. Predictions are less exact with it; preferably keep clients from sending the field
     (``proxy.kv_cache_report_mode``)."""
     retention_interval: int | Literal["dense"] | None = None
     """The engines' ``--prefix-cache-retention-interval`` in tokens, or ``dense``. Not set: taken from the
-    engine's metrics or `/server_info`, else 0, vLLM's default since 0.29."""
+    engine's metrics or `/server_info`, else 0, vLLM's default since 0.29. Set it for the Rust frontend, which
+    does not report it."""
     hash_seeds: tuple[str, ...] = ()
     """Values of the engines' PYTHONHASHSEED; tried first when the hash scheme is detected. Needed for
     seeds that are not numbers from 0 to 1023, 1234, 12345 or 123456."""
@@ -107,19 +115,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     with ``kinds``."""
     shared_stores: tuple[str, ...] = ()
     """Stores that every engine of the model loads from, by the ``ownership`` field of KV events. An engine
-    that writes to a store is known to load from it without this."""
+    that writes to a store is known to load from it without this. Set it if some engines only read from the
+    store."""
     shared_store_ttl_s: float = 1800.0
     """How long a block is considered present after it was reported as written to a shared store (stores do
     not report evictions). A block may be dropped after half of this time. Set it to the age at which the
     store evicts."""
     replay_tokens: int = 0
     """Sliding window in tokens of layers with bounded replay (DeepSeek V4.1 with ``swa_bounded_replay``):
-    this many tokens of a hit are recomputed, and a shorter hit does not count. 0: no such layers."""
+    this many tokens of a hit are recomputed, and a shorter hit does not count. 0: no such layers. Set it to
+    the window of such a model."""
     first_connector_loads: bool = False
     """Set if the engines combine connectors with vLLM's MultiConnector: the first connector that has
     anything loads. Unset, the connector with the most tokens loads, as in ``HybridMultiConnector``."""
     shadow: ShadowSettings = ShadowSettings()
-    """Block pool of engines without events."""
+    """Block pool of engines without events. Set it if predictions for such engines are wrong."""
 
     def facts(self) -> ModelFacts:
         """Return the facts that the index needs."""
@@ -151,47 +161,59 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses on which the router listens, and logging."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; `0.0.0.0` for all addresses of the machine."""
+    """Address to listen on; `0.0.0.0` for all addresses of the machine. Set `0.0.0.0` in a container and
+    behind a load balancer on another machine."""
     port: int = 8000
     """TCP port to listen on; 0 takes a free one, which is logged. It serves `/v1/*`, `/health`, `/ready` and
-    `/version`."""
+    `/version`. Change it if another program has the port."""
     workers: int | Literal["auto"] = 1
     """Processes that share the port, up to 32; `auto`: one per core that this process may use. Limits of
-    memory and connections apply to each of them ([scale.md](scale.md#workers)). Linux only."""
+    memory and connections apply to each of them ([scale.md](scale.md#workers)). Linux only. Raise it if a
+    core is busy with one worker (`process_cpu_seconds_total`)."""
     ops_host: str = "127.0.0.1"
     """Address of the ops port: `/metrics` and `/kvatlas/*`, which contain data of all clients. On a loopback
-    address every process of this machine has access; any other address needs tokens, or `ops_open`."""
+    address every process of this machine has access; any other address needs tokens, or `ops_open`. Change it
+    for a Prometheus on another machine."""
     ops_names: tuple[str, ...] = ()
     """Host names, without a port, that clients of the ops port may use if it needs no token, e.g. that of a
     Service. IP addresses, `localhost`, the machine's own name and `ops_host` are always allowed; requests
-    under any other name get 421, since DNS rebinding can make a browser send them."""
+    under any other name get 421, since DNS rebinding can make a browser send them. Set it if clients get
+    421."""
     ops_port: int | Literal["off", "public"] | None = None
     """TCP port of `/metrics` and `/kvatlas/*`. Not set: 9001, or a free one if `port` is 0. 0 takes a free
     one, `off` disables it, `public` serves them to everyone on the router's own port."""
     ops_token_file: str | None = None
     """File with tokens for the ops port (`Authorization: Bearer`), in the format of `admin.token_file`; that
-    file is used if this is not set and `ops_host` is not a loopback address."""
+    file is used if this is not set and `ops_host` is not a loopback address. Set it when `ops_host` is open
+    to other machines."""
     ops_open: bool = False
-    """Serve the ops port to everyone who reaches it, on any address; only behind a firewall."""
+    """Serve the ops port to everyone who reaches it, on any address; only behind a firewall. Set it instead
+    of a token."""
     tls_cert_file: str | None = None
-    """Certificate chain of `port`, PEM: clients then use HTTPS. Reloaded when it changes, like its key."""
+    """Certificate chain of `port`, PEM: clients then use HTTPS. Reloaded when it changes, like its key. Set
+    it where nothing in front of the router ends TLS."""
     tls_key_file: str | None = None
-    """Private key of that certificate, PEM."""
+    """Private key of that certificate, PEM. Set it with `tls_cert_file`."""
     client_ca_file: str | None = None
-    """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
+    """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS). Set it
+    if only clients with certificates may connect."""
     expose_decision: bool = False
-    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens` and `x-kvatlas-predicted-ttft-ms` to every response."""
+    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens` and `x-kvatlas-predicted-ttft-ms` to every response.
+    Switch it on while testing; clients then see names of engines."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is logged: `debug`, `info`, `warning` or `error`."""
+    """Lowest level that is logged: `debug`, `info`, `warning` or `error`. Lower it while searching a
+    fault."""
     log_format: Literal["console", "json"] = "console"
-    """`console` for people, `json` for log collectors (one object per line)."""
+    """`console` for people, `json` for log collectors (one object per line). Set it as your collector reads
+    it."""
     log_requests: bool = False
     """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,
-    times, tokens, request id. Never any text of a prompt or an answer."""
+    times, tokens, request id. Never any text of a prompt or an answer. Switch it on if no proxy in front
+    writes an access log."""
     check_every: int = 0
     """Self-check: recount the index, the load accounts and the prompts in flight after this many decisions,
     and log an error for each contradiction. 0: never. One check blocks everything else for about 0.1 s per
-    million blocks."""
+    million blocks. Set it to 1000 while searching a wrong prediction or account."""
 
     def __post_init__(self) -> None:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)

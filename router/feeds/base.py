@@ -192,7 +192,10 @@ class FeedStats(msgspec.Struct):
 
 
 class FeedSettings(msgspec.Struct, frozen=True):
-    """Bounds and timeouts of event feeds; the defaults suit an engine with about 100 batches per second."""
+    """Bounds and time-outs of event feeds, which suit an engine with about 100 batches per second.
+
+    None is a key of the configuration (config/removed.py); tests give other values.
+    """
 
     hold_batches_max: int = 4096
     """Most live batches held back while a gap before them is repaired (half of vLLM's default replay
@@ -214,8 +217,8 @@ class FeedSettings(msgspec.Struct, frozen=True):
     resync_backoff_s_max: float = 300.0
     """Upper bound of `resync_backoff_s`' doubling."""
     heartbeats: bool = False
-    """Set if the publishers send empty batches when idle: silence then makes a feed STALE. vLLM's own
-    publisher sends none; a publisher that does is recognised by its first empty batch."""
+    """Whether publishers send empty batches when idle: silence then makes a feed STALE. vLLM's own publisher
+    sends none; a publisher that does is recognised by its first empty batch."""
     stale_after_s: float = 5.0
     """Seconds without events after which a feed is STALE, where events are due: the engine's answers show
     that it stored blocks, or the publisher sends heartbeats."""

@@ -34,29 +34,32 @@ class EngineAddress(msgspec.Struct, frozen=True):
     """Identity and addresses of an engine; leave out ``events`` for an engine that publishes none."""
 
     base_url: str
-    """``http://host:port``, without ``/v1``."""
+    """``http://host:port``, without ``/v1``. One per server, or per data-parallel rank."""
     dp_rank: int | None = None
     """Data-parallel rank of this entry, sent to the server as ``x-data-parallel-rank``; not set without data
-    parallelism."""
+    parallelism. Set it for each rank of a server with several."""
     events: str | None = None
-    """ZMQ address its events are published at, e.g. ``tcp://host:5557``."""
+    """ZMQ address its events are published at, e.g. ``tcp://host:5557``. Set it for vLLM before 0.31, which
+    is not asked for it, and where a proxy or a port map changes the address."""
     replay: str | None = None
-    """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
+    """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``. Set it with `events`: without it,
+    lost events leave the feed degraded."""
     topic: str = ""
     """ZMQ prefix to subscribe to, the ``topic`` of the engine's ``--kv-events-config``; "" subscribes to
-    every topic."""
+    every topic. Set it if several engines publish on one address."""
     snapshot: str | None = None
-    """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked."""
+    """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked. Set
+    it for publishers with a separate port."""
     role: Literal["prefill", "decode", "both"] | None = None
     """``prefill``: computes prompts for others; ``decode``: fetches what those computed, and answers;
     ``both``: either. Not set: an engine for itself ([prefill-decode.md](prefill-decode.md))."""
     kind: Literal["vllm", "sglang"] | None = None
     """The engine's software. Not set: found from its `/v1/models` and `/server_info`
-    ([engines.md](engines.md))."""
+    ([engines.md](engines.md)). Set it if a proxy in front of the engine hides these."""
     kv_source: str | None = None
     """``HOST:PORT`` at which other engines fetch blocks from its host memory: the `p2p` tier of vLLM's
     OffloadingConnector, of rank 0 if there are several. Not set: the host of ``base_url`` and
-    `pd.offloading_port` ([pull.md](pull.md))."""
+    `pd.offloading_port` ([pull.md](pull.md)). Set it if the tier listens elsewhere."""
 
     @property
     def prefills(self) -> bool:

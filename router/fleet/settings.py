@@ -28,7 +28,9 @@ class FileSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     path: str | None = None
-    """File to watch; switches this source on. Replace it in one step (rename), as mounted ConfigMaps are."""
+    """File to watch; switches this source on. Replace it in one step (rename), as mounted ConfigMaps are. Set
+    it if a tool of yours lists the engines."""
+    # Not a key of the configuration: config/removed.py.
     interval_s: float = 1.0
     """Seconds between two readings. New content counts once two readings in a row agree."""
 
@@ -43,18 +45,23 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     """Names to resolve; switches this source on. `HOST:PORT` for the addresses of a host,
     `_SERVICE._PROTOCOL.NAME` for SRV records, which carry the ports (only the records with the lowest
-    priority number count)."""
+    priority number count). Set it if a headless Service or a registry has the engines."""
     servers: tuple[str, ...] = ()
-    """DNS servers as `ADDRESS` or `ADDRESS:PORT`; those of `/etc/resolv.conf` where none is given."""
+    """DNS servers as `ADDRESS` or `ADDRESS:PORT`; those of `/etc/resolv.conf` where none is given. Set it if
+    the system's servers do not know the names."""
     events_port: int | None = None
-    """Port of each engine's event socket. Not set: the engine is asked (`GET /kv_event_sources`)."""
+    """Port of each engine's event socket. Not set: the engine is asked (`GET /kv_event_sources`). Set it for
+    vLLM before 0.31."""
     replay_port: int | None = None
-    """Port of each engine's replay socket; only together with `events_port`."""
+    """Port of each engine's replay socket; only together with `events_port`. Set it with that."""
+    # Not a key of the configuration: config/removed.py.
     interval_s_min: float = 2.0
     """Shortest pause between two questions; a shorter TTL is raised to this."""
+    # Not a key of the configuration: config/removed.py.
     interval_s_max: float = 30.0
     """Longest pause between two questions; a longer TTL is cut to this. Also the longest pause after
     failures."""
+    # Not a key of the configuration: config/removed.py.
     timeout_s: float = 2.0
     """Time-out of one question to one server, in seconds."""
 
@@ -95,44 +102,53 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     selector: str = ""
-    """Label selector of the engines' pods, e.g. `app=vllm`; switches this source on."""
+    """Label selector of the engines' pods, e.g. `app=vllm`; switches this source on. Set it if the engines
+    run in the same cluster."""
     inference_pool: str = ""
     """Name of an InferencePool (`inference.networking.k8s.io/v1`) whose selector and target ports say which
     pods are engines, instead of `selector`; switches this source on. Its namespace is the one of
-    `namespaces`, else the router's own."""
+    `namespaces`, else the router's own. Set it where a gateway uses the same pool."""
     service_selector: str = ""
     """Label selector of EndpointSlices, e.g. `kubernetes.io/service-name=vllm`. With `selector` or
     `inference_pool`: a pod gets requests only while its endpoint is ready. Alone: every endpoint is an
-    engine."""
+    engine. Set it if readiness gates of a Service should count."""
     namespaces: tuple[str, ...] = ()
-    """Namespaces to watch; the router's own where none is given. `*` is all of them and needs a
-    ClusterRole."""
+    """Namespaces to watch; the router's own where none is given. `*` is all of them and needs a ClusterRole.
+    Set it if engines run in other namespaces."""
     port_name: str = "http"
     """Name of the container port that serves HTTP. A pod without a port of this name: its only port, else
-    `port`."""
+    `port`. Set it as the pods name theirs."""
     port: int = 8000
-    """HTTP port of pods that name none."""
+    """HTTP port of pods that name none. Set it if that is not 8000."""
     events_port_name: str = "kv-events"
-    """Name of the container port of events; a pod without one is asked (`GET /kv_event_sources`)."""
+    """Name of the container port of events; a pod without one is asked (`GET /kv_event_sources`). Set it as
+    the pods name theirs."""
     replay_port_name: str = "kv-replay"
-    """Name of the container port of the replay socket."""
+    """Name of the container port of the replay socket. Set it as the pods name theirs."""
     kubeconfig: str | None = None
     """Path of a kubeconfig, for a router outside the cluster. Its current context is used: client
-    certificate, token, or login plug-in (`exec`), which runs again when its token is refused."""
+    certificate, token, or login plug-in (`exec`), which runs again when its token is refused. Set it on a
+    machine outside."""
     api: str | None = None
-    """URL of the API server, e.g. of `kubectl proxy`; not needed inside a cluster."""
+    """URL of the API server, e.g. of `kubectl proxy`; not needed inside a cluster. Set it for a proxy of the
+    API server."""
+    # Not a key of the configuration: config/removed.py.
     credentials_dir: str = "/var/run/secrets/kubernetes.io/serviceaccount"
     """Directory with `token`, `ca.crt` and `namespace`; the token is read again when it is
     refused, the CA for every request."""
+    # Not a key of the configuration: config/removed.py.
     watch_s: float = 60.0
     """How long the API server keeps one watch open, in seconds; also the longest time a dead connection
     stays unnoticed."""
     deletion_costs: bool = False
     """Write the annotation `controller.kubernetes.io/pod-deletion-cost` of the engines' pods: the worth of
     each cache in milliseconds of prefill per minute, -1 for a drained engine. A Deployment that scales down
-    removes the pods with the lowest costs first. The service account also needs patch on pods."""
+    removes the pods with the lowest costs first. The service account also needs patch on pods. Switch it on
+    if an autoscaler removes engines."""
+    # Not a key of the configuration: config/removed.py.
     deletion_cost_interval_s: float = 60.0
     """Seconds between two comparisons of the costs; no pod is written more often."""
+    # Not a key of the configuration: config/removed.py.
     deletion_cost_change: float = 0.25
     """Share by which a cost must have changed to be written, and at least by 100."""
 
@@ -189,29 +205,35 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     KV usage) are read at 0.4 of this, which takes 0.35 to 0.5 ms of CPU each time: at 5 s about 1 % of a core
     with 64 engines and 25 % with 1,024. Raise it in a large fleet whose routers lack CPU; lower it for queues
     that other routers fill too."""
+    # Not a key of the configuration: config/removed.py.
     poll_down_interval_s: float | None = None
     """Seconds between two health polls of an engine that is down; None: as ``down_interval_s`` derives it."""
     poll_timeout_s: float = 3.0
-    """Time-out of one poll, in seconds."""
+    """Time-out of one poll, in seconds. Raise it if healthy engines on crowded machines are reported down."""
+    # Not a key of the configuration: config/removed.py.
     polls_missed_max: int = 3
     """An engine is down when its port refuses connections, or after this many failed polls in a row."""
+    # Not a key of the configuration: config/removed.py.
     gauge_interval_s: float | None = None
     """Seconds between two readings of an engine's `/metrics`; None: as ``gauges_s`` derives it."""
     warm_up_s_max: float = 30.0
-    """Longest time after start during which `/ready` answers 503 because sources of engines have not
-    answered yet or feeds are still replaying."""
+    """Longest time after start during which `/ready` answers 503 because sources of engines have not answered
+    yet or feeds are still replaying. Raise it if engines take longer to be found; lower it if a rollout must
+    not wait."""
     engines_max: int = 1024
-    """Most servers in the fleet; further ones are ignored, counted and logged."""
+    """Most servers in the fleet; further ones are ignored, counted and logged. Raise it for a larger fleet;
+    lower it if a wrong selector or DNS name could add thousands."""
     api_key_file: str | None = None
-    """File with the key for engines started with ``--api-key``, sent with the router's own requests.
-    Clients' requests keep their own ``Authorization``."""
+    """File with the key for engines started with ``--api-key``, sent with the router's own requests. Clients'
+    requests keep their own ``Authorization``. Set it for such engines."""
     ca_file: str | None = None
     """Certificate authority of engines with `https://` addresses, PEM; the system's where not set. Read again
-    when it changes, as the next two."""
+    when it changes, as the next two. Set it for a private authority."""
     client_cert_file: str | None = None
-    """Certificate that the router presents to such engines, PEM."""
+    """Certificate that the router presents to such engines, PEM. Set it if the engines ask for client
+    certificates."""
     client_key_file: str | None = None
-    """Private key of that certificate, PEM."""
+    """Private key of that certificate, PEM. Set it with `client_cert_file`."""
     file: FileSettings = FileSettings()
     """Engines listed in a watched file."""
     dns: DnsSettings = DnsSettings()

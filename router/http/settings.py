@@ -13,34 +13,43 @@ import msgspec
 class ListenSettings(msgspec.Struct, frozen=True):
     """Limits and time-outs of client connections."""
 
+    # Not a key of the configuration: config/removed.py.
     header_timeout_s: float = 10.0
     """Time-out for a complete request head, in seconds, from the connection's start or the head's first
     byte; for a trailer; and for a TLS handshake."""
+    # Not a key of the configuration: config/removed.py.
     body_timeout_s: float = 30.0
     """Longest pause between two pieces of a request body, in seconds."""
+    # Not a key of the configuration: config/removed.py.
     body_bytes_per_s_min: int = 4096
     """Slowest request body, in bytes per second; one that falls 30 s behind is answered with
     408."""
+    # Not a key of the configuration: config/removed.py.
     keepalive_timeout_s: float = 75.0
     """How long an idle client connection is kept, in seconds; more than the 60 s that load balancers
     usually keep theirs."""
+    # Not a key of the configuration: config/removed.py.
     stall_timeout_s: float = 120.0
     """A client that does not read its answer for this long is disconnected."""
     drain_delay_s: float = 0.0
     """Seconds from SIGTERM until new connections are refused: the time load balancers need to notice that
-    ``/ready`` answers 503. Requests that come meanwhile are answered, and close their connection."""
+    ``/ready`` answers 503. Requests that come meanwhile are answered, and close their connection. Set it to
+    the interval of your load balancer's health checks times its failures."""
     drain_s_max: float = 30.0
-    """Seconds from then on that running answers may take before they are cut."""
+    """Seconds from then on that running answers may take before they are cut. Raise it to the longest answer
+    that must not be cut, and the grace period of the pod with it."""
+    # Not a key of the configuration: config/removed.py.
     header_bytes_max: int = 64 * 1024
     """Largest request head, and trailer; a larger one is answered with 431."""
     connections_max: int = 10_000
-    """Most client connections, TLS handshakes included; further ones are answered with 503 and closed."""
+    """Most client connections, TLS handshakes included; further ones are answered with 503 and closed. Raise
+    it for more open streams; the limit of open files must allow twice as many."""
     client_share_max: float = 0.5
     """Share of ``connections_max`` (64 connections at least) that one client address may hold, of an IPv6
-    address its /64; 1 where all clients come through one proxy."""
+    address its /64; set 1 where all clients come through one proxy."""
     bodies_bytes_max: int = 2 * 1024 * 1024 * 1024
     """Most bytes of request bodies held at one time, of all requests together; beyond it, requests are
-    answered with 503."""
+    answered with 503. Lower it on a machine with less memory; raise it for many long prompts together."""
 
 
 class CorsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +57,14 @@ class CorsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     allowed_origins: tuple[str, ...] = ("*",)
     """Origins of pages that may ask, e.g. `https://chat.example.com`; `*` for all, none (`[]`) to leave CORS
-    to the engines."""
+    to the engines. Restrict it if browsers reach the router."""
     allowed_methods: tuple[str, ...] = ("*",)
-    """Methods that pages may use; `*` for all."""
+    """Methods that pages may use; `*` for all. Restrict it with the origins."""
     allowed_headers: tuple[str, ...] = ("*",)
-    """Request headers that pages may set; `*` for all."""
+    """Request headers that pages may set; `*` for all. Restrict it with the origins."""
     allow_credentials: bool = False
-    """Whether pages may send cookies and HTTP credentials."""
+    """Whether pages may send cookies and HTTP credentials. Switch it on with a list of origins, for pages
+    that log in by cookie."""
 
 
 # Counters of client connections; the metrics exporter reads them.
@@ -105,17 +115,22 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """Connections to engines: time-outs and bounds."""
 
     connect_timeout_s: float = 3.0
-    """Time-out of a connection to an engine, in seconds."""
+    """Time-out of a connection to an engine, in seconds. Raise it if engines are in another data centre, or
+    accept slowly under load."""
     stream_head_timeout_s: float = 30.0
-    """Streams: time-out until the engine's status line, in seconds. vLLM sends it before the prefill, so
-    an engine that is silent for longer hangs."""
+    """Streams: time-out until the engine's status line, in seconds. vLLM sends it before the prefill, so an
+    engine that is silent for longer hangs. Raise it if a proxy before the engines holds heads back."""
     first_byte_timeout_s: float = 600.0
-    """Time-out until the answer begins, in seconds: of a stream the first token (queue and prefill;
-    comments and openings do not count), without streaming the whole generation."""
+    """Time-out until the answer begins, in seconds: of a stream the first token (queue and prefill; comments
+    and openings do not count), without streaming the whole generation. Set it to the longest wait that your
+    clients accept."""
     idle_timeout_s: float = 120.0
-    """Longest pause between two pieces of an answer that has begun, in seconds; comments do not count."""
+    """Longest pause between two pieces of an answer that has begun, in seconds; comments do not count. Raise
+    it for engines that pause for long between tokens (swapping, very slow models)."""
+    # Not a key of the configuration: config/removed.py.
     engine_connections_max: int = 4096
     """Most open connections to one server; requests beyond it try another engine, or get 503."""
+    # Not a key of the configuration: config/removed.py.
     keepalive_s: float = 4.0
     """How long an idle connection to an engine is kept. Less than the 5 s after which vLLM closes it, so
     that reuse rarely meets a closing connection."""

@@ -36,11 +36,12 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``OTEL_RESOURCE_ATTRIBUTES``."""
 
     endpoint: str = ""
-    """OTLP/HTTP address of the collector, e.g. `http://collector:4318`."""
+    """OTLP/HTTP address of the collector, e.g. `http://collector:4318`. Set it to switch traces on."""
     sample_ratio: float = 0.01
-    """Share of requests without a ``traceparent`` that are traced; the others are traced if that says so."""
+    """Share of requests without a ``traceparent`` that are traced; the others are traced if that says so.
+    Raise it for a fleet with few requests."""
     service_name: str = "kvatlas"
-    """``service.name`` of the spans."""
+    """``service.name`` of the spans. Set it to tell several routers apart."""
 
     def __post_init__(self) -> None:
         if self.endpoint and not self.endpoint.startswith(("http://", "https://")):

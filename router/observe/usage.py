@@ -134,14 +134,17 @@ class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     path: str = ""
-    """File to append to; empty: no usage record."""
+    """File to append to; empty: no usage record. Set it for billing, or for `kvatlas simulate` and `advise`
+    with your own load."""
     file_bytes_max: int = 64 << 20
     """Size at which a file is rotated, of all workers' files together; a line takes about 600 bytes, and 17
-    more per 512 tokens of its prompt."""
+    more per 512 tokens of its prompt. Set it to what your log shipper takes in one piece."""
     files_max: int = 16
-    """Most files kept, the current one included; the oldest is removed by a rotation, and counted."""
+    """Most files kept, the current one included; the oldest is removed by a rotation, and counted. Raise it
+    to keep the days that you bill."""
     key_file: str = ""
-    """File with the secret of the prefix hashes, made if missing; empty: `path` with `.key` appended."""
+    """File with the secret of the prefix hashes, made if missing; empty: `path` with `.key` appended. Set it
+    if several routers' files are read together."""
 
 
 class UsageStats(msgspec.Struct):

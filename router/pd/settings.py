@@ -15,28 +15,38 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     connector: Literal["auto", "nixl", "mooncake", "offloading"] = "auto"
     """The engines' KV connector: `nixl` (NixlConnector), `mooncake` (MooncakeConnector), `offloading`
     (OffloadingConnector with its `p2p` tier). `auto`: detect which of the first two by the answer of a
-    prefill engine."""
+    prefill engine. Set it for `offloading`, which is not detected."""
     mooncake_bootstrap_port: int = 8998
-    """Port of the bootstrap server in a prefill engine's pod (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
+    """Port of the bootstrap server in a prefill engine's pod (`VLLM_MOONCAKE_BOOTSTRAP_PORT`). Set it as the
+    engines were started."""
     offloading_port: int = 5710
-    """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 if there are several."""
+    """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 if there are several. Set it
+    as the engines were started."""
     lease_s: float = 30.0
-    """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that are not fetched."""
+    """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that are not fetched. Set it
+    as the engines were started."""
+    # Not a key of the configuration: config/removed.py.
     lease_margin_s: float | None = None
     """Part of ``lease_s`` that is left to the decode engine; None: as ``margin_s`` derives it."""
     min_remote_tokens: int = 256
-    """Prompts of which the decode engine lacks fewer tokens than this are never prefilled elsewhere."""
+    """Prompts of which the decode engine lacks fewer tokens than this are never prefilled elsewhere. Raise it
+    on a slow network between the engines."""
     transfer_s_per_token: float = 1e-5
-    """Seconds to transfer the KV of one token. Default: 100 KB per token at 10 GB/s."""
+    """Seconds to transfer the KV of one token. Default: 100 KB per token at 10 GB/s. Set it to bytes of KV
+    per token divided by the measured bandwidth."""
     leg_overhead_s: float = 0.01
-    """Seconds that the second request and the handshake add to a time to first token."""
+    """Seconds that the second request and the handshake add to a time to first token. Set it to the measured
+    time to first token of a split short prompt less that of a whole one."""
     decode_delay_weight: float = 1.0
     """Weight of a second for which a prefill delays one running sequence, in seconds of waiting for a first
-    token. 0: only the prompt counts, and decode engines prefill whenever they are idle."""
+    token. 0: only the prompt counts, and decode engines prefill whenever they are idle. Raise it if steady
+    tokens matter more than first ones."""
+    # Not a key of the configuration: config/removed.py.
     prefills_max: int = 2
     """Maximum number of prefill engines asked for one request; then the decode engine computes the prompt."""
     mix_versions: bool = False
-    """Pair engines whose `/version` differs or is unknown. vLLM's NIXL connector refuses other versions."""
+    """Pair engines whose `/version` differs or is unknown. vLLM's NIXL connector refuses other versions.
+    Switch it on for a rolling upgrade with a connector that accepts it."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -356,31 +356,40 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     range."""
 
     policy: str = "kvatlas"
-    """Policy that places requests; one of the table below."""
+    """Policy that places requests; one of the table below. Change it only to compare."""
+    # Not a key of the configuration: config/removed.py.
     beta: float = 0.25
     """Share of the prefill time of (shared prefix - hit) tokens that is credited to the engine holding the
     shared prefix, 0 to 1. 0 counts exact hits only."""
+    # Not a key of the configuration: config/removed.py.
     eviction_premium: float = 0.75
     """Price of the cache pages a prompt takes, as a share of its own prefill time: their evicted contents
     must be computed again. 0 ignores it."""
     load_s_per_token: float = 2e-6
-    """Seconds to load one token from host memory. Default: 100 KB of KV per token at 50 GB/s (PCIe 5)."""
+    """Seconds to load one token from host memory. Default: 100 KB of KV per token at 50 GB/s (PCIe 5). Set it
+    to bytes of KV per token divided by the measured bandwidth, if engines offload to host memory."""
     storage_load_s_per_token: float = 5e-5
     """Seconds to load one token from storage. Default: 100 KB of KV per token at 2 GB/s, between a Redis
-    server and a store over TCP that writes straight into host memory."""
+    server and a store over TCP that writes straight into host memory. Set it likewise, if engines load from a
+    store."""
+    # Not a key of the configuration: config/removed.py.
     sequence_s: float = 0.02
     """Seconds charged for each request that an engine already has, if part of the prompt can be loaded from
     memory outside the GPUs: little is computed then, and blocks for generating sequences are scarce."""
+    # Not a key of the configuration: config/removed.py.
     scarcity_premium: float = 1.75
     """Further price of the cache pages a prompt takes, computed or loaded, as a share of the time to compute
     their contents. Charged if part of the prompt can be loaded, in full if the fleet's first tokens come 5 s
     later than computing and loading explain: prompts wait for pages then. 0 ignores it."""
     spread: float = 0.1667
     """Seconds charged per second of work that the router recently sent an engine beyond the fleet's mean (the
-    last half minute counts most): keeps long sessions apart. 0 ignores it."""
+    last half minute counts most): keeps long sessions apart. 0 ignores it. Set 0 if clients have no
+    sessions."""
+    # Not a key of the configuration: config/removed.py.
     room_share: float = 0.3
     """Share of the predicted wait for KV cache pages that counts as queue when engines are compared, 0 to 1.
     Counting all of it moves prompts away from the engines that hold their prefixes, and every queue grows."""
+    # Not a key of the configuration: config/removed.py.
     crowding: float = 3.0
     """Price of computing where prompts wait for pages: the prefill time, times the share of the pool that the
     prompt takes, times the number of waiting prompts, times this; less if compute is scarce as well. 0
@@ -388,34 +397,41 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     engine_priority: float = 0.0
     """Above 0, for engines that schedule by priority (vLLM's `--scheduling-policy priority`): a prompt's
     priority is its arrival plus this many times its predicted uncached work, in ms, within its client's class
-    ([tenants.md](tenants.md#engine-order)). 2 is the measured value; 0: engines get no priority."""
+    ([tenants.md](tenants.md#engine-order)). 2 is the measured value; 0: engines get no priority. Set 2 if the
+    engines schedule so."""
     retention_hints: bool = False
     """Send retention hints to engines whose connector obeys them
     ([connectors.md](connectors.md#retention-hints)): how long, and with what probability, a prompt's blocks
-    are used again."""
+    are used again. Switch it on if engines have kvatlas's connector with `"policy": "hinted"`."""
     service_levels: bool = False
     """Requests have targets for the time to first token ([tenants.md](tenants.md#service-levels)): by
     `x-slo-ttft-ms`, else by their tenant's `slo_ttft_ms` in the key file, else by their class. Engines that
-    are predicted to miss it are skipped while others are not."""
+    are predicted to miss it are skipped while others are not. Switch it on if some requests must be faster
+    than others."""
     slo_refuse: Literal["off", "wait", "first-token"] = "off"
     """With `service_levels`, requests are refused (429 `predicted_wait`): `wait` those that every engine is
     predicted to let wait beyond their target, `first-token` also those whose own prefill then ends after it,
-    which serves more requests in time and refuses long prompts first."""
+    which serves more requests in time and refuses long prompts first. Set it if a late answer is worth
+    nothing to the client."""
     slo_ttft_ms_high: float | None = None
-    """Target of the class `high`; not set: none."""
+    """Target of the class `high`; not set: none. Set it from your own service level."""
     slo_ttft_ms_normal: float | None = None
-    """Target of the class `normal`; not set: none."""
+    """Target of the class `normal`; not set: none. Set it from your own service level."""
     slo_ttft_ms_low: float | None = None
-    """Target of the class `low`; not set: none."""
+    """Target of the class `low`; not set: none. Set it from your own service level."""
+    # Not a key of the configuration: config/removed.py.
     queue_gap_s: float = 0.25
     """Difference between queues, in seconds of prefill, that is always allowed, even if the longer queue
     saves little."""
+    # Not a key of the configuration: config/removed.py.
     saving_factor: float = 1.0
     """Seconds of extra queue accepted per second saved, above 0 and at most 1; lower values prefer even
     queues over hits."""
+    # Not a key of the configuration: config/removed.py.
     probe_interval_s: float = 30.0
     """An engine that got no request for this long is preferred for the next cold prompt, so that its rates
     are learned."""
+    # Not a key of the configuration: config/removed.py.
     bounded_load_factor: float = 1.25
     """Policy `hash`: maximum requests of an engine, as a multiple of the mean; above 1."""
 
@@ -451,11 +467,14 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     enabled: bool = False
     """Have an engine pull a prefix if that is cheaper than waiting for the engine that holds it and than
-    computing it. Only for `policy.policy = "kvatlas"`, and not in fleets with prefill engines."""
+    computing it. Only for `policy.policy = "kvatlas"`, and not in fleets with prefill engines. Switch it on
+    if long prefixes are shared by more requests than one engine can take."""
     gbit_s: float = 100.0
-    """Rate at which one engine fetches blocks from another, in Gbit/s."""
+    """Rate at which one engine fetches blocks from another, in Gbit/s. Set it to the measured rate between
+    two engines."""
     kv_kib_per_token: float = 100.0
-    """KV of one token in all layers, in KiB: determines the time of a transfer."""
+    """KV of one token in all layers, in KiB: determines the time of a transfer. Set it to the size of the
+    cache that vLLM logs divided by its tokens."""
 
     @property
     def s_per_token(self) -> float:

@@ -84,11 +84,13 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
     `config.json` state; what neither tells is assumed, and corrected by the engine's answers."""
 
     num_blocks: int | None = None
-    """Blocks of the engine's KV cache, all groups together; vLLM logs it at start."""
+    """Blocks of the engine's KV cache, all groups together; vLLM logs it at start. Set it if the engine's
+    metrics are not reachable."""
     block_size: int | None = None
-    """Tokens per block."""
+    """Tokens per block. Set it if the engines have a `--block-size` that their metrics do not show."""
     sliding_window: int | None = None
-    """Adds a sliding-window group of this many tokens to the full-attention group."""
+    """Adds a sliding-window group of this many tokens to the full-attention group. Set it for models with
+    such layers whose `config.json` is not readable here."""
 
 
 class PoolEvidence(msgspec.Struct, frozen=True, kw_only=True):

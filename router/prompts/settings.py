@@ -37,27 +37,37 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Bounds of prompt processing. Sizes of caches are estimates of resident memory."""
 
     prefix_cache_bytes_max: int = 256 << 20
-    """Cache of tokens and block hashes of earlier prompts, shared by all models."""
+    """Cache of tokens and block hashes of earlier prompts, shared by all models. Raise it if
+    `kvatlas_prompts_prefix_evictions_total` grows and memory is free."""
     fast_tokenizer: Literal["auto", "off"] = "auto"
     """``auto``: tokenize with fastokens if it gives the tokens of ``tokenizers`` for all probe texts, and
-    compare again on a running sample; ``off``: always ``tokenizers``."""
+    compare again on a running sample; ``off``: always ``tokenizers``. `off` if the router crashes in this
+    library."""
+    # Not a key of the configuration: config/removed.py.
     prompt_bytes_max: int = 8 << 20
     """Larger bodies are placed by text affinity, without tokens (the default is about 2 million tokens of
     English). Long prompts are decoded, tokenized and hashed in worker threads."""
     worker_threads: int = 2
-    """Threads for tokenizing and hashing."""
+    """Threads for tokenizing and hashing. Raise it with free cores, if `kvatlas_prompts_worker_full_total`
+    grows."""
     hub_downloads: bool = True
     """Whether tokenizers that are known by name are fetched from the model hub: only the files needed for
-    rendering, never weights or code. ``false``: only its cache on this machine and directories."""
+    rendering, never weights or code. ``false``: only its cache on this machine and directories. Switch it off
+    where the router must not reach the internet."""
     hub_endpoint: str = ""
-    """A mirror of the hub, e.g. ``https://hub.example.com``; else ``HF_ENDPOINT``, else huggingface.co."""
+    """A mirror of the hub, e.g. ``https://hub.example.com``; else ``HF_ENDPOINT``, else huggingface.co. Set
+    it if the hub is reachable through a mirror only."""
+    # Not a key of the configuration: config/removed.py.
     hub_bytes_max: int = 256 << 20
     """Maximum size of one repository's tokenizer, templates and configuration."""
     hub_timeout_s: float = 120.0
-    """Time-out of fetching them, in seconds; engines are asked for tokens meanwhile."""
+    """Time-out of fetching them, in seconds; engines are asked for tokens meanwhile. Raise it on a slow link,
+    if `/ready` reports `too_slow`."""
     renderers: tuple[str, ...] = ()
     """Render servers (``vllm launch render``), each ``http://host:port``: asked before any engine for prompts
-    that are not tokenized here. They need the engines' model and options."""
+    that are not tokenized here. They need the engines' model and options. Set it for prompts with images, and
+    for models whose chats the router cannot render."""
+    # Not a key of the configuration: config/removed.py.
     engine_timeout_s: float = 1.0
     """Time-out of one call to an engine's or a render server's endpoint, in seconds."""
 

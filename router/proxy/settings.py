@@ -48,32 +48,36 @@ class ProxySettings(ClientSettings, frozen=True):
     """Forwarding to engines: time-outs, retries, connections and refused paths."""
 
     body_bytes_max: int = 64 * 1024 * 1024
-    """Largest request body; a larger one is answered with 413."""
+    """Largest request body; a larger one is answered with 413. Raise it for images or audio sent inline."""
     refused_paths: frozenset[str] = REFUSED_PATHS
-    """Paths answered with 403 `path_not_proxied`, since they change an engine for every client."""
+    """Paths answered with 403 `path_not_proxied`, since they change an engine for every client. Extend it if
+    your engines have further endpoints that clients must not reach."""
     passed_paths: frozenset[str] = frozenset()
-    """Paths passed on although they are refused or unknown, e.g. ``/reset_prefix_cache``. The request goes
-    to one engine; after a cache reset that engine is taken to hold nothing."""
+    """Paths passed on although they are refused or unknown, e.g. ``/reset_prefix_cache``. The request goes to
+    one engine; after a cache reset that engine is taken to hold nothing. Set it for tools that reset caches
+    through the router."""
     trust_client_kv_transfer_params: bool = False
-    """Pass ``kv_transfer_params`` in request bodies on to engines, and the other fields that choose a peer,
-    a rank or a hint. By default they are taken out of every body: they name engines to fetch KV blocks from,
-    and vLLM's process ends on a wrong one."""
+    """Pass ``kv_transfer_params`` in request bodies on to engines, and the other fields that choose a peer, a
+    rank or a hint. By default they are taken out of every body: they name engines to fetch KV blocks from,
+    and vLLM's process ends on a wrong one. Switch it on only if every client is a trusted orchestrator."""
     kv_cache_report_mode: ReportMode = "pass"
     """Requests with a ``kv_cache_report_mode`` field: ``pass`` them on, ``strip`` the field, or ``refuse``
-    them with 400."""
+    them with 400. `strip` it if clients use it: reports make predictions less exact."""
 
     pin_header: bool = False
     """Let clients choose the engine by an `x-kvatlas-engine` header with its id, for debugging; 503 where it
-    cannot take the request."""
+    cannot take the request. Switch it on while searching a fault of one engine."""
 
     attempts_max: int = 3
-    """Most engines that are tried for one request."""
+    """Most engines that are tried for one request. Set 1 if another router or gateway in front retries."""
+    # Not a key of the configuration: config/removed.py.
     retry_time_s_max: float = 60.0
     """No further engine is tried later than this many seconds after the first attempt."""
     suspect_s: float = 300.0
     """Seconds for which a request is remembered that was on an engine when it died: no engine gets it before
     that one is known to be back or has left the fleet, and after two deaths none at all. 0: any engine gets
-    it at once."""
+    it at once. Raise it to the time in which an engine restarts."""
+    # Not a key of the configuration: config/removed.py.
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
 

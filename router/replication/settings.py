@@ -137,30 +137,36 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     url: str
     namespace: str = "kva"
-    """First part of every key; all replicas of a fleet must agree on it. Keep it short: it is stored once
-    per block."""
+    """First part of every key; all replicas of a fleet must agree on it. Keep it short: it is stored once per
+    block. Change it if two fleets share one server."""
     lease_s: float = 3.0
-    """Life of the lease a replica holds on an engine's feed, in seconds; another replica takes over when
-    it expires."""
+    """Life of the lease a replica holds on an engine's feed, in seconds; another replica takes over when it
+    expires. Raise it if replicas pause for longer, or the server is far away; lower it for a faster
+    takeover."""
+    # Not a key of the configuration: config/removed.py.
     renew_s: float | None = None
     """Seconds between two renewals of leases; None: as ``renewal_s`` derives it."""
     lookup_timeout_s: float = 0.005
     """Timeout of a lookup of up to 1000 blocks, in seconds; proportionally longer for more.
 
-    If it fails, the request is placed by the router's local knowledge.
-    """
+    If it fails, the request is placed by the router's local knowledge. Raise it to ten round trips if the
+    server is not in the same data centre."""
+    # Not a key of the configuration: config/removed.py.
     write_timeout_s: float = 2.0
     """Timeout of a write, in seconds."""
+    # Not a key of the configuration: config/removed.py.
     connect_timeout_s: float = 1.0
     """Timeout of a connection to the server, in seconds."""
+    # Not a key of the configuration: config/removed.py.
     block_ttl_s: float = 3600.0
     """Time to live of a block's key, in seconds; writers refresh theirs three times as often."""
+    # Not a key of the configuration: config/removed.py.
     partitions: int = 0
     """Number of partitions of a model's blocks: a power of two up to 64, or 0 for 1 on a single server and
     16 in a Cluster. Fixed by the first replica of a model."""
     code_bytes: int = 1
-    """1 or 2: room for 255 or 65535 different sets of (medium, group) that a block can be held in. Fixed
-    by the first replica of a model."""
+    """1 or 2: room for 255 or 65535 different sets of (medium, group) that a block can be held in. Fixed by
+    the first replica of a model. Set 2 for models with many groups on engines with several connectors."""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -200,11 +206,12 @@ class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fi
     """Residency index that several replicas share through Redis or Valkey."""
 
     url: str = ""
-    """URL of the shared index (forms: docs/redis.md); empty: each router keeps an index of its own in
-    memory. Give a URL with a password only in a file (``--index-file``), the environment
-    (``KVATLAS_INDEX_URL``) or the configuration file."""
+    """URL of the shared index (forms: docs/redis.md); empty: each router keeps an index of its own in memory.
+    Give a URL with a password only in a file (``--index-file``), the environment (``KVATLAS_INDEX_URL``) or
+    the configuration file. Set it when there are several routers."""
     replica: str = ""
-    """Name of this replica, unique among all replicas; derived from host name and process id where empty."""
+    """Name of this replica, unique among all replicas; derived from host name and process id where empty. Set
+    it for names in logs that survive a restart."""
 
     def __post_init__(self) -> None:
         if self.url:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,19 @@ def test_every_key_and_flag_is_explained(name: str) -> None:
     rows = [line for line in (ROOT / "docs" / name).read_text().splitlines() if line.startswith("| `")]
     assert rows
     assert [row for row in rows if row.endswith("|  |")] == []
+
+
+_WHEN = re.compile(
+    r"\b([Ss]et|[Rr]aise|[Ll]ower|[Ss]witch|[Cc]hange|[Rr]estrict|[Ee]xtend|[Gg]ive|[Oo]ne per|[Nn]eeded)\b"
+    r"|`refuse`|`strip`|`off`"
+)
+
+
+def test_every_setting_says_when_to_change_it() -> None:
+    """In the operator's terms; a key for which no sentence can be found should be a constant."""
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `") and line.count(" | ") >= 3]
+    assert [row for row in rows if not _WHEN.search(row.rpartition(" | ")[2])] == []
 
 
 def test_no_page_is_left_out(reference: ModuleType) -> None:

@@ -16,38 +16,46 @@ class EppSettings(msgspec.Struct, frozen=True):
 
     listen: str = ""
     """`HOST:PORT` for gateways (gRPC); port 0 takes a free one. Empty: there is no endpoint picker. `kvatlas
-    epp` listens on `0.0.0.0:9002` if this is not set."""
+    epp` listens on `0.0.0.0:9002` if this is not set. Set it to have proxy and picker in one process."""
     health_listen: str = ""
     """`HOST:PORT` of a port without TLS that answers only gRPC health checks, for probes without TLS. Empty:
-    checks are answered on `listen` only."""
+    checks are answered on `listen` only. Set it for kubelet's gRPC probes, which speak no TLS."""
     tls: bool = True
     """Use TLS on `listen`; without `tls_cert_file` with a certificate made at the start (by openssl), which
-    gateways can only accept unverified."""
+    gateways can only accept unverified. Switch it off for gateways that speak h2c to pickers."""
     tls_cert_file: str | None = None
-    """Certificate chain of `listen`, PEM. Read again when it changes, like its key."""
+    """Certificate chain of `listen`, PEM. Read again when it changes, like its key. Set it for gateways that
+    verify."""
     tls_key_file: str | None = None
-    """Private key of that certificate, PEM."""
+    """Private key of that certificate, PEM. Set it with `tls_cert_file`."""
     client_ca_file: str | None = None
-    """Certificate authority of gateways, PEM: each gateway must present a certificate signed by it (mTLS)."""
+    """Certificate authority of gateways, PEM: each gateway must present a certificate signed by it (mTLS).
+    Set it if the port is reachable from other pods."""
     fallbacks: int = 0
     """Number of further engines named after the chosen one, in order of preference. 0 if the gateway's
-    cluster is of type ORIGINAL_DST, which takes no list."""
+    cluster is of type ORIGINAL_DST, which takes no list. Raise it if the gateway retries at another endpoint
+    of the list."""
     answers_watched_share: float = 1.0
     """Share of completions whose answers the gateway shows here, 0 to 1: receipts, times and tenants'
     generated tokens come from those. The end of the others is estimated, and corrected by the engines' own
-    numbers of running requests. 0 if the gateway sends no responses."""
+    numbers of running requests. 0 if the gateway sends no responses. Lower it if the gateway's or the
+    picker's CPU is short."""
     sidecar: bool = False
-    """Engines have a sidecar that reads `x-prefiller-host-port` and `x-kv-cache-source-host-port` as
-    llm-d's does, and their addresses are the sidecars': requests may be split
+    """Engines have a sidecar that reads `x-prefiller-host-port` and `x-kv-cache-source-host-port` as llm-d's
+    does, and their addresses are the sidecars': requests may be split
     ([prefill-decode.md](prefill-decode.md)), and engines may [pull](pull.md). Answers to split requests and
-    of engines that pull are always watched."""
+    of engines that pull are always watched. Switch it on if the engines' pods have one."""
+    # Not a key of the configuration: config/removed.py.
     request_timeout_s: float = 30.0
     """Longest pause between two messages with a request's head and body, in seconds."""
     drain_delay_s: float = 0.0
     """Seconds from SIGTERM until gateways are sent GOAWAY: the time they need to notice that health checks
-    fail. Requests that arrive meanwhile are answered."""
+    fail. Requests that arrive meanwhile are answered. Set it to the gateway's interval of health checks times
+    its failures."""
     drain_s_max: float = 30.0
-    """Seconds after that during which running requests may finish before they are cut."""
+    """Seconds after that during which running requests may finish before they are cut. Raise it to the
+    longest answer that must not be cut."""
+    # Not a key of the configuration: config/removed.py.
     connections_max: int = 256
     """Most connections of gateways; further ones are closed at once. A gateway holds one for each of its
     threads."""
