@@ -1,15 +1,16 @@
 """Faults: what happens to a fleet from outside, and which ends of requests it explains.
 
 A fault that only concerns what the router knows (events lost, clocks moved, a reload, an engine drained)
-explains nothing: every request must be answered anyway. ``Window`` says when a fault counts: until
-``AFTER_S`` after its end, since routers notice at their next poll, and engines rest after failures.
+explains nothing: every request must be answered anyway. ``Window`` says when a fault counts, until
+``AFTER_S`` after its end, since routers notice at their next poll, and engines rest after failures; and for
+which machines: a dead engine explains no failure of a request that another one was asked.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -32,33 +33,38 @@ Run = Callable[[Fleet, Fault], Awaitable[None]]
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """``explains``: ends of requests, of "error", "cut" and "silent". ``restarts``: it needs an engine that
-    is up, and a fleet of more than one. ``fits``: kinds of worlds; empty: all."""
+    """``explains``: ends of requests, of "error", "cut" and "silent", on the machine that it ``touches``:
+    the "engine" or the "router" of its target, or "all". ``restarts``: it needs an engine that is up, takes
+    that out of the fleet, and needs a fleet of more than one."""
 
     run: Run
     explains: frozenset[str] = frozenset()
     restarts: bool = False
+    touches: Literal["engine", "router", "all"] = "engine"
 
 
 FAULTS: dict[str, Kind] = {}
 _ANSWERS = frozenset({"error", "cut"})
 
 
-def _fault(*explains: str, restarts: bool = False) -> Callable[[Run], Run]:
+def _fault(
+    *explains: str, restarts: bool = False, touches: Literal["engine", "router", "all"] = "engine"
+) -> Callable[[Run], Run]:
     def enter(run: Run) -> Run:
         name = run.__name__.lstrip("_")  # type: ignore[attr-defined]
-        FAULTS[name] = Kind(run, frozenset(explains), restarts)
+        FAULTS[name] = Kind(run, frozenset(explains), restarts, touches)
         return run
 
     return enter
 
 
 class Window(msgspec.Struct):
-    """When a fault may be the reason of an end."""
+    """When a fault may be the reason of an end, and of which machine's requests; "": of all."""
 
     begin_s: float
     end_s: float
-    explains: frozenset[str]
+    kind: Kind
+    host: str
 
 
 def fitting(draft: Draft) -> list[str]:
@@ -181,9 +187,9 @@ async def _cut(fleet: Fleet, fault: Fault, *, tcp: bool, zmq: bool) -> None:
     fleet.cut(fault.target, tcp=tcp, zmq=zmq, up=True)
 
 
-@_fault("error", "cut")
+@_fault("error", "cut", touches="all")
 async def between(fleet: Fleet, fault: Fault) -> None:
-    """An engine does not reach the other engines."""
+    """An engine does not reach the other engines, nor they it."""
     others = [engine_host(i) for i in range(len(fleet.plan.engines)) if i != fault.target]
     for other in others:
         fleet.net.cut(engine_host(fault.target), other)
@@ -222,7 +228,7 @@ async def clock(fleet: Fleet, fault: Fault) -> None:
     fleet.loop.skew_s[host] = _JUMPS_S[int(fault.value * 100) % len(_JUMPS_S)]
 
 
-@_fault("error", "cut")
+@_fault("error", "cut", touches="all")
 async def stall(fleet: Fleet, fault: Fault) -> None:
     """Nothing runs for a while, and then everything is late."""
     fleet.loop.now += min(fault.lasts_s, _STALL_S_MAX)
@@ -323,12 +329,12 @@ async def redis_clock(fleet: Fleet, fault: Fault) -> None:
     fleet.loop.skew_s[REDIS] = _JUMPS_S[int(fault.value * 100) % len(_JUMPS_S)]
 
 
-@_fault("error", "cut")
+@_fault("error", "cut", touches="router")
 async def router_kill(fleet: Fleet, fault: Fault) -> None:
     await _router_ends(fleet, fault, power=False)
 
 
-@_fault("error", "cut", "silent")
+@_fault("error", "cut", "silent", touches="router")
 async def router_power(fleet: Fleet, fault: Fault) -> None:
     await _router_ends(fleet, fault, power=True)
 
@@ -343,7 +349,7 @@ async def _router_ends(fleet: Fleet, fault: Fault, *, power: bool) -> None:
     await fleet.start_router(r)
 
 
-@_fault("error", "cut")
+@_fault("error", "cut", touches="router")
 async def router_stop(fleet: Fleet, fault: Fault) -> None:
     r = fault.target % fleet.plan.routers
     if r not in fleet.serving:
@@ -365,7 +371,7 @@ class Faults:
         await asyncio.sleep(max(0.0, self.begin_s + fault.at_s - fleet.loop.time()))
         if kind.restarts and fault.target in fleet.down | fleet.busy:
             return
-        window = Window(fleet.loop.time(), float("inf"), kind.explains)
+        window = Window(fleet.loop.time(), float("inf"), kind, _host(fleet, kind, fault.target))
         self.windows.append(window)
         fleet.busy.add(fault.target) if kind.restarts else None
         try:
@@ -374,8 +380,28 @@ class Faults:
             fleet.busy.discard(fault.target) if kind.restarts else None
         window.end_s = fleet.loop.time() + AFTER_S
 
-    def explain(self, end: str, begin_s: float, end_s: float) -> bool:
-        """Whether a fault counted between these times that may end a request so."""
+    def explain(self, end: str, begin_s: float, end_s: float, hosts: Collection[str]) -> bool:
+        """Whether a fault of one of these machines counted between these times that may end a request so."""
         return any(
-            end in one.explains and one.begin_s <= end_s and one.end_s >= begin_s for one in self.windows
+            end in one.kind.explains and (not one.host or one.host in hosts)
+            for one in self._counted(begin_s, end_s)
         )
+
+    def gone(self, end: str, begin_s: float, end_s: float, host: str) -> bool:
+        """Whether an engine may not have been there, or such an end is explained at it."""
+        return self.explain(end, begin_s, end_s, (host,)) or any(
+            one.kind.restarts and one.host == host for one in self._counted(begin_s, end_s)
+        )
+
+    def _counted(self, begin_s: float, end_s: float) -> Iterator[Window]:
+        return (one for one in self.windows if one.begin_s <= end_s and one.end_s >= begin_s)
+
+
+def _host(fleet: Fleet, kind: Kind, target: int) -> str:
+    match kind.touches:
+        case "engine":
+            return engine_host(target)
+        case "router":
+            return router_host(target % fleet.plan.routers)
+        case "all":
+            return ""

@@ -57,6 +57,10 @@ def router_host(r: int) -> str:
     return f"10.1.0.{r + 1}"
 
 
+def router_replica(r: int) -> str:
+    return f"r{r}"
+
+
 @contextmanager
 def on(host: str, process: int = 0) -> Iterator[None]:
     """What begins within the block runs on this machine, in this process."""
@@ -210,7 +214,7 @@ class Fleet:
         if self.plan.tenants:
             sections["keys"] = self._keys()
         if self.redis is not None:
-            sections["index"] = {"url": f"redis://{REDIS}:6379/0", "replica": f"r{r}"}
+            sections["index"] = {"url": f"redis://{REDIS}:6379/0", "replica": router_replica(r)}
         if self.plan.gateway:
             sections["epp"] = {"listen": f"{host}:{PICKER_PORT}", "tls": False}
         for name, given in self.plan.config.items():
@@ -273,6 +277,10 @@ class Fleet:
         with on(router_host(serving.number), serving.process):
             task = asyncio.create_task(work)
         await asyncio.wait((task,))
+
+    def lines(self) -> Iterator[UsageLine]:
+        """Usage lines of all routers, those that ended included."""
+        return (line for one in (*self.past, *self.serving.values()) for line in one.lines)
 
     async def start_redis(self) -> None:
         assert self.redis is not None

@@ -133,9 +133,6 @@ def _plain(draft: Draft) -> None:
         draft.config["models"] = {"*": {"tokenizer": "off"}}
     if rng.random() < 0.2:
         draft.each_engine(host_blocks=600)
-    if rng.random() < 0.15:
-        draft.each_engine(scheduling_policy="priority")
-        draft.config["policy"] = {"engine_priority": 2.0}
 
 
 def _pd(draft: Draft) -> None:
@@ -241,6 +238,22 @@ def _agents(draft: Draft) -> None:
     draft.apis = ("messages", "messages", "responses", "responses", "chat")
 
 
+def _order(draft: Draft) -> None:
+    """Two engines that schedule by priority, slow enough for prompts to wait, and clients of all classes."""
+    rng = draft.rng
+    draft.engines = draft.engines[:2]
+    draft.token_lengths = (100, 700, 1000)
+    draft.each_engine(
+        scheduling_policy="priority",
+        prefill_s_per_token=rng.choice((3e-4, 1e-3)),
+        max_num_seqs=rng.choice((1, 4)),
+        num_blocks=8192,
+    )
+    draft.config["policy"] = {"engine_priority": rng.choice((1.0, 2.0))}
+    asked = ({}, {}, {}, {"x-kvatlas-priority": "low"}, {"x-kvatlas-priority": "high"})
+    draft.fields = lambda: dict(rng.choice(asked))
+
+
 def _churn(draft: Draft) -> None:
     """Engines that join during the traffic, and lengths that differ."""
     rng = draft.rng
@@ -265,6 +278,7 @@ KINDS: dict[str, Callable[[Draft], None]] = {
     "picker": _picker,
     "agents": _agents,
     "churn": _churn,
+    "order": _order,
 }
 
 

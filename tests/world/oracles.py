@@ -6,6 +6,8 @@ fault explains. ``text``: an answer is what the engine's model computes for that
 quiet, nothing is left of any request, and after the end nothing of a router. ``receipts``: in quiet, every
 prediction is exact. ``tenants``: a tenant's cached tokens are of prompts that it sent itself. ``work``:
 charges, usage lines and metrics are equal to each other, to what clients were told, and to what engines did.
+``order``: engines that schedule by priority compute prompts in the order that predictions rest on.
+``leases``: in quiet each engine has one follower, and after the end Redis has nothing of a router.
 ``turns``: no turn of the loop makes more calls than ``CALLS_MAX``. ``faults``: no exception is left
 unhandled, and the fleet is whole again after all faults.
 """
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -25,11 +29,15 @@ from kvatlas.publisher.simulator.model import WRONG_MARK
 from kvatlas.router.api.metrics_page import RouterCollector
 from kvatlas.router.http.request_cycle import RequestCycle
 from kvatlas.router.observe.usage import UsageLine
+from kvatlas.router.placement.engine import BAND_MS
+from kvatlas.router.replication.codec import ScopeKeys
+from kvatlas.router.replication.leases import Lease, parse_leases
+from kvatlas.router.replication.settings import IndexSettings
 from tests.world.clients import PATIENCE_S, Exchange, Told, told
 from tests.world.faults import Faults
-from tests.world.fleet import Fleet, Serving, Work, engine_host
+from tests.world.fleet import REDIS, Fleet, Serving, Work, engine_host, on, router_host, router_replica
 from tests.world.machines import PROCESS
-from tests.world.plan import OPENAI, Plan
+from tests.world.plan import MODEL, OPENAI, Plan
 from tests.world.truth import Expected
 
 CALLS_MAX = 20_000
@@ -38,6 +46,10 @@ CALLS_MAX = 20_000
 BEFORE_S = 6.0
 """A request that began so long after a fault's window may still meet connections of before."""
 _SHOWN_CHARS = 60
+_BLOCK_TOKENS = 16
+_CLIENTS = re.compile(r"-[rq]\d+-\d+")
+"""In the ids that engines give to requests of clients."""
+_KEYS = ScopeKeys(IndexSettings().namespace, MODEL)
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -56,6 +68,13 @@ class Judged(msgspec.Struct):
     exchange: Exchange
     expected: Expected
     told: Told | None = None
+    """What its answer with status 200 says, if that can be read."""
+
+    def read(self) -> None:
+        request, answer = self.exchange.request, self.exchange.answer
+        if answer.end == "complete" and answer.status == 200:
+            with suppress(ValueError, KeyError, TypeError, IndexError):
+                self.told = told(request.api, answer.body, stream=request.stream)
 
 
 # Answers.
@@ -75,13 +94,27 @@ def excused_codes(plan: Plan) -> frozenset[str]:
     return frozenset(codes)
 
 
-def judge_answer(judged: Judged, plan: Plan, faults: Faults) -> Iterator[Violation]:
-    """One exchange: its end, and its text."""
-    one, answer = judged.exchange, judged.exchange.answer
+def asked(judged: Judged, fleet: Fleet) -> set[str]:
+    """Machines of the engines that a request was at: the one that answered or got the last attempt, the one
+    that computed its prompt for it, and all whose schedulers had it."""
+    one = judged.exchange
+    lines = (line for line in fleet.lines() if line.request_id == one.request_id)
+    urls = [one.engine, *(url for line in lines for url in (line.engine, line.prefill_engine))]
+    hosts = {url.removeprefix("http://").partition(":")[0] for url in urls if url}
+    return hosts | {engine_host(work.engine) for work in fleet.works.get(one.request_id, ())}
+
+
+def judge_answer(judged: Judged, fleet: Fleet, faults: Faults) -> Iterator[Violation]:
+    """One exchange: its end, and its text. After everything, when all is known of it and of the faults."""
+    one, answer, plan = judged.exchange, judged.exchange.answer, fleet.plan
     where = _where(judged, faults.begin_s)
+    router, engines = router_host(one.request.router), asked(judged, fleet)
 
     def explained(end: str) -> bool:
-        return faults.explain(end, one.began_s - BEFORE_S, one.ended_s)
+        times = one.began_s - BEFORE_S, one.ended_s
+        if faults.explain(end, *times, {router, *engines}):
+            return True
+        return not engines and all(faults.gone(end, *times, engine_host(i)) for i in _able(judged, plan))
 
     if answer.end == "left":
         return
@@ -103,12 +136,20 @@ def judge_answer(judged: Judged, plan: Plan, faults: Faults) -> Iterator[Violati
         yield from _judge_success(judged, plan, where, explained("cut"))
 
 
+def _able(judged: Judged, plan: Plan) -> Iterator[int]:
+    """Engines that can take the request, of those that are there from the start."""
+    tokens = max(len(one) for one in judged.expected.sequences)
+    for i, engine in enumerate(plan.engines):
+        serves = i not in plan.spare and engine.get("role") != "prefill"
+        if serves and engine.get("max_model_len", tokens) >= tokens:
+            yield i
+
+
 def _judge_success(judged: Judged, plan: Plan, where: str, explained: bool) -> Iterator[Violation]:
     request, answer = judged.exchange.request, judged.exchange.answer
-    try:
-        judged.told = said = told(request.api, answer.body, stream=request.stream)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        yield Violation("ends", f"unreadable answer ({error!r}) {answer.body[-_SHOWN_CHARS:]!r}: {where}")
+    said = judged.told
+    if said is None:
+        yield Violation("ends", f"unreadable answer {answer.body[-_SHOWN_CHARS:]!r}: {where}")
         return
     # An engine that is terminated says "completed" on /v1/responses, whose bodies know no abort.
     aborted = explained and request.api == "responses" and judged.expected.text.startswith(said.text)
@@ -213,9 +254,8 @@ def judge_work(judged: Iterable[Judged], fleet: Fleet, plan: Plan) -> Iterator[V
     """All requests of the world, after quiet."""
     by_id = {one.exchange.request_id: one for one in judged}
     lines: dict[str, list[UsageLine]] = {}
-    for serving in (*fleet.past, *fleet.serving.values()):
-        for line in serving.lines:
-            lines.setdefault(line.request_id, []).append(line)
+    for line in fleet.lines():
+        lines.setdefault(line.request_id, []).append(line)
     calm = not plan.faults
     for request_id, one in by_id.items():
         yield from _judge_line(one, lines.get(request_id, []), fleet, plan)
@@ -362,6 +402,50 @@ def _judge_metrics(serving: Serving) -> Iterator[Violation]:
         yield Violation("work", f"metrics count {dict(shown)}, usage lines {dict(written)}")
 
 
+# Order in engines that schedule by priority.
+
+
+def judge_order(judged: list[Judged], fleet: Fleet, plan: Plan) -> Iterator[Violation]:
+    """A request has the priority of its class. Without a fault, and but for requests of other classes and of
+    clients that left, it gets what it was predicted also where it waited for the prompt whose blocks it was
+    to hit: it was put behind that."""
+    if not plan.config.get("policy", {}).get("engine_priority"):
+        return
+    by_id = {one.exchange.request_id: one for one in judged}
+    for request_id, works in fleet.works.items():
+        request = by_id[request_id].exchange.request
+        band = _BANDS[request.fields.get("x-kvatlas-priority", "")]
+        for work in works:
+            if work.request.priority // BAND_MS != band or not work.request.priority:
+                yield Violation("order", f"priority {work.request.priority} of {request_id}, class {band}")
+    if plan.faults:
+        return
+    for serving in fleet.serving.values():
+        for receipt in serving.router.accounts.receipts.latest:
+            if receipt.outcome in {"over", "under"} and not _other_order(receipt.request_id, by_id, fleet):
+                told = f"{receipt.outcome} {receipt.predicted_tokens} predicted ({receipt.mode})"
+                yield Violation("order", f"{told}: {_where(by_id[receipt.request_id], fleet.loop.time())}")
+
+
+_BANDS = {"": 0, "low": 1, "high": -1}
+
+
+def _other_order(request_id: str, by_id: dict[str, Judged], fleet: Fleet) -> bool:
+    """Whether an engine had the request beside one with the same beginning that is of another class, or whose
+    client left."""
+    return any(
+        other.engine == work.engine
+        and common(other.request.prompt, work.request.prompt) >= _BLOCK_TOKENS
+        and (
+            by_id[other_id].exchange.answer.end == "left"
+            or other.request.priority // BAND_MS != work.request.priority // BAND_MS
+        )
+        for work in fleet.works[request_id]
+        for other_id, others in fleet.works.items()
+        for other in others
+    )
+
+
 # Nothing is left.
 
 
@@ -373,9 +457,13 @@ def judge_books(fleet: Fleet) -> Iterator[Violation]:
     for i, engine in fleet.engines.items():
         if i in fleet.down:
             continue
-        gauges = engine.scheduler.gauges()
-        if gauges.num_running or gauges.num_waiting:
-            yield Violation("left", f"engine {i}: {gauges.num_running} running, {gauges.num_waiting} waiting")
+        scheduler = engine.scheduler
+        open_ = [*scheduler._running, *scheduler._loading, *(request for request, _ in scheduler._waiting)]
+        if "isolate" in fleet.plan.config.get("keys", {}):
+            # A router tries again whether an engine keeps salts apart, also in quiet.
+            open_ = [request for request in open_ if _CLIENTS.search(request.request_id)]
+        if open_:
+            yield Violation("left", f"engine {i} has {[request.request_id for request in open_]}")
         if engine.connector is not None and (awaited := engine.connector.awaited()):
             yield Violation("left", f"engine {i} keeps blocks for {awaited}")
 
@@ -406,6 +494,54 @@ def _books(serving: Serving, now: float) -> Iterator[str]:
         for name, tenant in router.gate.tenants().items():
             if tenant.active:
                 yield f"{tenant.active} requests of {name} active"
+
+
+def judge_leases(fleet: Fleet) -> Iterator[Violation]:
+    """In quiet, of several routers one follows each engine, by the lease that Redis has."""
+    leases = _leases(fleet)
+    if leases is None or not fleet.redis_up:
+        return
+    for i in sorted(fleet.listed):
+        engine_id = f"http://{engine_host(i)}:8000"
+        lease, following = leases.get(engine_id), []
+        for serving in fleet.serving.values():
+            index = serving.router.peers.index
+            assert index is not None
+            if (held := index.lease_manager.held.get(engine_id)) is not None:
+                following.append((index.replica, held.token))
+        stored = [] if lease is None or not lease.held else [(lease.holder, lease.token)]
+        if len(following) != 1 or following != stored:
+            yield Violation("leases", f"engine {i} is followed by {following}, the lease is of {stored}")
+
+
+def judge_released(fleet: Fleet) -> Iterator[Violation]:
+    """After the regular end of all routers Redis has no lease, heartbeat or load of any of them, and nothing
+    that stays for ever. ``remove_candidate`` leaves the lease of an engine that left to its time."""
+    leases = _leases(fleet)
+    if leases is None or not fleet.redis_up:
+        return
+    for engine_id, lease in leases.items():
+        if lease.held:
+            yield Violation("leases", f"{lease.holder} has the lease of {engine_id} after its end: {lease}")
+    ended = {router_replica(r).encode() for r in range(fleet.plan.routers)}
+    assert fleet.redis is not None
+    client = fleet.redis.client()
+    for name in ("replicas", "load"):
+        if left := ended & set(client.hkeys(getattr(_KEYS, name))):
+            yield Violation("leases", f"{name} of {sorted(left)} after their end")
+    with on(REDIS):
+        for key in client.scan_iter():
+            if client.pttl(key) == -1:
+                yield Violation("leases", f"{key!r} has no time to live")
+
+
+def _leases(fleet: Fleet) -> dict[str, Lease] | None:
+    """Leases by engine, as in Redis; None without Redis."""
+    if fleet.redis is None:
+        return None
+    with on(REDIS):
+        client = fleet.redis.client()
+        return parse_leases(client.hgetall(_KEYS.leases), client.time())
 
 
 def judge_stopped(fleet: Fleet) -> Iterator[Violation]:

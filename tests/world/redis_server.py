@@ -61,6 +61,10 @@ class RedisServer:
     def open(self) -> Any:
         return _Socket(self._store, 0, None, redis.asyncio.Redis)
 
+    def client(self) -> Any:
+        """A client without a network, to look at the data."""
+        return fakeredis.FakeStrictRedis(server=self._store)
+
     def thaw(self) -> None:
         self.frozen = False
         for one in list(self.connections):

@@ -23,15 +23,17 @@ from kvatlas.router.http.downstream import DownstreamConnection
 from kvatlas.router.http.request_cycle import RequestCycle
 from kvatlas.router.observe.requests import RequestTracker
 from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.placement.engine import BAND_MS, EngineOrder
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.proxy.app import ProxyApp
+from kvatlas.router.replication.leases import Leases, Membership
 from tests.world import kinds, oracles
-from tests.world.plan import Plan
+from tests.world.plan import ClientRequest, Fault, Plan
 from tests.world.truth import TRUTH_LENGTH_MAX
 from tests.world.world import Report, play
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-_SEEDS = {"plain": 4, "tenants": 5, "replicas": 1, "agents": 2}
+_SEEDS = {"plain": 4, "tenants": 5, "replicas": 1, "agents": 2, "order": 8}
 """Of each kind, one whose engines are slow enough for its requests to meet."""
 
 
@@ -39,6 +41,18 @@ def small(kind: str = "plain", *, requests: int = 16, **changes: Any) -> Plan:
     plan = kinds.draw(_SEEDS[kind], kind, requests=requests, faults=False)
     staying = tuple(msgspec.structs.replace(one, leaves_s=None) for one in plan.requests)
     return msgspec.structs.replace(plan, requests=staying, **changes)
+
+
+def waiting() -> Plan:
+    """After a first request two prompts with one beginning wait in an engine that computes one at a time."""
+    plan = small("order")
+    (engine, *_) = plan.engines
+    requests = [
+        ClientRequest(at_s=at_s, api="tokens", story=story, length=1000, client=number)
+        for number, (at_s, story) in enumerate(((0.0, 3), (3.0, 0), (3.1, 1), (3.2, 1)))
+    ]
+    slow = {**engine, "groups": "full", "prefill_s_per_token": 1e-3, "max_num_seqs": 1}
+    return msgspec.structs.replace(plan, engines=(slow,), requests=tuple(requests))
 
 
 def seen(report: Report, oracle: str, text: str = "") -> bool:
@@ -204,6 +218,47 @@ def many_calls() -> None:
         call()
 
 
+def failing_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """The second engine fails for a while."""
+    begin, prepared = EngineModel.__init__, EngineModel._prepared
+
+    def init(self: EngineModel, settings: Any, max_model_len: int) -> None:
+        begin(self, settings, max_model_len)
+        self.host = settings.host  # type: ignore[attr-defined]
+
+    def fail(self: EngineModel, *args: Any) -> Any:
+        if self.host == "10.0.0.2" and asyncio.get_running_loop().time() < _ILL_AT_S:  # type: ignore[attr-defined]
+            raise EngineError(HTTPStatus.IM_A_TEAPOT, "not today")
+        return prepared(self, *args)
+
+    patch.setattr(EngineModel, "__init__", init)
+    patch.setattr(EngineModel, "_prepared", fail)
+
+
+def kept(_real: Any) -> Any:
+    """Leases are not released."""
+
+    async def release(self: Leases, engine_id: str, token: int) -> bool:
+        return True
+
+    return release
+
+
+def quietly(_real: Any) -> Any:
+    async def leave(self: Any) -> None: ...
+
+    return leave
+
+
+def lost_unseen(_real: Any) -> Any:
+    """Leases run out, and their holders do not hear of it."""
+
+    async def renew(self: Leases, tokens: Any) -> set[str]:
+        return set()
+
+    return renew
+
+
 def ends_after_a_while(real: Any) -> Any:
     def publish(self: ZmqPublisher, events: Any) -> None:
         if asyncio.get_running_loop().time() < _ILL_AT_S:
@@ -263,6 +318,32 @@ MUTATIONS: dict[str, tuple[str, str, Plan, Patch]] = {
         "cached tokens",
         small("tenants", requests=24, config={"keys": {"isolate": "tenant"}}),
         around(Isolation, "salt", same_salt),
+    ),
+    "leases that stay": ("leases", "after its end", small("replicas"), around(Leases, "release", kept)),
+    "leases that are not renewed": (
+        "leases",
+        "is followed by",
+        small("replicas"),
+        around(Leases, "renew", lost_unseen),
+    ),
+    "members that stay": ("leases", "replicas of", small("replicas"), around(Membership, "leave", quietly)),
+    "a prompt that passes what it is to hit": (
+        "order",
+        "over",
+        waiting(),
+        around(EngineOrder, "work_behind", lambda _real: lambda self, work_s, rank_s: work_s),
+    ),
+    "one class for all": (
+        "order",
+        "class",
+        small("order"),
+        around(EngineOrder, "priority", lambda real: lambda self, work_s: real(self, work_s) % BAND_MS),
+    ),
+    "an engine that fails beside another's fault": (
+        "ends",
+        "418",
+        small(faults=(Fault(at_s=0.0, kind="hang", target=0, lasts_s=15.0),)),
+        failing_elsewhere,
     ),
     "two usage lines": ("work", "2 usage lines", small(), around(RequestTracker, "end", repeated(2))),
     "requests counted twice": (

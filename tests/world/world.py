@@ -122,7 +122,7 @@ class World:
             self._compiled, self.loop.calls_max = True, 0
         self.counts[str(answer.status) if answer.end == "complete" else answer.end] += 1
         self.loop.mark(answer.body, request_id, answer.end, answer.status)
-        self.violations += oracles.judge_answer(judged, self.plan, self.faults)
+        judged.read()
         if "isolate" in self.plan.config.get("keys", {}):
             self.violations += oracles.judge_isolation(judged, self.prompts, self.faults.begin_s)
         return judged
@@ -142,6 +142,7 @@ class World:
         if why := fleet.unready():
             self.violations.append(Violation("faults", f"not ready in quiet: {why}"))
         self.violations += oracles.judge_books(fleet)
+        self.violations += oracles.judge_leases(fleet)
         before = oracles.outcomes(fleet)
         for number in range(_PROBES):
             await self._send(f"q{number}", *self._probe(number), quiet=True)
@@ -168,6 +169,9 @@ class World:
         return request, clients.body_of(request, 0, [{"role": "user", "content": text}])
 
     def _judge_all(self) -> None:
+        for judged in self.judged:
+            self.violations += oracles.judge_answer(judged, self.fleet, self.faults)
+        self.violations += oracles.judge_order(self.judged, self.fleet, self.plan)
         self.violations += oracles.judge_work(self.judged, self.fleet, self.plan)
 
     async def _end(self) -> None:
@@ -177,6 +181,7 @@ class World:
             await self.gateway.stop()
         await asyncio.sleep(0.1)
         self.violations += oracles.judge_stopped(fleet)
+        self.violations += oracles.judge_released(fleet)
         await fleet.stop_engines()
         await asyncio.sleep(1.5)
         self.violations += oracles.judge_end(fleet)
