@@ -37,17 +37,27 @@ TESTS_MAX = 60
 FAST = "not vllm and not envoy and not process and not long"
 EXTRA_TESTS = {
     "router/admission": ["admission", "keys", "queue", "tenants_apart", "cache_isolation", "service_levels"],
-    "router/placement": ["engine_order", "pull", "first_token", "late_events", "endings", "chosen_engines"],
+    "router/placement": [
+        *("engine_order", "pull", "first_token", "late_events", "endings", "chosen_engines", "estimates"),
+        *("changed_meanwhile", "context_lengths", "service_levels", "prefill_decode", "request_metrics"),
+    ],
     "router/proxy": [
         *("moved_requests", "endings", "request_metrics", "split_failures", "prefill_decode"),
-        *("rights", "tenants_apart", "keys"),
+        *("rights", "tenants_apart", "keys", "changed_meanwhile", "engine_deaths", "ended_answers"),
+    ],
+    "router/pd": ["split_failures", "prefill_decode"],
+    "router/feeds": ["recovery", "late_events"],
+    "router/openai": [
+        *("client_numbers", "work_of_requests", "agent_apis", "rights", "usage"),
+        *("proxy/test_screen.py", "proxy/test_apis.py", "pd/test_bodies.py"),
     ],
     "router/fleet": ["engines", "scaling", "reload", "sources", "isolation_proof"],
     "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],
     "router/prompts": ["frontends", "images", "token_ids"],
 }
-"""Files ``tests/router/app/test_NAME.py`` that show the part's work through a whole router."""
+"""Files ``tests/router/app/test_NAME.py``, or others below ``tests/router``: they show the work of a part
+through what uses it."""
 
 COPIED = [
     "kvatlas",
@@ -279,7 +289,9 @@ def main() -> int:
         print(*map(shown, chosen), sep="\n")
         return 0
     own = ROOT / "tests" / part
-    through = [f"tests/router/app/test_{name}.py" for name in EXTRA_TESTS.get(part, ())]
+    through = [
+        f"tests/router/{name if '/' in name else f'app/test_{name}.py'}" for name in EXTRA_TESTS.get(part, ())
+    ]
     paths = [path for path in (f"tests/{part}", *through) if (ROOT / path).exists()]
     if not paths:
         parser.error(f"{own}: {part} has no tests of its own")

@@ -8,7 +8,15 @@ import pytest
 from kvatlas.publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
 from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.machine import FeedMachine
-from kvatlas.router.feeds.position import Action, Apply, Forget, RequestReplay, StateChanged, expected_share
+from kvatlas.router.feeds.position import (
+    Action,
+    Apply,
+    Forget,
+    HeldBatches,
+    RequestReplay,
+    StateChanged,
+    expected_share,
+)
 from kvatlas.router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S
 from tests.router.feeds.feed_network import make_frame
 
@@ -171,6 +179,7 @@ def test_a_gap_is_repaired_in_order_from_the_batch_before_it() -> None:
     assert driver.applied == [float(seq) for seq in range(7)]
     assert driver.state == (FeedState.READY, "")
     assert (driver.stats.gaps, driver.stats.lost_batches, driver.stats.held_batches) == (1, 0, 0)
+    assert (driver.stats.replays, driver.stats.replay_failures) == (2, 0)
 
 
 def test_a_gap_that_closes_by_itself_needs_no_answer() -> None:
@@ -334,10 +343,55 @@ def test_a_hole_in_an_answer_with_more_behind_it_than_fits_is_asked_for_again() 
 
 def test_an_answer_that_begins_late_with_more_than_fits_shows_that_the_history_rolled() -> None:
     driver = started()
-    driver.replay(*frames(5, 40))
+    driver.replay(*frames(5, 40), end=False)
+    assert driver.applied == [float(seq) for seq in range(5, 13)], "what fits, while the answer goes on"
+    driver.replay()
     driver.replay(*frames(driver.requests[-1].from_seq, 40))
     assert driver.applied == [float(seq) for seq in range(5, 40)]
     assert driver.state == (FeedState.DEGRADED, "history_rolled")
+
+
+def test_what_an_earlier_connection_sent_is_not_awaited_from_the_next_one() -> None:
+    driver = started()
+    driver.live(frame(3))
+    driver.disconnected()
+    driver.connected()
+    driver.replay()
+    assert driver.state == (FeedState.READY, "")
+
+
+def test_a_history_that_does_not_come_is_unknown() -> None:
+    driver = started()
+    for _ in range(REPLAY_ATTEMPTS_MAX):
+        driver.fail()
+    assert driver.state == (FeedState.DEGRADED, "history_unknown")
+
+
+def test_a_new_process_is_asked_for_a_gap_though_the_old_one_had_no_answer() -> None:
+    driver = gap_given_up()
+    driver.live(frame(0, process=1), frame(1, process=1))
+    driver.live(frame(3, process=1))
+    assert driver.requests[-1].from_seq == 1
+    driver.replay(*frames(1, 4, process=1))
+    assert driver.state == (FeedState.READY, "")
+
+
+def test_rejected_and_unknown_events_are_counted() -> None:
+    driver = ready()
+    odd = DecodedBatch(3.0, [], 0, None, ["no hash", "no tokens"], ["Defragmented"])
+    driver.live(msgspec.structs.replace(frame(3), batch=odd))
+    stats = driver.stats
+    assert (stats.rejected_events, stats.last_rejection, stats.unknown_events) == (2, "no tokens", 1)
+
+
+def test_room_of_held_batches_is_free_again_once_they_are_applied() -> None:
+    held = HeldBatches(batches_max=8, bytes_max=250)
+    assert [held.put(frame(seq)) for seq in (1, 2, 3)] == [True, True, False], "100 bytes each"
+    assert held.pop(3) is None
+    assert held.pop(1) == frame(1)
+    assert held.put(frame(3))
+    assert not held.put(frame(4))
+    assert held.frames() == [frame(2), frame(3)]
 
 
 def test_a_repeated_live_batch_is_left_out() -> None:

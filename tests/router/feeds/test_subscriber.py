@@ -54,6 +54,17 @@ async def test_late_start_gets_history_by_replay_then_live(context: zmq.Context,
     publisher.close()
 
 
+async def test_an_engine_without_a_history_is_ready_by_its_answer(
+    context: zmq.Context, sink: RecordingSink
+) -> None:
+    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
+    publisher.start()
+    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+        await until(lambda: feed.state is FeedState.READY)
+        assert (feed.stats.replays, feed.stats.replay_failures) == (1, 0)
+    publisher.close()
+
+
 async def test_a_gap_is_repaired_by_replay(context: zmq.Context, sink: RecordingSink) -> None:
     publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
     publisher.start()

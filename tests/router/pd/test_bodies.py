@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.pd import bodies
 from kvatlas.router.pd.bodies import SplitBody, split_body
 
 ASKS = b'{"do_remote_decode":true}'
@@ -171,6 +172,12 @@ def test_the_same_fields_with_harmless_values_keep_nothing_back(fields: dict[str
     assert split(CHAT, json.dumps({"messages": [], **fields}).encode()).whole == ""
 
 
+@pytest.mark.parametrize("params", [None, [1], "x", 5])
+def test_a_generate_without_sampling_params_stays_whole(params: Any) -> None:
+    body = {"token_ids": [1], **({} if params is None else {"sampling_params": params})}
+    assert split(GENERATE, json.dumps(body).encode()).whole == "body"
+
+
 @pytest.mark.parametrize("body", [b"[]", b'{"a":', b"nonsense", '{"messages":[]}'.encode("utf-16")])
 def test_what_is_no_object_in_utf_8_stays_whole(body: bytes) -> None:
     assert split(CHAT, body).whole == "body"
@@ -227,6 +234,35 @@ def test_a_chat_whose_messages_are_known_is_split_as_any_other(
     if not found.whole:  # of an edit that changes nothing the place may differ
         assert at_once(found.prefill(ASKS)) == at_once(expected.prefill(ASKS))
         assert at_once(found.decode(PARAMS)) == at_once(expected.decode(PARAMS))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages":[%b],"stream":true,"max_tokens":50}',
+        b'{"model": "m", "stream": true, "messages": [%b], "max_tokens": 50}',
+        b'{"model": "m", "max_tokens": 50, "messages": [%b]}',
+        b'{"stream":true,"messages":[%b]}',
+        b'{"messages":[%b]}',
+    ],
+)
+@pytest.mark.parametrize("comma", [b",", b", "])
+@pytest.mark.parametrize("count", [1, 3])
+def test_known_messages_are_not_read_again(body: bytes, comma: bytes, count: int) -> None:
+    """The text between them and around them is all that is looked at, and the edits are the same."""
+    known = [
+        msgspec.Raw(b'{"role":"user","content":"stream \\"max_tokens\\": %d"}' % n) for n in range(count)
+    ]
+    body %= comma.join(known)
+    expected = at_once(bodies._scanned(body, b"max_tokens", CHAT))
+    assert bodies._around(body, known, b"max_tokens") == expected
+    assert bodies._quick(body, b"max_tokens", CHAT) == expected
+
+
+def test_known_messages_that_do_not_stand_there_are_read() -> None:
+    known = [msgspec.Raw(b'{"role":"user"}')]
+    for body in (b'{"messages":{"a":1}}', b'{"messages":[{"role":"tool"}]}', b'{"prompt":[]}', b'"messages"'):
+        assert bodies._around(body, known, b"max_tokens") is None
 
 
 def test_what_is_remembered_of_a_chat_without_its_messages_holds_for_the_next() -> None:

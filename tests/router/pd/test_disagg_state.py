@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvatlas.router.pd.handoff import DisaggState, Handoff, HandoffRefusedError
-from kvatlas.router.pd.settings import PdSettings
+from kvatlas.router.pd.settings import PdSettings, PdStats
 from tests.support.examples import examples
 
 SETTINGS = PdSettings(lease_s=30.0, lease_margin_s=10.0, prefills_max=3)
@@ -50,6 +50,17 @@ def asked(prefills: int) -> DisaggState:
     for _ in range(prefills):
         disagg.prefill_sent()
     return disagg
+
+
+def test_a_request_has_a_bounded_number_of_prefills() -> None:
+    assert [asked(prefills).may_split for prefills in range(5)] == [True, True, True, False, False]
+
+
+def test_reasons_are_counted_apart() -> None:
+    stats = PdStats()
+    for reason in ("down", "status", "down"):
+        stats.count(stats.prefill_failures, reason)
+    assert stats.prefill_failures == {"down": 2, "status": 1}
 
 
 def test_a_decode_engine_that_was_not_told_leaves_the_parameters_to_another() -> None:

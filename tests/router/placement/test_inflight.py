@@ -273,6 +273,7 @@ def steps_and_bytes(rule: KeptRule, tokens: int, interval: int | None) -> tuple[
         steps += event == "line" and frame.f_code.co_filename == inflight_module.__file__
         return line
 
+    before = sys.gettrace()  # coverage's, in `make power`
     tracemalloc.start()
     sys.settrace(line)
     try:
@@ -285,7 +286,7 @@ def steps_and_bytes(rule: KeptRule, tokens: int, interval: int | None) -> tuple[
             inflight.prefilled(prompt, 0.0)
             inflight.drop(prompt)
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return steps, most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvatlas.router.proxy.breaker import BreakerSettings
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.ports import free_port
 from tests.support.proxy_rig import STREAM, Call, Engine, answer, ask, request, routing, says, served
@@ -39,6 +40,21 @@ async def test_one_refused_request_keeps_no_other_away() -> None:
             assert (await ask(rig, request(different(number)))).status == 200
             for more in range(3):
                 assert (await ask(rig, request(b'{"model": "m", "evil": %d}' % more))).status == 429
+
+
+async def test_refusals_without_a_time_do_not_count_towards_one_with_a_time() -> None:
+    async def busy(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        timed = b'"last"' in call.body
+        bad = timed or len(engine.calls) <= BreakerSettings().refusals_min
+        more = ["retry-after: 60"] if timed else []
+        writer.write(answer(429, b"no", *more) if bad else answer(200, b"{}"))
+
+    async with Engine(busy) as engine, routing(engine.url) as rig:
+        rig.planner.now = lambda: 0.0
+        for number in range(BreakerSettings().refusals_min):
+            assert (await ask(rig, request(different(number)))).status == 429
+        assert (await ask(rig, request(b'{"model": "m", "messages": "last"}'))).status == 429
+        assert (await ask(rig, request(different(99)))).status == 200
 
 
 async def test_a_client_that_is_refused_again_and_again_locks_no_other_out() -> None:

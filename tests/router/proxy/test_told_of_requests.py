@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import structlog
 
-from tests.support.proxy_rig import CHAT, SSE_HEAD, Engine, ask, chunk, event, request, routing, says, writes
+from tests.support.proxy_rig import (
+    CHAT,
+    SSE_HEAD,
+    Engine,
+    ask,
+    chunk,
+    event,
+    request,
+    routing,
+    says,
+    served,
+    writes,
+)
 from tests.support.waiting import until
 
 STREAM = CHAT.replace(b"{", b'{"stream": true, ', 1)
@@ -49,6 +61,19 @@ async def test_a_client_that_leaves_is_not_a_success() -> None:
         writer.close()
         await until(lambda: bool(rig.app.requests.counts), "counted")
         assert [status for _, _, status in rig.app.requests.counts] == ["client_gone"]
+
+
+async def test_a_client_that_leaves_before_the_end_of_its_body_is_gone() -> None:
+    async with served(says(200, b"{}")) as (engine, rig):
+        _, writer = await rig.connect()
+        whole = request(b"x" * 1000)
+        writer.write(whole[:-500])
+        await until(lambda: rig.stats.requests_active, "it is being read")
+        writer.close()
+        await until(lambda: bool(rig.app.requests.counts), "counted")
+        assert [status for _, _, status in rig.app.requests.counts] == ["client_gone"]
+        assert rig.stats.clients_gone == 1
+        assert engine.calls == []
 
 
 async def test_the_routers_own_errors_are_logged_seldom_and_those_of_clients_never() -> None:

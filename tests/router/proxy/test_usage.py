@@ -78,6 +78,19 @@ async def test_too_long_an_answer_is_not_searched(monkeypatch: pytest.MonkeyPatc
         assert rig.planner.placements[0].usage is None
 
 
+@pytest.mark.parametrize("over_bytes", [0, 1])
+async def test_an_answer_up_to_the_bound_is_searched(
+    monkeypatch: pytest.MonkeyPatch, over_bytes: int
+) -> None:
+    body = b'{"usage":{"prompt_tokens":5},"x":"%b"}' % (b"x" * 500)
+    monkeypatch.setattr("kvatlas.router.proxy.forward.USAGE_BYTES_MAX", len(body) - over_bytes)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with served(writes(head + body[:50], body[50:])) as (_, rig):
+        assert (await ask(rig)).body == body
+        await until(lambda: rig.planner.placements[0].over, "told")
+        assert rig.planner.placements[0].usage == (None if over_bytes else Usage(5, 0, None))
+
+
 @pytest.mark.parametrize("status", [200, 400])
 async def test_stream(status: int) -> None:
     head = SSE_HEAD.replace(b"200 OK", b"%d X" % status)

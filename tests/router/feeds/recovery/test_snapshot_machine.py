@@ -59,13 +59,24 @@ def test_a_cold_feed_asks_for_a_snapshot_before_the_history() -> None:
     assert driven.stats.snapshot_failures == 0
 
 
+def test_a_publisher_without_snapshots_is_asked_again_after_a_reconnect() -> None:
+    """Another process may have come, which has them."""
+    driven = Driven()
+    assert isinstance(driven.request, RequestSnapshot)
+    driven.did(driven.machine.snapshot_failed(driven.now, driven.request.request_id, unsupported=True))
+    driven.request = None
+    driven.did(driven.machine.disconnected(driven.now))
+    driven.did(driven.machine.connected(driven.now))
+    assert isinstance(driven.request, RequestSnapshot)
+
+
 def test_what_was_heard_meanwhile_goes_on_top() -> None:
     driven = Driven()
     for seq in (5, 6, 7):
         assert driven.live(seq) == []
     assert driven.taken(Cut(5, OURS))[:3] == [Adopt, Apply, Apply]
     assert driven.stats.state is FeedState.READY
-    assert driven.stats.last_seq == 7
+    assert (driven.stats.last_seq, driven.stats.known_batches) == (7, 8)
 
 
 def test_batches_before_the_cut_that_come_late_are_no_restart() -> None:

@@ -180,6 +180,7 @@ async def test_after_a_failed_prefill_another_engine_is_asked(script: Script, re
         got = await ask(rig)
         assert (got.status, len(bad.calls), told(d)) == (200, 1, [1])
         assert rig.app.pd_stats.prefill_failures == {reason: 1}
+        assert rig.stats.engine_failures == {reason: 1}
         assert all_over(rig)
 
 
