@@ -49,7 +49,8 @@ EXTRA_TESTS = {
     "router/feeds": ["recovery", "late_events"],
     "router/openai": [
         *("client_numbers", "work_of_requests", "agent_apis", "rights", "usage"),
-        *("proxy/test_screen.py", "proxy/test_apis.py", "pd/test_bodies.py"),
+        *("proxy/test_screen.py", "proxy/test_apis.py", "pd/test_bodies.py", "prompts/test_bad_bodies.py"),
+        *("prompts/test_large_bodies.py", "admission/queue/test_claims.py"),
     ],
     "router/fleet": ["engines", "scaling", "reload", "sources", "isolation_proof"],
     "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],

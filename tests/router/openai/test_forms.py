@@ -188,6 +188,12 @@ def test_odd_urlencoded_forms_are_refused(body: bytes) -> None:
     assert refused(body, URLENCODED)
 
 
+def test_a_form_may_have_as_many_fields_as_are_allowed() -> None:
+    names = [b"f%d=v" % number for number in range(FIELDS_MAX)]
+    assert len(read(b"&".join(names), URLENCODED).fields) == FIELDS_MAX
+    assert refused(b"&".join([*names, b"one=more"]), URLENCODED)
+
+
 def test_a_form_is_recognised_by_its_content_type_alone() -> None:
     json, form = (b"content-type", b"application/json"), (b"content-type", KIND)
     assert form_type([json]) is None

@@ -11,7 +11,7 @@ from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.admission.tenants import Tenant, TenantRequest
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest, Usage
-from kvatlas.router.openai.work import Work, estimated_tokens, pooled
+from kvatlas.router.openai.work import NO_WORK, Work, estimated_tokens, pooled
 from kvatlas.router.prompts.bodies import answers_beside
 
 
@@ -59,6 +59,13 @@ def test_what_was_computed(work: Work, usage: Usage | None, computed: int) -> No
 )
 def test_an_estimate_by_size(path: str, method: str, body: bytes, reason: str | None, tokens: int) -> None:
     assert estimated_tokens(InboundRequest(method, path, b"", [], body), reason) == tokens
+
+
+def test_what_a_report_says_was_cached() -> None:
+    assert NO_WORK.cached(Usage(100, 1, 64)) == 64
+    assert NO_WORK.cached(Usage(100, 1, 0)) == 0
+    assert NO_WORK.cached(Usage(100, 1, 200)) == 100, "no more than the prompt"
+    assert NO_WORK.cached(Usage(100, 1, None)) == 0
 
 
 def test_requests_that_came_together_are_not_all_let_in_before_the_first_is_charged() -> None:
