@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvatlas.router.admission.gate import Isolation, KeyGate, ids_secret
 from kvatlas.router.admission.key_file import KeyFile, KeyStats
-from kvatlas.router.api.admin_app import AdminApi, FleetActions
-from kvatlas.router.api.app import Application, Front, OpsPort, create_control, ops_authenticator
+from kvatlas.router.api.admin_actions import FleetActions
+from kvatlas.router.api.admin_app import AdminApi
+from kvatlas.router.api.app import Front, OpsPort, create_control, ops_authenticator
+from kvatlas.router.api.asgi import Application
 from kvatlas.router.api.findings import current_findings
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.views import Readiness, ReadinessCheck, sample_history
@@ -316,9 +318,11 @@ class Router:
         )
 
     def load_ops(self) -> None:
-        """Load the application of the ops port if this process serves it."""
+        """Load the applications of the ops port and of the admin API if this process serves them."""
         if self.leads and (self._ops_here or self.ops.server is not None):
             _ = self._ops_app
+        if self.leads and self.admin is not None:
+            _ = self.admin.app
 
     def _assemble(self) -> tuple[Planner, ProxyApp]:
         pd_stats = PdStats()

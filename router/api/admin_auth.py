@@ -14,7 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, cast
 
 import msgspec
 import structlog
@@ -24,9 +24,6 @@ from kvatlas.router.http.secret_files import warn_if_public
 from kvatlas.router.http.tls import TlsFiles, check_tls_files
 from kvatlas.router.http.watched_file import WatchedFile
 from kvatlas.router.openai.errors import ApiError, too_often, unauthorized
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,15 +236,15 @@ class Authenticator:
         self._key = key
         self._unlimited = unlimited
 
-    async def admit(self, request: Request) -> str:
-        """Return the name of the authenticated client. Raises ``ApiError``."""
+    async def admit(self, scope: Any) -> str:
+        """Return the name of the authenticated client, by its request's ASGI scope. Raises ``ApiError``."""
         now = self._clock()
         if self._limit.used_up(_FAILED, now):
-            wait_s = self._turns.take(_address(request), now)
+            wait_s = self._turns.take(_address(scope), now)
             if wait_s is None:
                 raise self._too_often(1)
             await asyncio.sleep(wait_s)
-        who = self._who(request)
+        who = self._who(scope)
         if who is not None and self._unlimited:
             return who
         wait = self._limit.take(_FAILED if who is None else f"={who}", self._clock())
@@ -265,20 +262,26 @@ class Authenticator:
         what = "requests without a valid token" if self._unlimited else "requests"
         return too_often(self._realm, what, wait_s)
 
-    def _who(self, request: Request) -> str | None:
-        peer: str | None = request.scope.get(PEER) if self._mutual else None
+    def _who(self, scope: Any) -> str | None:
+        peer: str | None = scope.get(PEER) if self._mutual else None
         if self._tokens is None:
             return peer
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        scheme, _, token = header_of(scope, b"authorization").partition(" ")
         who = self._tokens.who(token.strip().encode("utf-8", "replace"))
         if scheme.lower() != "bearer" or (self._mutual and peer is None):
             return None
         return who
 
 
-def _address(request: Request) -> str:
+def header_of(scope: Any, name: bytes) -> str:
+    """Return a header field of the request, the first of several; "": it has none."""
+    found = next((value for field, value in scope["headers"] if field == name), b"")
+    return cast(bytes, found).decode("latin-1")
+
+
+def _address(scope: Any) -> str:
     """Return the client's address; of IPv6 the part assigned to one customer (64 bits)."""
-    host = request.client.host if request.client is not None else ""
+    host = scope["client"][0] if scope.get("client") else ""
     return ":".join(host.split(":")[:4]) if host.count(":") > 1 and "." not in host else host
 
 

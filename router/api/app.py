@@ -21,17 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from kvatlas import __version__
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.tenants import Tenant
-from kvatlas.router.api.admin_auth import Authenticator, TokenFile
+from kvatlas.router.api.admin_auth import Authenticator, TokenFile, header_of
 from kvatlas.router.api.answers import (
     READY_PROBLEMS_MAX,
     EngineBrief,
@@ -41,7 +35,8 @@ from kvatlas.router.api.answers import (
     Ready,
     Version,
 )
-from kvatlas.router.api.asgi import add_errors, error_answer, json_answer
+from kvatlas.router.api.asgi import Application, OwnAnswer, error_answer, json_answer
+from kvatlas.router.api.cors import Cors
 from kvatlas.router.api.findings import current_findings
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.views import Readiness
@@ -53,6 +48,7 @@ from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
 from kvatlas.router.observe.findings import BAD, Severity, counts
 from kvatlas.router.openai.errors import (
     ApiError,
+    method_not_allowed,
     model_not_found,
     on_ops_port,
     ops_name_unknown,
@@ -68,7 +64,6 @@ if TYPE_CHECKING:
 TENANT = "kvatlas.tenant"
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 def is_control(path: str) -> bool:
@@ -78,27 +73,35 @@ def is_control(path: str) -> bool:
 
 def create_control(
     sources: Sources, *, readiness: Callable[[], Readiness], refusal: Callable[[str], ApiError]
-) -> Starlette:
+) -> Application:
     """Make the application for the public port's ``is_control`` paths; ``refusal``: for unavailable ones."""
-
-    async def elsewhere(request: Request) -> Response:
-        """Return an error that names the ops port."""
-        raise refusal(request.scope["path"])
-
     control = Control(sources, readiness)
-    routes = [
-        Route("/health", control.health),
-        Route("/ready", control.ready),
-        Route("/version", control.version),
-        Route("/v1/models", control.models),
-        Route("/v1/models/{model:path}", control.model),
-        Route("/metrics", elsewhere, methods=_METHODS),
-        Route(CONTROL_PREFIX + "{rest:path}", elsewhere, methods=_METHODS),
-    ]
-    app = Starlette(routes=routes)
-    app.router.redirect_slashes = False
-    add_errors(app)
-    return app
+
+    async def found(scope: Any) -> OwnAnswer:
+        path, method = scope["path"], scope["method"]
+        if _is_insight(path):
+            raise refusal(path)
+        if method not in {"GET", "HEAD"}:
+            raise method_not_allowed(method, path, "GET, HEAD")
+        match path:
+            case "/health":
+                return control.health()
+            case "/ready":
+                return await control.ready()
+            case "/version":
+                return control.version()
+            case "/v1/models":
+                return control.models(scope)
+        return control.model(scope, path.removeprefix("/v1/models/"))
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            said = await found(scope)
+        except ApiError as error:
+            said = error_answer(error, scope)
+        await said(scope, receive, send)
+
+    return answer
 
 
 class Control:
@@ -108,11 +111,11 @@ class Control:
         self._sources = sources
         self._readiness = readiness
 
-    async def health(self, request: Request) -> Response:
+    def health(self) -> OwnAnswer:
         """The process is alive."""
         return json_answer(Health())
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self) -> OwnAnswer:
         """200 once at least one engine answers and its feed has caught up (or had its time), else 503."""
         state = self._readiness()
         found = await run_cooperatively(current_findings(self._sources))
@@ -130,26 +133,25 @@ class Control:
         ready = Ready(state.ready, state.reason, engines, prompts, counts(bad), shown)
         return json_answer(ready, 200 if state.ready else 503)
 
-    async def version(self, request: Request) -> Response:
+    def version(self) -> OwnAnswer:
         """Version of kvatlas and Python."""
         return json_answer(Version(__version__))
 
-    async def models(self, request: Request) -> Response:
+    def models(self, scope: Any) -> OwnAnswer:
         """Models of all engines that are up, and which the client's key may use."""
-        return json_answer(ModelList(_cards(self._sources, request)))
+        return json_answer(ModelList(_cards(self._sources, scope)))
 
-    async def model(self, request: Request) -> Response:
+    def model(self, scope: Any, name: str) -> OwnAnswer:
         """One model's card."""
-        model = request.path_params["model"]
-        card = next((card for card in _cards(self._sources, request) if card.id == model), None)
+        card = next((card for card in _cards(self._sources, scope) if card.id == name), None)
         if card is None:
-            raise model_not_found(model)
+            raise model_not_found(name)
         return json_answer(card)
 
 
-def _cards(sources: Sources, request: Request) -> list[ModelCard]:
+def _cards(sources: Sources, scope: Any) -> list[ModelCard]:
     """Return the cards of served models and their aliases that the client may use."""
-    tenant: Tenant | None = request.scope.get(TENANT)
+    tenant: Tenant | None = scope.get(TENANT)
     cards = {card.id: card for card in sources.fleet.model_cards()}
     for name, models in () if sources.aliases is None else sources.aliases.items():
         behind = next((cards[to] for to in models if to in cards), None)
@@ -217,20 +219,20 @@ class OpsPort:
         """ASGI 3 application of the port."""
         answer: Any = self._app
         if scope["type"] == "http":
-            refused = await self._refused(Request(scope))
+            refused = await self._refused(scope)
             answer = refused or self._app
         await answer(scope, receive, send)
 
-    async def _refused(self, request: Request) -> Response | None:
+    async def _refused(self, scope: Any) -> OwnAnswer | None:
         if self._door is None:
-            host = request.headers.get("host", "")
-            return None if self._is_own(host) else error_answer(ops_name_unknown(host), request.scope)
-        if request.url.path in _OPEN:
+            host = header_of(scope, b"host")
+            return None if self._is_own(host) else error_answer(ops_name_unknown(host), scope)
+        if scope["path"] in _OPEN:
             return None
         try:
-            await self._door.admit(request)
+            await self._door.admit(scope)
         except ApiError as error:
-            return error_answer(error, request.scope)
+            return error_answer(error, scope)
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -278,10 +280,6 @@ def ops_authenticator(
 # data of the fleet or of other clients, and not for the admin API.
 
 
-# ASGI 3.
-Application = Callable[[Any, Any, Any], Awaitable[None]]
-
-
 class Front:
     """``control``: ``is_control`` paths of the public port; ``insight``: the same with everything of the ops
     port; ``ops_here``: the public port serves that too. ``to_lead`` returns None if this process is the lead,
@@ -309,7 +307,7 @@ class Front:
         self._to_lead = to_lead
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        """Answer one request (ASGI 3, "http" or "websocket")."""
+        """OwnAnswer one request (ASGI 3, "http" or "websocket")."""
         cors, path = self._cors, scope["path"]
         # The most common paths need no further checks.
         for_clients = path in PROMPT_APIS
@@ -370,33 +368,3 @@ def _as_meant(scope: Any) -> Any:
 def _is_insight(path: str) -> bool:
     """Whether it shows the fleet or other clients."""
     return path == "/metrics" or path.startswith(CONTROL_PREFIX)
-
-
-# Cross-origin requests: starlette's middleware, with one policy for all responses.
-#
-# Engines send CORS headers of their own. A client gets only the router's, else one response would have two
-# policies. Requests without a foreign origin pass unchanged.
-
-
-class Cors(CORSMiddleware):
-    """CORS middleware in front of an ASGI application."""
-
-    def __init__(self, app: Any, settings: CorsSettings) -> None:
-        super().__init__(
-            app,
-            allow_origins=settings.allowed_origins,
-            allow_methods=settings.allowed_methods,
-            allow_headers=settings.allowed_headers,
-            allow_credentials=settings.allow_credentials,
-        )
-
-    async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
-        """Send without the engine's CORS headers."""
-        if message["type"] == "http.response.start":
-            message["headers"] = [field for field in message.get("headers", ()) if not _is_cors(*field)]
-        await super().send(message, send, request_headers)
-
-
-def _is_cors(name: bytes, value: bytes) -> bool:
-    name = name.lower()
-    return name.startswith(b"access-control-") or (name == b"vary" and value.strip().lower() == b"origin")

@@ -1,65 +1,56 @@
-"""Bodies, answers and errors of the router's own applications, in OpenAI's shape."""
+"""Bodies and answers of the router's own endpoints, errors in OpenAI's shape; plain ASGI.
+
+Every process serves some of these endpoints and must stay small, so nothing here needs a framework. What only
+some processes serve (ops port, admin API) is built with FastAPI (``framework.py``).
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgspec
 import structlog
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 
 from kvatlas.router.http.request_cycle import request_id_of
 from kvatlas.router.observe.requests import LogThrottle
-from kvatlas.router.openai.errors import (
-    ApiError,
-    body_too_large,
-    internal_error,
-    method_not_allowed,
-    unknown_path,
-)
+from kvatlas.router.openai.errors import ApiError, body_too_large
 
 _log = structlog.get_logger()
 # Anyone can be refused: one line a second for each code.
 _refusals = LogThrottle(1.0)
 _PATH_CHARS_MAX = 200
+JSON = b"application/json"
+# ASGI 3.
+Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def add_errors(app: Starlette) -> None:
-    """Convert every error to OpenAI's shape."""
-
-    async def api_error(request: Request, error: Any) -> Response:
-        return error_answer(error, request.scope)
-
-    async def http_error(request: Request, error: Any) -> Response:
-        """Convert the framework's own errors: an unknown path, or an unsupported method."""
-        path = request.url.path
-        if error.status_code == 405:
-            allow = ", ".join(sorted((error.headers or {}).get("Allow", "GET").split(", ")))
-            return error_answer(method_not_allowed(request.method, path, allow), request.scope)
-        return error_answer(unknown_path(path, error.status_code), request.scope)
-
-    async def fault(request: Request, error: Exception) -> Response:
-        """Handle a bug of the router; the server logs it."""
-        return error_answer(internal_error(), request.scope)
-
-    async def gone(_: Request, error: Exception) -> Response:
-        """Handle a client that disconnected: no response is sent."""
-        return Response(status_code=400)
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, fault)
-    app.add_exception_handler(ClientDisconnect, gone)
+class ClientLeftError(Exception):
+    """The client disconnected before its request was complete: no response is sent."""
 
 
-def error_answer(error: ApiError, scope: Any) -> Response:
+class OwnAnswer(msgspec.Struct, frozen=True):
+    """A whole response; an ASGI application that sends it. ``kind``: its content type, "" for none."""
+
+    body: bytes = b""
+    status: int = 200
+    kind: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = [*self.headers]
+        if self.status != 204:
+            headers.append((b"content-length", b"%d" % len(self.body)))
+        if self.kind:
+            headers.append((b"content-type", self.kind))
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def error_answer(error: ApiError, scope: Any) -> OwnAnswer:
     """Return the response for an error of this request, in OpenAI's shape, and log a refusal."""
-    headers = {name.decode(): value.decode() for name, value in error.headers}
-    request_id = headers["x-request-id"] = request_id_of(scope["headers"]).decode("latin-1")
+    request_id = request_id_of(scope["headers"])
     if error.status in {401, 403, 429}:
         unsaid = _refusals.due(error.code, time.monotonic())
         if unsaid is not None:
@@ -68,17 +59,22 @@ def error_answer(error: ApiError, scope: Any) -> Response:
                 status=error.status,
                 code=error.code,
                 path=scope["path"][:_PATH_CHARS_MAX],
-                request_id=request_id,
+                request_id=request_id.decode("latin-1"),
                 **({"unsaid": unsaid} if unsaid else {}),
             )
-    return Response(error.body(), error.status, headers, media_type="application/json")
+    return OwnAnswer(error.body(), error.status, JSON, (*error.headers, (b"x-request-id", request_id)))
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Read a request's body. Raises ``ApiError`` if it is over the limit."""
+async def read_body(receive: Any, limit_bytes: int) -> bytes:
+    """Read a request's body. Raises ``ApiError`` if it is over the limit, and ``ClientLeftError``."""
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientLeftError
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
         if len(body) > limit_bytes:
             error = body_too_large(limit_bytes)
             error.headers = (*error.headers, (b"connection", b"close"))  # the rest is not read
@@ -86,6 +82,6 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     return cast(bytes, body)
 
 
-def json_answer(content: Any, status: int = 200) -> Response:
+def json_answer(content: Any, status: int = 200) -> OwnAnswer:
     """Return ``content`` as JSON with a newline at its end."""
-    return Response(msgspec.json.encode(content) + b"\n", status, media_type="application/json")
+    return OwnAnswer(msgspec.json.encode(content) + b"\n", status, JSON)

@@ -39,7 +39,8 @@ from kvatlas.router.api.answers import (
     schemas,
 )
 from kvatlas.router.api.app import CONTROL_PREFIX, Control
-from kvatlas.router.api.asgi import add_errors, json_answer, read_body
+from kvatlas.router.api.asgi import read_body
+from kvatlas.router.api.framework import add_errors, as_json, shown
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.views import LocalView, OpsView, Readiness, explain
 from kvatlas.router.fleet.engines import SourceStats
@@ -112,15 +113,30 @@ def _get(app: FastAPI, path: str, schema: dict[str, Any] | None = None) -> Calla
 
 
 def _add_control(app: FastAPI, control: Control) -> None:
-    _get(app, "/health", refer(Health))(control.health)
-    _get(app, "/ready", refer(Ready))(control.ready)
-    _get(app, "/version", refer(Version))(control.version)
-    _get(app, "/v1/models", refer(ModelList))(control.models)
+    @_get(app, "/health", refer(Health))
+    async def health() -> Response:
+        """The process is alive."""
+        return shown(control.health())
+
+    @_get(app, "/ready", refer(Ready))
+    async def ready() -> Response:
+        """200 once at least one engine answers and its feed has caught up (or had its time), else 503."""
+        return shown(await control.ready())
+
+    @_get(app, "/version", refer(Version))
+    async def version() -> Response:
+        """Version of kvatlas and Python."""
+        return shown(control.version())
+
+    @_get(app, "/v1/models", refer(ModelList))
+    async def models(request: Request) -> Response:
+        """Models of all engines that are up, and which the client's key may use."""
+        return shown(control.models(request.scope))
 
     @_get(app, "/v1/models/{model:path}", refer(ModelCard))
     async def model(model: str, request: Request) -> Response:
         """One model's card."""
-        return await control.model(request)
+        return shown(control.model(request.scope, model))
 
 
 def _add_metrics(app: FastAPI, view: OpsView) -> None:
@@ -194,18 +210,18 @@ def _add_insight(
         by_subject: dict[str, list[Finding]] = {engine.engine_id: [] for engine in sources.fleet}
         for finding in await view.problems():
             by_subject.setdefault(finding.subject, []).append(finding)
-        return json_answer(by_subject)
+        return as_json(by_subject)
 
     @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
     async def prefixes() -> Response:
         """Return the most common prompt prefixes, shorter ones first, and the engines that hold them."""
-        return json_answer(await view.prefixes())
+        return as_json(await view.prefixes())
 
     @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
     async def fleet_sources() -> Response:
         """State of the sources of engines."""
         known = {} if sources.origins is None else sources.origins.stats
-        return json_answer(dict(known))
+        return as_json(dict(known))
 
     @_get(app, "/kvatlas/usage")
     async def usage() -> Response:
@@ -226,7 +242,7 @@ def _add_insight(
         that of a chat (messages), a completion (prompt) or a response (input); ``?tenant=`` the tenant of the
         request, if caches are isolated."""
         _check_json(request)
-        body = await read_body(request, body_bytes_max)
+        body = await read_body(request.receive, body_bytes_max)
         tenant, gate = request.query_params.get("tenant"), sources.gate
         isolation = None if gate is None else gate.isolation
         isolated = tenant is not None and isolation is not None
@@ -249,7 +265,7 @@ def _add_insight(
             now = time.monotonic()
             inbound.claim = read_claim(headers, in_body=peeked.priority, arrived_s=now, targets=targets)
         steps = explain(await planner.explain(inbound), PROMPT_APIS[path])
-        return json_answer(await run_cooperatively(steps))
+        return as_json(await run_cooperatively(steps))
 
 
 def _check_json(request: Request) -> None:
@@ -263,29 +279,29 @@ def _add_requests(app: FastAPI, view: OpsView) -> None:
     @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
     async def requests() -> Response:
         """Requests in progress, oldest first, with their stage, engine and reasons."""
-        return json_answer(await view.requests())
+        return as_json(await view.requests())
 
     @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
     async def receipts(request_id: str = "") -> Response:
         """The latest receipts, oldest first; with ``?request_id=`` all stored ones of one request."""
-        return json_answer(await view.receipts(request_id))
+        return as_json(await view.receipts(request_id))
 
     @_get(app, "/kvatlas/answers", {"type": "array", "items": refer(EndedRequest)})
     async def answers(request_id: str = "") -> Response:
         """The latest ended requests, oldest first. With ``?request_id=`` all stored ones that match: an id,
         its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
-        return json_answer(await view.answers(request_id))
+        return as_json(await view.answers(request_id))
 
     @_get(app, "/kvatlas/sessions", {"type": "array", "items": refer(SessionView)})
     async def sessions(session: str = "") -> Response:
         """The latest sessions, the latest first: their latest requests, where these ran, and the tokens that
         engines hold for them. With ``?session=`` all kept sessions whose name begins so."""
-        return json_answer(await view.sessions(session))
+        return as_json(await view.sessions(session))
 
     @_get(app, "/kvatlas/history", refer(RecentHistory))
     async def history() -> Response:
         """Counts of the last five minutes, in intervals of a few seconds."""
-        return json_answer(await view.history())
+        return as_json(await view.history())
 
 
 def _add_page(app: FastAPI) -> None:

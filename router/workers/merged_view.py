@@ -15,10 +15,9 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
-from starlette.requests import ClientDisconnect, Request
 
 from kvatlas.router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
-from kvatlas.router.api.asgi import error_answer, read_body
+from kvatlas.router.api.asgi import ClientLeftError, error_answer, read_body
 from kvatlas.router.api.metrics_page import Sources, families, in_steps, page_steps
 from kvatlas.router.api.metrics_tables import of_stats
 from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
@@ -288,7 +287,7 @@ class SiblingCalls:
         method, once = scope["method"], scope["method"] not in _SAFE
         try:
             async with asyncio.timeout(_FORWARD_S_MAX):
-                body = await read_body(Request(scope, receive), self._body_bytes_max)
+                body = await read_body(receive, self._body_bytes_max)
                 async with self._clients[LEAD].exchange(
                     method, url, None, body, headers, once=once
                 ) as answer:
@@ -298,7 +297,7 @@ class SiblingCalls:
                     async for piece in answer.pieces():
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
-        except ClientDisconnect:
+        except ClientLeftError:
             return
         except ApiError as error:
             await error_answer(error, scope)(scope, receive, send)

@@ -25,12 +25,12 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 import structlog
-from starlette.requests import Request
-from starlette.responses import Response
 
+from kvatlas.router.api.asgi import OwnAnswer, read_body
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.fleet.engines import AdminDecisions, DesiredState
 from kvatlas.router.http.server import listen_config
@@ -113,6 +113,8 @@ class SharedDecisions:
 
 
 PREFIX = "/worker/"
+# Of what an administrator decided about all engines.
+_DECISIONS_BYTES_MAX = 64 << 20
 
 
 class ControlPort:
@@ -141,27 +143,28 @@ class ControlPort:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["path"].startswith(PREFIX):
-            request = Request(scope, receive)
-            await (await self._answer(request))(scope, receive, send)
+            await (await self._answer(scope, receive))(scope, receive, send)
             return
         peer = dict(scope["headers"]).get(PEER_HEADER.encode(), b"").decode("latin-1")
         await self._whole({**scope, "client": (peer, 0) if peer else None}, receive, send)
 
-    async def _answer(self, request: Request) -> Response:
-        asked = request.method, request.url.path
-        if asked == ("GET", "/worker/metrics"):
-            return Response(await self._view.own_page())
-        if asked == ("GET", DECISIONS_PATH):
-            return Response(self._decisions.state())
-        if asked == ("PUT", DECISIONS_PATH):
+    async def _answer(self, scope: dict[str, Any], receive: Any) -> OwnAnswer:
+        method, path = scope["method"], scope["path"]
+        if method == "PUT" and path == DECISIONS_PATH:
             try:
-                self._decisions.adopt(await request.body())
+                self._decisions.adopt(await read_body(receive, _DECISIONS_BYTES_MAX))
             except msgspec.MsgspecError:
-                return Response(status_code=400)
-            return Response(status_code=204)
-        name = request.url.path.removeprefix(PREFIX)
-        part = await self._view.own_part(name, request.query_params.get("wanted", ""))
-        return Response(status_code=404) if part is None or request.method != "GET" else Response(part)
+                return OwnAnswer(status=400)
+            return OwnAnswer(status=204)
+        if method != "GET":
+            return OwnAnswer(status=404)
+        if path == "/worker/metrics":
+            return OwnAnswer(await self._view.own_page())
+        if path == DECISIONS_PATH:
+            return OwnAnswer(self._decisions.state())
+        wanted = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("wanted", "")
+        part = await self._view.own_part(path.removeprefix(PREFIX), wanted)
+        return OwnAnswer(status=404) if part is None else OwnAnswer(part)
 
 
 _log = structlog.get_logger()

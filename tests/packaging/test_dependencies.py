@@ -18,7 +18,7 @@ DISTRIBUTIONS = {"zmq": "pyzmq", "dns": "dnspython"}
 """Modules whose distribution has another name."""
 EXTRAS = {"opentelemetry", "openai_harmony", "mistral_common", "torch", "mooncake"}
 """Modules that an extra installs."""
-BROUGHT = {"starlette": "fastapi", "httpx2": "lightkube", "yaml": "lightkube", "tqdm": "huggingface-hub"}
+BROUGHT = {"httpx2": "lightkube", "yaml": "lightkube", "tqdm": "huggingface-hub"}
 """Modules that are imported and come with a dependency whose interface they are part of."""
 OF_VLLM = {"vllm", "torch", "triton", "numpy", "msgspec", "zmq", "cbor2"}
 """Modules in every environment that has vLLM."""

@@ -77,7 +77,7 @@ def test_only_the_process_that_serves_the_ops_port_loads_fastapi() -> None:
         "from kvatlas.router.app import Router\nfrom kvatlas.router.config.schema import Config\n"
         "router = Router(Config())\n"
     )
-    loads_none_of({"fastapi", "pydantic"}, f"import kvatlas.router.serve\n{made}")
+    loads_none_of({"fastapi", "pydantic", "starlette"}, f"import kvatlas.router.serve\n{made}")
     with pytest.raises(AssertionError, match="fastapi"):
         loads_none_of({"fastapi", "pydantic"}, f"{made}router.load_ops()")
 

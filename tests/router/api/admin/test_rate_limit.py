@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,14 +67,14 @@ class Counting(TokenFile):
         return super().who(token)
 
 
-def asking(token: str, address: str = "192.0.2.1") -> Request:
+def asking(token: str, address: str = "192.0.2.1") -> dict[str, Any]:
     headers = [(b"authorization", f"Bearer {token}".encode())]
-    return Request({"type": "http", "headers": headers, "client": (address, 1)})
+    return {"type": "http", "headers": headers, "client": (address, 1)}
 
 
-async def outcome(door: Authenticator, request: Request) -> int:
+async def outcome(door: Authenticator, scope: dict[str, Any]) -> int:
     try:
-        await door.admit(request)
+        await door.admit(scope)
     except ApiError as error:
         return error.status
     return 200
