@@ -29,7 +29,7 @@ _FEED_REMEDIES = {
     "endpoint in its --kv-events-config has a * (tcp://*:5557): without one vLLM connects to the address and "
     "listens nowhere",
     FeedState.REPLAYING: "wait; if it lasts, look at the engine's replay socket",
-    FeedState.DEGRADED: "docs/operations.md, feed states, explains the reason",
+    FeedState.DEGRADED: "docs/glossary.md, feed states, has the remedy of each reason",
     FeedState.STALE: "check the engine and the network",
 }
 # Engines between two pauses.

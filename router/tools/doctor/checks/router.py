@@ -328,7 +328,7 @@ _RENDERERS = "kvatlas_prompts_renderer_"
 _RENDERERS_REMEDY = (
     "start them, or correct prompts.renderers: each must answer GET /health and serve the model"
 )
-_OTHERWISE = f"{_RENDER}; docs/exactness.md lists what the router can tokenize"
+_OTHERWISE = f"{_RENDER}; docs/tokenizers.md lists what the router can tokenize"
 
 
 @check("router.prompts")
