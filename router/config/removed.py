@@ -63,7 +63,7 @@ REMOVED: Mapping[str, str] = {
     "policy.probe_interval_s": "an engine without requests for 30 s gets the next cold prompt",
     "policy.queue_gap_s": _MEASURED.format(value="0.25 s", page="002-cost-model.md"),
     "policy.room_share": _MEASURED.format(value=0.3, page="014-pages-and-recent-work.md"),
-    "policy.saving_factor": _MEASURED.format(value=1, page="002-cost-model.md"),
+    "policy.saving_factor": "a second of queue is worth a second saved (docs/decisions/034-queue-bound.md)",
     "policy.scarcity_premium": _MEASURED.format(value=1.75, page="013-price-of-scarce-pages.md"),
     "policy.sequence_s": _MEASURED.format(value="0.02 s", page="012-price-of-a-sequence.md"),
     "prompts.engine_timeout_s": "a call to an engine or a render server for tokens has 1 s",

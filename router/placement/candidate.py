@@ -22,13 +22,13 @@ Confidence = Literal["exact", "pending", "degraded", "learned", "assumed", "part
 the engine computes a prompt ahead first, which it may not. ``partial``: exact for the caches of which the
 engine's events tell, and it has others."""
 
-Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "pull", "policy"]
-"""Why an engine was chosen: alone; lowest cost; equal cost, settled by shared prefix and rendezvous; the
-cheapest was beyond the queue bound; it had been without work for ``probe_interval_s`` and the prompt was
+Reason = Literal["only", "cheapest", "tie", "probe", "pull", "policy"]
+"""Why an engine was chosen: alone; lowest cost; equal cost, settled by shared prefix and rendezvous; it
+had been without work for ``probe_interval_s`` and the prompt was
 cold; the prefix is pulled from another engine (``placement.pull``); or by the rule of an arm that does not
 look at costs."""
 
-# Queues may differ by (1 + premium) times the longest prompt's prefill; a larger factor would be no bound.
+# Queues may differ by (1 + premium) times the longest prompt's prefill; a larger premium would be no bound.
 EVICTION_PREMIUM_MAX = 4.0
 
 
@@ -421,12 +421,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Target of the class `low`; not set: none. Set it from your own service level."""
     # Not a key of the configuration: config/removed.py.
     queue_gap_s: float = 0.25
-    """Difference between queues, in seconds of prefill, that is always allowed, even if the longer queue
-    saves little."""
-    # Not a key of the configuration: config/removed.py.
-    saving_factor: float = 1.0
-    """Seconds of extra queue accepted per second saved, above 0 and at most 1; lower values prefer even
-    queues over hits."""
+    """Difference between queues, in seconds of prefill, that is always allowed among engines of equal cost
+    and for probes, even if the longer queue saves nothing."""
     # Not a key of the configuration: config/removed.py.
     probe_interval_s: float = 30.0
     """An engine that got no request for this long is preferred for the next cold prompt, so that its rates
@@ -452,8 +448,6 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             target_ms = getattr(self, name)
             if target_ms is not None and not 0 < target_ms < float("inf"):
                 raise ValueError(f"{name} must be finite and above 0, got {target_ms}")
-        if not 0 < self.saving_factor <= 1:
-            raise ValueError(f"saving_factor must lie in (0, 1], got {self.saving_factor}")
         if self.bounded_load_factor <= 1:
             raise ValueError(f"bounded_load_factor must exceed 1, got {self.bounded_load_factor}")
         for name in _NOT_NEGATIVE:

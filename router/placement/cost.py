@@ -27,10 +27,11 @@ vLLM's own cache manager, docs/decisions/002-cost-model.md; the form is that of 
 Dynamo's KV scheduler (both: prefill left + load), plus the credit.
 
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
-``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
-cost but the queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus the difference
-of the load and decode parts. Hence no engine is flooded for its cache; and a cold prompt goes first to
-engines without work for ``probe_interval_s`` (at most ``PROBE_COST_MAX_S`` more expensive), so none starves.
+``max(queue_gap_s, saving)``, where ``saving`` is what choosing it saves in all parts of the cost but the
+queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus the difference of the load
+and decode parts. Hence no engine is flooded for its cache. For the cheapest engine that follows from its
+cost; equals and probes are held to it (``within_bound``). A cold prompt goes first to engines without work
+for ``probe_interval_s`` (at most ``PROBE_COST_MAX_S`` more expensive), so none starves.
 
 Invariant: the result depends on the arguments alone, not on the order of the candidates."""
 
@@ -303,42 +304,41 @@ def choose(
 
 
 def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:
-    """Whether the queue at ``chosen`` may be that much longer than the shortest, for what it saves."""
-    return _Bound(least.queue_s, least.total_s, settings).allows(chosen.queue_s, chosen.total_s)
+    """Whether the queue at ``chosen`` is not too long for what it saves against ``least``, the cheapest of
+    the engines with the shortest queue."""
+    # A queue that is longer by no more than the other parts of the cost are less: the sum is not more.
+    return chosen.queue_s - least.queue_s <= settings.queue_gap_s or chosen.total_s <= least.total_s
 
 
-class _Bound:
-    """The largest accepted difference from the shortest queue."""
-
-    __slots__ = ("_factor", "_gap_s", "_queue_s", "_service_s")
-
-    def __init__(self, queue_s: float, total_s: float, settings: PolicySettings) -> None:
-        self._queue_s = queue_s
-        self._service_s = total_s - queue_s
-        self._gap_s = settings.queue_gap_s
-        self._factor = settings.saving_factor
-
-    def allows(self, queue_s: float, total_s: float) -> bool:
-        gap_s = queue_s - self._queue_s
-        # Compared with the engine of the shortest queue: no engine is flooded for its cache.
-        return gap_s <= self._gap_s or gap_s <= self._factor * (self._service_s - (total_s - queue_s))
+def _within_bound(scored: ScoredCandidates, places: list[int]) -> list[int]:
+    """Return those of these engines that ``within_bound`` allows."""
+    totals, queues, gap_s = scored.totals, scored.queues, scored.settings.queue_gap_s
+    longest_s = max([queues[at] for at in places])
+    # The usual case: queues are short, or alike.
+    if longest_s <= gap_s or longest_s - min(queues) <= gap_s:
+        return places
+    shortest_s = min(queues)
+    least_s = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest_s])
+    return [at for at in places if queues[at] - shortest_s <= gap_s or totals[at] <= least_s]
 
 
 def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     """Position of the choice, and the reason; candidates are given by their positions."""
-    totals, queues, settings = scored.totals, scored.queues, scored.settings
+    totals = scored.totals
     if len(totals) == 1:
         return 0, "only"
     best = min(totals)
-    cold = scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens
-    if not cold:
-        # The usual case: nothing to probe, and all equals within the bound.
-        limit_s, gap_s = best + _tie_s(scored), settings.queue_gap_s
-        equals = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
-        queue_s = queues[equals[0]] if len(equals) == 1 else max([queues[at] for at in equals])
-        if queue_s <= gap_s or queue_s - min(queues) <= gap_s:
-            return (equals[0], "cheapest") if len(equals) == 1 else (_settle(scored, equals, key), "tie")
-    return _pick_bounded(scored, totals.index(best), key, cold=cold)
+    if scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens:
+        # Engines without work for long. A warm prompt is no probe: its saving is not given up.
+        idle, dearest = scored.candidates.idle(scored.settings.probe_interval_s), best + PROBE_COST_MAX_S
+        due = [at for at in idle if totals[at] <= dearest]
+        if due and (due := _within_bound(scored, due)):
+            return _settle(scored, due, key), "probe"
+    limit_s = best + _tie_s(scored)
+    equals = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
+    if len(equals) == 1:
+        return equals[0], "cheapest"
+    return _settle(scored, _within_bound(scored, equals), key), "tie"
 
 
 def _tie_s(scored: ScoredCandidates) -> float:
@@ -347,37 +347,6 @@ def _tie_s(scored: ScoredCandidates) -> float:
     price, rate = 1 + scored.settings.eviction_premium, scored.candidates.fastest
     share_s = TIE_FRACTION * price * scored.prompt_tokens * rate
     return share_s if share_s > TIE_S else TIE_S  # noqa: FURB136
-
-
-def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
-    """``_pick`` if a bound may apply, or there may be engines to probe, or equal costs."""
-    candidates, settings = scored.candidates, scored.settings
-    queues, totals = scored.queues, scored.totals
-    shortest, best = min(queues), totals[cheapest]
-    least = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest])
-    bound = _Bound(shortest, least, settings)
-    allowed: Sequence[int] = range(len(totals))
-    reason: Reason = "cheapest"
-    if not bound.allows(queues[cheapest], best):
-        # one of the shortest queues always is
-        allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]
-        best = min([totals[i] for i in allowed])
-        reason = "bounded"
-    if cold:
-        # Engines without work for long. A warm prompt is no probe: its saving is not given up.
-        due = candidates.idle(settings.probe_interval_s)
-        dearest = best + PROBE_COST_MAX_S
-        due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
-        if due:
-            return _settle(scored, due, key), "probe"
-    limit_s = best + _tie_s(scored)
-    equals = [i for i in allowed if totals[i] <= limit_s]
-    if len(equals) == 1:
-        return equals[0], reason
-    if reason == "cheapest":
-        equals = [i for i in equals if bound.allows(queues[i], totals[i])]
-        reason = "tie"
-    return _settle(scored, equals, key), reason
 
 
 def _settle(scored: ScoredCandidates, equals: list[int], key: int) -> int:

@@ -42,7 +42,7 @@ from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import SplitBody, split_body
 from kvatlas.router.pd.transfer import KvSource
 from kvatlas.router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings, columns
-from kvatlas.router.placement.cost import TIE_S, Choice, ScoredCandidates, within_bound
+from kvatlas.router.placement.cost import TIE_S, Choice, ScoredCandidates
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.placement.others import OthersLoad, others_at
@@ -131,19 +131,18 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
     A probe is unchanged: its purpose is the engine. The reason of a pull is ``pull``.
     """
     scored = choice.scored
-    settings = scored.settings
     if choice.reason == "probe" or len(scored.totals) < 2:
         return choice
     best_s = min(scored.totals) - TIE_S
-    shortest = min(range(len(scored.totals)), key=lambda i: (scored.queues[i], scored.totals[i]))
-    least, found = scored.cost(shortest), choice
+    found = choice
     held = _likeliest_sources(scored, sources)
     for target in _likeliest_targets(scored) if held else ():
         pull = _longest(scored, sources, held, target)
         if pull is None:
             continue
         cost = _pulled(scored, target, pull, sources.page_prices[target])
-        if cost.total_s < best_s and within_bound(cost, least, settings):
+        # Cheaper than every engine is within the bound (``within_bound``).
+        if cost.total_s < best_s:
             best_s = cost.total_s
             found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, scored, pull)
     return found

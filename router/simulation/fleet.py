@@ -169,7 +169,7 @@ class _Open(msgspec.Struct, eq=False):
 
 
 class _Known(NamedTuple):
-    """What each engine's events have shown (``kvatlas.router.placement.engine.SharedView``)."""
+    """Knowledge about each engine from its events (``kvatlas.router.placement.engine.SharedView``)."""
 
     known_scheme: HashScheme
     known_layout: CacheLayout

@@ -18,7 +18,6 @@ from kvatlas.router.placement.cost import (
     PROBE_COST_MAX_S,
     TIE_FRACTION,
     TIE_S,
-    _Bound,
     _crowding_s,
     _load_s,
     favourite,
@@ -146,59 +145,33 @@ def _beside_loads(
 
 def pick(scored: Scored, key: int) -> tuple[int, Reason]:
     """Position of the choice, and the reason; candidates are given by their positions."""
-    totals, queues, settings = scored.totals, scored.queues, scored.settings
+    candidates, settings = scored.candidates, scored.settings
+    totals, queues = scored.totals, scored.queues
     if len(totals) == 1:
         return 0, "only"
-    best = second = math.inf
-    for total_s in totals:
-        if total_s < best:
-            second, best = best, total_s
-        elif total_s < second:
-            second = total_s
-    cheapest = totals.index(best)
-    cold = scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens
-    queue_s, gap_s = queues[cheapest], settings.queue_gap_s
-    if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
-        own_rate = scored.candidates[cheapest].prefill_s_per_token
-        if second > best + _tie_s(own_rate, scored.prompt_tokens, settings):
-            return cheapest, "cheapest"
-    return _pick_bounded(scored, cheapest, key, cold=cold)
+    best, shortest = min(totals), min(queues)
+    least = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest])
+    allowed = [
+        i
+        for i, queue_s in enumerate(queues)
+        if queue_s - shortest <= settings.queue_gap_s or totals[i] <= least
+    ]
+    if scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens:
+        dearest, interval_s = best + PROBE_COST_MAX_S, settings.probe_interval_s
+        due = [i for i in allowed if totals[i] <= dearest and candidates[i].idle_s >= interval_s]
+        if due:
+            return _settle(scored, due, key), "probe"
+    fastest = min([c.prefill_s_per_token for c in candidates])
+    limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
+    if sum(total_s <= limit for total_s in totals) == 1:
+        return totals.index(best), "cheapest"
+    return _settle(scored, [i for i in allowed if totals[i] <= limit], key), "tie"
 
 
 def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
     """Largest difference of equal costs, if the fastest engine has this rate."""
     share_s = TIE_FRACTION * (1 + settings.eviction_premium) * prompt_tokens * rate
     return max(share_s, TIE_S)
-
-
-def _pick_bounded(scored: Scored, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
-    """``_pick`` if a bound may apply, or there may be engines to probe, or equal costs."""
-    candidates, settings = scored.candidates, scored.settings
-    queues, totals = scored.queues, scored.totals
-    shortest, best = min(queues), totals[cheapest]
-    least = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest])
-    bound = _Bound(shortest, least, settings)
-    allowed: Sequence[int] = range(len(totals))
-    reason: Reason = "cheapest"
-    if not bound.allows(queues[cheapest], best):
-        allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]
-        best = min([totals[i] for i in allowed])
-        reason = "bounded"
-    if cold:
-        due = [i for i, candidate in enumerate(candidates) if candidate.idle_s >= settings.probe_interval_s]
-        dearest = best + PROBE_COST_MAX_S
-        due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
-        if due:
-            return _settle(scored, due, key), "probe"
-    fastest = min([c.prefill_s_per_token for c in candidates])
-    limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
-    equals = [i for i in allowed if totals[i] <= limit]
-    if len(equals) == 1:
-        return equals[0], reason
-    if reason == "cheapest":
-        equals = [i for i in equals if bound.allows(queues[i], totals[i])]
-        reason = "tie"
-    return _settle(scored, equals, key), reason
 
 
 def _settle(scored: Scored, equals: list[int], key: int) -> int:

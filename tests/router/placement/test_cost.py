@@ -232,22 +232,27 @@ def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> No
     assert cost(changed(candidate, coming_tokens=7000), 8000, knobs).load_s == 0
 
 
-def test_a_saving_factor_below_one_trades_hits_for_even_queues() -> None:
-    cached = make_candidate("cached", hit_tokens=4000, shared_prefix_tokens=4000, queue_s=0.4)  # saves 0.5 s
-    half = PolicySettings(saving_factor=0.5, eviction_premium=0.0)
-    choice = choose([cached, make_candidate("idle")], 8000, half)
-    assert (choice.engine_id, choice.reason) == ("idle", "bounded")
-    most = PolicySettings(saving_factor=0.9, eviction_premium=0.0)
-    assert choose([cached, make_candidate("idle")], 8000, most).index == 0
-    wide = PolicySettings(saving_factor=0.5, eviction_premium=0.0, queue_gap_s=0.5)
-    assert choose([cached, make_candidate("idle")], 8000, wide).index == 0
+@pytest.mark.parametrize(("gap_s", "chosen"), [(0.0, "idle"), (0.25, "idle"), (0.5, "queued")])
+def test_among_equals_no_queue_is_longer_than_the_gap_without_saving_as_much(
+    gap_s: float, chosen: str
+) -> None:
+    """Both cost the same within the band; the one with the longer prefix would be preferred."""
+    knobs = PolicySettings(queue_gap_s=gap_s, eviction_premium=0.0)
+    queued = make_candidate(
+        "queued", hit_tokens=3760, shared_prefix_tokens=3760, queue_s=0.48
+    )  # saves 0.47 s
+    choice = choose([queued, make_candidate("idle")], 8000, knobs)
+    assert (choice.engine_id, choice.reason) == (chosen, "tie")
+    saves = changed(queued, queue_s=0.46)
+    assert choose([saves, make_candidate("idle")], 8000, knobs).engine_id == "queued"
 
 
-def test_the_saving_is_measured_against_the_best_of_the_shortest_queues() -> None:
-    slow = make_candidate("a-slow", prefill_s_per_token=3 * RATE)
-    chosen = make_candidate("cached", hit_tokens=7200, shared_prefix_tokens=7200, queue_s=0.8)
-    choice = choose([slow, make_candidate("fast"), chosen], 8000, PolicySettings(saving_factor=0.5))
-    assert choice.engine_id == "fast"
+def test_a_probe_is_held_to_the_bound() -> None:
+    due = make_candidate("due", queue_s=0.3, idle_s=60.0)
+    choice = choose([due, make_candidate("idle")], 1000, PolicySettings())
+    assert (choice.engine_id, choice.reason) == ("idle", "cheapest")
+    choice = choose([changed(due, queue_s=0.2), make_candidate("idle")], 1000, PolicySettings())
+    assert (choice.engine_id, choice.reason) == ("due", "probe")
 
 
 def test_cold_prompts_spread_evenly_and_repeat_themselves() -> None:
@@ -329,7 +334,6 @@ def test_no_candidates_is_an_error_and_one_needs_no_cost() -> None:
         {"eviction_premium": float("nan")},
         {"beta": 1.5},
         {"beta": -0.1},
-        {"saving_factor": 0},
         {"queue_gap_s": -1},
         {"bounded_load_factor": 1.0},
     ],
@@ -369,15 +373,14 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
 @given(
     engines=candidates_of(8),
     prompt_tokens=st.integers(1, 20_000),
-    factor=st.floats(0.01, 1),
     premium=st.floats(0, EVICTION_PREMIUM_MAX),
     gap=st.floats(0, 5),
     key=st.integers(0, 2**64 - 1),
 )
 def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
-    engines: list[Candidate], prompt_tokens: int, factor: float, premium: float, gap: float, key: int
+    engines: list[Candidate], prompt_tokens: int, premium: float, gap: float, key: int
 ) -> None:
-    knobs = PolicySettings(saving_factor=factor, eviction_premium=premium, queue_gap_s=gap)
+    knobs = PolicySettings(eviction_premium=premium, queue_gap_s=gap)
     choice = choose(engines, prompt_tokens, knobs, prompt_key=key)
     least = min(choice.costs, key=lambda c: (c.queue_s, c.total_s))
     assert within_bound(choice.cost, least, knobs)
@@ -403,21 +406,20 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
         ),
         max_size=120,
     ),
-    factor=st.floats(0.1, 1),
     premium=st.floats(0, EVICTION_PREMIUM_MAX),
 )
 def test_queues_never_drift_apart_by_more_than_the_bound(
-    requests: list[tuple[int, int, float, float, float]], factor: float, premium: float
+    requests: list[tuple[int, int, float, float, float]], premium: float
 ) -> None:
     """Engines of one rate, whatever the prompts and whichever engine claims to hold them.
 
-    A queue is lengthened only while it is within max(gap, factor * saving) of the shortest, the saving is at
+    A queue is lengthened only while it is within max(gap, saving) of the shortest, the saving is at
     most (1 + premium) times the prefill of the prompt, and the prompt adds at most its prefill; draining
     brings queues together.
     """
-    knobs = PolicySettings(saving_factor=factor, eviction_premium=premium)
+    knobs = PolicySettings(eviction_premium=premium)
     longest = 20_000 * RATE
-    bound = max(knobs.queue_gap_s, factor * (1 + premium) * longest) + longest
+    bound = max(knobs.queue_gap_s, (1 + premium) * longest) + longest
     queues = [0.0] * 8
     for prompt_tokens, holder, share, exact_share, wait_s in requests:
         queues = [max(0.0, queue - wait_s) for queue in queues]

@@ -96,19 +96,6 @@ def test_the_source_that_holds_most_is_taken_and_the_last_token_is_computed() ->
     assert (choice.pull.source_id, choice.pull.end, choice.uncached_tokens) == ("all", PROMPT - 1, 1)
 
 
-def test_a_pull_keeps_the_bound_between_queues() -> None:
-    knobs = msgspec.structs.replace(KNOBS, saving_factor=0.01)
-    candidates = [*holder(60.0), make_candidate("idle", prefill_s_per_token=RATE)]
-    candidates[1].queue_s = 2.0
-
-    def found(knobs: PolicySettings) -> Choice:
-        sources = PullSources([36_000, 0, 0], [0.0] * 3, LINK, [0.0] * 3, allowed=lambda to, of: to == 1)
-        return with_pull(choose(candidates, PROMPT, knobs), sources)
-
-    assert found(KNOBS).engine_id == "free"
-    assert found(knobs).engine_id == "idle", "the other queue is longer by more than the gain may cost"
-
-
 def test_a_probe_stays_a_probe() -> None:
     scored = choose(holder(9.0), PROMPT, KNOBS).scored
     probe = make_choice(scored, 1, "probe")

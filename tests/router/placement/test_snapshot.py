@@ -208,7 +208,6 @@ def settings_of(draw: st.DrawFn) -> PolicySettings:
         eviction_premium=draw(st.sampled_from([0.0, 0.75])),
         spread=draw(st.sampled_from([0.0, 0.1667])),
         queue_gap_s=draw(st.sampled_from([0.0, 0.25])),
-        saving_factor=draw(st.sampled_from([0.1, 1.0])),
         crowding=draw(st.sampled_from([0.0, 3.0])),
         probe_interval_s=draw(st.sampled_from([0.5, 30.0])),
     )
