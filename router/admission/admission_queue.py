@@ -27,7 +27,7 @@ _LOOK_S_MIN, _LOOK_S_MAX = 0.002, 0.25
 
 class QueueSettings(WaitTargets, frozen=True, kw_only=True):
     """Requests wait in the router while every engine that could take them is saturated, and tenants share
-    what comes free ([tenants.md](tenants.md#the-queue)). Off by default: every request goes to an engine at
+    what comes free ([queue.md](queue.md#the-queue)). Off by default: every request goes to an engine at
     once."""
 
     saturation_s: float | None = None

@@ -85,7 +85,7 @@ class WaitTargets(msgspec.Struct, frozen=True, kw_only=True):
     wait_target_s: float | None = None
     """A request is refused (429 `predicted_wait`) where every engine that could take it is predicted to let
     it wait longer than this many seconds, its own prefill not counted. Not set: none is refused
-    ([tenants.md](tenants.md#admission-by-predicted-wait)). Set it to the wait after which your clients give
+    ([queue.md](queue.md#admission-by-predicted-wait)). Set it to the wait after which your clients give
     up."""
     wait_target_high_s: float | None = None
     """The same for requests of class `high`. Not set: `wait_target_s`. Set it if that differs by class."""

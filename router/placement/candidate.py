@@ -397,14 +397,14 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     engine_priority: float = 0.0
     """Above 0, for engines that schedule by priority (vLLM's `--scheduling-policy priority`): a prompt's
     priority is its arrival plus this many times its predicted uncached work, in ms, within its client's class
-    ([tenants.md](tenants.md#engine-order)). 2 is the measured value; 0: engines get no priority. Set 2 if the
+    ([queue.md](queue.md#engine-order)). 2 is the measured value; 0: engines get no priority. Set 2 if the
     engines schedule so."""
     retention_hints: bool = False
     """Send retention hints to engines whose connector obeys them
     ([connectors.md](connectors.md#retention-hints)): how long, and with what probability, a prompt's blocks
     are used again. Switch it on if engines have kvatlas's connector with `"policy": "hinted"`."""
     service_levels: bool = False
-    """Requests have targets for the time to first token ([tenants.md](tenants.md#service-levels)): by
+    """Requests have targets for the time to first token ([queue.md](queue.md#service-levels)): by
     `x-slo-ttft-ms`, else by their tenant's `slo_ttft_ms` in the key file, else by their class. Engines that
     are predicted to miss it are skipped while others are not. Switch it on if some requests must be faster
     than others."""
