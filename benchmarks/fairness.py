@@ -21,7 +21,7 @@ import msgspec
 
 from benchmarks.routing import put
 from kvatlas.publisher.events import GroupSpec
-from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import Request
 from kvatlas.router.simulation.setup import FleetRun, FleetSetup, Timing, variants_of

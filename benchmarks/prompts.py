@@ -26,16 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.openai.body import peek
-from kvatlas.router.openai.request import (
-    BATCH,
-    CHAT,
-    COMPLETION,
-    GENERATE,
-    MESSAGES,
-    RESPONSES,
-    InboundRequest,
-)
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from kvatlas.router.serve import share_the_interpreter, tame_garbage_collection
 

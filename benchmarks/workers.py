@@ -34,7 +34,7 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.placement.inflight import InflightPrefixes
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.replication.settings import IndexSettings

@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.virtual_crew import ENGINES, TOKENS, VirtualFleet
 from kvatlas.publisher.simulator.request import SimRequest
-from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.demo import run as demo
 from kvatlas.router.simulation.requests import Request
 from kvatlas.router.simulation.workload import WorkloadSource

@@ -39,8 +39,8 @@ from kvatlas.router.fleet.status import Fleet, Frontend
 from kvatlas.router.http.server import lifespan
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 from kvatlas.router.http.tls import Certificates
+from kvatlas.router.observe.cache_worth import WORTH_HALF_LIFE_S
 from kvatlas.router.observe.history import HistoryLog
-from kvatlas.router.observe.receipts import WORTH_HALF_LIFE_S
 from kvatlas.router.observe.requests import RequestTracker
 from kvatlas.router.observe.traces import Traces
 from kvatlas.router.observe.usage import UsageLog

@@ -25,7 +25,7 @@ from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.schema import WORKERS_MAX, Config
 from kvatlas.router.http.side_ports import address_url
-from kvatlas.router.observe.history import read_key
+from kvatlas.router.observe.prefix_ids import read_key
 from kvatlas.router.server_lifecycle import (
     Decided,
     ShutdownGuard,

@@ -36,7 +36,8 @@ from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.index.learn.hash_scheme import Detection
-from kvatlas.router.observe.receipts import Histogram, Outcome
+from kvatlas.router.observe.histogram import Histogram
+from kvatlas.router.observe.receipts import Outcome
 from kvatlas.router.observe.traces import TraceStats
 from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.pd.settings import PdStats

@@ -25,12 +25,13 @@ import msgspec
 import structlog
 
 from kvatlas.router.admission.key_file import KeyFile, KeyFileError, KeySettings, KeyStats, TenantRules
-from kvatlas.router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
+from kvatlas.router.admission.others_use import Use
+from kvatlas.router.admission.tenants import Tenant, TenantRequest, TenantStats
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.secret_files import warn_if_public
 from kvatlas.router.http.watched_file import WatchedFile
+from kvatlas.router.openai.apis import SALTED
 from kvatlas.router.openai.errors import ApiError, invalid_key, media_name_not_accepted, salt_not_accepted
-from kvatlas.router.openai.request import SALTED
 from kvatlas.router.pd.settings import RANK
 
 _log = structlog.get_logger()

@@ -46,6 +46,7 @@ from kvatlas.router.http.server import listen_config
 from kvatlas.router.http.settings import CorsSettings
 from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
 from kvatlas.router.observe.findings import BAD, Severity, counts
+from kvatlas.router.openai.apis import PROMPT_APIS
 from kvatlas.router.openai.errors import (
     ApiError,
     method_not_allowed,
@@ -54,7 +55,6 @@ from kvatlas.router.openai.errors import (
     ops_name_unknown,
 )
 from kvatlas.router.openai.members import run_cooperatively
-from kvatlas.router.openai.request import PROMPT_APIS
 from kvatlas.router.proxy.headers import without_trailing_slashes
 
 if TYPE_CHECKING:

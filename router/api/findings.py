@@ -15,7 +15,7 @@ from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from kvatlas.router.observe.findings import ROUTER, Finding, Severity
-from kvatlas.router.observe.receipts import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
+from kvatlas.router.observe.first_token import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.placement.shadow import Shadow

@@ -44,9 +44,11 @@ from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.http.h2_connection import H2Stats
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.observe.cache_funnel import CacheFunnel
 from kvatlas.router.observe.findings import FindingLog
+from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.history import HistoryLog
-from kvatlas.router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts, Histogram
+from kvatlas.router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from kvatlas.router.observe.requests import RequestTracker
 from kvatlas.router.observe.traces import TraceStats
 from kvatlas.router.observe.usage import UsageLog

@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import Metric
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.base import IndexStats
 from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.observe.field_texts import field_texts
 from kvatlas.router.observe.receipts import EngineReceipts
-from kvatlas.router.observe.requests import field_texts
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.others import OthersLoad, others_at
 

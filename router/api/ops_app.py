@@ -22,7 +22,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from kvatlas import __version__
-from kvatlas.router.admission.admission_queue import read_claim
+from kvatlas.router.admission.claims import read_claim
 from kvatlas.router.api.answers import (
     EndedRequest,
     EngineView,
@@ -47,6 +47,7 @@ from kvatlas.router.fleet.engines import SourceStats
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.observe.findings import Finding
 from kvatlas.router.observe.history import RecentHistory
+from kvatlas.router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from kvatlas.router.openai.body import invalid_json, peek_any_size
 from kvatlas.router.openai.errors import bad_request, body_too_complex, not_json, usage_off
 from kvatlas.router.openai.members import (
@@ -57,7 +58,7 @@ from kvatlas.router.openai.members import (
     run_cooperatively,
     with_value,
 )
-from kvatlas.router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.placement.decide import Planner
 
 

@@ -56,7 +56,7 @@ from kvatlas.router.http.client import HttpClient, TooLongError
 from kvatlas.router.http.descriptors import is_out_of_descriptors
 from kvatlas.router.http.error_texts import NotConnectedError, describe_error
 from kvatlas.router.http.tls import Certificates, TlsFiles, client_context
-from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.observe.log_throttle import LogThrottle
 
 _log = structlog.get_logger()
 

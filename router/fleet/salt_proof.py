@@ -27,7 +27,7 @@ import msgspec
 
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.http.error_texts import describe_error
-from kvatlas.router.openai.request import (
+from kvatlas.router.openai.apis import (
     BATCH,
     CHAT,
     COMPLETION,

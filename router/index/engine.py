@@ -29,9 +29,10 @@ from kvatlas.publisher.events import (
 from kvatlas.router.index.base import GPU, ON_GPU, Index, Plane, PoolListener, Rows
 from kvatlas.router.index.hit_rules import ALL_WORD, evaluate
 from kvatlas.router.index.learn.facts import SetupEvidence
-from kvatlas.router.index.learn.knowledge import EngineKnowledge, LearningBudget
+from kvatlas.router.index.learn.knowledge import EngineKnowledge
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
-from kvatlas.router.index.learn.root_events import RemovalEvidence, Removals
+from kvatlas.router.index.learn.learning_budget import LearningBudget
+from kvatlas.router.index.learn.removals import RemovalEvidence, Removals
 from kvatlas.router.index.offloaded import OffloadedBlocks
 
 # Suffix of the temporary index id used while a snapshot is staged; no engine id contains a NUL.

@@ -17,7 +17,7 @@ from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.index.base import CPU, GPU, STORAGE, WORD_BITS, Rows, Slot
 from kvatlas.router.index.hit_rules import Ends, FleetRule, WordHits, end_of, evaluate
 from kvatlas.router.index.learn.layout import CacheLayout
-from kvatlas.router.index.learn.root_events import LearnedKeys
+from kvatlas.router.index.learn.learned_keys import LearnedKeys
 from kvatlas.router.index.offloaded import Extent, held_alone, loaded, tier_extents, usable
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]

@@ -8,53 +8,21 @@ those of the fleet; statuses are HTTP's.
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import inspect
-import itertools
-import re
-import sys
-import textwrap
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Annotated, Any
 
 import msgspec
 import structlog
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.observe.receipts import Histogram
+from kvatlas.router.observe.deferred import DeferredUpdates
+from kvatlas.router.observe.histogram import Histogram
+from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.observe.traces import RequestTrace, Traces
-from kvatlas.router.openai.request import Session, Usage, session_name
-
-# Limits log lines that clients can cause: at most one per key and interval. Pure; the clock is injected.
-
-
-_KEYS_MAX = 1024
-
-
-class LogThrottle:
-    """``every_s``: shortest time between two lines of a key. Keeps the latest 1024 keys."""
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        # key -> time of the last line, lines omitted since
-        self._said: OrderedDict[str, tuple[float, int]] = OrderedDict()
-
-    def due(self, key: str, now: float) -> int | None:
-        """Return None to omit the line, else the number of lines omitted since the last one."""
-        at, unsaid = self._said.get(key, (float("-inf"), 0))
-        if now - at < self._every_s:
-            self._said[key] = at, unsaid + 1
-            return None
-        self._said[key] = now, 0
-        self._said.move_to_end(key)
-        if len(self._said) > _KEYS_MAX:
-            self._said.popitem(last=False)
-        return unsaid
-
+from kvatlas.router.openai.request import Session, Usage
+from kvatlas.router.openai.sessions import session_name
 
 Fields = list[tuple[bytes, bytes]]
 _log = structlog.get_logger()
@@ -90,79 +58,6 @@ _BETWEEN_S = (
     5.0,
 )
 _OVERHEAD_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-
-
-# Updates that no decision reads are applied after the answers, many at once.
-
-
-DEFERRED_MAX = 512
-"""Three of each request; together they take about 4 ms."""
-_DEFERRED_S = 0.05
-
-
-class DeferredStats(msgspec.Struct):
-    """Counters for metrics."""
-
-    full: Annotated[int, "kvatlas_deferred_updates_full_total"] = 0
-    """Times that updates of receipts and counts were applied while a request waited, since too many of them
-    had been deferred."""
-
-
-class DeferredUpdates:
-    """Updates of receipts, counts and hot prefixes: applied in their order within ``_DEFERRED_S``, and before
-    anyone reads what they change.
-
-    At most ``DEFERRED_MAX`` wait: the last one applies all. Without a running event loop none waits.
-    """
-
-    __slots__ = ("_applying", "_timer", "_waiting", "stats")
-
-    def __init__(self) -> None:
-        self.stats = DeferredStats()
-        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self._applying = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, update: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
-        """Defer ``update(*args)``."""
-        self._waiting.append((update, args))
-        if self._timer is None:
-            self._schedule()
-        elif len(self._waiting) >= DEFERRED_MAX:
-            self.stats.full += 1
-            self.apply()
-
-    def apply(self) -> None:
-        """Apply all updates; to be called before anyone reads what they change."""
-        # An update may read what others change.
-        if self._applying:
-            return
-        self._applying, waiting = True, self._waiting
-        try:
-            while waiting:
-                update, args = waiting.popleft()
-                try:
-                    update(*args)
-                except Exception:  # noqa: BLE001  # no reader and no request may fail with it
-                    _log.exception("deferred update failed")
-        finally:
-            # Also after what no update may catch (``KeyboardInterrupt``): the next reader goes on.
-            self._applying = False
-
-    def _schedule(self) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.apply()
-        else:
-            self._timer = loop.call_later(_DEFERRED_S, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self.apply()
 
 
 class ModelTimes:
@@ -565,40 +460,3 @@ class RequestRecord(msgspec.Struct, eq=False):
             "completion_tokens": None if usage is None else usage.completion_tokens,
             "request_id": self.request_id[:_TEXT_MAX],
         }
-
-
-# Docstrings of the fields of a stats struct: HELP of the metric, and its row in the reference.
-
-
-@cache
-def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> its text, of inherited ones too, if it has one. Empty if the source is not available."""
-    found: dict[str, str] = {}
-    for base in reversed(struct.__mro__):
-        if base not in {object, msgspec.Struct} and issubclass(base, msgspec.Struct):
-            found |= _own_texts(base)
-    return found
-
-
-def _own_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
-    try:
-        # ``inspect`` finds a class by parsing its whole module, which holds the event loop for 10 ms.
-        module = inspect.getsource(sys.modules[struct.__module__])
-        source = re.search(rf"^class {struct.__name__}\b.*?(?=^[^\s)]|\Z)", module, re.MULTILINE | re.DOTALL)
-        tree = ast.parse(source[0] if source else textwrap.dedent(inspect.getsource(struct)))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    found: dict[str, str] = {}
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    for node, below in itertools.pairwise(body):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            text = " ".join(below.value.value.split()).replace("``", "`")
-            if text:
-                found[node.target.id] = text[0].upper() + text[1:]
-    return found

@@ -24,8 +24,9 @@ import structlog
 
 from kvatlas import __version__
 from kvatlas.publisher.block_hash import PromptExtras
-from kvatlas.router.observe.history import prefix_ids, read_key
-from kvatlas.router.observe.requests import LogThrottle, RequestRecord
+from kvatlas.router.observe.log_throttle import LogThrottle
+from kvatlas.router.observe.prefix_ids import prefix_ids, read_key
+from kvatlas.router.observe.requests import RequestRecord
 from kvatlas.router.observe.traces import FLUSH_MS, TraceSettings, counting
 from kvatlas.router.openai.work import NO_WORK, Work
 

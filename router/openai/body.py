@@ -25,7 +25,8 @@ import numpy.typing as npt
 from kvatlas.router.openai.errors import ApiError, bad_request
 from kvatlas.router.openai.guarded import GUARDED
 from kvatlas.router.openai.numbers import lax_true, whole_number
-from kvatlas.router.openai.request import SESSION_MEMBERS, Session, session_in_body
+from kvatlas.router.openai.request import Session
+from kvatlas.router.openai.sessions import SESSION_MEMBERS, session_in_body
 
 # Chosen members of a large JSON object, without decoding it: one pass over its brackets and quotes.
 #

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvatlas.router.openai.request import UNCACHED, InboundRequest, Usage
+from kvatlas.router.openai.apis import UNCACHED
+from kvatlas.router.openai.request import InboundRequest, Usage
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):

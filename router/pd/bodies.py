@@ -20,8 +20,8 @@ from typing import Final
 
 import msgspec
 
+from kvatlas.router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.openai.members import MalformedError, Scan, at_once, joined
-from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 
 # Field of each API that bounds the answer; "": the one in ``sampling_params``.
 _LENGTHS: Final = {

@@ -23,10 +23,11 @@ from kvatlas.router.admission.fair_queue import Priority
 from kvatlas.router.fleet.status import Fleet, Frontend
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit, Holders
-from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.observe.log_throttle import LogThrottle
+from kvatlas.router.openai.apis import MESSAGES, PROMPT_APIS
 from kvatlas.router.openai.body import cache_control_s
 from kvatlas.router.openai.errors import ApiError, predicted_wait
-from kvatlas.router.openai.request import MESSAGES, PROMPT_APIS, InboundRequest
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.pd.handoff import DisaggState
 from kvatlas.router.pd.settings import PdSettings, PdStats

@@ -35,9 +35,10 @@ from kvatlas.router.index.hit_rules import hits_behind
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit
-from kvatlas.router.observe.receipts import SloStats
+from kvatlas.router.observe.first_token import SloStats
+from kvatlas.router.openai.apis import SALTED
 from kvatlas.router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
-from kvatlas.router.openai.request import SALTED, InboundRequest
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import digits_of, engine_digits
 from kvatlas.router.openai.work import estimated_tokens
 from kvatlas.router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns

@@ -31,9 +31,14 @@ from kvatlas.router.index.base import PoolListener, Rows
 from kvatlas.router.index.learn.layout import CacheLayout, retained_tokens
 from kvatlas.router.index.model import HashedPrompt, Residency
 from kvatlas.router.index.query_plan import EngineHit, Holders
-from kvatlas.router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
-from kvatlas.router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
-from kvatlas.router.observe.requests import DeferredUpdates, SessionLedger
+from kvatlas.router.observe.deferred import DeferredUpdates
+from kvatlas.router.observe.first_token import SloStats
+from kvatlas.router.observe.group_prefixes import GroupPrefixes
+from kvatlas.router.observe.hot_prefixes import HotPrefixes
+from kvatlas.router.observe.receipt_log import ReceiptLog
+from kvatlas.router.observe.receipts import EngineReceipts
+from kvatlas.router.observe.requests import SessionLedger
+from kvatlas.router.observe.retention import RetentionHints
 from kvatlas.router.placement.affinity import AffinityMap
 from kvatlas.router.placement.candidate import Confidence, Hit
 from kvatlas.router.placement.cost import AdmissionStats

@@ -12,13 +12,16 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
+from kvatlas.router.admission.admission_queue import AdmissionQueue
+from kvatlas.router.admission.claims import ENGINE_PRIORITY
 from kvatlas.router.admission.fair_queue import Charge, Priority
 from kvatlas.router.http.upstream import UpstreamError
-from kvatlas.router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
+from kvatlas.router.observe.first_token import FirstTokenParts
+from kvatlas.router.observe.receipts import Leg, Missed, Receipt
 from kvatlas.router.observe.requests import REQUEST_ID_CHARS_MAX
 from kvatlas.router.observe.usage import PlacementFacts
-from kvatlas.router.openai.request import PROMPT_APIS, InboundRequest, Usage
+from kvatlas.router.openai.apis import PROMPT_APIS
+from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.openai.work import Work, estimated_tokens, pooled
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.placement.candidate import Candidate, Cost, Hit, columns

@@ -17,7 +17,8 @@ import msgspec
 from kvatlas.router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
 from kvatlas.router.admission.fair_queue import Lane
 from kvatlas.router.fleet.status import Fleet
-from kvatlas.router.openai.request import SALTED, UNCACHED, InboundRequest
+from kvatlas.router.openai.apis import SALTED, UNCACHED
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.placement.candidate import Candidate, columns
 from kvatlas.router.placement.eligible import FleetSnapshot
 from kvatlas.router.placement.engine import Accounts, Engine

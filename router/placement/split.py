@@ -15,8 +15,9 @@ import msgspec
 from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.openai.apis import PROMPT_APIS, SALTED
 from kvatlas.router.openai.members import TooManyStepsError, run_cooperatively
-from kvatlas.router.openai.request import PROMPT_APIS, SALTED, InboundRequest
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import SplitBody, split_body
 from kvatlas.router.pd.handoff import DisaggState, Handoff
 from kvatlas.router.pd.settings import PdSettings

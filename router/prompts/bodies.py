@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from kvatlas.publisher.block_hash import NO_EXTRAS, PromptExtras
-from kvatlas.router.openai import request
+from kvatlas.router.openai import apis
 from kvatlas.router.openai.body import Peek, named_session
 from kvatlas.router.openai.guarded import GUARDED
 from kvatlas.router.openai.numbers import lax_whole, whole_number
@@ -43,12 +43,12 @@ Converted = MessagesBody | ResponsesBody
 Parsed = ChatBody | CompletionBody | BatchBody | GenerateBody | Converted
 
 _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
-    request.CHAT: decode_chat,
-    request.COMPLETION: decode_completion,
-    request.BATCH: decode_batch,
-    request.MESSAGES: decode_messages,
-    request.RESPONSES: decode_responses,
-    request.GENERATE: decode_generate,
+    apis.CHAT: decode_chat,
+    apis.COMPLETION: decode_completion,
+    apis.BATCH: decode_batch,
+    apis.MESSAGES: decode_messages,
+    apis.RESPONSES: decode_responses,
+    apis.GENERATE: decode_generate,
 }
 # Bounds of numbers that clients send: JSON allows thousands of digits. No engine has a longer context.
 TOKENS_MAX: Final = 1 << 31
@@ -61,7 +61,7 @@ _NEXT_TEXT: Final = re.compile(rb'",[ \n]{0,16}"')
 _NEAR_BYTES: Final = 4096
 # Quotes within texts are escaped.
 _ANSWERS: Final = re.compile(rb'"n"[ \t\r\n]{0,16}:[ \t\r\n]{0,16}("[^"\\]{1,64}"|[0-9.eE+-]{1,64})')
-_FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"input"'}
+_FIRST_FIELD: Final = {apis.COMPLETION: b'"prompt"', apis.RESPONSES: b'"input"'}
 
 
 def decode_body(path: str, body: bytes) -> Parsed:
@@ -100,7 +100,7 @@ _UNGUARDED: Final = (msgspec.UNSET,) * len(_OTHERS)
 def peek_chat(path: str, body: bytes) -> Peek | None:
     """Peek at a chat and decode the fields of its prompt together; None for other requests, large bodies and
     unusual fields, for which ``peek`` is used."""
-    if path != request.CHAT or len(body) > _DECODED_BYTES_MAX:
+    if path != apis.CHAT or len(body) > _DECODED_BYTES_MAX:
         return None
     try:
         chat = cast(_Chat, _CHAT.decode(body))

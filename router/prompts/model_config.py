@@ -15,8 +15,8 @@ import msgspec
 
 from kvatlas.publisher.block_hash import NO_EXTRAS
 from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import CHAT, COMPLETION
 from kvatlas.router.prompts.bodies import decode_body
 from kvatlas.router.prompts.hub import TokenizerProblem
 from kvatlas.router.prompts.local_model import LocalModel

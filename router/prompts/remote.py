@@ -24,7 +24,8 @@ import msgspec
 
 from kvatlas.publisher.block_hash import MultimodalItem
 from kvatlas.router.fleet.status import Frontend
-from kvatlas.router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES, InboundRequest
+from kvatlas.router.openai.apis import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.prompts.bodies import Parsed
 from kvatlas.router.prompts.chat.anthropic import MessagesBody
 from kvatlas.router.prompts.chat.messages import MEDIA_KEYS

@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
 
-from kvatlas.router.openai.request import PROMPT_APIS
+from kvatlas.router.openai.apis import PROMPT_APIS
 
 # Name for every base model without an entry of its own.
 ANY_MODEL = "*"

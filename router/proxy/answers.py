@@ -15,7 +15,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, Usage
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.openai.request import Usage
 from kvatlas.router.proxy.events import (
     ERROR_MARK,
     EVENT_ENDS,

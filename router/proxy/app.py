@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from kvatlas.router.admission.admission_queue import (
+from kvatlas.router.admission.claims import (
     ENGINE_PRIORITY,
     Targets,
     capped,
@@ -37,7 +37,9 @@ from kvatlas.router.http.request_cycle import (
 )
 from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
+from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES, SALTED, UNCACHED
 from kvatlas.router.openai.body import Peek, invalid_json, peek_any_size
+from kvatlas.router.openai.error_bodies import error_body
 from kvatlas.router.openai.errors import (
     ApiError,
     bad_request,
@@ -53,16 +55,9 @@ from kvatlas.router.openai.errors import (
 )
 from kvatlas.router.openai.forms import Form, form_type, read_form
 from kvatlas.router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively, with_value
-from kvatlas.router.openai.request import (
-    PROMPT_APIS,
-    RESPONSES,
-    SALTED,
-    SESSION,
-    UNCACHED,
-    InboundRequest,
-    error_body,
-)
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import FIELD, PREFIX, ResponseIds
+from kvatlas.router.openai.sessions import SESSION
 from kvatlas.router.pd.settings import PdSettings, PdStats
 from kvatlas.router.prompts.bodies import peek_chat
 from kvatlas.router.proxy.attempt import Outbound

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import xxhash
 
-from kvatlas.router.admission.admission_queue import ENGINE_PRIORITY
+from kvatlas.router.admission.claims import ENGINE_PRIORITY
 from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.http.request_cycle import RequestCycle
 from kvatlas.router.http.upstream import UpstreamError

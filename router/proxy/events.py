@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvatlas.router.openai.request import MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import MESSAGES, RESPONSES
 
 EVENT_ENDS: Final = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\r", b"\r\r\n")
 """How data ends that ends with an event: a line end and an empty line, which may end with CR, LF or both. The

@@ -23,6 +23,8 @@ from kvatlas.router.http.request_cycle import AsgiSink, Send
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.http.upstream_pool import REPEATABLE, UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES
+from kvatlas.router.openai.error_bodies import error_event
 from kvatlas.router.openai.errors import (
     ApiError,
     engine_redirects,
@@ -33,7 +35,7 @@ from kvatlas.router.openai.errors import (
     retry_after_s,
 )
 from kvatlas.router.openai.members import run_cooperatively, with_first, with_value
-from kvatlas.router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest, error_event
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import hint_params
 from kvatlas.router.pd.handoff import DisaggState, NotFetchedError
 from kvatlas.router.pd.settings import PdSettings, PdStats

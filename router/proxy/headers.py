@@ -15,16 +15,10 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES, SALTED, UNCACHED
 from kvatlas.router.openai.errors import bad_request, echoed
-from kvatlas.router.openai.request import (
-    PROMPT_APIS,
-    RESPONSES,
-    SALTED,
-    SESSION_FIELDS,
-    UNCACHED,
-    Session,
-    session_in_headers,
-)
+from kvatlas.router.openai.request import Session
+from kvatlas.router.openai.sessions import SESSION_FIELDS, session_in_headers
 from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
 
 Header = tuple[bytes, bytes]

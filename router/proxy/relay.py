@@ -16,8 +16,9 @@ import msgspec
 from kvatlas.router.http.request_cycle import ResponseSink
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES
+from kvatlas.router.openai.error_bodies import error_event
 from kvatlas.router.openai.errors import stream_broken
-from kvatlas.router.openai.request import PROMPT_APIS, RESPONSES, error_event
 from kvatlas.router.pd.handoff import NotFetchedError
 from kvatlas.router.proxy.answers import SseRelay, read_usage
 from kvatlas.router.proxy.attempt import (

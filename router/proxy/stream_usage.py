@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
+from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.members import with_first, with_value
 from kvatlas.router.openai.numbers import lax_true
-from kvatlas.router.openai.request import CHAT, COMPLETION
 from kvatlas.router.proxy.events import blocks, data_of
 
 ASKED: Final = frozenset({CHAT, COMPLETION})

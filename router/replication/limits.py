@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from kvatlas.router.admission.gate import KeyGate
-from kvatlas.router.admission.tenants import TENANTS_MAX, OthersUse, Uses
+from kvatlas.router.admission.others_use import TENANTS_MAX, OthersUse, Uses
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable, Script, ScriptCall
 

@@ -25,7 +25,7 @@ from kvatlas.router.index.hit_rules import hits_behind
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import HashedPrompt
 from kvatlas.router.index.query_plan import EngineHit, Mode
-from kvatlas.router.observe.history import RetentionHints
+from kvatlas.router.observe.retention import RetentionHints
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, placement_request
 from kvatlas.router.placement.cost import (
     Choice,

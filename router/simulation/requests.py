@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 
 REQUESTS_MAX = 2_000_000
 LINE_CHARS_MAX = 4 << 20

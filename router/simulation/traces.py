@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.observe.usage import UsageLine, rotated_files
 from kvatlas.router.simulation.requests import (
     TOKENS_MAX,

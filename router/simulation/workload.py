@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvatlas.router.observe.history import UNIT_TOKENS
+from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.requests import (
     Asked,
     Request,

@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 from rich.table import Table
 
-from kvatlas.router.admission.admission_queue import TARGET
+from kvatlas.router.admission.claims import TARGET
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from kvatlas.router.tools.ops_client import ask, make_table, ops_headers, output_console, reason, router_url
 
 _TIMEOUT_S = 30.0

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from kvatlas.router.admission.gate import KeyGate
-from kvatlas.router.admission.tenants import OthersUse, Uses
-from kvatlas.router.observe.receipts import Histogram
+from kvatlas.router.admission.others_use import OthersUse, Uses
+from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.placement.affinity import AffinityMap
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from kvatlas.router.placement.inflight import InflightPrompt

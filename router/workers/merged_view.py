@@ -25,8 +25,9 @@ from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.observe.findings import Finding, joined
+from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.history import RecentHistory
-from kvatlas.router.observe.receipts import EVIDENCE_KEPT, Histogram
+from kvatlas.router.observe.receipts import EVIDENCE_KEPT
 from kvatlas.router.openai.errors import ApiError, worker_unavailable
 from kvatlas.router.openai.members import at_once, run_cooperatively
 from kvatlas.router.workers.context import LEAD, WorkerContext

@@ -19,9 +19,10 @@ from kvatlas.router.feeds.position import DOUBTS
 from kvatlas.router.feeds.recovery import RepairKind
 from kvatlas.router.fleet.engines import NOT_READY
 from kvatlas.router.index.learn.hash_scheme import Detection
-from kvatlas.router.index.learn.root_events import Removals
+from kvatlas.router.index.learn.removals import Removals
 from kvatlas.router.index.query_plan import Mode
-from kvatlas.router.observe.receipts import FirstTokenSummary, Outcome
+from kvatlas.router.observe.first_token import FirstTokenSummary
+from kvatlas.router.observe.receipts import Outcome
 from kvatlas.router.observe.usage import UsageStats
 from kvatlas.router.openai.request import FAILURES
 from kvatlas.router.placement.candidate import Cost, Reason

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 
 Json = dict[str, Any]
 SGLANG = "/generate"

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvatlas.router.openai.request import BATCH, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import BATCH, MESSAGES, RESPONSES
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases
 from tests.support.prompts.readers import plain_tokenizer

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvatlas.router.openai.request import CHAT
+from kvatlas.router.openai.apis import CHAT
 from tests.support.paths import ROOT
 from tests.support.prompts import values
 from tests.support.prompts.readers import byte_level_tokenizer, model_dir

@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from tests.support.waiting import wait_until
 from tests.support.whole_router import tenants
 from tests.vllm.router_process import RouterProcess

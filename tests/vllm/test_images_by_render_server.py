@@ -14,7 +14,7 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.fleet.poller import EngineCalls
-from kvatlas.router.openai.request import CHAT, MESSAGES
+from kvatlas.router.openai.apis import CHAT, MESSAGES
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.ports import free_ports
 from tests.support.prompts.readers import chat, request, say

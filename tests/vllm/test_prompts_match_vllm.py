@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.prompts.reader import Prompt
 from tests.support.prompts import agent_cases, cases
 from tests.support.prompts.readers import (

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import CHAT, COMPLETION
 from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.prompts.settings import ModelPrompts
 from tests.support.paths import ROOT

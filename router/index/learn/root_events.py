@@ -19,9 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from enum import StrEnum
-from itertools import islice
-from typing import Any
 
 import msgspec
 
@@ -33,10 +30,8 @@ from kvatlas.publisher.block_hash import (
     PromptExtras,
     block_hashes,
     extra_keys,
-    hash_function,
 )
 from kvatlas.publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
-from kvatlas.router.index.base import Plane
 
 _PENDING_MAX = 8
 _PARENTS_MAX = 64
@@ -218,197 +213,6 @@ def end_hash(root: RootEvent, scheme: HashScheme) -> BlockHash | None:
     if scheme.lookahead != root.lookahead or len(root.tokens) % scheme.hash_block_size:
         return None
     return block_hashes(root.tokens, scheme, root.extras)[-1]
-
-
-# The meaning of "removed" for a publisher, inferred from its events, with counts of the evidence. PER_COPY:
-# one of several copies was removed (vLLM to date); proof: a block of which a removal left copies is removed
-# again, without a store in between. COUNTED: the event carries the number of remaining copies
-# (``remaining_copy_counts``). LAST_COPY: sent when no copy is left; assumed when the index holds more copies
-# than the engine's pool has blocks and PER_COPY is not proven; revoked by that proof at any time. Undecided
-# counts as PER_COPY: blocks that stay long are no evidence, since hot ones do. Copies beyond the pool of a
-# proven PER_COPY publisher mean re-reports (``kv_cache_report_mode=full``), which are then detected. A
-# decision holds until the engine restarts. At most ``_WATCHED_MAX`` removals are watched.
-
-
-_WATCHED_MAX = 4096
-
-
-class Removals(StrEnum):
-    """Meaning of removal events."""
-
-    UNDECIDED = "undecided"
-    PER_COPY = "per_copy"
-    COUNTED = "counted"
-    LAST_COPY = "last_copy"
-
-
-class RemovalEvidence:
-    """Evidence about one publisher's removals. Counters since its start."""
-
-    def __init__(self) -> None:
-        self.semantics = Removals.UNDECIDED
-        # Blocks removed twice in a row: removals are per copy.
-        self.removed_again = 0
-        self.told_counts = 0
-        # Number of audits that found more copies than blocks.
-        self.phantoms = 0
-        self.re_reports_suspected = False
-        self._watched: dict[tuple[Plane, BlockHash], None] = {}
-
-    @property
-    def open(self) -> bool:
-        """Whether removals may still prove something."""
-        return self.semantics in {Removals.UNDECIDED, Removals.LAST_COPY}
-
-    @property
-    def watching(self) -> bool:
-        """Whether stores currently affect the evidence."""
-        return bool(self._watched)
-
-    def counted(self) -> None:
-        """Record an event with the number of remaining copies."""
-        self.told_counts += 1
-        self.semantics = Removals.COUNTED
-        self._watched.clear()
-
-    def stored(self, plane: Plane, hashes: Iterable[BlockHash]) -> None:
-        """Record stored blocks: a later removal of them proves nothing."""
-        for block in hashes:
-            self._watched.pop((plane, block), None)
-
-    def removed(self, plane: Plane, hashes: Iterable[BlockHash], left: Iterable[BlockHash]) -> None:
-        """Record removed blocks; those in ``left`` still have copies in the index."""
-        for block in hashes:
-            if (plane, block) in self._watched:
-                self.removed_again += 1
-        if self.removed_again:
-            self.semantics = Removals.PER_COPY
-            self._watched.clear()
-            return
-        for block in left:
-            if len(self._watched) >= _WATCHED_MAX:
-                del self._watched[next(iter(self._watched))]
-            self._watched[plane, block] = None
-
-    def phantom(self) -> list[tuple[Plane, BlockHash]]:
-        """Record that the index holds more copies than the pool has blocks.
-
-        Returns blocks now known to be removed.
-        """
-        self.phantoms += 1
-        if self.semantics is Removals.PER_COPY:
-            self.re_reports_suspected = True
-        if self.semantics is not Removals.UNDECIDED:
-            return []
-        self.semantics = Removals.LAST_COPY
-        return list(self._watched)
-
-
-# Learned mode: engine hashes are looked up by token prefix if they cannot be computed. For every stored event
-# with known tokens and parent, the router's own chained key of the prefix is computed and mapped to the
-# engine's hash. A query computes the own keys of its prompt and translates them. Blocks whose position is
-# unknown (parent unknown, masked blocks that no full event of another group names, several media items in a
-# block larger than a hash block) are left out and counted: learned mode under-predicts but never invents a
-# block. Beyond ``_ENTRIES_MAX`` keys the oldest half is dropped.
-
-
-# About 150 MB (measured); engines hold fewer blocks than this.
-_ENTRIES_MAX = 1 << 19
-
-# Placeholder for "no such block": hashes on the wire are never negative, so no index holds it.
-_ABSENT = BlockHash(-1)
-
-
-class LearnedKeys:
-    """Maps own prefix keys to the hashes of one engine."""
-
-    def __init__(self) -> None:
-        self._digest = hash_function("learned")
-        self._digest_of: dict[BlockHash, bytes] = {}
-        self._hash_of: dict[int, BlockHash] = {}
-        self.unplaced = 0
-
-    def __len__(self) -> int:
-        return len(self._hash_of)
-
-    def observe(self, event: BlockStored, unit: int) -> None:
-        """Learn from one stored event; ``unit`` is the hash block size in tokens."""
-        hashes, size = event.block_hashes, event.block_size
-        if not hashes or size == 0 or size % unit:
-            return
-        if event.num_tokens() != len(hashes) * size:
-            # masked: the positions of its blocks are learned from full events only.
-            return
-        parent = self._parent(event)
-        if parent is None:
-            self.unplaced += len(hashes)
-            return
-        try:
-            self._learn(event, event.tokens(), parent, unit)
-        except (EventDecodeError, _BadExtraKeysError):
-            self.unplaced += len(hashes)
-        self._bound()
-
-    def translate(self, own_keys: Sequence[int]) -> list[BlockHash]:
-        """Return the engine's hash for each own key; -1, which no index holds, if unknown."""
-        get = self._hash_of.get
-        return [get(key, _ABSENT) for key in own_keys]
-
-    def _parent(self, event: BlockStored) -> bytes | None:
-        if event.parent_block_hash is None:
-            return self._digest("")
-        return self._digest_of.get(to_block_hash(event.parent_block_hash))
-
-    def _learn(self, event: BlockStored, tokens: list[int], parent: bytes, unit: int) -> None:
-        size, per_block = event.block_size, event.block_size // unit
-        for number, wire in enumerate(event.block_hashes):
-            extra = _with_lookahead(event, number, _extra(event, number))
-            if extra is not None and per_block > 1:
-                self.unplaced += len(event.block_hashes) - number
-                return
-            for start in range(number * size, (number + 1) * size, unit):
-                parent = self._digest((parent, tuple(tokens[start : start + unit]), extra))
-            block = to_block_hash(wire)
-            self._digest_of[block] = parent
-            self._hash_of[int.from_bytes(parent[-8:], "big")] = block
-
-    def _bound(self) -> None:
-        tables: tuple[dict[Any, Any], ...] = (self._hash_of, self._digest_of)
-        for table in tables:
-            if len(table) > _ENTRIES_MAX:
-                for key in list(islice(table, _ENTRIES_MAX // 2)):
-                    del table[key]
-
-
-class _BadExtraKeysError(ValueError):
-    """Extra keys that vLLM never writes."""
-
-
-def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
-    """Return the extra keys of one listed block in the untagged form that ``block_hash.extra_keys`` gives."""
-    if event.extra_keys is None:
-        return _fields(event, number)
-    keys = event.extra_keys[number] if number < len(event.extra_keys) else None
-    if not keys:
-        return None
-    if not isinstance(keys, list):
-        raise _BadExtraKeysError
-    return tuple(tuple(key) if isinstance(key, list) else key for key in keys)
-
-
-def _fields(event: BlockStored, number: int) -> tuple[str, ...] | None:
-    """Return the extra keys of an engine that sends separate fields instead (SGLang)."""
-    first = number == 0 and event.parent_block_hash is None
-    keys = (event.lora_name, event.cache_salt if first else None)
-    return tuple(key for key in keys if key) or None
-
-
-def _with_lookahead(event: BlockStored, number: int, keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """Return the extra that a look-ahead hash covers: the keys and the tokens after the block."""
-    ahead = event.lookahead_token_ids
-    if not ahead or number >= len(ahead) or not ahead[number]:
-        return keys
-    return (keys, *ahead[number])
 
 
 class PublishedBlocks:

@@ -41,7 +41,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from jinja2 import nodes
 
-from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.prompts.chat.compiled import (
     by_fast,
     by_reference,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
 from kvatlas.router.prompts.chat.messages import Message, parse_message
 from kvatlas.router.prompts.chat.template import ChatContext

@@ -14,7 +14,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES
 from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
 from kvatlas.router.prompts.chat.messages import Message
 from kvatlas.router.prompts.chat.template import ChatContext

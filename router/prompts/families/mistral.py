@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvatlas.router.http.error_texts import describe_error
-from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES
 from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
 from kvatlas.router.prompts.chat.messages import Message, parse_message
 from kvatlas.router.prompts.chat.template import ChatContext

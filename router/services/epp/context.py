@@ -13,8 +13,8 @@ import structlog
 from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.http.deadlines import NEVER, Sweeper
 from kvatlas.router.http.listener import Capacity
-from kvatlas.router.observe.requests import LogThrottle
-from kvatlas.router.openai.request import PROMPT_APIS
+from kvatlas.router.observe.log_throttle import LogThrottle
+from kvatlas.router.openai.apis import PROMPT_APIS
 from kvatlas.router.proxy.attempt import Attempt
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp import messages as m

@@ -39,7 +39,8 @@ from kvatlas.router.fleet.status import EngineStatus
 from kvatlas.router.http.client import HttpClient, HttpResponse
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.observe.receipts import EngineReceipts, Receipt
-from kvatlas.router.openai.request import CHAT, Usage
+from kvatlas.router.openai.apis import CHAT
+from kvatlas.router.openai.request import Usage
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.proxy.answers import read_usage
 from kvatlas.router.tools.ops_client import LIVE_STYLE, make_table

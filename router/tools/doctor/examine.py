@@ -36,7 +36,7 @@ from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.observe.findings import Finding
-from kvatlas.router.openai.request import COMPLETION
+from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
 from kvatlas.router.prompts.reader import ModelDirError, PromptReader

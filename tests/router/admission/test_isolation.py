@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvatlas.router.admission.gate import Isolation
 from kvatlas.router.admission.key_file import KeyFileError, KeySettings, KeyStats, TenantRules
+from kvatlas.router.openai.apis import CHAT, COHERE
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.members import at_once, with_value
-from kvatlas.router.openai.request import CHAT, COHERE
 
 SECRET = "s" * 32
 PLAIN, RED, BLUE = TenantRules(), TenantRules(cache_group="red"), TenantRules(cache_group="blue")

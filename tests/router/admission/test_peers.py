@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.admission.key_file import TenantRules
-from kvatlas.router.admission.tenants import SILENCE_S, OthersUse, Tenant, TenantRequest, Use, Uses
+from kvatlas.router.admission.others_use import SILENCE_S, OthersUse, Use, Uses
+from kvatlas.router.admission.tenants import Tenant, TenantRequest
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.work import Work
 from tests.support.examples import examples
@@ -231,7 +232,7 @@ def test_a_total_that_falls_is_refused_and_what_comes_after_it_counts() -> None:
 
 
 def test_no_more_processes_than_are_kept_track_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.router.admission.tenants.PROCESSES_MAX", 2)
+    monkeypatch.setattr("kvatlas.router.admission.others_use.PROCESSES_MAX", 2)
     one = Process()
     for number in range(5):
         one.others.receive(number, Uses(1, 1, True, {"t": Use(active=1)}), 0.0)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.admission.key_file import TenantRules
-from kvatlas.router.admission.tenants import Tenant, TenantRequest, TokenBucket
+from kvatlas.router.admission.tenants import Tenant, TenantRequest
+from kvatlas.router.admission.token_bucket import TokenBucket
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import Usage
 from kvatlas.router.openai.work import Work

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.observe.cache_funnel import FunnelCounts
+from kvatlas.router.observe.cache_worth import WORTH_HALF_LIFE_S
 from kvatlas.router.observe.findings import Severity
-from kvatlas.router.observe.receipts import WORTH_HALF_LIFE_S, FunnelCounts
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.tools.doctor.rig import examined
 from tests.support.waiting import until

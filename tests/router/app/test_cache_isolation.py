@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from kvatlas.router.observe.usage import UsageSettings
-from kvatlas.router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, routed, tenants

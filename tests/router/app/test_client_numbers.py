@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES, Usage
+from kvatlas.router.openai.request import Usage
 from kvatlas.router.proxy.answers import read_usage
 from kvatlas.router.proxy.headers import read_request_headers
 from tests.router.app.test_keys import RULES

@@ -9,7 +9,7 @@ import pytest
 
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
-from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.pd.settings import PdSettings
 from tests.router.app.test_keys import serving
 from tests.router.app.test_prefill_decode import D, P, apart, prompt

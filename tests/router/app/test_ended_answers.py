@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.placement.engine import Engine as FleetEngine
 from tests.router.app.test_moved_requests import _CARDS, _config
 from tests.router.proxy.test_first_token import error_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
-from kvatlas.router.openai.request import CHAT
+from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.replication.settings import IndexSettings
 from tests.support.redis_servers import AnyServer

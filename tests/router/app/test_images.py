@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvatlas.router.config.schema import ModelConfig
-from kvatlas.router.openai.request import CHAT, MESSAGES
+from kvatlas.router.openai.apis import CHAT, MESSAGES
 from kvatlas.router.prompts.settings import ANY_MODEL, PromptSettings
 from tests.support.prompts.images import TEMPLATE, Engine, shows
 from tests.support.prompts.readers import model_dir, say

@@ -13,7 +13,7 @@ import pytest
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.fleet.salt_proof import AGAIN_S, SaltProof, SaltProver
 from kvatlas.router.fleet.settings import FleetSettings
-from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from tests.support.whole_router import MODEL, OFTEN, Rig, configure, routing, running, tenants
 from tests.world.loop import VirtualLoop
 from tests.world.seams import run_with

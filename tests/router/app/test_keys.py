@@ -19,7 +19,7 @@ import structlog
 from kvatlas.router.admission.gate import KeyGate, read_secret
 from kvatlas.router.admission.key_file import KeyFile
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.proxy.app import ProxyApp
 from tests.support.clients import anthropic_client, openai_client
 from tests.support.proxy_rig import Engine, ask, request, says, served

@@ -18,7 +18,7 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.config.checks import check_config
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.fleet.engines import EngineAddress, Role
-from kvatlas.router.openai.request import BATCH, CHAT, MESSAGES
+from kvatlas.router.openai.apis import BATCH, CHAT, MESSAGES
 from kvatlas.router.placement.candidate import PolicySettings, PullSettings
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.app.test_cache_isolation import RULES

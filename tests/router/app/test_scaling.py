@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
-from kvatlas.router.observe.receipts import WORTH_HALF_LIFE_S
+from kvatlas.router.observe.cache_worth import WORTH_HALF_LIFE_S
 from kvatlas.router.replication.settings import IndexSettings
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until

@@ -10,7 +10,7 @@ import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.config.schema import ServerConfig
-from kvatlas.router.openai.request import CHAT, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, MESSAGES, RESPONSES
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, Rig, configure, routed, routing, running, tenants
 

@@ -18,7 +18,7 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.observe.findings import Severity
-from kvatlas.router.openai.request import CHAT, COMPLETION
+from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.load import EngineLoad

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvatlas.router.openai.request import COMPLETION, GENERATE
+from kvatlas.router.openai.apis import COMPLETION, GENERATE
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, configure, routing, running
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.admission.tenants import TenantRequest
-from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE
 from kvatlas.router.openai.work import Work
 from tests.router.app.test_prefill_decode import SPLITS, D, P, apart, busy, completion, prompt
 from tests.support.whole_router import MODEL, routed, tenants

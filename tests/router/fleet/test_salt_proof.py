@@ -21,7 +21,7 @@ from kvatlas.router.fleet.salt_proof import (
     SaltProof,
     SaltProver,
 )
-from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
 from tests.world.seams import run
 
 PROMPTS = (CHAT, COMPLETION, MESSAGES, RESPONSES, BATCH, GENERATE)

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.observe import history
-from kvatlas.router.observe.history import (
-    EVERY_S,
-    GROUPS_MAX,
-    INTERVALS_MAX,
-    STEP_TOKENS,
-    Counts,
-    Gauges,
-    GroupPrefixes,
-    HistoryLog,
-    RecentHistory,
-)
+from kvatlas.router.observe import group_prefixes
+from kvatlas.router.observe.group_prefixes import GROUPS_MAX, STEP_TOKENS, GroupPrefixes
+from kvatlas.router.observe.history import EVERY_S, INTERVALS_MAX, Counts, Gauges, HistoryLog, RecentHistory
 
 GAUGES = Gauges(active=2, engines=3, engines_up=1)
 FIELDS = Counts.__struct_fields__
@@ -122,7 +113,7 @@ def test_one_group_alone_has_no_price(prompts: list[array[int]]) -> None:
 
 
 def test_prefixes_are_of_one_model_and_adapter_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "PREFIXES_MAX", 20)
+    monkeypatch.setattr(group_prefixes, "PREFIXES_MAX", 20)
     prefixes, tokens = GroupPrefixes(), array("i", range(100 * STEP_TOKENS))
     prefixes.add("red", "m", "", tokens)
     assert prefixes.add("blue", "m", "adapter", tokens) == (0, 0)

@@ -10,27 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.router.observe.receipts import (
-    DRIFT_MIN,
-    DRIFT_SHARE,
-    ERROR_BUCKETS,
-    FUNNELS_MAX,
+from kvatlas.router.observe.cache_funnel import FUNNELS_MAX, CacheFunnel
+from kvatlas.router.observe.cache_worth import WORTH_HALF_LIFE_S, CacheWorth
+from kvatlas.router.observe.first_token import (
     HOLDS_S,
     HOLDS_SHARE,
     MODELS_MAX,
     OTHER,
-    RECEIPTS_KEPT,
     WINDOW,
-    WORTH_HALF_LIFE_S,
-    CacheFunnel,
-    CacheWorth,
-    Contradiction,
-    EngineReceipts,
     FirstTokenErrors,
     FirstTokenParts,
+)
+from kvatlas.router.observe.receipt_log import RECEIPTS_KEPT, ReceiptLog
+from kvatlas.router.observe.receipts import (
+    DRIFT_MIN,
+    DRIFT_SHARE,
+    ERROR_BUCKETS,
+    Contradiction,
+    EngineReceipts,
     Outcome,
     Receipt,
-    ReceiptLog,
 )
 from tests.support.examples import examples
 

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.observe import requests as requests_module
-from kvatlas.router.observe.receipts import Histogram
+from kvatlas.router.observe.deferred import DEFERRED_MAX, DeferredUpdates
+from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.requests import (
-    DEFERRED_MAX,
     ENDED_KEPT,
     MODELS_MAX,
     OTHER,
     REQUEST_ID_CHARS_MAX,
     SESSIONS_MAX,
     TURNS_MAX,
-    DeferredUpdates,
     RequestRecord,
     RequestTracker,
     SessionLedger,

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from kvatlas.connectors.scheduler.plans import HINT, retention_hint
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.observe.history import (
-    EVERY,
+from kvatlas.router.observe.hot_prefixes import EVERY, HotPrefixes
+from kvatlas.router.observe.retention import (
     GAP_S_MAX,
     SESSIONS_MAX,
     VALUE_MIN,
-    HotPrefixes,
     RetentionHints,
     Reuse,
     SessionPaces,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import NO_EXTRAS, MultimodalItem, PromptExtras
-from kvatlas.router.observe.history import UNIT_TOKENS, prefix_ids, read_key
+from kvatlas.router.observe.prefix_ids import UNIT_TOKENS, prefix_ids, read_key
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.observe.usage import (
     PlacementFacts,

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.openai import members as members_module
+from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.members import (
     MalformedError,
@@ -24,7 +25,6 @@ from kvatlas.router.openai.members import (
     run_cooperatively,
     with_value,
 )
-from kvatlas.router.openai.request import CHAT
 from kvatlas.router.pd.bodies import split_body
 from kvatlas.router.proxy.screen import Rules, screen
 from tests.support.examples import examples

@@ -10,8 +10,10 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.body import _INLINE_BYTES_MAX, peek, peek_any_size
-from kvatlas.router.openai.request import CHAT, SESSION_CHARS_MAX, Session, session_in_headers
+from kvatlas.router.openai.request import Session
+from kvatlas.router.openai.sessions import SESSION_CHARS_MAX, session_in_headers
 from kvatlas.router.prompts.bodies import peek_chat
 from tests.support import proxy_rig
 from tests.support.proxy_rig import ask, says

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvatlas.router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.pd import bodies
 from kvatlas.router.pd.bodies import SplitBody, split_body
 

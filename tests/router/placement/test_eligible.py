@@ -16,8 +16,9 @@ from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.status import Fleet, ModelCard
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.openai.apis import CHAT, RESPONSES
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import CHAT, RESPONSES, InboundRequest
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import ResponseIds, of_engine
 from kvatlas.router.placement.eligible import CandidateSets, EligibleEngines, candidate_set
 from kvatlas.router.placement.engine import Accounts, Engine

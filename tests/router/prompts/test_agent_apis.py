@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.prompts.chat.messages import Conversions
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
 from tests.support.examples import examples

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.body import Peek, peek
 from kvatlas.router.openai.errors import ApiError, model_not_found
-from kvatlas.router.openai.request import CHAT
 from kvatlas.router.prompts.bodies import peek_chat
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader
 from kvatlas.router.prompts.request import VALUES_MAX, ChatBody, ChatFields, decode_chat

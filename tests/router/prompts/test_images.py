@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.router.openai.request import CHAT, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, MESSAGES, RESPONSES
 from kvatlas.router.prompts import remote as media_module
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.prompts.images import MARK, TEMPLATE, Engine, shows

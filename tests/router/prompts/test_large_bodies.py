@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kvatlas.router.openai import body as body_module
 from kvatlas.router.openai import body as outline
+from kvatlas.router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.openai.body import OutlineError, Peek, peek, peek_any_size, top_level
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.prompts import local_model as local_module
 from kvatlas.router.prompts import reader as reader_module
 from kvatlas.router.prompts.reader import ModelPrompts, TextAffinity

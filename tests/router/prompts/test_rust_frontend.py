@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvatlas.router.fleet.status import Frontend, ModelCard
+from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.openai.request import CHAT, COMPLETION
 from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.prompts.reader import PromptReader
 from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings

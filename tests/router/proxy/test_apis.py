@@ -8,9 +8,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvatlas.router.openai.error_bodies import error_body, error_event
 from kvatlas.router.openai.errors import no_ready_engine, stream_broken
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.openai.request import Usage, error_body, error_event
+from kvatlas.router.openai.request import Usage
 from kvatlas.router.proxy.answers import SseRelay, read_usage
 from kvatlas.router.proxy.headers import Verdict, judge
 from kvatlas.router.proxy.screen import Rules, screen

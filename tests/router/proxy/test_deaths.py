@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.router.openai.request import COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.proxy.deaths import DIGEST_BYTES, Deaths, Suspects, digest_of
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from kvatlas.router.replication.gossip import GossipedInflight

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.events import (
     EVENT_ENDS,

@@ -13,8 +13,8 @@ import pytest
 
 from kvatlas.router.http.settings import ClientStats
 from kvatlas.router.http.upstream import UpstreamConnection
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.pd.bodies import split_body
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.proxy.split.test_legs import Numbered, all_over, apart, in_turn, told

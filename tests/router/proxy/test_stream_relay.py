@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvatlas.router.http.request_cycle import Header
 from kvatlas.router.http.upstream import UpstreamConnection
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
-from kvatlas.router.openai.request import CHAT, InboundRequest
+from kvatlas.router.openai.apis import CHAT
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.proxy.attempt import Attempt
 from kvatlas.router.proxy.breaker import Breaker
 from kvatlas.router.proxy.headers import read_answer_headers

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.body import peek
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.openai.request import CHAT, Usage
+from kvatlas.router.openai.request import Usage
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.stream_usage import with_usage
 from tests.support.proxy_rig import DONE, event

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.key_file import KeyFile, KeySettings, digest_of
-from kvatlas.router.admission.tenants import SILENCE_S, TENANTS_MAX, TenantRequest, Uses
+from kvatlas.router.admission.others_use import SILENCE_S, TENANTS_MAX, Uses
+from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage
 from kvatlas.router.replication.redis_client import Client

@@ -18,7 +18,7 @@ import pytest
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.key_file import KeyFile
-from kvatlas.router.admission.tenants import SILENCE_S
+from kvatlas.router.admission.others_use import SILENCE_S
 from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config
 from kvatlas.router.fleet.engines import EngineAddress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvatlas.router.admission.admission_queue import read_claim
+from kvatlas.router.admission.claims import read_claim
 from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.openai.body import peek
 from kvatlas.router.openai.errors import ApiError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvatlas.router.api import admin_auth as limit
 from kvatlas.router.api.admin_auth import TURN_S, WAITING_MAX, Authenticator, RateLimit, TokenFile, Turns
-from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.errors import ApiError
 from tests.router.api.admin.admin_rig import OTHER, administered, audited, token_file
 from tests.support.whole_router import running

@@ -15,8 +15,8 @@ from kvatlas.router.feeds.manager import FeedManager, ResidencyAudit
 from kvatlas.router.index.learn import hash_scheme
 from kvatlas.router.index.learn import knowledge as module
 from kvatlas.router.index.learn.hash_scheme import Detection
-from kvatlas.router.index.learn.knowledge import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget
 from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.learn.learning_budget import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget
 from kvatlas.router.index.model import FleetResidency, ModelIndexes
 from tests.support.event_writer import Prompt, Writer, batch, random_chain, tokens
 

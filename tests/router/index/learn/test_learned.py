@@ -17,7 +17,7 @@ from kvatlas.router.index.learn import hash_scheme as detect
 from kvatlas.router.index.learn import root_events as learned
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.learn.root_events import LearnedKeys
+from kvatlas.router.index.learn.learned_keys import LearnedKeys
 from kvatlas.router.index.model import FleetResidency
 from tests.router.index.rules.layouts import full, window
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, random_chain, tokens

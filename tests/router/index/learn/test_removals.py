@@ -20,7 +20,7 @@ from kvatlas.publisher.events import (
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.learn.root_events import Removals
+from kvatlas.router.index.learn.removals import Removals
 from kvatlas.router.index.memory import MemoryIndex
 
 FULL = Plane("GPU", 0)

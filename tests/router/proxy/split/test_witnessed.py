@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 
 from kvatlas.router.observe.requests import RequestTracker
+from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.openai.request import CHAT, InboundRequest
+from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import split_body
 from kvatlas.router.pd.handoff import DisaggState, Handoff
 from kvatlas.router.pd.settings import PdSettings, PdStats

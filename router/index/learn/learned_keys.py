@@ -1,0 +1,117 @@
+"""Learned mode: engine hashes are looked up by token prefix if they cannot be computed.
+
+For every stored event with known tokens and parent, the router's own chained key of the prefix is computed
+and mapped to the engine's hash. A query computes the own keys of its prompt and translates them. Blocks whose
+position is unknown (parent unknown, masked blocks that no full event of another group names, several media
+items in a block larger than a hash block) are left out and counted: learned mode under-predicts but never
+invents a block. Beyond ``_ENTRIES_MAX`` keys the oldest half is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from kvatlas.publisher.block_hash import (
+    hash_function,
+)
+from kvatlas.publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
+
+# About 150 MB (measured); engines hold fewer blocks than this.
+_ENTRIES_MAX = 1 << 19
+
+# Placeholder for "no such block": hashes on the wire are never negative, so no index holds it.
+_ABSENT = BlockHash(-1)
+
+
+class LearnedKeys:
+    """Maps own prefix keys to the hashes of one engine."""
+
+    def __init__(self) -> None:
+        self._digest = hash_function("learned")
+        self._digest_of: dict[BlockHash, bytes] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self.unplaced = 0
+
+    def __len__(self) -> int:
+        return len(self._hash_of)
+
+    def observe(self, event: BlockStored, unit: int) -> None:
+        """Learn from one stored event; ``unit`` is the hash block size in tokens."""
+        hashes, size = event.block_hashes, event.block_size
+        if not hashes or size == 0 or size % unit:
+            return
+        if event.num_tokens() != len(hashes) * size:
+            # masked: the positions of its blocks are learned from full events only.
+            return
+        parent = self._parent(event)
+        if parent is None:
+            self.unplaced += len(hashes)
+            return
+        try:
+            self._learn(event, event.tokens(), parent, unit)
+        except (EventDecodeError, _BadExtraKeysError):
+            self.unplaced += len(hashes)
+        self._bound()
+
+    def translate(self, own_keys: Sequence[int]) -> list[BlockHash]:
+        """Return the engine's hash for each own key; -1, which no index holds, if unknown."""
+        get = self._hash_of.get
+        return [get(key, _ABSENT) for key in own_keys]
+
+    def _parent(self, event: BlockStored) -> bytes | None:
+        if event.parent_block_hash is None:
+            return self._digest("")
+        return self._digest_of.get(to_block_hash(event.parent_block_hash))
+
+    def _learn(self, event: BlockStored, tokens: list[int], parent: bytes, unit: int) -> None:
+        size, per_block = event.block_size, event.block_size // unit
+        for number, wire in enumerate(event.block_hashes):
+            extra = _with_lookahead(event, number, _extra(event, number))
+            if extra is not None and per_block > 1:
+                self.unplaced += len(event.block_hashes) - number
+                return
+            for start in range(number * size, (number + 1) * size, unit):
+                parent = self._digest((parent, tuple(tokens[start : start + unit]), extra))
+            block = to_block_hash(wire)
+            self._digest_of[block] = parent
+            self._hash_of[int.from_bytes(parent[-8:], "big")] = block
+
+    def _bound(self) -> None:
+        tables: tuple[dict[Any, Any], ...] = (self._hash_of, self._digest_of)
+        for table in tables:
+            if len(table) > _ENTRIES_MAX:
+                for key in list(islice(table, _ENTRIES_MAX // 2)):
+                    del table[key]
+
+
+class _BadExtraKeysError(ValueError):
+    """Extra keys that vLLM never writes."""
+
+
+def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
+    """Return the extra keys of one listed block in the untagged form that ``block_hash.extra_keys`` gives."""
+    if event.extra_keys is None:
+        return _fields(event, number)
+    keys = event.extra_keys[number] if number < len(event.extra_keys) else None
+    if not keys:
+        return None
+    if not isinstance(keys, list):
+        raise _BadExtraKeysError
+    return tuple(tuple(key) if isinstance(key, list) else key for key in keys)
+
+
+def _fields(event: BlockStored, number: int) -> tuple[str, ...] | None:
+    """Return the extra keys of an engine that sends separate fields instead (SGLang)."""
+    first = number == 0 and event.parent_block_hash is None
+    keys = (event.lora_name, event.cache_salt if first else None)
+    return tuple(key for key in keys if key) or None
+
+
+def _with_lookahead(event: BlockStored, number: int, keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """Return the extra that a look-ahead hash covers: the keys and the tokens after the block."""
+    ahead = event.lookahead_token_ids
+    if not ahead or number >= len(ahead) or not ahead[number]:
+        return keys
+    return (keys, *ahead[number])
