@@ -62,7 +62,7 @@ def simulate(requests: list[Request], arm: str, engines: int) -> FleetRun:
         groups=(GroupSpec(0, "full_attention", 64),), num_blocks=8192, engines=engines, timing=TIMING
     )
     ordered = sorted(requests, key=lambda one: one.at_s)
-    return FleetSim(setup, variants_of([arm])[arm], mean_prompt_tokens=TOKENS).run(ordered)
+    return FleetSim(setup, variants_of([arm])[arm]).run(ordered)
 
 
 def waits_of(requests: list[Request], run: FleetRun, tenant: str) -> list[float]:

@@ -8,7 +8,7 @@ times, and closed, where a turn waits for the answer before it), and generated d
 bursts, and tenants. A file that is not named is left out, with a line that says so. Four cache layouts; pools
 of 25 and 50 % of what the workload fills; arrivals so fast that round robin is busy for 60, 85 or 100 %.
 Eight engines; gauges are polled every 2 s (``--gauge-s``). Other routers place by their own formulas
-(``kvatlas.router.simulation.peers``). Every arm of a cell and seed meets the same requests at the same times;
+(``benchmarks/peers.py``). Every arm of a cell and seed meets the same requests at the same times;
 in closed sessions, the same requests and pauses.
 
 Runs go, one JSON line each, into ``--runs`` as cells finish; what is there already, for the same settings and
@@ -32,10 +32,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.peers import COMPARED, PEERS
 from benchmarks.routing_report import CLOSED, Run, report
 from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.simulation.requests import Request
-from kvatlas.router.simulation.setup import PEERS, FleetSetup, variants_of
+from kvatlas.router.simulation.setup import FleetSetup, variants_of
 from kvatlas.router.simulation.study import (
     MODELS,
     Job,
@@ -108,7 +109,7 @@ def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], 
     even = result_of(run_one(round_robin(setup), requests))
     setup = msgspec.structs.replace(setup, speed=speed_for(cell.load, requests, even))
     found = []
-    for name, arm in variants_of(arms).items():
+    for name, arm in variants_of(arms, COMPARED).items():
         outcome = result_of(run_one(Job(name=name, variant=arm, setup=setup), requests)).outcome
         found.append(
             Run(

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.peers import COMPARED
 from kvatlas.router.simulation.setup import FleetSetup, variants_of
 from kvatlas.router.simulation.study import (
     Job,
@@ -73,7 +74,7 @@ def run_workload(source: WorkloadSource, seeds: range, load: float) -> dict[str,
         setup = FleetSetup(groups=groups, num_blocks=blocks, engines=ENGINES, seed=seed)
         even = result_of(run_one(round_robin(setup), requests))
         setup = msgspec.structs.replace(setup, speed=speed_for(load, requests, even))
-        for name, arm in variants_of(names).items():
+        for name, arm in variants_of(names, COMPARED).items():
             outcome = result_of(run_one(Job(name=name, variant=arm, setup=setup), requests)).outcome
             found[name].append(outcome)
             print(f"{source.name} load {load} seed {seed} {name}", file=sys.stderr, flush=True)

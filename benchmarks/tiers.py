@@ -211,13 +211,12 @@ def run_ablations(name: str, model: str, seeds: range, count: int) -> dict[str, 
     found: dict[str, list[Outcome]] = {}
     for seed, requests in WorkloadSource(name=name, requests_max=count).draws(seeds).items():
         base = _base(requests, model, seed)
-        mean = statistics.fmean(request.input_tokens for request in requests)
         for way, how in ABLATIONS.items():
             tiers = _tiers(base, how.host, how.store)
             if how.host is not None:
                 tiers = msgspec.structs.replace(tiers, pull_bytes_per_s=how.gbit_s * 1e9 / 8)
             setup = msgspec.structs.replace(base, tiers=tiers)
-            fleet = AblatedFleet(setup, arm, mean_prompt_tokens=mean)
+            fleet = AblatedFleet(setup, arm)
             fleet.ablation = how
             outcome = result_of(fleet.run(requests)).outcome
             found.setdefault(way, []).append(outcome)

@@ -1,29 +1,25 @@
-"""Policies by name: the default, and those it is compared with, over the same candidates.
+"""Policies by name: the default, and those that need no knowledge of caches, over the same candidates.
 
-Each is one small function; state between requests is in the ``ArmState`` of the caller (a turn counter and a
-seeded generator), so a simulator on a virtual clock runs them unchanged. ``Choice.costs`` always come from
-the default model, so that explanations stay comparable.
+Each is one small function; state between requests is in the ``ArmState`` of the caller, so a simulator on a
+virtual clock runs them unchanged. ``Choice.costs`` always come from the default model, so that explanations
+stay comparable.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
-import msgspec
-
-from kvatlas.router.placement.candidate import Candidate, Hit, PlacementRequest, PolicySettings
+from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from kvatlas.router.placement.cost import Choice, choose, favourite, make_choice, score, weight
 
 
 @dataclass(slots=True)
 class ArmState:
-    """State between requests. ``rng`` must be seeded for repeatable runs."""
+    """State between requests."""
 
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
     turn: int = 0
 
 
@@ -37,29 +33,6 @@ def kvatlas(
     """The default: lowest cost in seconds, with credit for the shared prefix and load counted by the exact
     hit."""
     return choose(candidates, prompt.prompt_tokens, settings, prompt_key=prompt.prompt_key)
-
-
-def exact(
-    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
-) -> Choice:
-    """Lowest cost by current contents only: no shared prefix, no credit, no prompts in flight."""
-    blind = [
-        msgspec.structs.replace(c, hit=_only(c.hit, shared_prefix_tokens=0, coming_tokens=0))
-        for c in candidates
-    ]
-    return choose(blind, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
-
-
-def full_attention(
-    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
-) -> Choice:
-    """Count the full-attention prefix as the hit, like an index that ignores groups."""
-    held = [c.hit.shared_prefix_tokens - c.hit.cpu_tokens - c.hit.storage_tokens for c in candidates]
-    trusting = [
-        msgspec.structs.replace(c, hit=_only(c.hit, gpu_tokens=max(c.hit.gpu_tokens, tokens)))
-        for c, tokens in zip(candidates, held, strict=True)
-    ]
-    return choose(trusting, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
 
 
 def least_load(
@@ -78,16 +51,6 @@ def round_robin(
     _need(candidates)
     index = state.turn % len(candidates)
     state.turn += 1
-    return _choice(candidates, index, prompt, settings)
-
-
-def power_of_two(
-    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
-) -> Choice:
-    """The less loaded of two random engines (Mitzenmacher, 2001)."""
-    _need(candidates)
-    drawn = state.rng.sample(range(len(candidates)), min(2, len(candidates)))
-    index = min(drawn, key=lambda i: _load_order(candidates[i], prompt.prompt_key))
     return _choice(candidates, index, prompt, settings)
 
 
@@ -110,12 +73,9 @@ def hash_prefix(
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "kvatlas": kvatlas,
-        "full-attention": full_attention,
-        "exact": exact,
         "least-load": least_load,
         "round-robin": round_robin,
         "hash": hash_prefix,
-        "power-of-two": power_of_two,
     }
 )
 
@@ -126,16 +86,6 @@ def policy(name: str) -> Policy:
         return POLICIES[name]
     except KeyError:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}") from None
-
-
-def _only(hit: Hit, **changes: int) -> Hit:
-    """Return the hit as another index would report it."""
-    return msgspec.structs.replace(hit, **changes)
-
-
-def _for_itself(settings: PolicySettings) -> PolicySettings:
-    """Return settings for the cost of the prompt alone, as in routers without a premium for pages."""
-    return msgspec.structs.replace(settings, eviction_premium=0.0, scarcity_premium=0.0)
 
 
 def _need(candidates: Sequence[Candidate]) -> None:

@@ -39,7 +39,7 @@ ENGINE_FACTORS = (0.5, 0.75, 1.5, 2.0)
 PREFILL_SHARES = (0.25, 0.5, 0.75)
 ALIKE = "all alike"
 NO_PULL = "host memory alone"
-BLIND = ("least-load", "power-of-two")
+BLIND = "least-load"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,10 +88,7 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
         )
 
     found = [Trial(topic="now", value="as it is", setup=setup, variant=serving)]
-    found += [
-        Trial(topic="routing", value=name, setup=setup, variant=VARIANTS[name])
-        for name in (*BLIND, "full-attention-in-flight")
-    ]
+    found.append(Trial(topic="routing", value=BLIND, setup=setup, variant=VARIANTS[BLIND]))
     if has_retention(setup):
         found += [
             changed("retention", retention_name(retention), retention=retention)
@@ -315,7 +312,7 @@ def doubt(results: Sequence[TrialResult], num_requests: int) -> str:
 
 
 def _routing(base: TrialResult, others: Sequence[TrialResult], reusable: float) -> Advice:
-    blind = min((one for one in others if one.value in BLIND), key=lambda one: one.mean_s)
+    (blind,) = others
     shares = (
         ""
         if base.refused

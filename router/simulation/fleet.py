@@ -52,7 +52,6 @@ from kvatlas.router.placement.pull import PullSources, link_busy_s, occupy_links
 from kvatlas.router.placement.rates import FleetRates, RateSettings
 from kvatlas.router.placement.saturation import gap_s, joins_sibling
 from kvatlas.router.simulation.engine import Arrivals, Calendar, SimEngine
-from kvatlas.router.simulation.peers import PeerRouter
 from kvatlas.router.simulation.requests import Request, block_hashes
 from kvatlas.router.simulation.router_view import Leg, Roles, router_view, seen_of
 from kvatlas.router.simulation.setup import (
@@ -192,14 +191,14 @@ class _Known(NamedTuple):
 class FleetSim:
     """Runs one variant over one workload, once."""
 
-    def __init__(self, setup: FleetSetup, variant: Variant, *, mean_prompt_tokens: float) -> None:
+    def __init__(self, setup: FleetSetup, variant: Variant) -> None:
         self._setup, self._variant = setup, variant
         self._knobs = msgspec.structs.replace(setup.policy, **dict(variant.settings))
         if variant.prefill >= setup.engines:
             raise ValueError(f"prefill={variant.prefill} leaves none of {setup.engines} engines to decode")
         self._roles = Roles(variant.prefill, setup.groups, setup.pd) if variant.prefill else None
-        self._policy = policy(variant.policy)
-        self._state = ArmState(random.Random(setup.seed))
+        self._policy = policy(variant.policy) if isinstance(variant.policy, str) else variant.policy
+        self._state = ArmState()
         self._accounts = Accounts(lambda: self._now, lambda: self._now)
         self._accounts.rates = FleetRates(RateSettings(prefill_s_per_token=setup.timing.prefill_s_per_token))
         self._scheme = simulated_scheme(setup.groups)
@@ -243,7 +242,7 @@ class FleetSim:
             )
             for pool, outside in zip(pools, self._tiers, strict=True)
         ]
-        self._view = router_view(variant, setup, pools, self._tiers, mean_prompt_tokens=mean_prompt_tokens)
+        self._view = router_view(variant, setup, pools, self._tiers)
         timing = setup.timing
         self._loads = [engine.load for engine in self._fleet]
         self._gauges_s = setup.gauge_s
@@ -251,10 +250,10 @@ class FleetSim:
         self._inflight = self._accounts.inflight
         self._open: dict[int, _Open] = {}
         self._rows: dict[int, Row] = {}
-        self._peer = None
-        if variant.peer is not None:
+        self._other = None
+        if variant.other is not None:
             unit = self._scheme.hash_block_size
-            self._peer = PeerRouter(variant.peer, setup.engines, unit, self._state.rng)
+            self._other = variant.other(setup.engines, unit, random.Random(setup.seed))
         self._calendar = Calendar(setup.engines)
         self._arrivals = Arrivals((), speed=1.0, closed=False)
         self._now = 0.0
@@ -378,14 +377,14 @@ class FleetSim:
     ) -> bool:
         """Whether the request is refused by what every engine is predicted to take."""
         variant = self._variant
-        if self._peer is not None:
-            return variant.refuses > 0 and self._peer.misses(tokens, hashes, seen_of(candidates), left_s)
+        if self._other is not None:
+            return variant.refuses > 0 and self._other.misses(tokens, hashes, seen_of(candidates), left_s)
         admit_s = min(variant.admit_s, max(0.0, left_s)) if variant.refuses else variant.admit_s
         return long_wait(predicted_wait_s(candidates), admit_s) is not None
 
     def _is_late(self, choice: Choice, left_s: float) -> bool:
         """Whether the request is refused by its first token at the chosen engine."""
-        if self._variant.refuses != _BY_FIRST_TOKEN or self._peer is not None or self._roles is not None:
+        if self._variant.refuses != _BY_FIRST_TOKEN or self._other is not None or self._roles is not None:
             return False
         wait_s = predicted_wait_s([choice.scored.candidates[choice.index]])
         return late_first_token(choice.scored.first_token_s(choice.index), wait_s, left_s) is not None
@@ -411,9 +410,9 @@ class FleetSim:
     ) -> tuple[int, Choice, int | None]:
         """Return the engine that answers, the choice of the one that computes the prompt, and that engine if
         it is another."""
-        if self._peer is not None:
+        if self._other is not None:
             tokens = question.prompt_tokens
-            place, cached = self._peer.place(index, tokens, hashes, seen_of(candidates), self._now)
+            place, cached = self._other.place(index, tokens, hashes, seen_of(candidates), self._now)
             choice = make_choice(score(candidates, tokens, self._knobs), place, "policy")
             choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
             return place, choice, None
@@ -543,8 +542,8 @@ class FleetSim:
             account.report(
                 running=engine.num_running, waiting=engine.num_waiting, now=now, usage=engine.usage
             )
-            if self._peer is not None:
-                self._peer.polled(place, engine.num_waiting, engine.usage)
+            if self._other is not None:
+                self._other.polled(place, engine.num_waiting, engine.usage)
         self._gauges_s += self._setup.gauge_s
 
     def _note(self, engine: int) -> None:
@@ -560,8 +559,8 @@ class FleetSim:
         if work.prefix is not None:
             self._inflight.prefilled(work.prefix, self._now)
         self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
-        if self._peer is not None:
-            self._peer.first_token(run.index, now)
+        if self._other is not None:
+            self._other.first_token(run.index, now)
 
     def _ended(self, run: RequestRun, now: float) -> None:
         opened = self._open[run.index]
@@ -602,8 +601,8 @@ class FleetSim:
     def _close(self, run: RequestRun, first_token_s: float | None) -> _Open:
         opened = self._open.pop(run.index)
         self._arrivals.ended(run.index, self._now + self._setup.timing.request_s)
-        if self._peer is not None:
-            self._peer.ended(run.index)
+        if self._other is not None:
+            self._other.ended(run.index)
         asked = run if opened.leg is None else opened.leg.run
         answered, request_s = first_token_s is not None, self._setup.timing.request_s
         self._rows[run.index] = Row(

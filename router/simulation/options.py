@@ -42,16 +42,14 @@ class SimulateOptions:
     policy: Annotated[
         str,
         Parameter(
-            help="Policies to compare, separated by commas: kvatlas, exact, full-attention, "
-            "full-attention-in-flight, gpu-only, rules, approx-tree, approx-tree-capped, session-hash, hash, "
-            "power-of-two, least-load, round-robin, and other routers' formulas: dynamo, llm-d, cache-aware, "
-            "vllm-router, ttft-regression; kvatlas:beta=0.5+premium=0 sets parameters, "
+            help="Policies to compare, separated by commas: kvatlas, gpu-only, rules, session-hash, hash, "
+            "least-load, round-robin; kvatlas:beta=0.5+premium=0 sets parameters, "
             "kvatlas:hold=1+ageing=10+siblings=0.5 holds requests in the router, "
             "kvatlas:prefill=2 has two engines prefill for the others, kvatlas:slo=1+refuse=1 skips engines "
             "predicted to miss a first token within 1 s and refuses requests for their wait, refuse=2 by "
             "their first token."
         ),
-    ] = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin"
+    ] = "kvatlas,rules,hash,least-load,round-robin"
     load: Annotated[
         float,
         Parameter(

@@ -1,4 +1,4 @@
-"""A router's view of each engine's cache: exact, its own history, a shadow, or none.
+"""A router's view of each engine's cache: exact, a shadow, or none.
 
 Each variant of a simulation has one view of the fleet. ``look`` returns, per engine, the hit and the shared
 prefix (``kvatlas.router.placement.candidate``) in tokens; the other methods pass on observations that every
@@ -6,9 +6,7 @@ router makes. Only ``OracleView`` reads the engines."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -21,20 +19,9 @@ from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.load import Ticket
 from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec
 from kvatlas.router.placement.split import Pick, Side, plan
+from kvatlas.router.simulation.other_router import PrefixHit
 from kvatlas.router.simulation.setup import Fetch, FleetSetup, RequestRun, Variant
 from kvatlas.router.simulation.tiers import EngineTiers
-
-
-class PrefixHit(NamedTuple):
-    """Hits of one prompt at one engine, in tokens: on its GPU, the shared prefix, and beyond the GPU in host
-    memory or the store; ``alone``: what its host memory holds by itself."""
-
-    hit: int
-    shared_prefix: int
-    cpu: int = 0
-    storage: int = 0
-    alone: int = 0
-
 
 NOTHING = PrefixHit(0, 0)
 
@@ -90,47 +77,6 @@ class OracleView(RouterView):
         return found
 
 
-class History(RouterView):
-    """View of a prefix tree of sent prompts, as kept by routers without events: full attention, no groups.
-
-    ``blocks_max`` per engine limits it, least recently used first; None: no limit. A prompt counts from its
-    placement. The tree needs no nodes: a block hash identifies its whole prefix.
-    """
-
-    def __init__(self, engines: int, block_tokens: int, blocks_max: int | None) -> None:
-        super().__init__(engines)
-        self._held: list[OrderedDict[BlockHash, None]] = [OrderedDict() for _ in range(engines)]
-        self._block_tokens = block_tokens
-        self._blocks_max = blocks_max
-
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
-        most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
-        found = []
-        for held in self._held:
-            count = 0
-            for block_hash in hashes:
-                if block_hash not in held:
-                    break
-                count += 1
-            tokens = min(count * self._block_tokens, most)
-            found.append(PrefixHit(tokens, tokens))
-        return found
-
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
-        held = self._held[engine]
-        # The start of a prefix is evicted last.
-        for block_hash in reversed(hashes):
-            held[block_hash] = None
-            held.move_to_end(block_hash)
-        if self._blocks_max is not None:
-            while len(held) > self._blocks_max:
-                held.popitem(last=False)
-
-    def sizes(self) -> list[int]:
-        """Return the number of blocks per engine."""
-        return [len(held) for held in self._held]
-
-
 class ExactRules(RouterView):
     """View of the router's own shadow pools (``kvatlas.router.placement.affinity``): the rules of engines,
     without events."""
@@ -148,47 +94,17 @@ class ExactRules(RouterView):
         self._shadows[engine].served([0] * prompt_tokens, lambda _: list(hashes))
 
 
-def history_blocks(
-    groups: tuple[GroupSpec, ...], num_blocks: int, mean_prompt_tokens: float, retention: int | None
-) -> int:
-    """Return the number of full-attention blocks that a pool of ``num_blocks`` pages can keep beside the
-    pages of the other groups."""
-    # One prompt of the mean length, at the given retention, shows which share of its pages is full attention;
-    # a tree of one group may hold the same share of the pool.
-    pages = full = 0.0
-    align = max(group.block_size for group in groups)
-    kept = 1.0 if retention == 0 else mean_prompt_tokens / (retention or align)
-    for group in groups:
-        dense = mean_prompt_tokens / group.block_size
-        if group.family is Family.FULL:
-            full = max(full, dense)
-            pages += dense
-        elif group.family is Family.MAMBA:
-            pages += min(dense, kept)
-        else:
-            span = group.sliding_window or group.attention_chunk_size or group.block_size
-            pages += min(dense, kept * -(-span // group.block_size))
-    return max(1, int(num_blocks * full / pages)) if full else num_blocks
-
-
 def router_view(
     variant: Variant,
     setup: FleetSetup,
     pools: list[HybridBlockPool],
     tiers: Sequence[EngineTiers | None],
-    *,
-    mean_prompt_tokens: float,
 ) -> RouterView:
     count, scheme = len(pools), pools[0].scheme
     match variant.view:
         case "truth":
             pulls = variant.pulls and setup.tiers is not None and setup.tiers.pull_bytes_per_s > 0
             return OracleView(pools, tiers if variant.tiers else None, pulls=pulls)
-        case "history":
-            return History(count, scheme.hash_block_size, None)
-        case "capped-history":
-            capacity = history_blocks(setup.groups, setup.num_blocks, mean_prompt_tokens, setup.retention)
-            return History(count, scheme.hash_block_size, capacity)
         case "rules":
             spec = ShadowSpec(
                 groups=setup.groups,

@@ -1,15 +1,13 @@
 """Inputs and outcomes of one run of a simulated fleet, and the variants to compare.
 
 The policies are the production ones (``kvatlas.router.placement.policies``), unchanged; a variant only
-defines their input: the view, and whether prompts in flight count. Variants with less knowledge
-(``full-attention``, ``approx-tree``, ..) keep the queue in seconds, its bound and the rule for ties, so that
-each shows the value of one kind of knowledge; they do not model other routers. Variants with a ``peer`` do:
-other routers' own formulas over their own knowledge (``peers``)."""
+defines their input: the view, and whether prompts in flight count. ``VARIANTS`` are what a router can run;
+benchmarks add other routers (``OtherRouter``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -21,6 +19,8 @@ from kvatlas.publisher.pool.host_tier import HeldKey, RetentionHint
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import EVICTION_PREMIUM_MAX, PolicySettings
+from kvatlas.router.placement.policies import Policy
+from kvatlas.router.simulation.other_router import MakeRouter
 from kvatlas.router.simulation.tiers import EngineTiers, Medium, TierSetup
 
 # Timing model of an engine, in seconds.
@@ -207,8 +207,7 @@ class RequestRun(msgspec.Struct, eq=False):
 # Variants: a policy of the router, the view it has, and whether prompts in flight count.
 
 
-REGRESSION = "ttft-regression"
-ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
+ViewName = Literal["truth", "rules", "blind"]
 
 
 class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,10 +223,10 @@ class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """``policy``: a name of ``kvatlas.router.placement.policies``; ``settings``: overrides of the policy's
-    own, by name; ``hold`` None: every request goes to an engine immediately."""
+    """``policy``: a name of ``kvatlas.router.placement.policies``, or a policy of its own; ``settings``:
+    overrides of the policy's own, by name; ``hold`` None: every request goes to an engine immediately."""
 
-    policy: str
+    policy: str | Policy
     view: ViewName
     in_flight: bool = True
     by_session: bool = False
@@ -239,8 +238,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """Number of engines that compute prompts for the others, which decode; 0: all engines do both."""
     pulls: bool = False
     """Whether prefixes are pulled from other engines' host memory, if the fleet has links for that."""
-    peer: str | None = None
-    """Name of a formula of ``peers.formulas`` that chooses instead of ``policy``."""
+    other: MakeRouter | None = None
+    """Another router, which chooses instead of ``policy``."""
+    predicts: bool = False
+    """Whether that router predicts first tokens, so that ``slo_s`` and ``refuses`` mean something to it."""
     admit_s: float = math.inf
     """Requests whose predicted wait is longer at every engine are refused."""
     slo_s: float = math.inf
@@ -267,55 +268,39 @@ _ADMIT = {"admit": 600.0, "slo": 600.0, "refuse": 2.0}
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
 
-def _alone(policy: str, view: ViewName, what: str, peer: str | None = None) -> Variant:
-    """Return a variant that does not count prompts in flight."""
-    return Variant(policy=policy, view=view, in_flight=False, peer=peer, what=what)
+def _blind(policy: str, what: str) -> Variant:
+    """Return a variant without knowledge of caches, which does not count prompts in flight."""
+    return Variant(policy=policy, view="blind", in_flight=False, what=what)
 
 
 VARIANTS: dict[str, Variant] = {
     "kvatlas": Variant(
         policy="kvatlas", view="truth", pulls=True, what="place by shared prefix, account by the exact hit"
     ),
-    "exact": _alone("exact", "truth", "cheapest by the exact hit alone"),
-    "full-attention": _alone("full-attention", "truth", "the full-attention prefix taken for the hit"),
-    "full-attention-in-flight": Variant(
-        policy="full-attention", view="truth", what="the same, and prompts in flight count"
-    ),
     "gpu-only": Variant(
         policy="kvatlas", view="truth", tiers=False, what="kvatlas without the state of memory outside GPUs"
     ),
     "rules": Variant(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
-    "approx-tree": _alone("exact", "history", "own prefix history that never forgets"),
-    "approx-tree-capped": _alone("exact", "capped-history", "own prefix history with the engine's size"),
     "session-hash": Variant(
         policy="hash", view="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
     ),
-    "hash": _alone("hash", "blind", "first blocks hashed, bounded load"),
-    "power-of-two": _alone("power-of-two", "blind", "less loaded of two at random"),
-    "least-load": _alone("least-load", "blind", "shortest queue"),
-    "round-robin": _alone("round-robin", "blind", "in turn"),
-    "dynamo": _alone("exact", "truth", "Dynamo's formula: blocks to prefill and to decode", "dynamo"),
-    "llm-d": _alone("exact", "truth", "llm-d's scores: prefix share, KV usage, waiting, no-hit LRU", "llm-d"),
-    "cache-aware": _alone("exact", "blind", "smg's cache_aware", "cache-aware"),
-    REGRESSION: _alone(
-        "exact", "truth", "lowest first token by a regression on prompt, hit and queue", REGRESSION
-    ),
-    "vllm-router": _alone("exact", "blind", "vllm-router's cache_aware", "vllm-router"),
+    "hash": _blind("hash", "first blocks hashed, bounded load"),
+    "least-load": _blind("least-load", "shortest queue"),
+    "round-robin": _blind("round-robin", "in turn"),
 }
-PEERS = tuple(name for name, variant in VARIANTS.items() if variant.peer is not None)
 
 
-def variants_of(names: Iterable[str]) -> dict[str, Variant]:
+def variants_of(names: Iterable[str], known: Mapping[str, Variant] = VARIANTS) -> dict[str, Variant]:
     """Return variants by name, in the given order. ``kvatlas:beta=0.5+premium=0`` sets these parameters,
     ``kvatlas:hold=1+ageing=2+siblings=0.5+credit=2`` those of ``HoldSetup``, ``kvatlas:prefill=2`` the number
     of prefill engines. Raises ``ValueError``."""
     found: dict[str, Variant] = {}
     for name in names:
         base, _, knob = name.partition(":")
-        variant = VARIANTS.get(base)
+        variant = known.get(base)
         if variant is None:
-            raise ValueError(f"unknown policy {base!r}; expected one of {', '.join(VARIANTS)}")
-        if knob and variant.peer is not None and not (variant.peer == REGRESSION and knob.startswith("slo=")):
+            raise ValueError(f"unknown policy {base!r}; expected one of {', '.join(known)}")
+        if knob and variant.other is not None and not (variant.predicts and knob.startswith("slo=")):
             raise ValueError(f"{name}: {base} is another router with its own defaults; it has no parameters")
         if knob:
             variant = _set(variant, name, knob)

@@ -239,7 +239,7 @@ def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
 
 
 def run_one(job: Job, requests: Sequence[Request], progress: Placed | None = None) -> FleetRun:
-    sim = FleetSim(job.setup, job.variant, mean_prompt_tokens=mean_prompt_tokens(requests))
+    sim = FleetSim(job.setup, job.variant)
     return sim.run(requests, progress)
 
 

@@ -58,13 +58,13 @@ def test_the_router_reads_it(name: str, tmp_path: Path) -> None:
 def test_every_value_arrives(tmp_path: Path) -> None:
     values = {
         **EVERYTHING,
-        "policy": "exact",
+        "policy": "hash",
         "exposeDecision": True,
         "warmUpSeconds": 12,
         "config": {"proxy": {"first_byte_timeout_s": 42}, "policy": {"spread": 0.5}},
     }
     config = _load(Rendered(values), tmp_path)
-    assert config.policy.policy == "exact"
+    assert config.policy.policy == "hash"
     assert config.policy.spread == 0.5
     assert config.proxy.first_byte_timeout_s == 42
     assert config.server.expose_decision is True

@@ -271,7 +271,7 @@ def test_a_changed_configuration_starts_new_pods() -> None:
         return str(template["metadata"]["annotations"]["checksum/config"])
 
     assert checksum(MINIMAL) == checksum({**MINIMAL, "podLabels": {"a": "b"}})
-    assert checksum(MINIMAL) != checksum({**MINIMAL, "policy": "exact"})
+    assert checksum(MINIMAL) != checksum({**MINIMAL, "policy": "hash"})
 
 
 def test_a_stopping_router_has_time_for_its_streams() -> None:

@@ -201,7 +201,7 @@ def test_the_policies_come_out_in_the_order_of_what_was_cached(real: Real) -> No
         setup = FleetSetup(
             groups=scaled_groups(real.seen.groups), num_blocks=NUM_GPU_BLOCKS, engines=2, timing=timing
         )
-        rows = FleetSim(setup, VARIANTS[policy], mean_prompt_tokens=1.0).run(workload(sent)).rows
+        rows = FleetSim(setup, VARIANTS[policy]).run(workload(sent)).rows
         measured[policy] += [one.ttft_s for one in sent]
         simulated[policy] += [besides_s + row.ttft_s for row in rows]
         real_hits, simulated_hits = hits[policy]

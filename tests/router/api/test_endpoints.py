@@ -216,7 +216,7 @@ def engine_counts(engine: SimulatedEngine) -> bytes:
     )
 
 
-@pytest.mark.parametrize("policy", ["kvatlas", "round-robin", "power-of-two"])
+@pytest.mark.parametrize("policy", ["kvatlas", "round-robin", "least-load"])
 async def test_explain_tells_the_decision_that_the_next_request_gets(policy: str) -> None:
     chosen = {"policy": PolicySettings(policy=policy)}
     async with running({}, {}, {}) as engines, routing(configure(*engines, **chosen)) as rig:

@@ -217,7 +217,7 @@ def test_help_of_serve_shows_defaults_and_choices(
     for words in (
         "(default 127.0.0.1)",
         "(default 8000)",
-        "kvatlas, full-attention, exact, least-load, round-robin, hash, power-of-two (default kvatlas)",
+        "kvatlas, least-load, round-robin, hash (default kvatlas)",
         "debug, info, warning, error (default info)",
     ):
         assert words in said

@@ -61,7 +61,7 @@ num_blocks = 5000
 sliding_window = 128
 
 [policy]
-policy = "exact"
+policy = "hash"
 spread = 0.5
 """
 
@@ -97,7 +97,7 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
     assert model.prompts().lora_paths == {"sql": "/adapters/sql"}
     assert model.shadow_spec().num_blocks == 5000
     assert [group.sliding_window for group in model.shadow_spec().groups] == [None, 128]
-    assert (config.policy.policy, config.policy.spread) == ("exact", 0.5)
+    assert (config.policy.policy, config.policy.spread) == ("hash", 0.5)
     assert config.model("another").tokenizer == "auto"
     check(config)
 

@@ -44,7 +44,7 @@ WRONG: dict[str, str] = {
     "fleet.kubernetes.kubeconfig": "",
     "fleet.kubernetes.api": "https://k8s:port",
     "fleet.kubernetes.credentials_dir": "",
-    "policy.policy": "exat",
+    "policy.policy": "hsah",
     "proxy.refused_paths": "sleep",
     "proxy.passed_paths": "/a?b",
     "cors.allowed_origins": "https://a.example/",

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from benchmarks.peers import COMPARED
 from kvatlas.publisher.events import GroupSpec
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from kvatlas.router.placement.cost import Choice, within_bound
-from kvatlas.router.placement.policies import ArmState, Policy, policy
-from kvatlas.router.simulation import fleet
+from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import Request, continued
-from kvatlas.router.simulation.setup import VARIANTS, FleetRun, FleetSetup, Timing
+from kvatlas.router.simulation.setup import FleetRun, FleetSetup, Timing
 from kvatlas.router.simulation.workload import agents, tenants
 from tests.support.examples import examples
 
@@ -41,20 +41,16 @@ class Outcome(msgspec.Struct):
 def simulated(variant: str, requests: Sequence[Request]) -> Outcome:
     choices: list[Choice] = []
 
-    def recording(name: str) -> Policy:
-        decide = policy(name)
+    known = COMPARED[variant]
+    decide = policy(known.policy) if isinstance(known.policy, str) else known.policy
 
-        def recorded(
-            candidates: Sequence[Candidate], prompt: PlacementRequest, knobs: PolicySettings, state: ArmState
-        ) -> Choice:
-            choices.append(decide(candidates, prompt, knobs, state))
-            return choices[-1]
+    def recorded(
+        candidates: Sequence[Candidate], prompt: PlacementRequest, knobs: PolicySettings, state: ArmState
+    ) -> Choice:
+        choices.append(decide(candidates, prompt, knobs, state))
+        return choices[-1]
 
-        return recorded
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet, "policy", recording)
-        sim = FleetSim(SETUP, VARIANTS[variant], mean_prompt_tokens=1000.0)
+    sim = FleetSim(SETUP, msgspec.structs.replace(known, policy=recorded))
     return Outcome(sim.run(requests), choices)
 
 

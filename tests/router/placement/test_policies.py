@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
 
+from benchmarks.peers import exact
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from kvatlas.router.placement.policies import POLICIES, ArmState, policy
 from tests.router.placement.candidates import make_candidate
@@ -21,15 +21,7 @@ def place(
 
 
 def test_the_names_are_those_documented() -> None:
-    assert set(POLICIES) == {
-        "kvatlas",
-        "full-attention",
-        "exact",
-        "least-load",
-        "round-robin",
-        "hash",
-        "power-of-two",
-    }
+    assert set(POLICIES) == {"kvatlas", "least-load", "round-robin", "hash"}
     with pytest.raises(ValueError, match=r"unknown policy 'best'; known: kvatlas, "):
         policy("best")
 
@@ -54,28 +46,19 @@ def test_where_the_arms_differ() -> None:
     ]
     ask = PlacementRequest(8000)
     assert place("kvatlas", engines, ask) == "shared_prefix"
-    assert place("full-attention", engines, ask) == "shared_prefix"
-    assert place("exact", engines, ask) == "hit"
+    assert exact(engines, ask, DEFAULTS, ArmState()).engine_id == "hit"
     assert place("least-load", engines, ask) == "free"
 
 
-def test_the_full_attention_arm_charges_what_it_believes() -> None:
-    engines = [make_candidate("shared_prefix", shared_prefix_tokens=7000), make_candidate("other")]
-    assert (
-        policy("full-attention")(engines, PlacementRequest(8000), DEFAULTS, ArmState()).uncached_tokens
-        == 1000
-    )
-    assert policy("kvatlas")(engines, PlacementRequest(8000), DEFAULTS, ArmState()).uncached_tokens == 8000
-
-
-def test_the_exact_arm_does_not_see_prompts_in_flight() -> None:
+def test_the_exact_arm_of_benchmarks_does_not_see_prompts_in_flight() -> None:
     engines = [
         make_candidate("soon", coming_tokens=7000, shared_prefix_tokens=7000, queue_s=0.2),
         make_candidate("free", queue_s=0.0),
     ]
-    assert place("kvatlas", engines, PlacementRequest(8000)) == "soon"
-    assert policy("kvatlas")(engines, PlacementRequest(8000), DEFAULTS, ArmState()).uncached_tokens == 1000
-    assert place("exact", engines, PlacementRequest(8000)) == "free"
+    ask = PlacementRequest(8000)
+    assert place("kvatlas", engines, ask) == "soon"
+    assert policy("kvatlas")(engines, ask, DEFAULTS, ArmState()).uncached_tokens == 1000
+    assert exact(engines, ask, DEFAULTS, ArmState()).engine_id == "free"
 
 
 def test_round_robin_takes_turns_and_keeps_them_in_its_state() -> None:
@@ -111,13 +94,3 @@ def test_hash_follows_the_prefix_until_its_engine_is_full() -> None:
     assert place("hash", full, PlacementRequest(100, prefix_key=7)) != home
     spread = {place("hash", engines, PlacementRequest(100, prefix_key=key)) for key in range(40)}
     assert len(spread) == 4
-
-
-def test_power_of_two_never_takes_the_worst_and_repeats_with_its_seed() -> None:
-    engines = [make_candidate(f"e{i}", queue_s=float(i)) for i in range(4)]
-    runs = []
-    for _ in range(2):
-        state = ArmState(random.Random(3))
-        runs.append([place("power-of-two", engines, PlacementRequest(10), state) for _ in range(50)])
-    assert runs[0] == runs[1]
-    assert set(runs[0]) == {"e0", "e1", "e2"}

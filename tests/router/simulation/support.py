@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import COMPARED
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.events import GroupSpec
@@ -89,7 +90,7 @@ class Bench:
 def fleet_run(requests: list[Request], variant: str = "kvatlas", **changes: Any) -> FleetRun:
     fields: dict[str, Any] = {"groups": HYBRID, "num_blocks": 400, "engines": 3, "timing": FAST}
     setup = FleetSetup(**{**fields, **changes})
-    return FleetSim(setup, variants_of([variant])[variant], mean_prompt_tokens=1000.0).run(requests)
+    return FleetSim(setup, variants_of([variant], COMPARED)[variant]).run(requests)
 
 
 def line(**changes: Any) -> dict[str, Any]:

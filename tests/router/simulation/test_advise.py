@@ -91,9 +91,9 @@ def test_a_model_of_full_attention_has_no_retention_to_set() -> None:
 
 def test_prefix_routing_that_does_not_pay_is_reported() -> None:
     found = of(judged(routing_least_load=1.02), "routing")
-    assert found.value == "power-of-two"  # as fast as the base, and blind
+    assert found.value == "least-load"
     assert "does not pay" in found.text
-    paying = of(judged(routing_least_load=2.0, routing_power_of_two=1.6), "routing")
+    paying = of(judged(routing_least_load=1.6), "routing")
     assert (paying.value, "pays" in paying.text) == (None, True)
 
 
@@ -255,7 +255,7 @@ def test_traffic_that_shares_nothing_needs_no_prefix_routing(
     ]
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     report = call(capsys, str(path), "--engines", "2", "--pool", "2000")
-    assert advised(report, "routing") in {"least-load", "power-of-two"}
+    assert advised(report, "routing") == "least-load"
     assert report["facts"]["reusable_share"] == 0
 
 

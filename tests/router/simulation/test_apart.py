@@ -78,7 +78,7 @@ def apart(requests: list[Request], prefill: int, **changes: Any) -> tuple[FleetR
     fields: dict[str, Any] = {"groups": HYBRID, "num_blocks": 400, "engines": 3, "timing": STALLED}
     setup = FleetSetup(**{**fields, "pd": ALWAYS, **changes})
     variant = variants_of([f"kvatlas:prefill={prefill}"])[f"kvatlas:prefill={prefill}"]
-    sim = FleetSim(setup, variant, mean_prompt_tokens=1000.0)
+    sim = FleetSim(setup, variant)
     return sim.run(requests), sim
 
 

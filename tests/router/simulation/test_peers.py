@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvatlas.publisher.events import BlockHash
-from kvatlas.router.simulation import peers as peer_router
-from kvatlas.router.simulation.peers import (
+from benchmarks import peers as peer_router
+from benchmarks.peers import (
+    COMPARED,
     FORMULAS,
+    PEERS,
     FirstTokenRegression,
+    History,
     PeerRouter,
     PeerView,
     cache_aware,
@@ -18,8 +22,10 @@ from kvatlas.router.simulation.peers import (
     llm_d,
     vllm_router,
 )
-from kvatlas.router.simulation.router_view import NOTHING, PrefixHit
-from kvatlas.router.simulation.setup import PEERS, variants_of
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.simulation.other_router import PrefixHit
+from kvatlas.router.simulation.router_view import NOTHING
+from kvatlas.router.simulation.setup import variants_of
 from tests.router.simulation.support import FULL, fleet_run, request
 
 
@@ -133,7 +139,7 @@ def test_an_idle_fleet_serves_repeats_where_they_are_cached(name: str) -> None:
 
 def test_other_routers_take_no_settings() -> None:
     with pytest.raises(ValueError, match="llm-d:beta=0: llm-d is another router with its own defaults"):
-        variants_of(["llm-d:beta=0"])
+        variants_of(["llm-d:beta=0"], COMPARED)
 
 
 def test_the_regression_learns_what_its_first_tokens_depend_on() -> None:
@@ -159,10 +165,53 @@ def test_the_regression_learns_what_its_first_tokens_depend_on() -> None:
 )
 def test_parameters_that_a_variant_lacks_are_refused(name: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        variants_of([name])
+        variants_of([name], COMPARED)
 
 
 def test_the_regression_refuses_what_it_predicts_to_be_late_everywhere() -> None:
     requests = [request(1.0 * index, 3000, 1, 100 * index) for index in range(100)]
     rows = fleet_run(requests, "ttft-regression:slo=2+refuse=1", engines=2).rows
     assert 10 < sum(row.ttft_s < 0 for row in rows) < 90
+
+
+# The history of a router without events, against a naive one.
+
+paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map("".join)
+
+
+def hashes_of(path: str) -> list[BlockHash]:
+    """Chained: one per prefix."""
+    return [BlockHash(hash(path[: end + 1]) & (1 << 63) - 1) for end in range(len(path))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), paths), max_size=20), paths)
+def test_an_uncapped_history_is_every_prefix_that_was_sent(sent: list[tuple[int, str]], asked: str) -> None:
+    history = History(2, 16, None)
+    for engine, path in sent:
+        history.placed(engine, 16 * len(path) + 1, hashes_of(path))
+    for engine, seen in enumerate(history.look(16 * len(asked) + 1, hashes_of(asked), 0.0)):
+        prefixes = {path[:end] for where, path in sent if where == engine for end in range(1, len(path) + 1)}
+        longest = max((end for end in range(1, len(asked) + 1) if asked[:end] in prefixes), default=0)
+        assert seen == PrefixHit(16 * longest, 16 * longest)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    history = History(1, 16, None)
+    history.placed(0, 32, hashes_of("ab"))
+    assert history.look(32, hashes_of("ab"), 0.0) == [PrefixHit(16, 16)]
+
+
+@given(st.lists(paths, min_size=1, max_size=30), st.integers(1, 6))
+def test_a_capped_history_holds_the_latest_blocks_and_whole_prefixes(sent: list[str], cap: int) -> None:
+    history = History(1, 16, cap)
+    used: list[str] = []
+    for path in sent:
+        history.placed(0, 16 * len(path) + 1, hashes_of(path))
+        for end in range(len(path), 0, -1):  # the start of a prefix is used last
+            if path[:end] in used:
+                used.remove(path[:end])
+            used.append(path[:end])
+        used = used[-cap:]
+    for path in sent:
+        known = next((end for end in range(len(path)) if path[: end + 1] not in used), len(path))
+        assert history.look(16 * len(path) + 1, hashes_of(path), 0.0)[0].hit == 16 * known

@@ -263,7 +263,7 @@ def test_lines_in_a_file_called_json_are_lines(tmp_path: Path) -> None:
 
 def test_sessions_run_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_sessions(tmp_path, session(entry(0.0, 1300), entry(10.0, 1500)), session(entry(0.0, 1300)))
-    words = [str(tmp_path), "--closed", "--speed", "1", "--pool", "500", "--policy", "kvatlas,llm-d"]
+    words = [str(tmp_path), "--closed", "--speed", "1", "--pool", "500", "--policy", "kvatlas,rules"]
     assert call(*words, "--processes", "1") == 0
     out = capsys.readouterr().out
     assert "closed sessions" in out

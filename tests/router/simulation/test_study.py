@@ -29,7 +29,7 @@ from tests.router.simulation.support import FAST, HYBRID, line, request, write_l
 
 WORKLOADS = WorkloadSource(name="tenants", requests_max=60).draws(range(2))
 SETUP = FleetSetup(groups=HYBRID, num_blocks=700, engines=3, timing=FAST)
-PLAN = Plan(setup=SETUP, variants=variants_of(["kvatlas", "power-of-two"]), retentions=(0, 1024), load=0.7)
+PLAN = Plan(setup=SETUP, variants=variants_of(["kvatlas", "least-load"]), retentions=(0, 1024), load=0.7)
 
 
 def numbers(processes: int) -> tuple[list[object], list[float], int]:
@@ -52,9 +52,9 @@ def test_reports_come_per_retention_and_variant_with_a_number_per_seed() -> None
     study = run_plan(msgspec.structs.replace(PLAN, load=None), WORKLOADS, processes=1)
     assert [(r.variant, r.retention) for r in study.reports] == [
         ("kvatlas", 0),
-        ("power-of-two", 0),
+        ("least-load", 0),
         ("kvatlas", 1024),
-        ("power-of-two", 1024),
+        ("least-load", 1024),
     ]
     assert all(len(report.outcomes) == 2 for report in study.reports)
     assert study.speeds == [1.0, 1.0]

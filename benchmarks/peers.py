@@ -1,8 +1,10 @@
-"""Other routers' choice of an engine, each as one function over that router's knowledge.
+"""What kvatlas is compared with: other routers' choice of an engine, each as one function over its knowledge.
 
 Written from the published sources and documents, read in August 2026, with their defaults. Every function
 returns the positions of the best engines; ties are not part of the rule and are drawn by the simulator.
 Tokens are prompt tokens; blocks are the engines' own.
+
+``COMPARED`` has them as variants of a simulated fleet, beside those of ``kvatlas simulate``.
 
 Omitted in all of them: everything that is equal for identical, healthy engines (filters, breakers, weights
 per engine), and temperatures, which are 0 by default.
@@ -11,18 +13,24 @@ per engine), and temperatures, which are 0 by default.
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.simulation.router_view import History, PrefixHit
-from kvatlas.router.simulation.setup import REGRESSION
+from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
+from kvatlas.router.placement.cost import Choice, choose
+from kvatlas.router.placement.policies import ArmState
+from kvatlas.router.simulation.other_router import OtherRouter, PrefixHit
+from kvatlas.router.simulation.setup import VARIANTS, Variant, ViewName
 
+REGRESSION = "ttft-regression"
 NO_HIT_NEUTRAL = 0.5
 # Prefix, KV usage, queue, no-hit LRU: the weights of llm-d's guide for precise prefix routing.
 LLM_D_WEIGHTS = (3.0, 2.0, 2.0, 2.0)
@@ -202,6 +210,46 @@ def _lowest(values: Iterable[float]) -> list[int]:
 TREE_TOKENS_MAX = 4 << 20
 
 
+class History:
+    """A prefix tree of sent prompts, as kept by routers without events: full attention, no groups.
+
+    ``blocks_max`` per engine limits it, least recently used first; None: no limit. A prompt counts from its
+    placement. The tree needs no nodes: a block hash identifies its whole prefix.
+    """
+
+    def __init__(self, engines: int, block_tokens: int, blocks_max: int | None) -> None:
+        self._held: list[OrderedDict[BlockHash, None]] = [OrderedDict() for _ in range(engines)]
+        self._block_tokens = block_tokens
+        self._blocks_max = blocks_max
+
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
+        most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        found = []
+        for held in self._held:
+            count = 0
+            for block_hash in hashes:
+                if block_hash not in held:
+                    break
+                count += 1
+            tokens = min(count * self._block_tokens, most)
+            found.append(PrefixHit(tokens, tokens))
+        return found
+
+    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        held = self._held[engine]
+        # The start of a prefix is evicted last.
+        for block_hash in reversed(hashes):
+            held[block_hash] = None
+            held.move_to_end(block_hash)
+        if self._blocks_max is not None:
+            while len(held) > self._blocks_max:
+                held.popitem(last=False)
+
+    def sizes(self) -> list[int]:
+        """Return the number of blocks per engine."""
+        return [len(held) for held in self._held]
+
+
 class _Sent(msgspec.Struct, eq=False):
     engine: int
     hashes: Sequence[BlockHash]
@@ -220,7 +268,7 @@ class _Engine(msgspec.Struct, eq=False):
     """Number of requests there that have each block."""
 
 
-class PeerRouter:
+class PeerRouter(OtherRouter):
     """State of one other router. Requests are identified by ``index``; ties are drawn by ``rng``."""
 
     def __init__(self, name: str, engines: int, block_tokens: int, rng: random.Random) -> None:
@@ -341,3 +389,44 @@ class PeerRouter:
 
 # Routers without events.
 TREES = frozenset({"cache-aware", "vllm-router"})
+
+
+def _other(name: str, view: ViewName, what: str, *, predicts: bool = False) -> Variant:
+    other = partial(PeerRouter, name)
+    return Variant(policy="kvatlas", view=view, in_flight=False, other=other, predicts=predicts, what=what)
+
+
+PEERS: Mapping[str, Variant] = MappingProxyType(
+    {
+        "dynamo": _other("dynamo", "truth", "Dynamo's formula: blocks to prefill and to decode"),
+        "llm-d": _other("llm-d", "truth", "llm-d's scores: prefix share, KV usage, waiting, no-hit LRU"),
+        "cache-aware": _other("cache-aware", "blind", "smg's cache_aware"),
+        REGRESSION: _other(
+            REGRESSION,
+            "truth",
+            "lowest first token by a regression on prompt, hit and queue",
+            predicts=True,
+        ),
+        "vllm-router": _other("vllm-router", "blind", "vllm-router's cache_aware"),
+    }
+)
+
+
+def exact(
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
+) -> Choice:
+    """Lowest cost by current contents only: no shared prefix, no credit, no prompts in flight."""
+    blind = [
+        replace(one, hit=replace(one.hit, shared_prefix_tokens=0, coming_tokens=0)) for one in candidates
+    ]
+    alone = replace(settings, eviction_premium=0.0, scarcity_premium=0.0)
+    return choose(blind, prompt.prompt_tokens, alone, prompt_key=prompt.prompt_key)
+
+
+COMPARED: Mapping[str, Variant] = MappingProxyType(
+    {
+        **VARIANTS,
+        **PEERS,
+        "exact": Variant(policy=exact, view="truth", in_flight=False, what="kvatlas by the exact hit alone"),
+    }
+)

@@ -1,0 +1,62 @@
+"""Another router in place of kvatlas in a simulated fleet: its choices, and its knowledge.
+
+None is part of kvatlas; ``benchmarks/peers.py`` has those that results compare with.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvatlas.publisher.events import BlockHash
+
+
+class PrefixHit(NamedTuple):
+    """Hits of one prompt at one engine, in tokens: on its GPU, the shared prefix, and beyond the GPU in host
+    memory or the store; ``alone``: what its host memory holds by itself."""
+
+    hit: int
+    shared_prefix: int
+    cpu: int = 0
+    storage: int = 0
+    alone: int = 0
+
+
+class OtherRouter(ABC):
+    """Requests are identified by ``index``, engines by their place; times are seconds."""
+
+    @abstractmethod
+    def place(
+        self,
+        index: int,
+        prompt_tokens: int,
+        hashes: Sequence[BlockHash],
+        seen: Sequence[PrefixHit],
+        now: float,
+    ) -> tuple[int, int]:
+        """Return the engine that gets the request, and the number of prompt tokens believed cached there.
+        ``seen``: state of each engine from events."""
+
+    @abstractmethod
+    def misses(
+        self, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit], left_s: float
+    ) -> bool:
+        """Whether every engine is predicted to give the first token later than in ``left_s``."""
+
+    @abstractmethod
+    def first_token(self, index: int, now: float | None = None) -> None:
+        """The request's prompt is computed."""
+
+    @abstractmethod
+    def ended(self, index: int) -> None:
+        """The request was answered, or has failed."""
+
+    @abstractmethod
+    def polled(self, engine: int, waiting: int, usage: float) -> None:
+        """Gauges of an engine were read."""
+
+
+MakeRouter = Callable[[int, int, random.Random], OtherRouter]
+"""Makes one for a number of engines, tokens per block, and a generator that draws between equals."""
