@@ -718,3 +718,36 @@ def test_detail_tells_the_hit_of_each_class_medium_by_medium() -> None:
     hit = told(fleet_of(), *events).predict(Prompt(PROMPT), ["a"], detail=True)["a"]
     assert hit.by_class[0].by_medium == {"GPU": 32, "CPU": 64, "STORAGE": 80}
     assert (hit.hit_tokens, hit.offloaded_tokens) == (32, 80)
+
+
+class TestManyEngines:
+    def test_engines_of_several_schemes_are_found_together(self) -> None:
+        fleet, other = fleet_of(), Writer(HashScheme(algo="sha256_cbor"))
+        for engine_id, writer, stop in (
+            ("a", DENSE, 12),
+            ("b", DENSE, 12),
+            ("c", other, 12),
+            ("d", other, 4),
+        ):
+            told(fleet, writer.stored(PROMPT, stop=stop), engine_id=engine_id)
+        found = fleet.predict(Prompt(PROMPT), ["a", "b", "c", "d"])
+        assert {engine_id: one.hit_tokens for engine_id, one in found.items()} == {
+            "a": 192,
+            "b": 192,
+            "c": 192,
+            "d": 64,
+        }
+
+    @pytest.mark.parametrize("medium", ["GPU", "CPU"])
+    def test_a_hit_is_of_the_engines_that_hold_it_alone(self, medium: str) -> None:
+        fleet = fleet_of()
+        stops = {"a": 6, "b": 3, "c": 6, "d": 0}
+        for engine_id, stop in stops.items():
+            told(fleet, DENSE.stored(PROMPT, start=10, stop=12), engine_id=engine_id)
+            if stop:
+                stored = DENSE.stored(PROMPT, stop=stop)
+                stored.medium = medium
+                told(fleet, stored, engine_id=engine_id)
+        found = fleet.predict(Prompt(PROMPT), list(stops))
+        held = {one: hit.hit_tokens + hit.cpu_tokens for one, hit in found.items()}
+        assert held == {one: 16 * stop for one, stop in stops.items()}

@@ -104,6 +104,16 @@ def test_what_is_configured_goes_before_all_evidence() -> None:
     assert hit(fleet) == 96
 
 
+def test_what_the_model_is_configured_with_is_shown_with_its_source() -> None:
+    facts = ModelFacts(attention_chunk_size=128, windows={1: 64})
+    found = fleet_with(informed(from_file=frozenset({"windows"})), FULL, facts=facts)
+    assert fact(found, "attention_chunk_size") == Fact(
+        "attention_chunk_size", 128, "configuration", "certain"
+    )
+    assert fact(found, "windows") == Fact("windows", {1: 64}, "config.json", "likely")
+    assert fact(found, "kinds") is None
+
+
 def test_evidence_that_comes_later_costs_no_block() -> None:
     fleet = fleet_with(informed(), FULL)
     assert hit(fleet) == 96
