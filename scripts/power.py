@@ -36,7 +36,10 @@ TESTS_MAX = 60
 """Of one mutation: the tests that execute its line, the quickest first."""
 FAST = "not vllm and not envoy and not process and not long"
 EXTRA_TESTS = {
-    "router/admission": ["admission", "keys", "queue", "tenants_apart", "cache_isolation", "service_levels"],
+    "router/admission": [
+        *("admission", "keys", "queue", "tenants_apart", "cache_isolation", "service_levels"),
+        "replication/test_limits.py",
+    ],
     "router/placement": [
         *("engine_order", "pull", "first_token", "late_events", "endings", "chosen_engines", "estimates"),
         *("changed_meanwhile", "context_lengths", "service_levels", "prefill_decode", "request_metrics"),

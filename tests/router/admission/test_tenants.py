@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.admission.key_file import TenantRules
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.key_file import KeyFile, TenantRules
 from kvatlas.router.admission.tenants import Tenant, TenantRequest
 from kvatlas.router.admission.token_bucket import TokenBucket
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import Usage
 from kvatlas.router.openai.work import Work
+from tests.support.whole_router import tenants
 
 
 class Clock:
@@ -47,6 +51,30 @@ def test_requests_a_minute_then_429_with_the_time_until_the_next() -> None:
     clock.now += 30
     TenantRequest(tenant, clock)
     assert tenant.stats.refused == {"requests_per_minute": 1}
+
+
+def test_other_processes_are_told_of_every_change() -> None:
+    clock = Clock()
+    told: list[str] = []
+    tenant = Tenant("acme", TenantRules(requests_per_minute=10), clock.now, told.append)
+    first, second = TenantRequest(tenant, clock), TenantRequest(tenant, clock)
+    assert told == ["acme"] * 2
+    first.leave(None)
+    second.leave(None, served=False, asked=False)
+    assert told == ["acme"] * 5, "two ends, and one request that is given back"
+
+
+def test_a_key_that_nobody_has_is_counted(tmp_path: Path) -> None:
+    path = Path(tenants(tmp_path, {"free": ""}).file or "")
+    gate = KeyGate(KeyFile(path, clock=lambda: 0.0), clock=lambda: 0.0)
+    assert gate.tenant_of([(b"authorization", b"Bearer key-of-free")]).name == "free"
+    for fields in ([], [(b"authorization", b"Bearer of-nobody")]):
+        with pytest.raises(ApiError) as refused:
+            gate.tenant_of(fields)
+        assert refused.value.status == 401
+    assert gate.stats.unknown == 2
+    assert gate.knows("free")
+    assert not gate.knows("nobody")
 
 
 def test_concurrent_requests() -> None:

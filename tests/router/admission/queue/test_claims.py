@@ -29,6 +29,24 @@ def test_the_header_comes_before_the_body(header: bytes | None, in_body: int | N
     assert read_claim(fields, in_body=in_body, arrived_s=0.0) == QueueTicketRequest(priority=expected)
 
 
+@pytest.mark.parametrize(
+    ("value", "in_body", "expected"),
+    [
+        (b"-5", None, HIGH),
+        (b"0", 7, NORMAL),
+        (b"9", -1, LOW),
+        (b"of no use", -1, HIGH),
+        (b"1.5", None, NORMAL),
+    ],
+)
+def test_the_engines_own_header_comes_before_the_body(
+    value: bytes, in_body: int | None, expected: int
+) -> None:
+    """As in vLLM; a value that it does not read leaves the body's."""
+    claim = read_claim([(b"x-vllm-priority", value)], in_body=in_body, arrived_s=0.0)
+    assert claim.priority == expected
+
+
 @pytest.mark.parametrize(("asked", "expected"), [(None, NORMAL), (b"high", NORMAL), (b"low", LOW)])
 def test_a_tenants_request_may_step_back_but_not_forward(asked: bytes | None, expected: int) -> None:
     fields = [] if asked is None else [(b"x-kvatlas-priority", asked)]
