@@ -17,18 +17,21 @@ from cyclopts import App, CycloptsError, Parameter
 
 from kvatlas import __version__
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.config.load import (
+from kvatlas.router.config.flags import (
     CheckFlag,
     ConfigFlag,
     EngineFlags,
     HostFlag,
     IndexFileFlag,
     IndexFlag,
-    Loaded,
+    JsonFlag,
     PortFlag,
     PrintFlag,
     SetFlags,
     TokenizerFlag,
+)
+from kvatlas.router.config.load import (
+    Loaded,
     any_model,
     given,
     index_settings,
@@ -215,7 +218,7 @@ def demo(
     seconds: Annotated[float, Parameter(help="Duration of the load.")] = 20.0,
     engines: Annotated[int, Parameter(help="Number of simulated engines.")] = 4,
     port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
-    json: Annotated[bool, Parameter(help="Print only the final summary, as one JSON object.")] = False,
+    json: JsonFlag = False,
     keep: Annotated[bool, Parameter(help="Keep serving after the load, for trying with curl.")] = False,
     replicas: Annotated[
         int,

@@ -3,8 +3,6 @@
 In ascending precedence: defaults, the TOML file, environment variables (``KVATLAS_<SECTION>_<KEY>``, e.g.
 ``KVATLAS_POLICY_SPREAD``), command-line flags. Every value is checked at start; an error names the key, the
 value and the remedy (``ConfigError``).
-
-Also the flags that several commands share.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from cyclopts import Parameter
 
 from kvatlas.router.config.checks import check_config, check_engine, without_effect
 from kvatlas.router.config.errors import ConfigError, meant, misfit
 from kvatlas.router.config.removed import REMOVED, refusal
-from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.prompts.settings import ANY_MODEL
@@ -386,48 +383,6 @@ def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(tree, list | tuple) and tree and isinstance(tree[0], dict):
         return [leaf for i, value in enumerate(tree) for leaf in _flatten(value, f"{prefix}[{i}]")]
     return [(prefix, tree)]
-
-
-_SERVER = ServerConfig()
-
-EngineFlags = Annotated[
-    list[str] | None,
-    Parameter(
-        help="An engine: URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]; repeat "
-        "for more. Without events= the engine is asked for its event endpoints; role= is prefill, decode or "
-        "both."
-    ),
-]
-
-HostFlag = Annotated[
-    str | None, Parameter(help=f"Address to listen on; 0.0.0.0 for all (default {_SERVER.host}).")
-]
-PortFlag = Annotated[
-    int | None, Parameter(help=f"Port to listen on; 0 takes a free one (default {_SERVER.port}).")
-]
-ConfigFlag = Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")]
-TokenizerFlag = Annotated[
-    str | None,
-    Parameter(
-        help="Tokenizer of the served model(s), where not what the engines say they serve: a directory with "
-        "tokenizer.json, ORG/NAME[@REVISION] of the hub, or off."
-    ),
-]
-SetFlags = Annotated[
-    list[str] | None, Parameter(name="--set", help="Any other setting: SECTION.KEY=VALUE; repeat for more.")
-]
-PrintFlag = Annotated[bool, Parameter(help="Print the merged configuration with its sources, and stop.")]
-CheckFlag = Annotated[bool, Parameter(help="Check the configuration, and stop.")]
-IndexFlag = Annotated[
-    str | None,
-    Parameter(
-        help="Index shared by several replicas: redis://, rediss://, redis+sentinel://, redis+cluster:// "
-        "(docs/redis.md). Without a password; see --index-file."
-    ),
-]
-IndexFileFlag = Annotated[
-    Path | None, Parameter(help="File that holds the URL of the shared index, for one with a password.")
-]
 
 
 def given(flags: Mapping[str, object], assignments: list[str] | None) -> dict[str, object]:

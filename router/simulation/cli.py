@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from kvatlas.router.config.flags import JsonFlag
 from kvatlas.router.simulation.options import AdviseOptions, SimulateOptions
 
 _SIMULATE, _ADVISE = SimulateOptions(), AdviseOptions()
@@ -22,12 +23,7 @@ def simulate(
     ],
     *,
     options: Annotated[SimulateOptions, Parameter(name="*")] = _SIMULATE,
-    json: Annotated[
-        bool,
-        Parameter(
-            help="Print one JSON object instead of a table.",
-        ),
-    ] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Compare policies, memory and engine flags on a workload: engines on a virtual clock, no GPU."""
     from kvatlas.router.simulation.command import run_simulate
@@ -45,12 +41,7 @@ def advise(
     ] = None,
     *,
     options: Annotated[AdviseOptions, Parameter(name="*")] = _ADVISE,
-    json: Annotated[
-        bool,
-        Parameter(
-            help="Print one JSON object instead of a table.",
-        ),
-    ] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Advise from your traffic: retention, memory, connectors, engines, and if prefix routing pays."""
     from kvatlas.router.simulation.advise import run_advise

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from kvatlas.router.config.flags import GROUPS, BlockTokensFlag, KvSizeFlag, ProcessesFlag, ServedModelFlag
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
@@ -29,10 +31,8 @@ class SimulateOptions:
     transfer_gbyte_s: Annotated[
         float, Parameter(help="GB/s at which a decode engine fetches a prompt's blocks.")
     ] = 10.0
-    model: Annotated[
-        str, Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups.")
-    ] = "gpt-oss-like"
-    block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64
+    model: Annotated[str, GROUPS] = "gpt-oss-like"
+    block_tokens: BlockTokensFlag = 64
     pool: Annotated[
         str,
         Parameter(
@@ -92,9 +92,7 @@ class SimulateOptions:
             "Gbit/s; kvatlas:pull=0 under --policy compares without."
         ),
     ] = None
-    kv_kib_per_token: Annotated[
-        float, Parameter(help="KiB of KV cache that one token takes in full attention, for what tiers move.")
-    ] = 100.0
+    kv_kib_per_token: KvSizeFlag = 100.0
     seeds: Annotated[int, Parameter(help="Runs per policy; several give 95 % confidence intervals.")] = 1
     requests: Annotated[
         int | None, Parameter(help="Use the first N requests (default: all of a file, 4000 of a generator).")
@@ -103,9 +101,7 @@ class SimulateOptions:
         float | None,
         Parameter(help="Time over which a generator starts its sessions (default: 0.3 per request)."),
     ] = None
-    served_model: Annotated[
-        str | None, Parameter(help="Only requests of this model, where a usage record has several.")
-    ] = None
+    served_model: ServedModelFlag = None
     fit: Annotated[
         str | None,
         Parameter(help="Take the rates from an engine (URL), a saved metrics page, or a usage record."),
@@ -124,7 +120,7 @@ class SimulateOptions:
             help="Run at 0.8 and 1.25 times the prefill rate too.",
         ),
     ] = False
-    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None
+    processes: ProcessesFlag = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +137,8 @@ class AdviseOptions:
     engines: Annotated[int | None, Parameter(help="Number of engines (default: the router's, else 8).")] = (
         None
     )
-    model: Annotated[
-        str | None,
-        Parameter(help="gpt-oss-like, gemma3-like, mamba-hybrid, full, or a JSON file with the groups."),
-    ] = None
-    block_tokens: Annotated[int, Parameter(help="Tokens per block of the models known by name.")] = 64
+    model: Annotated[str | None, GROUPS] = None
+    block_tokens: BlockTokensFlag = 64
     pool: Annotated[
         str | None,
         Parameter(
@@ -160,9 +153,7 @@ class AdviseOptions:
         str | None, Parameter(help="Host memory that each engine has behind its GPU now, as for simulate.")
     ] = None
     store: Annotated[str | None, Parameter(help="Store that the engines share now, as for simulate.")] = None
-    kv_kib_per_token: Annotated[
-        float, Parameter(help="KiB of KV cache that one token takes in full attention.")
-    ] = 100.0
+    kv_kib_per_token: KvSizeFlag = 100.0
     load: Annotated[
         float | None,
         Parameter(
@@ -183,7 +174,5 @@ class AdviseOptions:
     seeds: Annotated[
         int, Parameter(help="Runs with different arrivals; a change is advised only if it helps in each.")
     ] = 2
-    served_model: Annotated[
-        str | None, Parameter(help="Only requests of this model, where a usage record has several.")
-    ] = None
-    processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None
+    served_model: ServedModelFlag = None
+    processes: ProcessesFlag = None

@@ -10,13 +10,19 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from kvatlas.router.config.load import IndexFileFlag, IndexFlag, TokenizerFlag, index_settings, parse_engine
+from kvatlas.router.config.flags import (
+    ConfigFlag,
+    EngineFlags,
+    IndexFileFlag,
+    IndexFlag,
+    JsonFlag,
+    JsonLinesFlag,
+    RouterFlag,
+    TokenizerFlag,
+)
+from kvatlas.router.config.load import index_settings, parse_engine
 
-Json = Annotated[bool, Parameter(help="One JSON object instead of a table.")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
-ConfigFile = Annotated[
-    Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
-]
 
 
 def record(
@@ -47,7 +53,7 @@ def record(
             help="Write zeros for token ids: hashes stay valid, but their scheme can no longer be detected."
         ),
     ] = False,
-    json: Json = False,
+    json: JsonFlag = False,
 ) -> int:
     """Record the events that engines publish, history first; status 1 if the capture is incomplete."""
     from kvatlas.router.tools.record import RecordOptions, run_record
@@ -61,7 +67,7 @@ def replay(
     to_seq: Annotated[int | None, Parameter(help="Stop each engine after this sequence number.")] = None,
     source: Annotated[str | None, Parameter(help="Only this engine of the capture.")] = None,
     samples: Annotated[int, Parameter(help="Number of points in time at which residency is shown.")] = 10,
-    json: Json = False,
+    json: JsonFlag = False,
 ) -> int:
     """Play a capture: show residency per engine, group and medium over time."""
     from kvatlas.router.tools.replay import ReplayOptions, run_replay
@@ -72,7 +78,7 @@ def replay(
 def explain(
     *,
     request: Annotated[Path, Parameter(help="JSON: the body of a request, or an object with token_ids.")],
-    router: Annotated[str, Parameter(help="The running router: the URL of its ops port.")],
+    router: RouterFlag,
     api: Annotated[
         str | None,
         Parameter(
@@ -83,7 +89,7 @@ def explain(
         float | None,
         Parameter(help="Target for the first token; shows by how much each engine would miss it."),
     ] = None,
-    json: Json = False,
+    json: JsonFlag = False,
 ) -> int:
     """Explain why a prompt hits as far as it does on each engine: the spec class and block that ended the
     match.
@@ -95,7 +101,7 @@ def explain(
 
 def verify(
     *paths: Annotated[Path, Parameter(help="Recorded traces: files or folders.")],
-    json: Annotated[bool, Parameter(help="One JSON line per trace and a last one with the total.")] = False,
+    json: JsonLinesFlag = False,
     cold: Annotated[
         bool,
         Parameter(
@@ -165,10 +171,10 @@ def keys_list(*, file: _KeyFileFlag) -> int:
 
 def top(
     *,
-    router: Annotated[str, Parameter(help="URL of the router's ops port.")] = "http://127.0.0.1:9001",
+    router: RouterFlag = "http://127.0.0.1:9001",
     interval: Annotated[float, Parameter(help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, Parameter(help="Print one snapshot and stop.")] = False,
-    json: Annotated[bool, Parameter(help="Print one JSON object per refresh, one per line.")] = False,
+    json: JsonLinesFlag = False,
 ) -> int:
     """Watch a running router, engine by engine; q or Ctrl-C quits. Without a terminal: print one snapshot."""
     from kvatlas.router.tools.top import run_top
@@ -191,7 +197,7 @@ def stats(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    json: Annotated[bool, Parameter(help="As JSON.")] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Show blocks, bytes per block, engines with their generations, lease holders and feed states."""
     from kvatlas.router.tools.index import run_stats
@@ -206,19 +212,15 @@ def index_verify(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    engine: Annotated[
-        list[str] | None,
-        Parameter(
-            help="Event addresses of an engine, if the index has none or wrong ones: "
-            "URL,events=tcp://..[,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more."
-        ),
-    ] = None,
+    engine: EngineFlags = None,
     settle: Annotated[
         float, Parameter(help="Seconds a difference must persist to count (the index lags by one write).")
     ] = 5.0,
-    json: Annotated[bool, Parameter(help="As JSON.")] = False,
+    json: JsonFlag = False,
 ) -> int:
-    """Recompute residency from the live feeds and compare it with the index; status 0 only if both agree."""
+    """Recompute residency from the live feeds and compare it with the index; status 0 only if both agree.
+    --engine gives the event addresses of engines for which the index has none, or wrong ones.
+    """
     from kvatlas.router.tools.index import run_index_verify
 
     return run_index_verify(
@@ -232,13 +234,7 @@ def index_verify(
 
 def doctor(
     *,
-    engine: Annotated[
-        list[str] | None,
-        Parameter(
-            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-            "Without events= the event endpoints are read from the engine."
-        ),
-    ] = None,
+    engine: EngineFlags = None,
     router: Annotated[
         str | None,
         Parameter(
@@ -247,7 +243,7 @@ def doctor(
         ),
     ] = None,
     tokenizer: TokenizerFlag = None,
-    config: Annotated[Path | None, Parameter(help="TOML configuration file of the router.")] = None,
+    config: ConfigFlag = None,
     seconds: Annotated[float, Parameter(help="Seconds to listen for live events.")] = 3.0,
     timeout: Annotated[float, Parameter(help="Seconds to wait for each answer.")] = 5.0,
     probe: Annotated[
@@ -256,7 +252,7 @@ def doctor(
             help="Send three or four small completions to each engine, and compare predicted with real hits."
         ),
     ] = False,
-    json: Annotated[bool, Parameter(help="One JSON object with every finding.")] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Examine engines and a router as kvatlas uses them; exits with 1 if it finds a problem, and says how to
     fix it.
