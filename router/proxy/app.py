@@ -163,6 +163,8 @@ class ProxyApp:
     def close(self) -> None:
         """Close all connections to engines, and count all ended requests."""
         self.requests.deferred.apply()
+        if self.deaths is not None:
+            self.deaths.close()
         self.client.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -139,12 +139,15 @@ class Pulse:
 
 
 class _Look(msgspec.Struct, gc=False):
-    at_s: float
+    """One look at an engine."""
+
     done: asyncio.Event
+    at_s: float = 0.0
+    """When it began."""
     alive: bool | None = None
     """None: not known."""
-    answered: bool = False
-    """False when it is done: the one that asked has left."""
+    bodies: dict[bytes, float] = msgspec.field(default_factory=dict)
+    """What may have ended it, with when it was sent last, until the look is done."""
 
 
 class Deaths:
@@ -166,21 +169,55 @@ class Deaths:
         self.publish: Callable[[str, bytes], object] = lambda engine_id, digest: None
         """Tells other routers that an engine died with this body."""
         self._looks: dict[str, _Look] = {}
-        """The last one at each engine that is of use."""
+        """By engine: the one that goes on, or the last one, which found it dead a moment ago."""
+        self._later: dict[str, _Look] = {}
+        """The one after it."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """By engine, while there are looks to be had: they go on without the clients."""
+        self._bodies = 0
+        """That wait for looks."""
+
+    @property
+    def active(self) -> bool:
+        """Whether any body may have to be held back."""
+        return self._stats.suspects_current > 0 or self._bodies > 0
+
+    def close(self) -> None:
+        """End all looks: nothing is known of their engines."""
+        for task in self._tasks.values():
+            task.cancel()
 
     def learn(self, engine_id: str, digest: bytes) -> None:
         """Another router says that this body was on an engine when it died."""
         if self.suspects.died(digest, engine_id, self._clock()):
             self._stats.suspects_learned += 1
 
-    async def ended(self, digest: bytes, engine_id: str, sent_s: float) -> bool:
+    def failed(self, digest: bytes, engine_id: str, sent_s: float) -> _Look | None:
         """This body's request, which an engine has had since ``sent_s``, failed there in a way that may be
-        its death. Returns whether it is."""
-        if self._fleet.leaves(engine_id) or await self._alive(engine_id) is not False:
-            return False
-        if self.suspects.died(digest, engine_id, self._clock(), sent_s):
-            self.publish(engine_id, digest)
-        return True
+        its death. Returns the look at it, which is to be waited for by nobody; None: there is none."""
+        if self._fleet.leaves(engine_id):
+            return None
+        look = self._look(engine_id)
+        if digest not in look.bodies:
+            if self._bodies >= _SUSPECTS_MAX:
+                self._stats.suspects_forgotten += 1
+                return look
+            self._bodies += 1
+        look.bodies[digest] = max(sent_s, look.bodies.get(digest, sent_s))
+        if look.done.is_set():
+            self._settle(engine_id, look)
+        return look
+
+    async def ended(self, digest: bytes, engine_id: str, sent_s: float) -> bool:
+        """Wait for what ``failed`` looks for. Returns whether the engine is dead."""
+        look = self.failed(digest, engine_id, sent_s)
+        return look is not None and await _alive(look) is False
+
+    def cleared(self, digest: bytes) -> None:
+        """An engine has answered this body, to the end."""
+        self.suspects.clear(digest)
+        for look in self._pending():
+            self._bodies -= look.bodies.pop(digest, None) is not None
 
     def restarted(self, digest: bytes, engine_id: str, sent_s: float) -> None:
         """The process that has had this body since ``sent_s`` is gone: another one runs there now, or polls
@@ -196,11 +233,15 @@ class Deaths:
 
     def holds(self, digest: bytes, kept_s: float) -> bool:
         """Whether ``check`` would refuse this body, or ask an engine."""
+        if any(digest in look.bodies for look in self._pending()):
+            return True
         known = self.suspects.find(digest, self._clock(), kept_s)
         return known is not None and (known.deaths >= _DEATHS_MAX or not known.came_back)
 
     async def check(self, digest: bytes, kept_s: float) -> None:
         """Raise ``ApiError`` if this body must be given to no engine now."""
+        for look in [one for one in self._pending() if digest in one.bodies]:
+            await look.done.wait()
         now = self._clock()
         known = self.suspects.find(digest, now, kept_s)
         if known is None:
@@ -212,7 +253,7 @@ class Deaths:
             return
         # One that has left, as a pod that was replaced, never comes back under its id.
         gone = self._fleet.base_url(known.engine_id) is None
-        if not gone and not await self._alive(known.engine_id):
+        if not gone and not await _alive(self._look(known.engine_id)):
             raise self.held_back()
         known.came_back = True
 
@@ -225,32 +266,61 @@ class Deaths:
         counts = self._stats.suspects_refused
         counts[reason] = counts.get(reason, 0) + 1
 
-    async def _alive(self, engine_id: str) -> bool | None:
-        """Whether it answers now; None: not known. An engine dies with all its requests, which share the
+    def _pending(self) -> list[_Look]:
+        return [look for looks in (self._looks, self._later) for look in looks.values()]
+
+    def _look(self, engine_id: str) -> _Look:
+        """The look that tells whether it is alive now. An engine dies with all its requests, which share the
         looks at it; what a look from before this was asked says counts only if the engine was dead."""
         before = self._looks.get(engine_id)
-        if before is not None and (not before.done.is_set() or self._clock() - before.at_s <= _KNOWN_S):
-            await before.done.wait()
-            if before.alive is False:
-                return False
-        while (look := self._looks.get(engine_id)) is not None and look is not before:
-            await look.done.wait()
-            if look.answered:
-                return look.alive
-            before = look
-        # Nothing is awaited between the search and the entry: the others wait for this one.
-        look = self._looks[engine_id] = _Look(self._clock(), asyncio.Event())
+        if before is not None and before.done.is_set() and self._clock() - before.at_s <= _KNOWN_S:
+            return before
+        look = self._later.get(engine_id)
+        if look is None:
+            look = self._later[engine_id] = _Look(asyncio.Event())
+            if engine_id not in self._tasks:
+                self._tasks[engine_id] = asyncio.create_task(self._watch(engine_id))
+        return look
+
+    async def _watch(self, engine_id: str) -> None:
+        """Look at one engine, as long as a look at it is asked for."""
         try:
-            base_url = self._fleet.base_url(engine_id)
-            look.alive = False if base_url is None else await self._pulse(base_url)
-            look.answered = True
+            while (look := self._later.pop(engine_id, None)) is not None:
+                look.at_s = self._clock()
+                self._looks[engine_id] = look
+                base_url = self._fleet.base_url(engine_id)
+                look.alive = False if base_url is None else await self._pulse(base_url)
+                self._settle(engine_id, look)
+                if look.alive is False and (later := self._later.pop(engine_id, None)) is not None:
+                    later.at_s, later.alive = look.at_s, False
+                    self._settle(engine_id, later)
         finally:
-            look.done.set()
+            del self._tasks[engine_id]
+            for looks in (self._looks, self._later):
+                if (left := looks.get(engine_id)) is not None and not left.done.is_set():
+                    del looks[engine_id]
+                    self._settle(engine_id, left)
             self._forget(self._clock())
-        return look.alive
+
+    def _settle(self, engine_id: str, look: _Look) -> None:
+        """Note what this look found."""
+        bodies, look.bodies = look.bodies, {}
+        self._bodies -= len(bodies)
+        now = self._clock()
+        for digest, sent_s in bodies.items() if look.alive is False else ():
+            if self.suspects.died(digest, engine_id, now, sent_s):
+                self.publish(engine_id, digest)
+        look.done.set()
 
     def _forget(self, now: float) -> None:
         for name in [
-            one for one, look in self._looks.items() if look.done.is_set() and now - look.at_s > _KNOWN_S
+            one
+            for one, look in self._looks.items()
+            if look.done.is_set() and (look.alive is not False or now - look.at_s > _KNOWN_S)
         ]:
             del self._looks[name]
+
+
+async def _alive(look: _Look) -> bool | None:
+    await look.done.wait()
+    return look.alive

@@ -141,6 +141,10 @@ class Forwarder:
         self._lines = 0
         self._lines_second = 0
 
+    @property
+    def _suspicious(self) -> bool:
+        return self._deaths is not None and self._deaths.active
+
     def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
         """Set the settings of new requests."""
         self._settings = self._legs.proxy = settings
@@ -158,12 +162,12 @@ class Forwarder:
                 raise
             await self._end_stream(error, out, send)
         deaths = self._deaths
-        if deaths is not None and (out.lost or self._stats.suspects_current):
-            # The client has its answer, or the error in its place.
+        if deaths is not None and (out.lost or deaths.active):
             if out.lost and out.carrier is None and self._settings.suspect_s:
-                await deaths.ended(out.digest(), out.lost, out.asked_s)
+                # Nobody waits for the look: an answer that broke off is cut by returning from here.
+                deaths.failed(out.digest(), out.lost, out.asked_s)
             elif not out.record.broken and 200 <= out.record.status < 300:
-                deaths.suspects.clear(out.digest())
+                deaths.cleared(out.digest())
 
     async def _end_stream(self, error: ApiError, out: Outbound, send: Send) -> None:
         """The client has had comments, and no engine goes on: tell it so in the stream."""
@@ -197,7 +201,7 @@ class Forwarder:
             try:
                 placement = await (
                     self._place_again(out, exclude, left, disagg)
-                    if disagg is not None or left or self._stats.suspects_current
+                    if disagg is not None or left or self._suspicious
                     else self._planner.place(out.request, exclude=exclude)
                 )
             except ApiError:
@@ -212,7 +216,7 @@ class Forwarder:
             try:
                 outcome = await (
                     self._attempt(placement, out, carrier, None, send)
-                    if disagg is None and out.entry is None and not self._stats.suspects_current
+                    if disagg is None and out.entry is None and not self._suspicious
                     else self._carry_on(placement, out, carrier, send, disagg)
                 )
             except AgainError as again:
@@ -254,7 +258,7 @@ class Forwarder:
     ) -> Attempt:
         """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other. What may have
         ended an engine is held back before it takes a place: to ask that engine takes seconds."""
-        if self._deaths is not None and self._stats.suspects_current:
+        if self._deaths is not None and self._deaths.active:
             await self._deaths.check(out.digest(), self._settings.suspect_s)
         if disagg is not None:
             exclude |= disagg.failed
@@ -275,7 +279,7 @@ class Forwarder:
         try:
             if (
                 self._deaths is not None
-                and self._stats.suspects_current
+                and self._deaths.active
                 and self._deaths.holds(out.digest(), self._settings.suspect_s)
             ):
                 # It may have ended an engine while it waited for its place.

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvatlas.router.openai.apis import COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.proxy.deaths import DIGEST_BYTES, Deaths, Suspects, digest_of
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from kvatlas.router.replication.gossip import GossipedInflight
@@ -174,6 +175,34 @@ async def test_a_stream_that_broke_off_with_its_engine_is_a_suspect_too() -> Non
         assert error_of(COMPLETION, got.body)["code"] == "engine_stream_broken"
         assert (await ask(rig, body("poison", stream=True))).json()["error"]["code"] == "engine_died"
         assert [len(asked(engine)) for engine in engines] == [1, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_breaks_off_is_cut_before_its_engine_is_looked_at(stream: bool) -> None:
+    async def hangs(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        if call.head.first[0] == "GET":
+            await engine.go.wait()
+        elif stream:
+            writer.write(SSE_HEAD + chunk(event_of(STREAMS[COMPLETION].token)))
+        else:
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900000\r\n\r\n"
+            )
+            writer.write(b"x" * 300_000)
+        await writer.drain()
+        await asyncio.sleep(0.002)  # only so that the end comes in a packet of its own
+        reset(writer)
+
+    async with routed(hangs, says(200, b"{}")) as (rig, (first, second), _):
+        assert rig.app.deaths is not None
+        got = await ask(rig, body("poison", stream=stream))
+        assert (got.status, got.whole) == (200, stream)
+        assert (rig.app.deaths.active, rig.stats.suspects_noted) == (True, 0)
+        first.server.close()
+        # What comes meanwhile waits for the look.
+        got = await ask(rig, body("poison", stream=stream))
+        assert (got.status, got.json()["error"]["code"]) == (503, "engine_died")
+        assert (asked(second), rig.stats.suspects_noted) == ([], 1)
 
 
 async def test_after_two_deaths_no_engine_gets_it_for_minutes() -> None:
@@ -418,54 +447,94 @@ def test_the_rules_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stats.suspects_forgotten, stats.suspects_current) == (2, 3)
 
 
-async def test_all_that_an_engine_died_with_look_once_and_no_look_from_before_counts() -> None:
-    looks: list[asyncio.Future[bool]] = []
+class Looks:
+    """Looks that the test answers."""
 
-    async def pulse(base_url: str) -> bool:
-        looks.append(asyncio.get_running_loop().create_future())
-        return await looks[-1]
+    def __init__(self) -> None:
+        self.asked: list[asyncio.Future[bool | None]] = []
+        self.stats = ProxyStats()
+        self.deaths = Deaths(Fleet(), self, self.stats, lambda: 0.0)
 
-    deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
-    first = asyncio.ensure_future(deaths.ended(b"1", "a", 0.0))
-    await asyncio.sleep(0)
-    others = [asyncio.ensure_future(deaths.ended(b"%d" % n, "a", 0.0)) for n in range(2, 9)]
-    await asyncio.sleep(0)
-    assert len(looks) == 1
-    looks[0].set_result(False)
-    assert await asyncio.gather(first, *others) == [True] * 8
-    # It is back, and looked at for one request; another one breaks it meanwhile.
-    deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
-    first = asyncio.ensure_future(deaths.ended(b"1", "a", 0.0))
-    await asyncio.sleep(0)
-    second = asyncio.ensure_future(deaths.ended(b"2", "a", 0.0))
-    await asyncio.sleep(0)
-    looks[1].set_result(True)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    looks[2].set_result(False)
-    assert await asyncio.gather(first, second) == [False, True]
+    async def __call__(self, base_url: str) -> bool | None:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
 
+    async def ended(self, *names: int) -> list[asyncio.Task[bool]]:
+        """Bodies that failed at one engine, seen to wait."""
+        waits = [asyncio.create_task(self.deaths.ended(b"%d" % name, "a", 0.0)) for name in names]
+        await self.settled()
+        return waits
 
-@pytest.mark.parametrize(("alive", "pulses"), [(True, 2), (None, 2), (False, 1)])
-async def test_a_thousand_requests_that_fail_together_share_the_looks(
-    alive: bool | None, pulses: int
-) -> None:
-    """A look from before the failure of most, and one from after it."""
-    looks: list[asyncio.Future[bool | None]] = []
-
-    async def pulse(base_url: str) -> bool | None:
-        looks.append(asyncio.get_running_loop().create_future())
-        return await looks[-1]
-
-    stats = ProxyStats()
-    deaths = Deaths(Fleet(), pulse, stats, lambda: 0.0)
-    tasks = [asyncio.ensure_future(deaths.ended(b"%d" % n, "a", 0.0)) for n in range(1000)]
-    for number in range(pulses):
-        while len(looks) <= number:
+    async def settled(self) -> None:
+        for _ in range(5):
             await asyncio.sleep(0)
-        looks[number].set_result(alive)
-    assert await asyncio.gather(*tasks) == [alive is False] * 1000
-    assert (len(looks), stats.suspects_noted) == (pulses, 1000 * (alive is False))
+
+    async def said(self, number: int, alive: bool | None) -> None:
+        """The look of this number ends."""
+        self.asked[number].set_result(alive)
+        await self.settled()
+
+
+@pytest.mark.parametrize("first", [True, None, False])
+async def test_all_that_an_engine_died_with_share_the_looks_and_no_look_from_before_counts(
+    first: bool | None,
+) -> None:
+    """A look that began before a failure counts only if the engine was dead."""
+    looks = Looks()
+    early = await looks.ended(*range(500))
+    late = await looks.ended(*range(500, 1000))
+    assert (len(looks.asked), looks.deaths.active) == (1, True)
+    await looks.said(0, first)
+    if first is not False:
+        await looks.said(1, False)
+    assert len(looks.asked) == (1 if first is False else 2)
+    assert await asyncio.gather(*early) == [first is False] * 500
+    assert await asyncio.gather(*late) == [True] * 500
+    assert looks.stats.suspects_noted == (1000 if first is False else 500)
+    # Known for a moment: nothing more is asked.
+    assert await asyncio.gather(*await looks.ended(2000)) == [True]
+    assert len(looks.asked) == (1 if first is False else 2)
+
+
+async def test_a_look_goes_on_without_its_client_and_holds_back_meanwhile() -> None:
+    looks = Looks()
+    (client,) = await looks.ended(1)
+    client.cancel()
+    check = asyncio.ensure_future(looks.deaths.check(b"1", 300.0))
+    other = asyncio.ensure_future(looks.deaths.check(b"2", 300.0))
+    await looks.settled()
+    assert (check.done(), other.done(), looks.stats.suspects_noted) == (False, True, 0)
+    await looks.said(0, False)
+    with pytest.raises(ApiError, match="may have"):
+        await check
+    assert looks.stats.suspects_noted == 1
+
+
+async def test_what_is_answered_while_its_engine_is_looked_at_is_no_suspect() -> None:
+    looks = Looks()
+    await looks.ended(1)
+    looks.deaths.cleared(b"1")
+    assert not looks.deaths.active
+    await looks.said(0, False)
+    assert looks.stats.suspects_noted == 0
+
+
+async def test_the_bodies_that_wait_for_looks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.router.proxy.deaths._SUSPECTS_MAX", 3)
+    looks = Looks()
+    waits = await looks.ended(*range(5))
+    await looks.said(0, False)
+    assert await asyncio.gather(*waits) == [True] * 5
+    assert (looks.stats.suspects_noted, looks.stats.suspects_forgotten) == (3, 2)
+
+
+async def test_the_looks_end_with_the_router() -> None:
+    looks = Looks()
+    waits = await looks.ended(1, 2)
+    later = await looks.ended(3)
+    looks.deaths.close()
+    assert await asyncio.gather(*waits, *later) == [False] * 3
+    assert (looks.deaths.active, looks.stats.suspects_noted) == (False, 0)
 
 
 async def test_our_own_limits_make_no_request_a_suspect() -> None:
@@ -497,22 +566,3 @@ async def test_all_that_fail_of_one_death_count_as_one_however_late() -> None:
     suspect = deaths.suspects.find(b"x", now[0], 300.0)
     assert suspect is not None
     assert (suspect.deaths, said) == (2, ["a", "a"])
-
-
-async def test_a_look_whose_client_leaves_is_taken_over() -> None:
-    looks: list[asyncio.Future[bool]] = []
-
-    async def pulse(base_url: str) -> bool:
-        looks.append(asyncio.get_running_loop().create_future())
-        return await looks[-1]
-
-    deaths = Deaths(Fleet(), pulse, ProxyStats(), lambda: 0.0)
-    first = asyncio.ensure_future(deaths.ended(b"1", "a", 0.0))
-    await asyncio.sleep(0)
-    second = asyncio.ensure_future(deaths.ended(b"2", "a", 0.0))
-    await asyncio.sleep(0)
-    first.cancel()
-    await asyncio.wait([first])
-    await asyncio.sleep(0)
-    looks[1].set_result(False)
-    assert await second

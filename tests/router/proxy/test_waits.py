@@ -38,7 +38,6 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
     "forward": {
         ("forward", "self._forward"): INNER,
         ("forward", "self._end_stream"): OVER,
-        ("forward", "deaths.ended"): OVER,
         ("_end_stream", "waits"): OVER,
         ("_forward", "self._planner.place"): INNER,
         ("_forward", "self._place_again"): INNER,
