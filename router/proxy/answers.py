@@ -144,6 +144,7 @@ _MARK_BYTES = 256
 # APIs whose events have a ``finish_reason``, null but in the last one.
 _IN_CHOICES: Final = frozenset({CHAT, COMPLETION, GENERATE, BATCH})
 _GOES_ON = b'"finish_reason":null'
+_REASON = b'"finish_reason"'
 _UNKNOWN_END = b"\0"  # of no event
 # APIs that name their events: the names of those that come by the hundred.
 _DELTAS: Final = {
@@ -227,6 +228,8 @@ class SseRelay:
             has_usage
             or count != 1
             or not (data.endswith(self._usual_end) and data.startswith(self._usual_start))
+            # Of several answers in one event, the last one says nothing of the others.
+            or data.find(_REASON, 0, -len(self._usual_end)) >= 0
         ):
             self.count = count - data.count(_DONE)
             data = self._watch(data)

@@ -47,6 +47,7 @@ class Attempt:
         *(
             "_breaker",
             "_heard",
+            "_works",
             "abandoned",
             "asked_s",
             "base_url",
@@ -87,7 +88,7 @@ class Attempt:
         """Seconds that it waited in the router for an engine with room."""
         self.now = now
         self._breaker = breaker
-        self._heard = False
+        self._heard = self._works = False
         self.open = True
         """It has not ended."""
         self.failed = ""
@@ -180,11 +181,12 @@ class Attempt:
         engine turns out to have been restarted meanwhile."""
 
     def answered(self, status: int) -> None:
-        """The engine gave a head that is no error of its own."""
-        if status < 400:
-            self._breaker.succeeded(self.now())
+        """The engine gave a head that is no error of its own. One of success is no answer yet: an engine that
+        breaks every answer behind it works for nobody."""
+        if 200 <= status < 300:
+            self._breaker.taken(self.now())
         else:
-            self._breaker.record(True, self.now())
+            self._succeeded(self.now())
 
     def first_byte(self, status: int) -> None:
         """The first byte of its body came, of a stream the first event: the engine works."""
@@ -192,6 +194,8 @@ class Attempt:
             now = self.now()
             self._heard = True
             self._breaker.answered_at(now)
+            if self.request.stream and 200 <= status < 300:
+                self._succeeded(now)
             if self.open and 200 <= status < 300:
                 self._begun(now)
 
@@ -253,8 +257,16 @@ class Attempt:
     def finished(self, usage: Usage | None) -> None:
         """The answer ended (also when the client went away: ``usage`` is None then)."""
         if self.open:
+            if self._heard:
+                self._succeeded(self.now())
             self.open = False
             self._ended(usage, "")
+
+    def _succeeded(self, now: float) -> None:
+        """Its first token came, or its end: once."""
+        if not self._works:
+            self._works = True
+            self._breaker.record(True, now)
 
     def _end(self, usage: Usage | None, failed: str) -> bool:
         was_open, self.open = self.open, False
@@ -417,6 +429,10 @@ class OwnConnections:
 REFUSALS: Final = frozenset({429, 500, 502, 503, 504})
 # The status of an engine that the request may have broken.
 BROKEN: Final = 500
+# What a proxy in front of an engine says when the connection behind it broke (502), or when nothing came
+# within its time (504): the engine had the request, as where our own connection breaks. 503 is said by those
+# that did not take it.
+BROKEN_STATUSES: Final = frozenset({BROKEN, 502, 504})
 
 
 class EventRefusedError(Exception):

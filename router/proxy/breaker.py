@@ -276,9 +276,8 @@ class Breaker:
         elif self._in_a_row >= self._settings.failures_max or self._share_too_high():
             self._open(now, self._settings.open_s_first)
 
-    def succeeded(self, now: float) -> None:
-        """A request was taken: its answer has begun with a status of success."""
-        self.record(True, now)
+    def taken(self, now: float) -> None:
+        """A request was not refused: the head of its answer says success, which proves nothing more."""
         self._pause.succeeded(now)
         if self.free_until != math.inf:
             self._update()

@@ -35,6 +35,7 @@ from kvatlas.router.pd.transfer import (
 from kvatlas.router.proxy.answers import read_usage
 from kvatlas.router.proxy.attempt import (
     BROKEN,
+    BROKEN_STATUSES,
     REFUSALS,
     Answer,
     Attempt,
@@ -219,7 +220,8 @@ class DisaggForwarder:
             if attempt.refused(status, wait_s):
                 self._proxy_stats.count_failure("status")
             disagg.prefill_failed(attempt.engine_id)
-            raise AgainError("status", attempt.engine_id, Harm.BROKE if status == BROKEN else Harm.NONE)
+            harm = Harm.BROKE if status in BROKEN_STATUSES else Harm.NONE
+            raise AgainError("status", attempt.engine_id, harm)
         attempt.answered(status)
         if status != 200:
             # the decode engine will tell the client why its request is invalid

@@ -43,6 +43,7 @@ from kvatlas.router.pd.transfer import KvSource, connector_of
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.attempt import (
     BROKEN,
+    BROKEN_STATUSES,
     REFUSALS,
     Answer,
     Attempt,
@@ -644,5 +645,5 @@ def _unrepeatable(request: InboundRequest, outcome: Refusal | UpstreamError) -> 
 def _broke(outcome: Refusal | UpstreamError) -> bool:
     """Whether the request may have broken the engine: it was there, and no answer came of it."""
     if isinstance(outcome, Refusal):
-        return outcome.status == BROKEN
+        return outcome.status in BROKEN_STATUSES
     return broke(outcome)

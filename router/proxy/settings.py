@@ -103,7 +103,8 @@ class ProxyStats(ClientStats):
     streams_broken: Annotated[int, "kvatlas_proxy_streams_broken_total"] = 0
     """Answers that broke off, or ended with an error, after a part had been given to the client."""
     engines_broken: Annotated[int, "kvatlas_proxy_engines_broken_total"] = 0
-    """Requests whose engine answered 500 or ended the connection before the first byte, each time."""
+    """Requests whose engine answered 500, 502 or 504, or ended the connection before the first byte, each
+    time."""
     requests_quarantined: Annotated[int, "kvatlas_proxy_requests_quarantined_total"] = 0
     """Requests not tried again because they had broken two engines."""
     suspects_noted: Annotated[int, "kvatlas_proxy_suspects_noted_total"] = 0

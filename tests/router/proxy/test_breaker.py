@@ -18,6 +18,11 @@ def _opened(now: float = 0.0) -> Breaker:
     return breaker
 
 
+def _succeeds(breaker: Breaker, now: float) -> None:
+    breaker.taken(now)
+    breaker.record(True, now)
+
+
 def test_opens_after_failures_in_a_row_only() -> None:
     breaker = Breaker(S)
     for _ in range(10):
@@ -136,7 +141,7 @@ def test_a_retry_after_is_independent_of_health_and_the_later_of_two_counts() ->
 
 def test_a_retry_after_ends_with_the_first_success() -> None:
     breaker = _pausing(30.0)
-    breaker.succeeded(0.1)
+    _succeeds(breaker, 0.1)
     assert breaker.allows(0.1)
 
 
@@ -144,7 +149,7 @@ def test_requests_that_succeed_say_more_than_those_that_are_refused() -> None:
     """One client's requests are refused, all others' are served."""
     breaker, now = Breaker(S), 0.0
     for number in range(100):
-        breaker.succeeded(now)
+        _succeeds(breaker, now)
         breaker.refused(2 * number, 60.0, now)
         breaker.refused(2 * number + 1, 60.0, now)
         assert breaker.allows(now)
@@ -174,7 +179,7 @@ def test_what_only_one_client_was_refused_keeps_other_clients_in() -> None:
     assert not breaker.allows(now - 0.01, attacker)
     breaker.refused(-1, 30.0, now, 8)  # a second client: it is the engine
     assert not breaker.allows(now, 9)
-    breaker.succeeded(now)
+    _succeeds(breaker, now)
     assert breaker.allows(now, attacker)
 
 
@@ -191,7 +196,7 @@ def test_clients_that_were_not_refused_have_the_probes_first() -> None:
             served.append(allowed)
             if allowed:
                 breaker.begin(now, client=3)
-                breaker.succeeded(now)
+                _succeeds(breaker, now)
     assert sum(served) > 0.7 * len(served)
 
 
@@ -331,7 +336,7 @@ def test_free_until_then_means_allowed_until_then(steps: list[tuple[float, str]]
         now += wait_s
         match what:
             case "ok":
-                breaker.succeeded(now)
+                _succeeds(breaker, now)
             case "fail":
                 breaker.record(False, now)
             case "begin" | "stream":

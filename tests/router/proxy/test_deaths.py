@@ -262,11 +262,12 @@ async def test_a_request_whose_engine_is_well_goes_to_another_one(script: str) -
         assert rig.stats.suspects_noted == 0
 
 
-async def test_a_server_whose_core_is_dead_is_not_alive() -> None:
-    """vLLM's answers ``/health`` with 503 then."""
+@pytest.mark.parametrize(("status", "looks"), [(500, 503), (502, 502), (504, 504), (502, 503)])
+async def test_a_server_whose_core_is_dead_is_not_alive(status: int, looks: int) -> None:
+    """vLLM's answers ``/health`` with 503 then, a proxy in front of it with 502 or 504."""
 
     async def dead(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer(503 if call.head.first[0] == "GET" else 500, b"dead"))
+        writer.write(answer(looks if call.head.first[0] == "GET" else status, b"dead"))
 
     async with routed(dead, says(200, b"{}")) as (rig, (_, second), _):
         assert (await ask(rig, body("x"))).json()["error"]["code"] == "engine_died"

@@ -7,11 +7,12 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.events import (
     EVENT_ENDS,
@@ -395,3 +396,26 @@ def test_no_bytes_of_an_engine_raise_or_are_lost(pieces: list[bytes], path: str,
     out = b"".join(relay.feed(piece) for piece in pieces if piece) + relay.end()
     if not relay.aborted:
         assert sorted(out) == sorted(b"".join(pieces))
+
+
+@pytest.mark.parametrize("replaceable", [True, False])
+@pytest.mark.parametrize("reason", ["abort", "error"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, GENERATE, BATCH])
+def test_of_several_answers_in_one_event_each_is_looked_at(path: str, reason: str, replaceable: bool) -> None:
+    """The last one of an event goes on, as the ones before did; another one is over."""
+
+    def event(*reasons: str | None) -> bytes:
+        choices = [
+            {"index": at, "text": "x", "token_ids": [1], "finish_reason": one}
+            for at, one in enumerate(reasons)
+        ]
+        return b"data: " + msgspec.json.encode({"choices": choices}) + b"\n\n"
+
+    relay = SseRelay(path, replaceable=replaceable)
+    for data in (event(None), event(None), event(None, None)):
+        assert relay.feed(data) == data
+    relay.feed(event(reason, None))
+    if reason == "error":
+        assert relay.failed == 500
+    else:
+        assert (relay.aborted, relay.given_up) == (replaceable, not replaceable)

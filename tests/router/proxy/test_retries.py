@@ -93,15 +93,18 @@ async def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [says(500, b"boom"), writes(then="close"), writes(SSE_HEAD, then="reset")],
-    ids=["error", "close", "reset"],
+    [
+        *(says(500, b"boom"), says(502, b"bad gateway"), says(504, b"too late")),
+        *(writes(then="close"), writes(SSE_HEAD, then="reset")),
+    ],
+    ids=["error", "its proxy lost it", "its proxy waited in vain", "close", "reset"],
 )
 async def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -> None:
     with structlog.testing.capture_logs() as lines:
         async with contextlib.AsyncExitStack() as stack:
             engines = [await stack.enter_async_context(Engine(script)) for _ in range(4)]
             rig = await stack.enter_async_context(routing(*[engine.url for engine in engines]))
-            assert (await ask(rig, request(CHAT, "x-request-id: poison-7"))).status in (500, 502)
+            assert (await ask(rig, request(CHAT, "x-request-id: poison-7"))).status in (500, 502, 504)
             assert [len(engine.calls) for engine in engines] == [1, 1, 0, 0]
             assert (rig.stats.engines_broken, rig.stats.requests_quarantined) == (2, 1)
     told = [line for line in lines if line.get("request_id") == "poison-7"]
