@@ -227,7 +227,7 @@ async def test_connection_closed_while_idle_is_not_used() -> None:
 
 
 async def test_connections_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.router.http.upstream.IDLE_CONNECTIONS_MAX", 2)
+    monkeypatch.setattr("kvatlas.router.http.upstream_pool.IDLE_CONNECTIONS_MAX", 2)
 
     settings = ProxySettings(engine_connections_max=4)
 
