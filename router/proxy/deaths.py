@@ -30,6 +30,8 @@ from kvatlas.router.proxy.headers import request_head
 from kvatlas.router.proxy.settings import ProxyStats
 
 DIGEST_BYTES = 16
+HELD_BACK = frozenset({"engine_died", "request_ends_engines"})
+"""Codes of the errors for what is given to no engine."""
 _SUSPECTS_MAX = 8192
 _DEATHS_MAX = 2
 # One engine does not die twice within this time, for all that other routers say: they do not tell when the

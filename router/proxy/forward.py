@@ -57,7 +57,7 @@ from kvatlas.router.proxy.attempt import (
     ended_with_process,
     engine_failed,
 )
-from kvatlas.router.proxy.deaths import Deaths
+from kvatlas.router.proxy.deaths import HELD_BACK, Deaths
 from kvatlas.router.proxy.disaggregated import (
     AgainError,
     DisaggForwarder,
@@ -205,9 +205,10 @@ class Forwarder:
                     if disagg is not None or left or self._suspicious
                     else self._planner.place(out.request, exclude=exclude)
                 )
-            except ApiError:
+            except ApiError as error:
                 # An engine that was not asked has not answered, and one with a longer context may come back.
-                if outcome is None or _unasked(outcome):
+                # What may have ended engines is held back whatever the last one answered.
+                if outcome is None or _unasked(outcome) or error.code in HELD_BACK:
                     raise
                 break
             if attempt:
