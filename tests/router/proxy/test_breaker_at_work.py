@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvatlas.router.openai.request import CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.proxy.breaker import Breaker
 from tests.router.proxy.test_deaths import body
 from tests.support.api_streams import STREAMS, event_of, stream_of
