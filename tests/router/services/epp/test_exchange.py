@@ -16,9 +16,10 @@ import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
-from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
+from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER, PdSettings
 from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.placement.engine import BAND_MS
 from kvatlas.router.proxy.relay import AnswerRelay
@@ -29,6 +30,8 @@ from kvatlas.router.services.epp.messages import bytes_field, number_field
 from kvatlas.router.services.epp.settings import EppSettings, EppStats
 from tests.router.services.epp.test_messages import PB, read
 from tests.support.h2_peer import H2Peer, h2_peer
+from tests.support.pairs import busy
+from tests.support.sidecars import completion, endpoint
 from tests.support.waiting import until, until_thread
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
@@ -203,6 +206,72 @@ async def test_a_gateway_takes_the_body_with_a_retention_hint_to_the_engine(
         assert json.loads(text) == json.loads(chat(kv_transfer_params={"retention_hint": hint}))
         await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
         await peer.until_over(number)
+
+
+@asynccontextmanager
+async def gateway_of_a_pair() -> AsyncIterator[tuple[Rig, H2Peer, SimulatedEngine, SimulatedEngine]]:
+    """A router with a prefill engine, and a decode engine that is behind a sidecar."""
+    settings = EppSettings(listen="127.0.0.1:0", tls=False, sidecar=True)
+    splits = PdSettings(min_remote_tokens=64, leg_overhead_s=0.0, transfer_s_per_token=0.0)
+    async with running({"role": "prefill"}, {"role": "decode"}) as (p, d):
+        addresses = (EngineAddress(one.base_url, role=one.settings.role) for one in (p, d))
+        async with routing(configure(*addresses, epp=settings, pd=splits)) as rig:
+            assert rig.router.picker is not None
+            async with h2_peer(rig.router.picker.addresses["listen"][1]) as peer:
+                yield rig, peer, p, d
+                await until(lambda: rig.idle, "every request has ended")
+                rig.check_books()
+
+
+async def split(peer: H2Peer, rig: Rig, prompt: int, answer: bytes) -> dict[str, str]:
+    """Send a completion of a new prompt, answer it, and return the fields that the picker added."""
+    number = peer.open(PROCESS)
+    fields = {b":method": b"POST", b":path": b"/v1/completions", b":authority": b"a"}
+    sent = json.dumps(completion(prompt)).encode()
+    with busy(rig):
+        await peer.send(number, head(REQUEST_HEADERS, fields) + body(REQUEST_BODY, sent, ends=True))
+        await until(lambda: len(messages(peer, number)) == 2, "the choice is sent")
+        choice, given = messages(peer, number)
+        assert given.request_body.response.body_mutation.streamed_response.body == sent
+        await peer.send(number, answer)
+        await peer.until_over(number)
+    sets = choice.request_headers.response.header_mutation.set_headers
+    return {each.header.key: each.header.raw_value.decode() for each in sets}
+
+
+async def test_a_sidecar_is_named_one_prefill_engine() -> None:
+    usage = {"prompt_tokens": 700, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}}
+    answer = json.dumps({"choices": [], "usage": usage}).encode()
+    async with gateway_of_a_pair() as (rig, peer, p, d):
+        given = await split(peer, rig, 1, OK + body(RESPONSE_BODY, answer, ends=True))
+        assert (given[DESTINATION], given[PREFILLER.decode()]) == (endpoint(d), endpoint(p))
+        assert rig.router.proxy.pd_stats.split == 1
+        await until(lambda: rig.idle, "the receipts are written")
+        told = {one.leg: (one.engine_id, one.outcome) for one in rig.router.accounts.receipts.latest}
+        assert told == {"prefill": (p.base_url, "unreported"), "decode": (d.base_url, "unpredicted")}
+
+
+@pytest.mark.parametrize(("status", "expected"), [(b"500", [False]), (b"502", [False]), (b"400", [])])
+async def test_an_error_of_a_split_request_counts_against_the_prefill_engine(
+    status: bytes, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every decode engine would be out of use soon, if one bad prefill engine counted against them."""
+    failed = head(RESPONSE_HEADERS, {b":status": status}) + body(RESPONSE_BODY, b"{}", ends=True)
+    async with gateway_of_a_pair() as (rig, peer, p, d):
+        told: dict[str, list[bool]] = {p.base_url: [], d.base_url: []}
+
+        def listen(url: str) -> None:
+            def record(ok: bool, now: float, *, connection: bool = True) -> None:
+                told[url].append(ok)
+
+            monkeypatch.setattr(rig.router.fleet.get(url).breaker, "record", record)
+
+        for url in told:
+            listen(url)
+        await split(peer, rig, 1, failed)
+        await until(lambda: rig.idle, "the request has ended")
+        assert told[p.base_url] == expected
+        assert False not in told[d.base_url]
 
 
 async def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from tests.support.whole_router import LOCAL, running
 SMALL_POOL = {"groups": "full", "num_blocks": 200}
 
 
-async def bad_checks(url: str, *, model: ModelConfig = LOCAL, timeout_s: float = 2.0) -> set[str]:
+async def bad_checks(url: str, *, model: ModelConfig = LOCAL) -> set[str]:
     """The checks that warn of an engine after a probe; each with cause and remedy."""
     config = Config(engines=(EngineAddress(url),), models={ANY_MODEL: model})
-    settings = ExamineSettings(seconds=0.0, timeout_s=timeout_s, probe_timeout_s=10.0, probe=True)
+    settings = ExamineSettings(seconds=0.0, timeout_s=2.0, probe_timeout_s=10.0, probe=True)
     seen = await examine(config, settings, router_url=None, progress=lambda _text: None)
     bad = [finding for finding in run_checks(seen) if finding.severity in BAD]
     assert all(finding.cause and finding.remedy for finding in bad), bad
@@ -122,7 +122,7 @@ def twisted(*, all_hashes: bool) -> Change:
 )
 async def test_a_fault_of_events(change: Change, expected: set[str]) -> None:
     async with publishing_otherwise(change) as engine:
-        assert expected <= await bad_checks(engine.base_url, timeout_s=0.5)
+        assert expected <= await bad_checks(engine.base_url)
 
 
 @pytest.mark.parametrize("untrue", [lambda cached: 0, lambda cached: cached + 16], ids=["nothing", "more"])
@@ -147,7 +147,7 @@ async def test_prefix_caching_off() -> None:
 
         engine.pool.start = start  # type: ignore[method-assign]
         engine.model._cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
-        found = await bad_checks(engine.base_url, timeout_s=0.3)
+        found = await bad_checks(engine.base_url)
         assert {"cache.prefix_caching", "events.flow"} <= found
 
 
