@@ -142,7 +142,7 @@ async def test_drain_does_not_last_for_ever(how: str) -> None:
 async def test_idle_router_ends_immediately() -> None:
     async with Engine(_slow) as engine, router(engine, 60) as process:
         process.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.process.wait(), WAIT_S) == 0
         assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
 
 

@@ -177,7 +177,7 @@ def full_listener() -> Iterator[tuple[socket.socket, str]]:
 
 @pytest.mark.real  # a full backlog
 async def test_connect_time_out_tries_another_engine() -> None:
-    settings = ProxySettings(connect_timeout_s=0.3)
+    settings = ProxySettings(connect_timeout_s=1.0)
     with full_listener() as (_, url):
         async with Engine(GOOD) as good, routing(url, good.url, settings=settings) as rig:
             assert (await ask(rig)).status == 200
@@ -192,7 +192,7 @@ async def test_an_engine_whose_backlog_was_full_is_asked_again_where_there_is_no
             writer.write(answer(200, b'{"late": 1}'))
         writer.close()
 
-    settings = ProxySettings(connect_timeout_s=0.5)
+    settings = ProxySettings(connect_timeout_s=1.0)
     with full_listener() as (full, url):
         async with routing(url, settings=settings) as rig:
             asked = asyncio.create_task(ask(rig))
