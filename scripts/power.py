@@ -38,7 +38,7 @@ FAST = "not vllm and not envoy and not process and not long"
 EXTRA_TESTS = {
     "router/admission": [
         *("admission", "keys", "queue", "tenants_apart", "cache_isolation", "service_levels"),
-        "replication/test_limits.py",
+        "router/replication/test_limits.py",
     ],
     "router/placement": [
         *("engine_order", "pull", "first_token", "late_events", "endings", "chosen_engines", "estimates"),
@@ -52,16 +52,18 @@ EXTRA_TESTS = {
     "router/feeds": ["recovery", "late_events"],
     "router/openai": [
         *("client_numbers", "work_of_requests", "agent_apis", "rights", "usage"),
-        *("proxy/test_screen.py", "proxy/test_apis.py", "pd/test_bodies.py", "prompts/test_bad_bodies.py"),
-        *("prompts/test_large_bodies.py", "admission/queue/test_claims.py"),
+        *("router/proxy/test_screen.py", "router/proxy/test_apis.py", "router/pd/test_bodies.py"),
+        *("router/prompts/test_bad_bodies.py", "router/prompts/test_large_bodies.py"),
+        "router/admission/queue/test_claims.py",
     ],
     "router/fleet": ["engines", "scaling", "reload", "sources", "isolation_proof"],
     "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],
+    "publisher/pool": ["publisher/simulator/test_pull.py", "publisher/test_sglang_events.py"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],
     "router/prompts": ["frontends", "images", "token_ids"],
 }
-"""Files ``tests/router/app/test_NAME.py``, or others below ``tests/router``: they show the work of a part
-through what uses it."""
+"""Files ``tests/router/app/test_NAME.py``, or others below ``tests``, that show the work of a part through
+what uses it."""
 
 COPIED = [
     "kvatlas",
@@ -294,7 +296,7 @@ def main() -> int:
         return 0
     own = ROOT / "tests" / part
     through = [
-        f"tests/router/{name if '/' in name else f'app/test_{name}.py'}" for name in EXTRA_TESTS.get(part, ())
+        f"tests/{name if '/' in name else f'router/app/test_{name}.py'}" for name in EXTRA_TESTS.get(part, ())
     ]
     paths = [path for path in (f"tests/{part}", *through) if (ROOT / path).exists()]
     if not paths:

@@ -7,6 +7,7 @@ import pytest
 from kvatlas.publisher.block_hash import HashChain, HashScheme, MultimodalItem, PromptExtras, block_hashes
 from kvatlas.publisher.block_pool import HybridBlockPool, IntegrityError
 from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupSpec
+from kvatlas.publisher.pool.hits import window_blocks
 from tests.publisher.pool.pools import (
     CopyCounter,
     chunked,
@@ -340,3 +341,10 @@ def test_models_vllm_would_not_run_are_refused(
 def test_lookahead_hashes_are_refused() -> None:
     with pytest.raises(ValueError, match="look-ahead"):
         HybridBlockPool((full(0),), num_blocks=10, scheme=HashScheme(lookahead=1))
+
+
+@pytest.mark.parametrize(
+    ("window", "blocks"), [(None, 0), (1, 0), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3)]
+)
+def test_a_window_needs_the_blocks_of_all_its_tokens_but_the_next(window: int | None, blocks: int) -> None:
+    assert window_blocks(GroupSpec(0, "sliding_window", 16, sliding_window=window)) == blocks

@@ -751,3 +751,26 @@ class TestManyEngines:
         found = fleet.predict(Prompt(PROMPT), list(stops))
         held = {one: hit.hit_tokens + hit.cpu_tokens for one, hit in found.items()}
         assert held == {one: 16 * stop for one, stop in stops.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "continues"),
+    [
+        ({}, True),
+        ({"group_idx": 0}, False),
+        ({"group_idx": None}, False),
+        ({"medium": None}, True),
+        ({"medium": "CPU"}, False),
+        ({"parent_block_hash": 7}, False),
+    ],
+)
+def test_stores_of_one_request_come_group_after_group_from_its_first_token(
+    change: dict[str, Any], continues: bool
+) -> None:
+    before, event = DENSE.stored(PROMPT), SPARSE.stored(PROMPT)
+    for name, value in change.items():
+        setattr(event, name, value)
+    assert residency.continues_series(before, event) is continues
+    assert not residency.continues_series(event, before)
+    assert not residency.continues_series(before, removed(*HASHES))
+    assert not residency.continues_series(AllBlocksCleared(), event)

@@ -209,6 +209,21 @@ async def test_unavailable_or_broken_answers_are_asked_for_again(context: zmq.Co
     engine.close()
 
 
+@pytest.mark.parametrize("odd", [(b"kv", b"five"), (b"kv",), (b"kv", signed(6))])
+async def test_a_message_of_another_form_within_a_snapshot_breaks_it_off(
+    odd: tuple[bytes, ...], context: zmq.Context
+) -> None:
+    engine, fleet = Scripted(context), FleetResidency(ModelFacts())
+    payload = encode_batch(0.0, [AllBlocksCleared(), stored(1)])
+    async with following(engine.events, engine.side, fleet) as feed:
+        peer = await engine.asked()
+        engine.answer(peer, b"kv", signed(5), payload)
+        engine.answer(peer, *odd, payload)
+        await until(lambda: feed.stats.snapshot_failures == 1)
+        assert copies(fleet, 1) == [False], "staged, and never seen"
+    engine.close()
+
+
 async def test_vllm_50134_on_the_replay_socket(context: zmq.Context) -> None:
     engine, fleet = Scripted(context), FleetResidency(ModelFacts())
     async with following(engine.events, engine.side, fleet) as feed:
