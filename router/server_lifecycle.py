@@ -36,7 +36,7 @@ from kvatlas.router.http.descriptors import raise_descriptor_limit
 from kvatlas.router.http.server import ListenError, ProxyServer, listen_config
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 from kvatlas.router.http.side_ports import server_url
-from kvatlas.router.http.tls import Certificates, TlsError, server_context
+from kvatlas.router.http.tls import TlsError, server_context
 from kvatlas.router.observe.traces import TracesNotInstalledError
 from kvatlas.router.placement.policies import policy
 from kvatlas.router.prompts.reader import ModelDirError
@@ -156,31 +156,28 @@ class RouterServer(ProxyServer):
 
 
 def make_server(router: Router) -> RouterServer:
-    """Make the server of this router, not started yet."""
+    """Make the server of this router, with the configured port and limits, not started yet. Raises
+    ``TlsError``."""
     router.listen_stats = ListenStats()
-    server = server_of(router, router.config, router.certificates, router.listen_stats)
-    router.draining = lambda: server.draining
-    router.on_listen = lambda listen: configure(server, listen)
-    server.on_drain = router.retire
-    return server
-
-
-def server_of(app: Any, config: Config, certificates: Certificates, stats: ListenStats) -> RouterServer:
-    """Make a server of this application, with the configured port and limits. Raises ``TlsError``."""
+    config, certificates = router.config, router.certificates
     context, files = None, config.server.tls
     if files.given:
         context = certificates.add(server_context(files, TLS_KEYS), files, TLS_KEYS)
-    return RouterServer(
+    server = RouterServer(
         listen_config(
-            app,
+            router,
             host=config.server.host,
             port=config.server.port,
             listen=_within_descriptors(config.listen),
-            stats=stats,
+            stats=router.listen_stats,
             lifespan="on",
             tls=context,
         )
     )
+    router.draining = lambda: server.draining
+    router.on_listen = lambda listen: configure(server, listen)
+    server.on_drain = router.retire
+    return server
 
 
 def configure(server: RouterServer, listen: ListenSettings) -> None:
