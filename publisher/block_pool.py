@@ -170,6 +170,14 @@ class HybridBlockPool:
         found = self._finder.find(request.known_hashes(), request.num_tokens - 1)
         return self._used(found).length, max(found.length, found.boundary)
 
+    def find_prefix_of(self, hashes: Sequence[WireHash], num_tokens: int) -> tuple[int, int]:
+        """The same for a prompt of this length, by its hashes, which may go on beyond its end."""
+        size = self.scheme.hash_block_size
+        if len(hashes) > num_tokens // size:
+            hashes = hashes[: num_tokens // size]
+        length, boundary = self._finder.find_lengths(hashes, num_tokens - 1)
+        return 0 if length <= self.layout.replay else length, max(length, boundary)
+
     def start(
         self,
         request: PoolRequest,

@@ -79,6 +79,18 @@ class ClassFinder:
         pad: Column = [NULL] * start
         return [pad + list(map(mapping.__getitem__, hashes)) for mapping in self.maps]
 
+    def held_blocks(self, hashes: Sequence[WireHash], count: int) -> int:
+        """Number of leading blocks, of ``count``, that every group of the class holds."""
+        scale, done = self.scale, 0
+        while done < count:
+            piece = hashes[done * scale : min(done + _PIECE, count) * scale]
+            piece = piece if scale == 1 else piece[scale - 1 :: scale]
+            run = self.run_length(piece)
+            done += run
+            if run < len(piece) or not piece:
+                break
+        return done
+
     def run_length(self, hashes: Sequence[WireHash]) -> int:
         """Number of leading hashes that every group of the class holds."""
         length = len(hashes)
@@ -221,6 +233,9 @@ class HitFinder:
     def __init__(self, layout: PoolLayout, maps: Maps) -> None:
         self._layout = layout
         self._finders = [_FINDERS[cls.spec.family](maps, cls, layout) for cls in layout.classes]
+        # Tokens beyond what full attention holds that may matter: a part of its next block, and for drafters
+        # the next block of each class.
+        self._beyond = max(2 * max(one.block_size, one.alignment) + one.margin for one in self._finders)
         self._one_pass = len(self._finders) == 2 and self._finders[0].is_full
 
     def find(self, hashes: Sequence[WireHash], limit: int) -> Hit:
@@ -238,6 +253,20 @@ class HitFinder:
             for group_idx, column in zip(finder.group_idxs, found_by[position].columns, strict=True):
                 columns[group_idx] = column[:keep]
         return Hit(length, longest if longest > length else 0, columns)
+
+    def find_lengths(self, hashes: Sequence[WireHash], limit: int) -> tuple[int, int]:
+        """``length`` and ``boundary`` of what ``find`` returns. Costs what full attention holds of the
+        prompt, not what the prompt has: no class serves more than a block beyond that."""
+        first = self._finders[0]
+        if first.is_full:
+            held = first.held_blocks(hashes, limit // first.block_size)
+            if not held and not first.fine:
+                return 0, 0
+            reach = held * first.block_size + self._beyond
+            if reach < limit:
+                limit, hashes = reach, hashes[: reach // self._layout.hash_block_size]
+        found = self.find(hashes, limit)
+        return found.length, found.boundary
 
     def find_of_full(self, hashes: Sequence[WireHash], limit: int) -> Hit:
         """The hit of a request whose Mamba states are loaded with the rest of its prompt.

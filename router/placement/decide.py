@@ -27,6 +27,7 @@ from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.apis import MESSAGES, PROMPT_APIS
 from kvatlas.router.openai.body import cache_control_s
 from kvatlas.router.openai.errors import ApiError, predicted_wait
+from kvatlas.router.openai.members import run_cooperatively
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.pd.handoff import DisaggState
@@ -63,7 +64,7 @@ from kvatlas.router.placement.placement import Decision, Placement, Split, read_
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import Pulls, any_waits
 from kvatlas.router.placement.saturation import SaturationGate
-from kvatlas.router.placement.shadow import ShadowPrompt
+from kvatlas.router.placement.shadow import SHADOW_TOKENS_MAX, ShadowPrompt
 from kvatlas.router.placement.split import (
     DecodeCandidates,
     DisaggregationPlanner,
@@ -373,11 +374,12 @@ class Planner:
             engines = self._eligible.engines(request, exclude, length_of(request, read))
         asked_of = engines if apart is None else apart.asked_of(engines, fleet, exclude, read)
         look, candidate_set = NO_PEER_SNAPSHOT, NO_CANDIDATES
+        shadows: ShadowPrompt | None = None
         for _ in range(_LOOK_UPS_MAX):
             if isinstance(read, Prompt):
                 candidate_set = self._candidate_sets.get(asked_of)
-                if read.num_tokens > INLINE_BLOCKS_MAX:
-                    await self._hash(read, candidate_set)
+                if candidate_set.guessed or read.num_tokens > INLINE_BLOCKS_MAX:
+                    shadows = await self._look_ahead(read, candidate_set, asked_of)
             look = (
                 self._peer_state()
                 if self._shared is None
@@ -396,7 +398,10 @@ class Planner:
             if asked_of == before and candidate_set.schemes == hashed:
                 break
         return self._choose(
-            request, read, candidate_set, engines, look, apart, pulling=pulling, rehearsal=rehearsal
+            *(request, read, candidate_set, engines, look, apart),
+            shadows=shadows,
+            pulling=pulling,
+            rehearsal=rehearsal,
         )
 
     async def _find_edits(
@@ -412,6 +417,20 @@ class Planner:
             await apart.read_body(read)
             return None
         return await self.pulls.body(request, messages, read) if isinstance(read, Prompt) else None
+
+    async def _look_ahead(
+        self, read: Prompt, candidate_set: CandidateSet, engines: Sequence[Engine]
+    ) -> ShadowPrompt | None:
+        """Do in turns of the loop what would hold it: hash a long prompt, and look it up in many shadows.
+        Returns the prompt for them, if any engine has one."""
+        if read.num_tokens > INLINE_BLOCKS_MAX:
+            await self._hash(read, candidate_set)
+        if not candidate_set.guessed:
+            return None
+        shadows = ShadowPrompt(read.token_ids, read.hashes)
+        if len(engines) * read.num_tokens > SHADOW_TOKENS_MAX:
+            await run_cooperatively(shadows.look_ahead([engine.shadow for engine in engines]))
+        return shadows
 
     async def _hash(self, read: Prompt, candidate_set: CandidateSet) -> None:
         """Hash a long prompt before its look-ups: that may move to a thread, and a decision must not wait
@@ -430,10 +449,12 @@ class Planner:
         look: PeerSnapshot,
         apart: DisaggregationPlanner | None,
         *,
+        shadows: ShadowPrompt | None,
         pulling: SplitBody | None,
         rehearsal: bool,
     ) -> Decision:
-        """Make the decision when all look-ups are done. ``pulling``: the body, if a source can be added."""
+        """Make the decision when all look-ups are done. ``shadows``: the prompt for look-ups in shadows;
+        ``pulling``: the body, if a source can be added."""
         now = self._accounts.now()
         self.pulls.others = look.load
         if self.gate is not None:
@@ -442,7 +463,7 @@ class Planner:
         if self._settings.engine_priority and apart is None and request.path in PROMPT_APIS:
             order = order_of(request.claim.priority, self._accounts.wall(), self._settings.engine_priority)
         if isinstance(read, Prompt):
-            asked = self._asked(read, candidate_set, look, now, detail=rehearsal)
+            asked = self._asked(read, candidate_set, look, now, shadows, detail=rehearsal)
             question = self._question(read, candidate_set.schemes[0][1])
         else:
             asked = self._asked_by_text(read, look)
@@ -525,7 +546,14 @@ class Planner:
         return NO_PEER_SNAPSHOT if found is None else found
 
     def _asked(
-        self, prompt: Prompt, candidate_set: CandidateSet, look: PeerSnapshot, now: float, *, detail: bool
+        self,
+        prompt: Prompt,
+        candidate_set: CandidateSet,
+        look: PeerSnapshot,
+        now: float,
+        shadows: ShadowPrompt | None = None,
+        *,
+        detail: bool,
     ) -> PromptView:
         """View of the prompt at these engines: the index, prompts in flight and shadows."""
         tokens = prompt.num_tokens
@@ -559,7 +587,10 @@ class Planner:
             for engine_id, blocks in ahead.coming.items():
                 if not mixed or self._is_behind(engine_id, frontend):
                     coming[engine_id] = blocks * unit
-        shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if candidate_set.guessed else None
+        if not candidate_set.guessed:
+            shadows = None
+        elif shadows is None:
+            shadows = ShadowPrompt(prompt.token_ids, prompt.hashes)
         return PromptView(
             tokens, held, common, coming, look.load, shadows, prompt=prompt, alike=alike, nothing=nothing
         )

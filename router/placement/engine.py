@@ -526,7 +526,7 @@ class Engine(EngineStatus):
                 return Hit(shared_prefix_tokens=common, common_tokens=common)
             if self.stated is not None and self.stated.caches_prefixes is False:
                 return Hit(confidence="exact")
-            tokens, shared_prefix = self.shadow.lookup(asked.shadows)
+            tokens, shared_prefix = asked.shadows.found_in(self.shadow)
             held = EngineHit("shadow", tokens, shared_prefix_tokens=shared_prefix)
         hit = self.discounted(held, common, coming)
         relies = layout is not None and hit.confidence == "exact" and coming > hit.gpu_tokens

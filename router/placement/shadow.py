@@ -27,7 +27,7 @@ from typing import Annotated, Final
 import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
+from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.events import BlockHash, Family, GroupSpec
 from kvatlas.router.index.learn.facts import DropReceipts, SetupEvidence, find_facts
 from kvatlas.router.index.learn.layout import ModelFacts, retained_tokens
@@ -51,6 +51,9 @@ _SHRINK: Final = 7 / 8
 _GROW: Final = 1 + 1 / 256
 # Prompts of one shadow that are being taken in, each with its hashes.
 _WAITING_MAX: Final = 64
+# Looked up in one step of the loop, as a prompt's tokens times the shadows: some 2 ms where a pool holds all
+# of them, or 80 shadows hold a prompt of 3,000 tokens.
+SHADOW_TOKENS_MAX: Final = 250_000
 # A pool of several groups is made again, and empty, if its size has changed by this factor.
 _REBUILT_FROM: Final = 4 / 3
 
@@ -186,12 +189,13 @@ class ShadowStats(msgspec.Struct):
 class ShadowPrompt:
     """One prompt for look-ups in shadows; made once for all of them."""
 
-    __slots__ = ("_hashes", "_hashes_of", "token_ids")
+    __slots__ = ("_found", "_hashes", "_hashes_of", "token_ids")
 
     def __init__(self, token_ids: Sequence[int], hashes_of: HashesOf) -> None:
         self.token_ids = token_ids
         self._hashes_of = hashes_of
         self._hashes: dict[HashScheme, list[BlockHash]] = {}
+        self._found: dict[tuple[int, int], tuple[int, int]] = {}
 
     def hashes(self, scheme: HashScheme) -> list[BlockHash]:
         """Return the prompt's hashes under this scheme."""
@@ -199,6 +203,22 @@ class ShadowPrompt:
         if hashes is None:
             hashes = self._hashes[scheme] = list(self._hashes_of(scheme))
         return hashes
+
+    def found_in(self, shadow: Shadow) -> tuple[int, int]:
+        """Return hit and shared prefix in a shadow, in tokens: looked up, or what ``look_ahead`` found."""
+        return self._found.get((id(shadow), shadow.resets)) or shadow.lookup(self)
+
+    def look_ahead(self, shadows: Iterable[Shadow | None]) -> Generator[None, None, None]:
+        """Look the prompt up in these shadows, a part of them a step. What they are told meanwhile comes too
+        late for it, but for a reset."""
+        looked = 0
+        for shadow in shadows:
+            if shadow is not None:
+                self._found[id(shadow), shadow.resets] = shadow.lookup(self)
+                looked += len(self.token_ids)
+            if looked >= SHADOW_TOKENS_MAX:
+                looked = 0
+                yield
 
 
 Serving = Generator[None, None, bool]
@@ -238,15 +258,13 @@ class _Pool:
         if fewer * _REBUILT_FROM < more or (num_blocks == self._spec.num_blocks != self.num_blocks):
             self._make(num_blocks)
 
-    def _request(self, num_tokens: int, hashes: list[BlockHash]) -> PoolRequest:
-        # The hashes say it all, and copying thousands of ids costs more than a look-up.
-        return self._pool.request([0] * num_tokens, hashes=hashes)
-
     def lookup(self, num_tokens: int, hashes: list[BlockHash]) -> tuple[int, int]:
-        return self._pool.find_prefix(self._request(num_tokens, hashes))
+        return self._pool.find_prefix_of(hashes, num_tokens)
 
     def serve(self, num_tokens: int, hashes: list[BlockHash]) -> Serving:
-        pool, request = self._pool, self._request(num_tokens, hashes)
+        pool = self._pool
+        # The hashes say it all.
+        request = pool.request([0] * num_tokens, hashes=hashes)
         if pool.start(request) is None:
             return False
         try:
@@ -362,7 +380,7 @@ class Shadow:
     after what waits already (a pool takes some 35 lines of Python per block); without it there is one step.
     """
 
-    __slots__ = ("_cache", "_estimate", "_later", "_stated", "_waiting", "spec", "stats")
+    __slots__ = ("_cache", "_estimate", "_later", "_stated", "_waiting", "resets", "spec", "stats")
 
     def __init__(
         self,
@@ -377,10 +395,13 @@ class Shadow:
         self._estimate = PoolEstimate(spec.num_blocks)
         self._later = later
         self._waiting: deque[Serving] = deque()
+        self.resets = 0
+        """Grows when it is emptied."""
         self._make(spec)
 
     def _make(self, spec: ShadowSpec) -> None:
         self._waiting.clear()
+        self.resets += 1
         self.spec = spec
         """With the block size that receipts show."""
         is_plain = (
@@ -469,5 +490,6 @@ class Shadow:
         """Empty the shadow: the engine restarted, or its prefix cache was reset."""
         for serving in self._waiting:
             serving.close()
+        self.resets += 1
         self._waiting.clear()
         self._cache.reset()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvatlas.publisher.block_hash import HashScheme, block_hashes
@@ -29,6 +31,26 @@ HYBRID = (
     GroupSpec(1, "sliding_window", 16, sliding_window=64),
 )
 PLAIN = (GroupSpec(0, "full_attention", 16),)
+
+
+LOOKED_UP = [
+    (GroupSpec(0, "full_attention", 16),),
+    (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=64)),
+    (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 64, sliding_window=128)),
+    (GroupSpec(0, "full_attention", 64), GroupSpec(1, "sliding_window", 16, sliding_window=64)),
+    (GroupSpec(0, "full_attention", 16), GroupSpec(1, "mamba", 64, mamba_cache_mode="align")),
+    (
+        GroupSpec(0, "full_attention", 16),
+        GroupSpec(1, "chunked_local_attention", 16, attention_chunk_size=128),
+    ),
+    (GroupSpec(0, "sliding_window", 16, sliding_window=64),),
+    (
+        GroupSpec(0, "full_attention", 32),
+        GroupSpec(1, "sliding_window", 16, sliding_window=64),
+        GroupSpec(2, "sliding_window", 64, sliding_window=256),
+    ),
+]
+"""Layouts with classes of other block sizes."""
 
 
 def hashes_of(tokens: list[int]) -> HashesOf:
@@ -110,6 +132,88 @@ def test_agrees_with_the_pool_of_the_engine_it_stands_for(groups: tuple[GroupSpe
         truth.finish(request)
     assert hits > 0
     assert shadow.stats.too_large == too_large
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_look_ups_in_turns_find_the_same_but_after_a_reset(resets: bool) -> None:
+    prompt = list(range(5_000))
+    shadows = [Shadow(ShadowSpec()) for _ in range(1_000)]
+    for shadow in shadows[::2]:
+        shadow.served(prompt, hashes_of(prompt))
+    asked = ShadowPrompt(prompt, hashes_of(prompt))
+    assert len(list(asked.look_ahead([*shadows, None]))) == 20, "fifty of them a step"
+    before = [shadow.lookup(asked) for shadow in shadows]
+    for shadow in shadows if resets else ():
+        shadow.reset()
+    for shadow in () if resets else shadows:
+        shadow.served(prompt[:1600], hashes_of(prompt[:1600]))
+    found = [asked.found_in(shadow) for shadow in shadows]
+    assert found == ([(0, 0)] * 1_000 if resets else before)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("eagle", [False, True])
+@pytest.mark.parametrize("groups", LOOKED_UP)
+def test_a_look_up_by_hashes_finds_what_a_request_finds(
+    groups: tuple[GroupSpec, ...], eagle: bool, seed: int
+) -> None:
+    """It reads no more of a prompt than is held; small pools, so that blocks in the middle are gone."""
+    rng = random.Random(seed)
+    if eagle:
+        groups = tuple(
+            msgspec.structs.replace(one, is_eagle=True) if one.kind != "mamba" else one for one in groups
+        )
+    scheme = HashScheme(hash_block_size=math.gcd(*(group.block_size for group in groups)))
+    try:
+        pool = HybridBlockPool(groups, num_blocks=300, scheme=scheme, retention_interval=0, events=False)
+    except ValueError:
+        pytest.skip("vLLM does not run it")
+    stems = [tokens(rng, 600) for _ in range(3)]
+    seen = 0
+    for _ in range(60):
+        prompt = rng.choice(stems)[: rng.randrange(1, 600)] + tokens(rng, rng.randrange(1, 200))
+        hashes = list(hashes_of(prompt)(scheme))
+        request = pool.request(prompt, hashes=hashes)
+        found = pool.find_prefix(request)
+        seen += found[1] > 0
+        assert pool.find_prefix_of(hashes, len(prompt)) == found
+        if pool.start(request) is not None:
+            while (chunk := pool.next_chunk(request)) > 0 and pool.compute(request, chunk):
+                pass
+            pool.finish(request)
+    assert seen > 10
+
+
+class Counted(list[BlockHash]):
+    """Hashes that count how many of them are copied."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.copied += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("groups", [groups for groups in LOOKED_UP if groups[0].kind == "full_attention"])
+@pytest.mark.parametrize("held", [0, 1, 70])
+def test_a_look_up_reads_what_is_held_and_no_more(groups: tuple[GroupSpec, ...], held: int) -> None:
+    """A prompt of 256,000 tokens, of which the pool holds this many blocks of 64 tokens."""
+    scheme = HashScheme(hash_block_size=math.gcd(*(group.block_size for group in groups)))
+    pool = HybridBlockPool(groups, num_blocks=3000, scheme=scheme, retention_interval=None, events=False)
+    prompt = list(range(256_000))
+    hashes = Counted(hashes_of(prompt)(scheme))
+    if held:
+        request = pool.request(prompt[: 64 * held + 1], hashes=list(hashes))
+        assert pool.start(request) is not None
+        while (chunk := pool.next_chunk(request)) > 0:
+            assert pool.compute(request, chunk)
+        pool.finish(request)
+    hashes.copied = 0
+    hit, shared = pool.find_prefix_of(hashes, len(prompt))
+    assert hit <= shared
+    assert (shared > 0) == (held > 0)
+    assert hashes.copied <= 1_500
 
 
 def test_a_prompt_larger_than_the_shadow_is_counted_and_leaves_it_usable() -> None:
