@@ -1,4 +1,4 @@
-"""What a request costs the router in instructions, which other work on the machine does not change.
+"""Instructions of the router per request, which other work on the machine does not change.
 
     python -m benchmarks.instructions [--bytes 1024 32768] [--layouts full mla ...] [--requests 960]
         [--stream] [--legs] [--tree CHECKOUT ...] [--port-base 24000] [--functions 0] [--misses]

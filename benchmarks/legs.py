@@ -1,4 +1,4 @@
-"""What the second request of prefill and decode apart costs: CPU of the router's process per request.
+"""Cost of the second request of disaggregated prefill: CPU of the router's process per request.
 
     python -m benchmarks.legs [--seconds 0.5] [--rounds 20] [--bytes 1024 32768]
 

@@ -1,4 +1,4 @@
-"""What a step costs the engine core's thread to have its blocks stored in host memory.
+"""Time of the engine core's thread for storing a step's blocks in host memory.
 
     python -m benchmarks.offload_step
 

@@ -1,4 +1,4 @@
-"""What kvatlas is compared with: other routers' choice of an engine, each as one function over its knowledge.
+"""Peers of kvatlas in comparisons: other routers' choices, each as one function over its knowledge.
 
 Written from the published sources and documents, read in August 2026, with their defaults. Every function
 returns the positions of the best engines; ties are not part of the rule and are drawn by the simulator.

@@ -1,4 +1,4 @@
-"""What the endpoint picker costs: CPU per request of its process, a gateway's messages over a real socket.
+"""Cost of the endpoint picker: CPU per request of its process, a gateway's messages over a real socket.
 
     python -m benchmarks.picker
 

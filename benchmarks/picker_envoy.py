@@ -1,4 +1,4 @@
-"""What the endpoint picker adds behind a real Envoy, to one client that sends one request after another.
+"""Time that the endpoint picker adds behind a real Envoy, to one client that sends one request after another.
 
     KVATLAS_ENVOY=.../envoy python -m benchmarks.picker_envoy
 
@@ -29,7 +29,7 @@ _KINDS = {
     "sampled": ("router", 0.1),
     "unseen": ("router", 0.0),
 }
-"""What is asked, and the share of answers that it watches."""
+"""The picker that is asked, and the share of answers that it watches."""
 _SIZES = (1024, 32 * 1024)
 _CHUNKS_END = b"0\r\n\r\n"
 _REPLY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (

@@ -1,4 +1,4 @@
-"""What prompts cost: ``python -m benchmarks.prompts [--tokenizer DIR]``; needs only the router's packages.
+"""Cost of prompts: ``python -m benchmarks.prompts [--tokenizer DIR]``; needs only the router's packages.
 
 Prints microseconds of CPU (medians, and the lowest tenth: this is what a machine without neighbours takes) of
 chats and Messages requests of 1, 32 and 400 KB, hashing included: cold (text never seen), exact repeat, next

@@ -1,4 +1,4 @@
-"""What holding requests in the router buys: arms that hold against today's, on fleets of simulated engines.
+"""Gain of holding requests in the router: arms that hold against today's, on fleets of simulated engines.
 
     python benchmarks/queueing.py [--trace TRACE.jsonl.gz] [--requests 1000] [--seeds 2]
                                   [--pools 0.25,0.5,1] [--processes 1] [--runs F] [--out F]

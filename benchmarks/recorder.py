@@ -1,4 +1,4 @@
-"""What ``kvatlas record`` sustains, beside a subscriber that only receives.
+"""Rate that ``kvatlas record`` sustains, beside a subscriber that only receives.
 
     PYTHONPATH=. python benchmarks/recorder.py [--rate EVENTS_PER_S] [--seconds S] [--json]
 
@@ -41,7 +41,7 @@ ANY = "tcp://127.0.0.1:*"
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What a publisher sends: ``batches`` at ``rate`` events per second, 0 for as fast as it can."""
+    """Load of a publisher: ``batches`` at ``rate`` events per second, 0 for as fast as it can."""
 
     batches: int
     rate: int
@@ -50,7 +50,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct):
-    """What came of one follower."""
+    """Result of one follower."""
 
     frames: int
     cpu_s: float

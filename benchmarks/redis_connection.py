@@ -31,7 +31,7 @@ ROUNDS = {64: 1000, 1000: 200, 6250: 50}
 
 
 class OwnProtocol(asyncio.Protocol):
-    """What an own client costs at least: bytes into hiredis, replies to one future."""
+    """Least cost of an own client: bytes into hiredis, replies to one future."""
 
     def __init__(self) -> None:
         self._parser = hiredis.Reader(notEnoughData=Ellipsis)

@@ -36,7 +36,7 @@ FIRST_PORT = 17440
 
 
 def prompts() -> list[list[BlockHash]]:
-    """What everybody asks for."""
+    """Blocks that every replica asks for."""
     rng = random.Random(8)
     return [random_blocks(rng, PROMPT_BLOCKS) for _ in range(PROMPTS)]
 

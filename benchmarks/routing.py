@@ -62,7 +62,7 @@ GENERATED = ("documents", "shared", "tenants")
 
 
 class Cell(NamedTuple):
-    """What is the same for all arms of one draw."""
+    """Values shared by all arms of one draw."""
 
     workload: str
     model: str
@@ -133,7 +133,7 @@ def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], 
 
 
 def draw_of(run: Run) -> Cell:
-    """What all arms of this run's cell and seed met."""
+    """Load of all arms of this run's cell and seed."""
     return Cell(run.workload, run.model, run.pool, run.load, run.seed)
 
 

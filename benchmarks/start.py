@@ -67,7 +67,7 @@ def processes(parent: int) -> list[int]:
 
 
 def memory(pid: int) -> Memory:
-    """See ``Memory``."""
+    """As ``Memory``."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
     return Memory(kib["Rss"] / 1024, (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024)

@@ -1,4 +1,4 @@
-"""What memory behind the GPUs brings at real bandwidths, and which policy uses it: simulated fleets.
+"""Gain of memory behind the GPUs at real bandwidths, and which policy uses it: simulated fleets.
 
     python -m benchmarks.tiers [--trace TRACE.jsonl.gz] [--seeds 2] [--requests 1500] [--out FILE]
         [--models gpt-oss-like,mamba-hybrid] [--pulls | --ablations | --hints]

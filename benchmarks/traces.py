@@ -1,4 +1,4 @@
-"""What OpenTelemetry costs: CPU time of ``kvatlas serve`` per request, with traces off and sampled.
+"""Cost of OpenTelemetry: CPU time of ``kvatlas serve`` per request, with traces off and sampled.
 
     python benchmarks/traces.py [--rounds 12] [--requests 400] [--ratio 0.01] [--out F]
 

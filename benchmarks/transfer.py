@@ -126,7 +126,7 @@ def measure(machine: Machine, scale: Scale, found: Findings, save: Save) -> bool
 def _each(
     parts: Iterator[tuple[str, Callable[[], T]]], found: Findings, until: float | None = None
 ) -> Iterator[T]:
-    """What each part gives. One that raises, or comes after ``until``, is a line instead."""
+    """Results of each part. One that raises, or comes after ``until``, is a line instead."""
     for name, run in parts:
         if until is not None and time.monotonic() > until:
             found.notes.append(f"Time is over: {name} and what follows is not measured")

@@ -1,4 +1,4 @@
-"""What transfers cost the computation beside them: long matrix products, and short steps like decoding's.
+"""Cost of transfers for the computation beside them: long matrix products, and short steps like decoding's.
 
 Matrix products show what a copy takes from the device (memory bandwidth, multiprocessors). Decode-like steps
 show what it takes from the thread that launches the model: locks of the driver that the copying thread holds,
@@ -95,7 +95,7 @@ def step_times(machine: Machine, scale: Scale) -> Iterator[tuple[str, Callable[[
 
 @dataclass(frozen=True)
 class _Beside:
-    """What a step submits: ``stores`` of one block each, and a load of ``load_pieces`` (0: none)."""
+    """Jobs of a step: ``stores`` of one block each, and a load of ``load_pieces`` (0: none)."""
 
     way: str
     name: str

@@ -76,7 +76,7 @@ def layouts() -> list[Layout]:
 
 
 def replay(view: CacheView, base: int, memory: Bytes, rows: Bytes, job: TransferJob) -> None:
-    """What a job means, byte for byte: changes ``rows`` or ``memory``."""
+    """Meaning of a job, byte for byte: changes ``rows`` or ``memory``."""
     groups = {group.group_idx: group for group in view.groups}
     for moves in job.groups:
         for block, slot in zip(moves.block_ids.tolist(), moves.slots.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What a run of ``benchmarks.transfer`` has found so far, and its report as Markdown.
+"""Results of a run of ``benchmarks.transfer`` so far, and its report as Markdown.
 
 The report is whole at any moment: of a run that broke off it holds what was measured until then, says so in
 its first lines, and names what is missing and why.

@@ -76,7 +76,7 @@ class Worker:
         self._load_due_s = 0.0
 
     def others(self) -> dict[str, OthersLoad]:
-        """What the siblings told."""
+        """Messages of the siblings."""
         return self.gossip.others(self.fields, self._fleet.now)
 
     def poll(self) -> None:
@@ -88,7 +88,7 @@ class Worker:
         fleet.later(GAUGES_S, self.poll)
 
     def repeat(self) -> None:
-        """What has changed without a request."""
+        """Changes without a request."""
         self._flush()
         self._fleet.later(REPEAT_S, self.repeat)
 

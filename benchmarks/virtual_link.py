@@ -1,4 +1,4 @@
-"""What the transfer engine's own work costs beside a link of a GPU's speed, on a machine without a GPU.
+"""Cost of the transfer engine's own work beside a link of a GPU's speed, on a machine without a GPU.
 
     python -m benchmarks.virtual_link
 
@@ -130,7 +130,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class LinkCell:
-    """What was measured. ``goal``: the least share; None: there is none."""
+    """Measured values. ``goal``: the least share; None: there is none."""
 
     direction: Direction
     way: str

@@ -1,4 +1,4 @@
-"""What a second worker brings where cores are free: requests per second of one worker and of two.
+"""Gain of a second worker where cores are free: requests per second of one worker and of two.
 
     sudo python -m benchmarks.worker_throughput [--share 0.3] [--seconds 2] [--rounds 15]
         [--bytes 1024 32768] [--workers 1 2]

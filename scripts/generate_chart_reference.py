@@ -30,7 +30,7 @@ class ValuesError(ValueError):
 
 @dataclass
 class Notes:
-    """What the comments say, by path from the root."""
+    """Comments by path from the root."""
 
     text: dict[tuple[str, ...], str] = field(default_factory=dict)
     schema: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def table(values: dict[str, Any], notes: Notes) -> str:
 
 
 def render(chart: Path) -> dict[Path, str]:
-    """What the generated files should hold. Raises ``ValuesError``."""
+    """Expected content of the generated files. Raises ``ValuesError``."""
     source = (chart / "values.yaml").read_text()
     values, notes = yaml.safe_load(source), read_notes(source)
     readme = (chart / "README.md").read_text()

@@ -224,7 +224,7 @@ def configuration_page() -> str:
 
 
 def _reloading() -> str:
-    """What can be changed without a restart, by section."""
+    """Keys that can be changed without a restart, by section."""
     whole = sorted(key for key in LIVE if "." not in key)
     parts = sorted(key for key in LIVE if "." in key)
     kinds = (("Whole sections", whole), ("Keys", parts))

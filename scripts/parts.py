@@ -57,7 +57,7 @@ OF_NO_PART = {
     "tests/router/conftest": "for all tests of the router",
     "tests/router/__init__": "for all tests of the router",
 }
-"""What has no part, with the reason."""
+"""Files without a part, with the reason."""
 
 
 def tests(part: str) -> list[str]:

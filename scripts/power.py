@@ -76,7 +76,7 @@ COPIED = [
     "pyproject.toml",
     "README.md",
 ]
-"""What tests read: the links in ``kvatlas`` lead to the copied folders, whose files the mutations change."""
+"""Import path of the tests: the links in ``kvatlas`` lead to the copied folders that mutations change."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

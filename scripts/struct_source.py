@@ -1,4 +1,4 @@
-"""What a settings or counters struct says about itself, read from its source, and how to put it in Markdown.
+"""Fields and texts of a settings or counters struct, read from its source, and their form in Markdown.
 
 The text of a field is the string literal below it, as editors show it too; its type is the annotation as
 written, so that it looks the same under every Python version.
@@ -36,7 +36,7 @@ def fields(struct: type[msgspec.Struct]) -> list[Field]:
 
 
 def _own_fields(cls: type[msgspec.Struct], struct: type[msgspec.Struct]) -> list[Field]:
-    """What ``cls`` itself defines: the annotation as written and the string literal below the field."""
+    """Fields that ``cls`` itself defines: the annotation as written and the literal below the field."""
     source = textwrap.dedent(inspect.getsource(cls))
     body = ast.parse(source).body[0]
     if not isinstance(body, ast.ClassDef):

@@ -67,7 +67,7 @@ def test_the_limit_of_a_whole_test_grows_too(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.process
 @pytest.mark.parametrize("options", [(), ("-n", "1")])
-def test_what_no_signal_interrupts_ends_by_itself_with_its_name(
+def test_a_hang_that_no_signal_interrupts_is_ended_and_named(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     root = Path(__file__).parents[1]

@@ -1,1 +1,1 @@
-"""Who may send requests, and how many: keys, tenants and their limits."""
+"""Admission of requests: keys, tenants and their limits."""

@@ -319,7 +319,7 @@ class FairQueue(Generic[T]):
         return {lane for band in self._bands.values() for line in band.lines.values() for lane in line.lanes}
 
     def _victim(self, newcomer: Waiting[T]) -> Waiting[T]:
-        """Who goes to keep the bound, with the newcomer counted in."""
+        """The request that leaves to keep the bound, with the newcomer counted in."""
         lowest = max(key[0] for key in self._bands)
         if lowest < newcomer.priority:
             return newcomer

@@ -101,7 +101,7 @@ class Isolation:
         return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
     def group(self, tenant: str, rules: TenantRules) -> tuple[str, str]:
-        """Whose prompts share blocks with this tenant's: kind and name."""
+        """Kind and name of the set of tenants that share blocks with this one."""
         group = rules.cache_group if self._by_group else ""
         return ("group", group) if group else ("tenant", tenant)
 
@@ -213,7 +213,7 @@ class KeyGate:
         return TenantRequest(tenant, self._clock)
 
     def owner_of(self, fields: _Fields) -> tuple[Tenant, str]:
-        """Whose key these header fields carry, and its id. Raises ``ApiError`` (401)."""
+        """Tenant and id of the key in these header fields. Raises ``ApiError`` (401)."""
         key = _key(fields)
         owner = None if key is None else self.keys.owner_of(key)
         if owner is None:
@@ -222,7 +222,7 @@ class KeyGate:
         return self.account(owner[0]), owner[1]
 
     def tenant_of(self, fields: _Fields) -> Tenant:
-        """Whose key these header fields carry. Raises ``ApiError`` (401)."""
+        """Tenant of the key in these header fields. Raises ``ApiError`` (401)."""
         return self.owner_of(fields)[0]
 
     def account(self, name: str) -> Tenant:

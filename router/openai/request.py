@@ -18,7 +18,7 @@ class QueueTicketRequest(msgspec.Struct, frozen=True, gc=False):
     """Claims of a request where requests wait for each other."""
 
     tenant: str = ""
-    """Whose key it came with; "" where keys are not used."""
+    """Tenant of its key; "" where keys are not used."""
     weight: float = 1.0
     """Share of its tenant beside others'."""
     priority: int = 1
@@ -33,8 +33,8 @@ class QueueTicketRequest(msgspec.Struct, frozen=True, gc=False):
 
 NO_CLAIM = QueueTicketRequest()
 Carried = Literal["", "gateway", "sidecar"]
-"""Who takes a request to its engines: we; a gateway, to one; a gateway, to one whose sidecar asks another one
-first."""
+"""Carrier of a request to its engines: the router; a gateway, to one; a gateway, to one whose sidecar asks
+another one first."""
 
 
 class Session(msgspec.Struct, frozen=True, gc=False):
@@ -72,7 +72,7 @@ class InboundRequest(msgspec.Struct, gc=False):
     """``host:port`` of the engines that may take it, where a gateway says so."""
     carried: Carried = ""
     tenant: str = ""
-    """Whose key it came with; "" where clients have none."""
+    """Tenant of its key; "" where clients have none."""
     isolated: bool = False
     """Its ``cache_salt`` is of its tenant or group, set by the router."""
     cache_group: str = ""

@@ -21,7 +21,7 @@ Series = dict[str, str]
 def router(
     pod: str, *, up: int = 1, slow: bool = False, statuses: dict[str, int] | None = None, **engines: int
 ) -> Series:
-    """What one router is scraped for: answers a minute by status, first tokens, and engines by name."""
+    """Samples of one router: answers a minute by status, first tokens, and engines by name."""
     labels = f'{NAMESPACE}, pod="kvatlas-{pod}"'
     series = {f"up{{{labels}}}": f"{up}x{MINUTES}"}
     if up:
@@ -66,7 +66,7 @@ STATES: dict[str, tuple[Series, set[str]]] = {
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_what_fires(state: str, tmp_path: Path) -> None:
+def test_alerts_that_fire(state: str, tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("no promtool on PATH (it comes with Prometheus)")

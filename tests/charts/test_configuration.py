@@ -159,7 +159,7 @@ def test_deletion_costs_are_written_by_routers_that_may(tmp_path: Path) -> None:
     assert _load(Rendered({**MINIMAL, "engines": engines}), tmp_path).fleet.kubernetes.deletion_costs
 
 
-def test_what_the_values_say_config_may_overrule(tmp_path: Path) -> None:
+def test_config_overrules_other_values(tmp_path: Path) -> None:
     config = _load(Rendered({**MINIMAL, "config": {"server": {"log_level": "debug"}}}), tmp_path)
     assert config.server.log_level == "debug"
 

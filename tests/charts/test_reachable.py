@@ -1,4 +1,4 @@
-"""Who reaches what: published paths, network policies, what the processes of a node can read."""
+"""Reachability: published paths, network policies, what the processes of a node can read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_where_clients_are_named_others_are_kept_out() -> None:
 
 
 def test_clients_do_not_reach_the_ops_port() -> None:
-    """Who may send requests and who may read metrics are different lists."""
+    """The lists of clients and of readers of metrics differ."""
     rendered = Rendered(load(ROOT / "examples" / "production.yaml"))
     rules = rendered.one("NetworkPolicy")["spec"]["ingress"]
     ports = [[port["port"] for port in rule["ports"]] for rule in rules]

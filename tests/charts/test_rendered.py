@@ -1,4 +1,4 @@
-"""What the chart renders is what Kubernetes accepts, for every combination that users start from."""
+"""Kubernetes accepts the rendered chart, for every combination that users start from."""
 
 from __future__ import annotations
 

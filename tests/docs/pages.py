@@ -22,7 +22,7 @@ _INLINE = re.compile(r"`([^`\n]+)`")
 
 @cache
 def files() -> list[Path]:
-    """What git tracks or would track, and is there."""
+    """Existing files that git tracks or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
@@ -67,7 +67,7 @@ def command_lines(page: Path, program: str) -> Iterator[list[str]]:
 
 
 def transfer_configs(page: Path) -> list[dict[str, Any]]:
-    """What the page gives ``--kv-transfer-config``; every JSON argument of the page is read on the way."""
+    """Values of ``--kv-transfer-config`` on the page; every JSON argument of the page is read on the way."""
     text = page.read_text(encoding="utf-8")
     given = [(flag, json.loads(value)) for flag, value in re.findall(r"--(kv-[a-z]+-config) '([^']+)'", text)]
     return [value for flag, value in given if flag == "kv-transfer-config"]

@@ -1,4 +1,4 @@
-"""What the pages name exists: link targets, commands and flags, make targets, settings, metrics."""
+"""Everything that pages name exists: link targets, commands and flags, make targets, settings, metrics."""
 
 from __future__ import annotations
 

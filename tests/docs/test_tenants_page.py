@@ -15,7 +15,7 @@ HELD_BY = {
     "a model's name hidden": (
         "prompts/test_large_bodies.py::test_no_spelling_hides_a_model_in_a_body_above_4_mib "
         "prompts/test_large_bodies.py::test_a_large_body_is_looked_at_as_a_small_one_whatever_its_keys "
-        "openai/test_forms.py::test_what_parsers_read_differently_is_refused"
+        "openai/test_forms.py::test_ambiguous_forms_are_refused"
     ),
     "responses (`/v1/responses`)": (
         "app/test_tenants_apart.py::test_a_response_is_there_for_its_tenant_alone "
@@ -31,7 +31,7 @@ HELD_BY = {
         "app/test_rights.py::test_no_id_that_a_router_did_not_make_is_passed_on"
     ),
     "files, batches, conversations, stored chats": (
-        "app/test_tenants_apart.py::test_what_engines_do_not_keep_apart_by_key_is_refused"
+        "app/test_tenants_apart.py::test_paths_that_engines_do_not_separate_by_key_are_refused"
     ),
     "keys": "app/test_keys.py::test_engines_get_the_routers_key_and_not_the_clients",
     "caches": "prompts/test_affinity.py::test_form_does_not_matter_but_content_does",
@@ -42,8 +42,8 @@ HELD_BY = {
     ),
     "prompt tokens": "app/test_keys.py::test_every_api_is_charged_by_what_the_engine_reports_else_by_size",
     "requests that no engine answered": (
-        "admission/test_tenants.py::test_what_no_engine_answered_is_refunded "
-        "app/test_keys.py::test_what_engines_refuse_costs_no_tokens"
+        "admission/test_tenants.py::test_unanswered_requests_are_refunded "
+        "app/test_keys.py::test_a_refused_request_costs_no_tokens"
     ),
     "concurrency": (
         "admission/test_peers.py::test_no_request_stays_active_and_none_is_forgotten "
@@ -58,18 +58,16 @@ HELD_BY = {
         "proxy/test_screen.py::test_no_place_and_spelling_leaves_a_field_that_steers_an_engine "
         "proxy/test_screen.py::test_no_size_and_path_lets_guarded_fields_through "
         "proxy/test_headers.py::test_no_field_stands_in_for_one_of_the_body "
-        "proxy/test_forms.py::test_what_must_not_reach_engines_is_refused_in_forms_too"
+        "proxy/test_forms.py::test_forbidden_fields_are_refused_in_forms_too"
     ),
     "adapters": (
         "proxy/test_screen.py::test_an_adapter_is_named_by_those_who_may_use_it "
         "app/test_keys.py::test_a_tenant_reaches_no_adapter_past_its_models"
     ),
     "sessions and conversations in engines": (
-        "proxy/test_screen.py::test_what_may_name_anothers_is_refused_wherever_it_stands"
+        "proxy/test_screen.py::test_names_of_others_objects_are_refused_in_every_place"
     ),
-    "another tenant's limits": (
-        "replication/test_limits.py::test_what_no_replica_writes_is_refused_and_counted"
-    ),
+    "another tenant's limits": ("replication/test_limits.py::test_foreign_messages_are_refused_and_counted"),
 }
 
 

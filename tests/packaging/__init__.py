@@ -1,1 +1,1 @@
-"""What is built and installed: the wheel, its one name, its dependencies."""
+"""Build and installation: the wheel, its one name, its dependencies."""

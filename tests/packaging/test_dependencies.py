@@ -80,7 +80,7 @@ def test_the_page_names_every_extra(extra: str) -> None:
     assert f"`{extra}`" in PAGE.read_text("utf-8")
 
 
-def test_what_the_table_calls_brought_is_no_dependency_by_itself() -> None:
+def test_indirect_dependencies_are_not_listed_as_direct() -> None:
     brought = {
         normal(name) for *_, cell in table_rows(PAGE, "package") for name in re.findall(r"`([\w.-]+)`", cell)
     }

@@ -54,7 +54,7 @@ def test_each_has_a_target_a_step_and_half_a_page() -> None:
         assert f"\n### {part.capitalize()}" in page or part == "repository"
 
 
-def test_what_has_no_part_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_a_part_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(parts.faults()) == []
     for folder in ("router/unknown", "tests/router/elsewhere"):
         (tmp_path / folder).mkdir(parents=True)

@@ -162,7 +162,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_costs_itself_only(name: str) -> None:
+def test_a_refused_event_affects_no_other(name: str) -> None:
     assert rejected(REFUSED[name])
 
 
@@ -306,7 +306,7 @@ def wire(hashes: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(
     st.lists(wire(st.integers(0, BIG) | st.binary(max_size=32)), max_size=5), st.none() | st.integers(0, 99)
 )
-def test_what_is_encoded_is_decoded(events: list[Any], rank: int | None) -> None:
+def test_encoding_and_decoding_round_trip(events: list[Any], rank: int | None) -> None:
     batch = decode_batch(encode_batch(2.5, events, rank))
     assert batch.events == events
     assert (batch.ts, batch.data_parallel_rank, batch.rejected) == (2.5, rank, [])

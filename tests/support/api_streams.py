@@ -20,7 +20,7 @@ class ApiStream(msgspec.Struct, frozen=True):
     body: Json
     """A request for it."""
     openings: tuple[tuple[str, Json], ...]
-    """What comes before anything is generated, as well as what says nothing."""
+    """Events before the first token, and empty ones."""
     token: tuple[str, Json]
     end: tuple[tuple[str, Json | None], ...]
     """None: ``[DONE]``."""

@@ -62,7 +62,7 @@ class Tab:
         await self.call("Page.navigate", url=url)
 
     async def js(self, expression: str) -> Any:
-        """What a JavaScript expression gives."""
+        """Value of a JavaScript expression."""
         told = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )

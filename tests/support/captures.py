@@ -1,4 +1,4 @@
-"""What the tests of the capture tools share: captures written by hand, and the committed ones."""
+"""Fixtures of the capture tools' tests: captures written by hand, and the committed ones."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Engine:
             self.era += 1
 
     def publish(self, now: float) -> Frame | None:
-        """What happened since the last batch, as one batch; nothing happened: no batch."""
+        """Events since the last batch, as one batch; none without events."""
         events = self.pool.take_events()
         if not events:
             return None
@@ -112,7 +112,7 @@ class Engine:
 
 
 def credited(fleet: FleetResidency, groups: tuple[GroupSpec, ...], blocks: list[BlockHash]) -> Held:
-    """What the index credits engine ``e`` with, of all blocks ever stored; further copies unseen."""
+    """Blocks that the index shows for engine ``e``, of all ever stored; further copies unseen."""
     found: Held = Counter()
     slot = fleet.index.slot("e")
     if slot is None:
@@ -344,7 +344,7 @@ class World:
         return credited(self.fleet, self.groups, list(self.block_of))
 
     def check(self) -> None:
-        """What must hold at every moment."""
+        """Invariants of every moment."""
         held = self.held()
         processes = {self.block_of[block][0] for _, block in held}
         oldest = min((self.block_of[block][1] for _, block in held), default=self.era_floor)
@@ -376,7 +376,7 @@ class World:
             self.check()
 
     def check_settled(self) -> None:
-        """What must hold after quiescence."""
+        """Invariants after quiescence."""
         engine, stats = self.engine, self.stats
         last = len(engine.frames) - 1
         assert self.followed == (engine, last), f"follows {self.followed}, not the last batch {last}"

@@ -55,7 +55,7 @@ class Front:
             return web.Response(body=body, status=answer.status, content_type=answer.content_type)
 
     async def engine_says(self, path: str) -> Any:
-        """What the first engine answers to a GET."""
+        """Answer of the first engine to a GET."""
         async with self._session.get(self.engines[0].base_url + path) as answer:
             return await answer.json()
 

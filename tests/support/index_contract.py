@@ -1,4 +1,4 @@
-"""What every ``Index`` backend must do: one suite, run over each of them.
+"""Contract of every ``Index`` backend: one suite, run over each of them.
 
 A backend's test module subclasses ``IndexContract`` and ``IndexMachine`` and says how an empty index is made;
 ``settle`` gives it a moment to finish work it does in the background.

@@ -91,7 +91,7 @@ async def pauses() -> AsyncIterator[Pauses]:
 
 @asynccontextmanager
 async def elsewhere(make: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
-    """What this makes, in a thread and a loop of its own."""
+    """Result of this coroutine, in a thread and a loop of its own."""
     loop = asyncio.get_running_loop()
     made: asyncio.Future[T] = loop.create_future()
     over = threading.Event()

@@ -47,7 +47,7 @@ def _stand_in_for_orjson() -> None:
 
 
 class Server:
-    """What SGLang makes of chats with this tokenizer."""
+    """SGLang's rendering of chats with this tokenizer."""
 
     def __init__(self, directory: str) -> None:
         serving = importlib.import_module(_OPENAI + "serving_chat")

@@ -160,7 +160,7 @@ def stand_in_hub() -> Iterator[StandInHub]:
 
 
 def repository_of(folder: Path, **more: bytes) -> Repository:
-    """What is in a directory, with weights and code beside it that must not be fetched."""
+    """Files of a directory, with weights and code beside them that must not be fetched."""
     files = {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
     others = {"model.safetensors": b"weights", "README.md": b"text", "modeling.py": b"1/0"}
     return Repository({**files, **others, **more})

@@ -55,7 +55,7 @@ PROBES_PER_LOAD = 3
 
 
 class Alone:
-    """vLLM's side only, for engines that our pool does not copy; see ``pool_load.Alone``."""
+    """vLLM's side only, for engines that our pool does not copy (``pool_load.Alone``)."""
 
     def __init__(self, mix: Mix, rng: random.Random, model: str) -> None:
         self.real = RealEngine(setup_of(mix), model)
@@ -254,7 +254,7 @@ def unproven_inside(mix: Mix) -> bool:
 
 
 def facts_of(mix: Mix) -> ModelFacts:
-    """What an operator gives for this engine."""
+    """An operator's settings for this engine."""
     groups = mix.layout.groups
     modes = {group["mamba_cache_mode"] for group in groups if group.get("mamba_cache_mode")}
     chunks = {i: g["attention_chunk_size"] for i, g in enumerate(groups) if g.get("attention_chunk_size")}

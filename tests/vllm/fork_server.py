@@ -109,7 +109,7 @@ def serve(channel: socket.socket) -> list[str]:
 
 
 def become(cwd: str, environment: dict[str, str], files: list[int]) -> None:
-    """What ``python -m`` finds when it starts."""
+    """Import path at the start of ``python -m``."""
     os.chdir(cwd)
     for number, file in enumerate(files):
         os.dup2(file, number)

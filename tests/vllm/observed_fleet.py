@@ -144,7 +144,7 @@ def running(
 
 @dataclass
 class Outcome:
-    """What the router foretold for one request and what the engine reported."""
+    """Prediction for one request, and the engine's report."""
 
     engine_id: str
     predicted: int

@@ -1,4 +1,4 @@
-"""What tests of a real engine and a feed share: the plugin's path, requests, waiting."""
+"""Fixtures of tests with a real engine and a feed: the plugin's path, requests, waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 def plugin_path(directory: Path) -> Path:
-    """What installing the package puts on the path: the package, and its entry points."""
+    """Effect of installing the package on the path: the package, and its entry points."""
     directory.mkdir()
     (directory / "publisher").symlink_to(ROOT / "publisher")
     info = directory / "kvatlas-0.1.0.dist-info"

@@ -183,7 +183,7 @@ class RealEngine:
         self._scheduled: deque[tuple[SchedulerOutput, frozenset[str]]] = deque()
 
     def _drop_after_eagle(self) -> None:
-        """What a drafter in the configuration would switch on: groups marked for it drop their last block,
+        """Effects of a drafter in the configuration: groups marked for it drop their last block,
         unless hashes look ahead."""
         setup, coordinator = self.setup, self.manager.coordinator
         drops = not setup.lookahead_tokens and any(group.get("is_eagle") for group in setup.groups)
@@ -205,7 +205,7 @@ class RealEngine:
         return bool(self.scheduler.has_unfinished_requests())
 
     def header(self) -> dict[str, Any]:
-        """What a trace's first line says about this engine (without family, seed and version)."""
+        """Fields of a trace's first line about this engine (without family, seed and version)."""
         setup = self.setup
         return {
             "groups": [

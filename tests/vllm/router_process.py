@@ -58,19 +58,19 @@ class RouterProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def engines(self) -> list[dict[str, Any]]:
-        """What ``GET /kvatlas/engines`` says."""
+        """Answer of ``GET /kvatlas/engines``."""
         with urllib.request.urlopen(f"{self.ops_url}/kvatlas/engines", timeout=60) as response:
             answer: list[dict[str, Any]] = json.load(response)
         return answer
 
     def receipts(self) -> list[dict[str, Any]]:
-        """What ``GET /kvatlas/receipts`` says: the latest ones."""
+        """Answer of ``GET /kvatlas/receipts``: the latest ones."""
         with urllib.request.urlopen(f"{self.ops_url}/kvatlas/receipts", timeout=60) as response:
             answer: list[dict[str, Any]] = json.load(response)
         return answer
 
     def explain(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What ``POST /kvatlas/explain`` says of this request."""
+        """Answer of ``POST /kvatlas/explain`` for this request."""
         headers = {"content-type": "application/json"}
         data = json.dumps(body).encode()
         asked = urllib.request.Request(f"{self.ops_url}/kvatlas/explain", data, headers)

@@ -73,7 +73,7 @@ class Process(Engine):
         self.stored: set[BlockHash] = set()
 
     def batch(self) -> list[Any] | None:
-        """What happened since the last one, as ``vllm_event_publisher.py`` takes it."""
+        """Events since the last call, in the form of ``vllm_event_publisher.py``."""
         events = self.pool.take_events()
         if not events:
             return None
@@ -140,7 +140,7 @@ class Judge:
         return credited(self.fleet, self.processes[0].groups, blocks)
 
     def look(self, state: FeedState) -> None:
-        """What must hold at any moment."""
+        """Invariants of every moment."""
         held = self.held()
         if self.followed is None:
             if held:
@@ -262,7 +262,7 @@ class World:
             await self.reset()
 
         async def news() -> None:
-            """What was still to be sent again may leave the ring meanwhile, on a slow machine."""
+            """Batches still to be sent again may leave the ring meanwhile, on a slow machine."""
             await (self.reset() if feed.stats.reason == "history_rolled" else self.publish())
 
         await self._until(lambda: feed.state is FeedState.READY and self.judge.followed == self._last(), news)
@@ -295,7 +295,7 @@ def publisher(vllm_python: str) -> Iterator[VllmPublisher]:
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[Counter[str]]:
-    """What happened in all seeds together."""
+    """Events of all seeds together."""
     counts: Counter[str] = Counter()
     yield counts
     if not ONE:  # the faults really happened, and were met

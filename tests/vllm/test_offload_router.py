@@ -174,7 +174,7 @@ def check_metrics(scene: Scene) -> None:
     assert any(receipt["hit_by_medium"].get(scene.medium) for receipt in scene.get("/kvatlas/receipts"))
 
 
-def test_what_left_the_gpu_is_predicted_where_it_can_be_loaded(scene: Scene) -> None:
+def test_evicted_blocks_are_predicted_where_they_can_be_loaded(scene: Scene) -> None:
     tokens = prompt(1)
     first, _, _ = scene.send(completion(tokens))
     home = first.engine_id
@@ -222,7 +222,7 @@ def test_every_predicted_hit_is_what_the_engine_takes_by_medium(scene: Scene) ->
     check_metrics(scene)
 
 
-def test_what_one_engine_computed_the_other_loads(scene: Scene) -> None:
+def test_the_other_engine_loads_the_computed_blocks(scene: Scene) -> None:
     if scene.medium != "STORAGE":
         pytest.skip("each engine has host memory of its own")
     one, other = scene.fleet.taps

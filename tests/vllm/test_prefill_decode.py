@@ -90,7 +90,7 @@ class Apart(NamedTuple):
         return self.fleet.router.receipts()[-2:]
 
     def split(self, ask: Callable[[int], T]) -> T:
-        """What ``ask`` makes of a number, once its request went to both engines. Whether it does is the
+        """Result of ``ask`` for a number, once its request went to both engines. Whether it does is the
         router's choice, by costs and times that a busy machine changes: then another number is tried."""
         for number in range(0, 1000 * SPLITS_TRIED, 1000):
             made = ask(number)
@@ -164,7 +164,7 @@ def router_logs(apart: Apart, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _alone(apart: Apart, prompt: list[int]) -> Any:
-    """What one engine says that computes everything: another salt, so nothing is cached."""
+    """Answer of an engine that computes everything: another salt, so nothing is cached."""
     with apart.client(apart.prefill.base_url) as client:
         salted = {"cache_salt": "alone"}
         return client.completions.create(model="tiny", prompt=prompt, extra_body=salted, **ASKED)
@@ -218,9 +218,7 @@ def test_a_streamed_chat(apart: Apart) -> None:
 
 
 @pytest.mark.parametrize(("tail", "hit"), [(300, 800), (287, 0)])
-def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(
-    apart: Apart, tail: int, hit: int
-) -> None:
+def test_blocks_left_by_a_transfer_are_predicted_exactly(apart: Apart, tail: int, hit: int) -> None:
     """The same prompt again, at the decode engine alone. Of a window (two blocks long) what the token after
     the prompt looks at is transferred, in whole blocks: enough to go on from the last block's end where that
     is 12 tokens before the prompt's, and too little where it is 31 before."""

@@ -1,5 +1,5 @@
-"""What a prompt in flight leaves for the next one, against vLLM's scheduler: the router's own look-up before
-any event of the first prompt arrived, and the tokens that the second one took from the cache."""
+"""Blocks that a prompt in flight leaves for the next one, against vLLM's scheduler: the router's own look-up
+before any event of the first prompt arrived, and the tokens that the second one took from the cache."""
 
 from __future__ import annotations
 

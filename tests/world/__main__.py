@@ -1,4 +1,4 @@
-"""``python -m tests.world``: see ``command``."""
+"""``python -m tests.world``, which runs ``command``."""
 
 import os
 import sys

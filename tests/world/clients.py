@@ -31,7 +31,7 @@ _END = b"\r\n\r\n"
 
 
 class Answer(msgspec.Struct):
-    """What a client saw. ``end``: complete, cut, left, refused or silent."""
+    """Observation of a client. ``end``: complete, cut, left, refused or silent."""
 
     status: int = 0
     head: dict[str, str] = {}

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plans(options: Any) -> dict[str, Plan]:
-    """What to play, by name."""
+    """Worlds to play, by name."""
     if options.plan is not None:
         return {str(options.plan): read(options.plan.read_bytes())}
     everything = options.seed is None and not options.kind

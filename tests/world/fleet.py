@@ -63,7 +63,7 @@ def router_replica(r: int) -> str:
 
 @contextmanager
 def on(host: str, process: int = 0) -> Iterator[None]:
-    """What begins within the block runs on this machine, in this process."""
+    """Tasks that begin within the block run on this machine, in this process."""
     tokens = MACHINE.set(host), PROCESS.set(process)
     try:
         yield
@@ -340,7 +340,7 @@ class Fleet:
             await self.start_router(r)
 
     def unready(self) -> str:
-        """What is not as it should be in a whole fleet; "" if it is."""
+        """Fault of a whole fleet; "" without one."""
         for r, serving in sorted(self.serving.items()):
             router = serving.router
             if not router.readiness().ready:

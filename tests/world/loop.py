@@ -147,8 +147,8 @@ class VirtualLoop(_Base):
 
     @contextlib.contextmanager
     def machine(self, address: str, *, process: bool = False) -> Iterator[int]:
-        """What begins inside runs on this machine; with ``process``, in a new process of it, whose number it
-        is."""
+        """Tasks that begin inside run on this machine; with ``process``, in a new process of it. Gives its
+        number."""
         number = next(self._processes) if process else PROCESS.get()
         tokens = MACHINE.set(address), PROCESS.set(number)
         try:

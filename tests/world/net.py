@@ -43,7 +43,7 @@ SEND_AGAIN_S = 924.6
 _FIRST_PORT = 30_000
 _EOF, _RESET = object(), object()
 _KERNEL = Context()
-"""What kernels do belongs to no process."""
+"""Work of kernels belongs to no process."""
 
 
 class Link:
@@ -119,7 +119,7 @@ class Network:
             call()
 
     def killed(self, process: int, *, silent: bool) -> None:
-        """A process has ended: see ``VirtualLoop.kill``."""
+        """A process has ended (``VirtualLoop.kill``)."""
         for transport in [one for one in self.transports if one.context.get(PROCESS, 0) == process]:
             transport.vanish(silent=silent)
         for address, listener in list(self.listening.items()):
@@ -188,7 +188,7 @@ class Network:
 
 
 class VirtualSocket:
-    """What programs ask of the socket of a listener or of a connection."""
+    """Socket interface of a listener or of a connection."""
 
     family, type, proto = socket.AF_INET, socket.SOCK_STREAM, 0
 

@@ -1,4 +1,4 @@
-"""What must hold in every world. Each oracle yields texts of violations, under its name in
+"""Properties of every world. Each oracle yields texts of violations, under its name in
 ``Violation.oracle``.
 
 ``ends``: every request ends once, within bounded virtual time, with an answer, a clear error or an end that a
@@ -68,7 +68,7 @@ class Judged(msgspec.Struct):
     exchange: Exchange
     expected: Expected
     told: Told | None = None
-    """What its answer with status 200 says, if that can be read."""
+    """Body of its answer with status 200, if readable."""
 
     def read(self) -> None:
         request, answer = self.exchange.request, self.exchange.answer
@@ -213,7 +213,7 @@ def _where(judged: Judged, begin_s: float) -> str:
 
 
 class Prompts:
-    """What each tenant has sent, with the answers it may have got."""
+    """Requests of each tenant, with the answers it may have got."""
 
     def __init__(self) -> None:
         self._sent: dict[str, list[tuple[str, list[int]]]] = {}
@@ -300,7 +300,7 @@ def _judge_line(one: Judged, lines: list[UsageLine], fleet: Fleet, plan: Plan) -
 def _right(
     line: UsageLine, said: Told, exchange: Exchange, fleet: Fleet, plan: Plan
 ) -> dict[str, tuple[int | None, set[int | None]]]:
-    """What a line says, and what it may say, by what the client was told, else by what engines did."""
+    """A line, and its permitted values by the client's answer, else by the engines' work."""
     request = exchange.request
     if said.prompt_tokens is None:
         if request.api not in OPENAI or plan.gateway:

@@ -149,7 +149,7 @@ def endless(real: Any) -> Any:
 
 
 def twins(real: Any) -> Any:
-    """What one request asks for is computed twice."""
+    """The prompt of one request is computed twice."""
 
     def sim_requests(self: EngineModel, request_id: str, prepared: Any) -> Any:
         return [*real(self, request_id, prepared), *real(self, request_id, prepared)]

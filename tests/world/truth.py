@@ -1,4 +1,4 @@
-"""What an engine's model computes for a prompt: the same code that simulated engines answer by, without an
+"""Output of an engine's model for a prompt: the same code that simulated engines answer by, without an
 engine."""
 
 from __future__ import annotations

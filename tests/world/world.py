@@ -37,7 +37,7 @@ _PROBE_EVERY_S = 1.5
 
 
 class Report(msgspec.Struct):
-    """What a run showed. ``counts``: exchanges by status or end; ``receipts``: predictions by outcome."""
+    """Result of a run. ``counts``: exchanges by status or end; ``receipts``: predictions by outcome."""
 
     seed: int
     kind: str

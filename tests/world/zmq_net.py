@@ -100,7 +100,7 @@ class ZmqNetwork:
             self.loop.readable(number)
 
     def killed(self, process: int, *, silent: bool) -> None:
-        """The sockets of a killed process are gone: see ``VirtualLoop.kill``."""
+        """The sockets of a killed process are gone (``VirtualLoop.kill``)."""
         for one in [one for one in self.open if one.process == process]:
             one.end(silent=silent)
 
@@ -114,7 +114,7 @@ class _Pipe:
         self.back: _Pipe
         """The other direction."""
         self.topics: list[bytes] = []
-        """What the receiver subscribes to, as far as the sender knows."""
+        """Subscriptions of the receiver, as far as the sender knows."""
         self.sends, self.receives = True, True
         """Whether this end still has the connection."""
         self.name = b""

@@ -78,7 +78,7 @@ def both_have_stored(url: str, blocks: int) -> None:
     until(done, f"{blocks} blocks stored by both")
 
 
-def test_what_goes_on_in_two_tiers(engine: VllmEngine) -> None:
+def test_metrics_of_two_tiers(engine: VllmEngine) -> None:
     """One test, in order: each part builds on the state that the one before left behind."""
     url = engine.base_url
     cold = {n: complete(url, prompt(n, n)) for n in LENGTHS}

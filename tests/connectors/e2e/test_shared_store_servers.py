@@ -118,7 +118,7 @@ def _stores_ended(base_url: str, at_least: float) -> None:
     until(settled, f"{at_least} blocks stored")
 
 
-def test_what_goes_on_between_two_engines_and_their_store(fleet: Any) -> None:
+def test_metrics_of_two_engines_and_their_store(fleet: Any) -> None:
     """One test, in order: each part builds on the state that the one before left behind."""
     first, second, place = fleet
     cold = {n: complete(first.base_url, prompt(n, n)) for n in LENGTHS}

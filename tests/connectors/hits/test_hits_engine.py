@@ -177,7 +177,7 @@ def allocated(
 @all_mixes
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
-def test_what_is_stored_serves_every_boundary(mix: Mix, data: st.DataObject) -> None:
+def test_stored_blocks_serve_every_boundary(mix: Mix, data: st.DataObject) -> None:
     """Masks of steps add up to the mask of the whole, and with the states suffice for each boundary's hit."""
     resolver = mix.resolver(mix.coordinator())
     num_prompt = data.draw(st.integers(1, 80))
@@ -255,7 +255,7 @@ def test_a_full_prefix_in_the_gpu_need_not_be_held_outside() -> None:
     assert resolver.find_hit(names, 41, held, num_local_tokens=40) == 0
 
 
-def test_what_the_engine_keeps_below_a_window_is_loaded_too() -> None:
+def test_blocks_kept_below_a_window_are_loaded_too() -> None:
     mix = with_retained(Mix("retained", (window(4, 9), full(4)), 4, 4), 6)
     coordinator = mix.coordinator()
     resolver = mix.resolver(coordinator)

@@ -265,7 +265,7 @@ def test_reset_reaches_all_and_fails_if_one_fails(kinds: list[Any], outcome: boo
     assert all(account.calls == [("reset",)] for account in resettable)
 
 
-def test_what_children_answer_at_the_end_is_merged_and_clashes_are_named() -> None:
+def test_childrens_final_parameters_are_merged_and_clashes_are_named() -> None:
     connector, (a, b) = multi(child("a"), child("b"))
     assert connector.request_finished_all_groups(request(), ([1],)) == (False, None)
     a.finish["r"], b.finish["r"] = (False, {"x": 1}), (True, {"y": 2})

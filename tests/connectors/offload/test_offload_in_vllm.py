@@ -105,7 +105,7 @@ class TestEngineConfig:
             ("prefill_context_parallel_size", 2),
         ],
     )
-    def test_what_cannot_work_is_refused(self, key: str, value: Any) -> None:
+    def test_impossible_settings_are_refused(self, key: str, value: Any) -> None:
         with pytest.raises(ConfigError) as caught:
             check_engine(self.config(**{key: value}), self.cache())
         assert (caught.value.key, caught.value.value) == (key, value)
@@ -127,7 +127,7 @@ class TestEngineConfig:
         finally:
             transfer.kv_connector_extra_config = good
 
-    def test_what_all_ranks_ask_for_together_must_be_there(
+    def test_the_memory_of_all_ranks_together_must_be_available(
         self, core: SimEngineCore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each rank's own share would be; taking them all would end the engine without a word."""

@@ -97,7 +97,7 @@ def test_nothing_is_kept_of_a_store_that_ended_without_an_event() -> None:
         assert half.log.kept == set()
 
 
-def test_what_is_stored_again_before_events_are_taken_keeps_what_its_event_says() -> None:
+def test_blocks_stored_again_before_events_are_taken_keep_their_event() -> None:
     half = Half(ForgetfulTier(20, LruPolicy()))
     half.end(half.store())
     job = half.store()

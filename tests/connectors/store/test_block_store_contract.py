@@ -40,7 +40,7 @@ def framed(buffer: memoryview, block: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("value_bytes", [FRAME_BYTES + 1, 5000, 300_000])
-def test_what_one_engine_put_another_gets(shared: Shared, value_bytes: int) -> None:
+def test_one_engine_gets_the_blocks_of_another(shared: Shared, value_bytes: int) -> None:
     writer, reader = shared.open(), shared.open()
     source, target = Rows(writer, 7, value_bytes), Rows(reader, 7, value_bytes)
     values = [framed(source[i], key(i)) for i in range(7)]

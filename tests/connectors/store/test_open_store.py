@@ -53,7 +53,7 @@ def test_a_file_store_by_its_settings(tmp_path: Path) -> None:
         ({"kind": "mooncake", "master": "h:1", "protocol": "udp"}, "store.protocol", "tcp, rdma"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(config: Any, key: str, remedy: str) -> None:
+def test_impossible_settings_are_refused_by_name(config: Any, key: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         open_store(config)
     assert refusal.value.key == key

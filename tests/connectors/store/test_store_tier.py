@@ -215,7 +215,7 @@ def test_only_what_is_not_there_is_stored_and_only_once(rigs: Any) -> None:
     assert [at for at, _ in rig.tier.begin_store([key(2), key(3)])] == [key(3)]
 
 
-def test_what_was_found_there_is_not_copied_again_for_every_request(rigs: Any) -> None:
+def test_found_blocks_are_not_copied_again_for_every_request(rigs: Any) -> None:
     rig = rigs()
     rig.write(key(1))
     rig.ask(key(1))
@@ -272,7 +272,7 @@ def test_quarantine_ends_without_a_new_store(rigs: Any) -> None:
     assert rig.ask(key(1)) == {key(1)}
 
 
-def test_what_is_not_known_to_be_held_cannot_be_loaded(rigs: Any) -> None:
+def test_blocks_not_known_to_be_held_cannot_be_loaded(rigs: Any) -> None:
     rig = rigs()
     rig.write(key(1))
     rig.ask(key(1), key(2))

@@ -18,7 +18,7 @@ def test_the_group_is_four_bytes_big_endian_behind_the_whole_hash() -> None:
     assert block_key(b"h" * 32, 258) == b"h" * 32 + b"\x00\x00\x01\x02"
 
 
-def test_what_is_no_key_is_refused() -> None:
+def test_an_invalid_key_is_refused() -> None:
     with pytest.raises(ValueError, match="not a block key: 4 bytes"):
         split_key(b"\x00" * 4)
     with pytest.raises(OverflowError):

@@ -111,7 +111,7 @@ def test_blocks_below_a_missing_one_go_first() -> None:
     assert missing(tier, keys("xy", FULL) + keys("ab", FULL)) == []
 
 
-def test_what_is_below_a_block_that_came_back_is_kept_again() -> None:
+def test_blocks_below_a_returned_block_are_kept_again() -> None:
     tier = boundary_tier(6, SHAPES[:1])
     store(tier, "xy", FULL)
     store(tier, "abc", FULL)
@@ -178,7 +178,7 @@ def test_a_prefix_that_is_used_again_is_no_longer_given_up() -> None:
     assert missing(tier, keys("abcd", FULL)) == []
 
 
-def test_what_a_chain_stands_on_is_not_given_up_for_it() -> None:
+def test_the_base_of_a_chain_is_not_evicted_for_it() -> None:
     tier = boundary_tier(2, SHAPES)
     store(tier, "ab", FULL)
     store(tier, "a", WINDOW, STATE)

@@ -186,7 +186,7 @@ def test_a_job_of_more_blocks_than_rows_goes_through_in_chunks(rig: Rig) -> None
     assert sorted(engine._rows.take(3)) == [0, 1, 2]
 
 
-def test_what_is_in_the_store_is_not_put_again(rig: Rig) -> None:
+def test_blocks_in_the_store_are_not_put_again(rig: Rig) -> None:
     engine = rig.open()
     assert rig.run(engine, Direction.STORE, BLOCKS[:3]).ok
     assert rig.run(engine, Direction.STORE, BLOCKS).ok
@@ -433,7 +433,7 @@ def test_a_late_chunk_does_not_end_a_job_whose_other_chunk_is_still_copied(rig: 
     assert result.failed_keys == (b"key-1",)
 
 
-def test_what_was_fetched_is_loaded_from_host_memory_the_next_time(rig: Rig) -> None:
+def test_fetched_blocks_are_loaded_from_host_memory_the_next_time(rig: Rig) -> None:
     """And so is what was stored: neither the GPU nor the store is asked for it again."""
     device = rig.device.copy()
     rig.run(rig.open(), Direction.STORE, BLOCKS)
@@ -452,7 +452,7 @@ def test_what_was_fetched_is_loaded_from_host_memory_the_next_time(rig: Rig) -> 
     assert np.array_equal(rig.device, loaded)
 
 
-def test_what_is_kept_gives_way_and_is_fetched_again(rig: Rig) -> None:
+def test_staged_blocks_are_evicted_and_fetched_again(rig: Rig) -> None:
     engine = rig.open(keep=True, rows=4, threads=1)
     rig.run(engine, Direction.STORE, BLOCKS)
     assert rig.run(engine, Direction.LOAD, BLOCKS).ok

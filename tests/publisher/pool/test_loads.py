@@ -58,7 +58,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("groups", MIXES, ids=lambda groups: "+".join(group.kind[:6] for group in groups))
-def test_what_left_the_gpu_is_loaded_as_far_as_it_was_hit_before(groups: tuple[GroupSpec, ...]) -> None:
+def test_evicted_blocks_are_loaded_up_to_the_earlier_hit(groups: tuple[GroupSpec, ...]) -> None:
     engine = Engine(groups, blocks=40 * len(groups))
     prompt = list(range(330))
     assert engine.serve(prompt) == (0, 0)

@@ -90,7 +90,7 @@ def test_a_final_message_can_be_left_open() -> None:
         {"role": "assistant", "tool_calls": [1]},
     ],
 )
-def test_what_cannot_be_rendered_is_refused(message: dict[str, object]) -> None:
+def test_an_unrenderable_chat_is_refused(message: dict[str, object]) -> None:
     with pytest.raises(TemplateError):
         TOKENIZER.render([message])
 

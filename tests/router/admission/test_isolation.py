@@ -97,7 +97,7 @@ def test_no_name_and_salt_spell_another_name_and_salt(
         b'{"cache_salt": null, "messages": [{"cache_salt": "x"}]}',
     ],
 )
-def test_what_engines_read_is_the_routers_salt(body: bytes, tmp_path: Path) -> None:
+def test_engines_get_the_routers_salt(body: bytes, tmp_path: Path) -> None:
     made = isolation(tmp_path)
     changed = at_once(with_value(body, b"cache_salt", lambda own: made.salt("ada", PLAIN, own), adds=True))
     before, after = json.loads(body), json.loads(changed)

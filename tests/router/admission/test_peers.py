@@ -88,7 +88,7 @@ replacements = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(NAMES)), m
 
 
 def play(happens: list[tuple[str, object, object]], replaced: list[tuple[int, str]]) -> dict[str, Process]:
-    """Whatever comes, in whatever order; at the end each tells once what there is, and each hears it."""
+    """Any events in any order; at the end each replica reports once, and each receives it."""
     fleet = {name: Process() for name in NAMES}
     on_the_way: list[tuple[str, str, Uses]] = []
     greet(fleet)
@@ -160,7 +160,7 @@ def test_a_replaced_process_has_no_more_left_than_a_sibling_used(
         assert one.left[0] <= PLENTY - max(other.used[0] for other in fleet.values())
 
 
-def test_what_a_successor_uses_is_charged_to_its_siblings_whole() -> None:
+def test_a_successors_use_is_charged_to_its_siblings_in_full() -> None:
     one, two = Process(), Process()
     two.works(10)
     one.others.receive("two", two.says(), 0.0)
@@ -198,7 +198,7 @@ def test_a_life_that_looks_older_counts_once_the_newer_one_is_silent() -> None:
     assert one.active_elsewhere() == 0
 
 
-def test_what_a_silent_process_left_behind_counts_no_more_until_it_speaks() -> None:
+def test_active_requests_of_a_silent_process_do_not_count() -> None:
     """Its last message stays in Redis for a minute; a forged number is got over."""
     one, two = Process(), Process()
     two.works(2)

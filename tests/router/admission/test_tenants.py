@@ -53,7 +53,7 @@ def test_requests_a_minute_then_429_with_the_time_until_the_next() -> None:
     assert tenant.stats.refused == {"requests_per_minute": 1}
 
 
-def test_other_processes_are_told_of_every_change() -> None:
+def test_other_processes_get_every_change() -> None:
     clock = Clock()
     told: list[str] = []
     tenant = Tenant("acme", TenantRules(requests_per_minute=10), clock.now, told.append)
@@ -64,7 +64,7 @@ def test_other_processes_are_told_of_every_change() -> None:
     assert told == ["acme"] * 5, "two ends, and one request that is given back"
 
 
-def test_a_key_that_nobody_has_is_counted(tmp_path: Path) -> None:
+def test_an_unknown_key_is_counted(tmp_path: Path) -> None:
     path = Path(tenants(tmp_path, {"free": ""}).file or "")
     gate = KeyGate(KeyFile(path, clock=lambda: 0.0), clock=lambda: 0.0)
     assert gate.tenant_of([(b"authorization", b"Bearer key-of-free")]).name == "free"
@@ -144,7 +144,7 @@ amounts = st.lists(st.tuples(st.floats(0, 120), st.floats(0.5, 500)), max_size=3
 
 @given(per_minute=st.floats(1, 10_000), steps=amounts)
 def test_a_bucket_gives_no_more_than_its_rate(per_minute: float, steps: list[tuple[float, float]]) -> None:
-    """Whatever is asked when: what was given without debt is at most the first fill and the rate since."""
+    """In any order of requests, grants without debt are at most the first fill and the rate since."""
     now, given_out = 0.0, 0.0
     bucket = TokenBucket(per_minute, now)
     for pause_s, amount in steps:
@@ -182,7 +182,7 @@ def tokens_left(tenant: Tenant, clock: Clock) -> int:
     return int(dict(tenant.headers(clock.now))[b"x-ratelimit-remaining-tokens"])
 
 
-def test_what_no_engine_answered_is_refunded() -> None:
+def test_unanswered_requests_are_refunded() -> None:
     tenant, clock = account(uncached_tokens_per_minute=600, requests_per_minute=5)
     for _ in range(10):
         entry = TenantRequest(tenant, clock)
@@ -206,7 +206,7 @@ def test_what_no_engine_answered_is_refunded() -> None:
         (True, Usage(3000, 0, 0), 3000),
     ],
 )
-def test_what_an_engine_reports_replaces_an_estimate_by_size(
+def test_an_engines_report_replaces_an_estimate_by_size(
     known: bool, usage: Usage | None, charged: int
 ) -> None:
     """Where the prompt's tokens are known and no cached ones are reported, the prediction knows more."""

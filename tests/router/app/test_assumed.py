@@ -42,7 +42,7 @@ async def place(rig: Rig, number: int) -> Placement:
 
 
 async def told(rig: Rig) -> Any:
-    """What the router says of its engine."""
+    """The router's view of its engine."""
     _, engines = await rig.ask("GET", "/kvatlas/engines")
     return engines[0]
 

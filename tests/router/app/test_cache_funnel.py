@@ -73,7 +73,7 @@ async def test_tokens_under_another_salt_count_as_salted() -> None:
         assert counts(rig).missed["salted"] == latest.prompt_tokens
 
 
-async def test_what_a_busy_engine_holds_is_missed_for_its_load_and_the_doctor_says_what_that_costs() -> None:
+async def test_tokens_at_a_busy_engine_are_missed_by_load_and_the_doctor_reports_the_cost() -> None:
     async with running({}, {}) as engines, routing(configure(*engines, **PINNING)) as rig:
         await rig.ready()
         holder = engines[0]

@@ -119,7 +119,7 @@ async def test_a_tenants_answers_tell_nothing_of_the_price(tmp_path: Path) -> No
 
 
 async def test_a_tenant_cannot_reach_another_ones_cache_by_a_salt(tmp_path: Path) -> None:
-    """Whatever salt it sends, also the one that the router made for the other."""
+    """Any salt, also the one that the router made for the other."""
     async with isolating(tmp_path, isolate="tenant") as rig:
         gate = rig.router.gate
         stolen = gate.isolation.salt("ada", gate.keys.rules("ada"), b"")
@@ -282,7 +282,7 @@ async def test_sglang_gets_no_prompt_whose_salt_it_would_drop(tmp_path: Path) ->
         assert [bool(one.actual_tokens) for one in receipts] == [False, False, True, True]
 
 
-async def test_what_cannot_be_isolated_is_refused(tmp_path: Path) -> None:
+async def test_prompts_that_cannot_be_isolated_are_refused(tmp_path: Path) -> None:
     async with isolating(tmp_path, isolate="tenant", client_salts="refuse") as rig:
         status, text = await ask(rig, "ada", CHAT, cache_salt="own")
         assert (status, "cache_salt_not_accepted" in text) == (400, True)

@@ -1,4 +1,4 @@
-"""What decides before the cost does: another name for a model, and a client that may choose."""
+"""Decisions before the cost: another name for a model, and a client that may choose."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def test_a_long_prompt_goes_to_an_engine_that_can_take_it(path: str, read:
         assert rig.router.proxy.stats.retries == 0
 
 
-async def test_what_no_engine_takes_is_refused_by_one_and_once() -> None:
+async def test_a_prompt_too_long_for_all_is_refused_once() -> None:
     async with routed(SHORT, {"max_model_len": 300}) as (rig, _):
         body = {"model": MODEL, "prompt": prompt(1), "max_tokens": 4}
         status, answer = await rig.ask("POST", COMPLETION, body)

@@ -80,7 +80,7 @@ def test_an_api_that_drops_the_salt_is_refused_with_the_reason(path: str, tmp_pa
     isolating(tmp_path, [{"drops_salt": path}], story)
 
 
-def test_what_one_engine_drops_goes_to_another_or_waits(tmp_path: Path) -> None:
+def test_requests_avoid_an_engine_that_drops_salts_or_wait(tmp_path: Path) -> None:
     async def story(rig: Rig, engines: list[SimulatedEngine]) -> None:
         for _ in range(4):
             status, _ = await ask(rig, MESSAGES)
@@ -130,7 +130,7 @@ def test_a_restart_that_no_poll_saw_ends_what_was_proven(
     isolating(tmp_path, [{}], story)
 
 
-def test_what_an_engine_was_too_busy_to_show_is_shown_later(
+def test_a_proof_that_a_busy_engine_missed_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = SaltProver.prove

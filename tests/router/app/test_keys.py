@@ -267,7 +267,7 @@ def serving(model: str, script: Any) -> Any:
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
-async def test_what_engines_refuse_costs_no_tokens(tmp_path: Path, status: int) -> None:
+async def test_a_refused_request_costs_no_tokens(tmp_path: Path, status: int) -> None:
     async with Engine(says(status, b"{}")) as engine:
         engine.script = serving("m", engine.script)
         config = configure(EngineAddress(engine.url), keys=tenants(tmp_path, RULES))

@@ -196,7 +196,7 @@ async def test_a_client_that_leaves_at_that_moment_is_a_client_that_left() -> No
 @pytest.mark.parametrize("skew_s", [-1000.0, 0.0, 1000.0], ids=["clock behind", "same clock", "clock ahead"])
 @pytest.mark.parametrize("count", [1, 2], ids=["alone", "beside another"])
 @pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "stream"])
-async def test_what_was_sent_before_a_restart_is_asked_again(
+async def test_requests_sent_before_a_restart_are_sent_again(
     more: dict[str, bool], count: int, skew_s: float
 ) -> None:
     """Its process is gone, and perhaps its connections do not show that."""
@@ -275,7 +275,7 @@ async def test_a_feed_of_a_new_process_ends_older_requests_once_a_minute(started
 
 
 @pytest.mark.parametrize("field", ["pinned", "earlier_response"])
-async def test_what_only_one_engine_can_answer_is_asked_there_again_after_its_restart(field: str) -> None:
+async def test_requests_bound_to_one_engine_are_sent_there_again_after_its_restart(field: str) -> None:
     async with two() as (rig, scripts, (one, other), lost):
         tasks = await _spread(rig, scripts)
         await until(lambda: len(lost.waiting) > 0, "they wait")

@@ -99,7 +99,7 @@ def test_policy_settings_refuse_nonsense() -> None:
 SHORT = {"groups": "full", "num_blocks": 64, "decode_s_per_token": 4e-3}
 
 
-async def test_what_prompts_ahead_evict_is_taken_off_the_hit() -> None:
+async def test_evictions_by_prompts_ahead_reduce_the_hit() -> None:
     first, second, third = (f"{name} {TEXT * count}" for name, count in (("a", 18), ("b", 35), ("c", 30)))
     async with running(SHORT) as engines, routing(configure(*engines)) as rig:
         (engine,) = rig.router.fleet

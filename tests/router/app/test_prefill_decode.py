@@ -75,7 +75,7 @@ async def receipts(rig: Rig) -> list[Any]:
 
 
 async def told_alone(path: str, body: dict[str, Any]) -> Any:
-    """What one engine for itself answers."""
+    """Answer of one engine alone."""
     async with running({}) as (engine,), routing(configure(engine)) as rig:
         return await rig.ok("POST", path, body)
 
@@ -100,7 +100,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def words(answer: dict[str, Any]) -> Any:
-    """What was generated."""
+    """Generated text."""
     return answer.get("choices") or answer.get("output") or answer.get("content")
 
 
@@ -129,7 +129,7 @@ async def test_a_streamed_chat_by_the_openai_client() -> None:
         ({"prompt": prompt(1, 60)}, "short"),
     ],
 )
-async def test_what_is_not_split_goes_to_the_decode_engine_alone(fields: dict[str, Any], why: str) -> None:
+async def test_an_unsplit_request_goes_to_the_decode_engine_alone(fields: dict[str, Any], why: str) -> None:
     async with apart(P, D) as (rig, _):
         with busy(rig):
             _, answer = await rig.ask("POST", "/v1/completions", completion(1, **fields))

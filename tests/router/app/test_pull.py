@@ -145,7 +145,7 @@ async def test_explain_names_the_source_and_changes_nothing() -> None:
         (PULL, {}, {"prompt_logprobs": 1}),
     ],
 )
-async def test_what_cannot_or_should_not_pull_does_not(
+async def test_no_pull_where_it_is_impossible_or_useless(
     settings: PullSettings, other: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     async def answered(world: Fleet) -> None:

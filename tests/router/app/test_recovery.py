@@ -35,7 +35,7 @@ async def test_a_reset_that_is_passed_on_empties_the_view_immediately() -> None:
         assert usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_what_was_stored_after_a_sleep_that_was_missed_is_kept() -> None:
+async def test_blocks_stored_after_a_missed_sleep_are_kept() -> None:
     """The poll shows the call when the events have shown the reset, and the blocks stored since."""
     async with running({}) as (engine,), routing(configure(engine)) as rig:
         (status,) = rig.router.fleet

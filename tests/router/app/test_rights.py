@@ -1,4 +1,4 @@
-"""Whatever names a response proves its tenant, whatever the store and the other routers do.
+"""Every name of a response proves its tenant, in any state of the store and the other routers.
 
 Each case is a world on virtual time: two engines, a router and its store. A response of ``ada`` is made, then
 something happens to the store or to the router, and everybody asks for it in every way.

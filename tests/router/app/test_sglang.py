@@ -250,7 +250,7 @@ def load_of(engine: Engine) -> EngineLoad:
 @pytest.mark.parametrize(
     "changes", [{"groups": "gemma3-like"}, {"role": "decode"}, {"decode_context_parallel_size": 2}]
 )
-async def test_what_is_not_simulated_is_refused(changes: dict[str, Any]) -> None:
+async def test_unsupported_features_of_the_simulation_are_refused(changes: dict[str, Any]) -> None:
     (name,) = changes
     with pytest.raises(ValueError, match=f"{name} = .*sglang"):
         async with running({**SGLANG, **changes}):

@@ -48,7 +48,7 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _first_request() -> None:
-    """What only the first request of a process does."""
+    """Steps of the first request of a process only."""
     with counting(lines=False) as steps:
         asyncio.run(both_turns(LAYOUTS["full"], 1000, steps, form="chat", events=True))
 
@@ -105,7 +105,7 @@ def test_a_prompt_in_flight_takes_the_same_memory_in_every_layout(layout: str, e
 
 
 def kept_bytes(layout: str, tokens: int, *, events: bool) -> int:
-    """What is there after a request more than before it."""
+    """Objects that a request leaves."""
 
     async def ask() -> int:
         conversation = Conversation(LAYOUTS[layout], tokens, form="ids", events=events)

@@ -115,7 +115,7 @@ async def test_no_spelling_of_a_path_or_body_gets_at_a_response(tmp_path: Path) 
         ("GET", "/v1/chat/completions/chat_1", None),
     ],
 )
-async def test_what_engines_do_not_keep_apart_by_key_is_refused(
+async def test_paths_that_engines_do_not_separate_by_key_are_refused(
     tmp_path: Path, method: str, path: str, body: Any
 ) -> None:
     async with guarded(tmp_path) as rig:

@@ -136,7 +136,7 @@ WORKS = {work.__name__: work for work in (all_restart, all_go_down, all_leave, a
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in WORKS]
 )
-async def test_what_happens_to_all_engines_together_grows_with_their_number(name: str) -> None:
+async def test_the_cost_of_events_at_all_engines_grows_linearly(name: str) -> None:
     assert await growth(name) < 1.3
 
 

@@ -205,7 +205,7 @@ def test_unusable_files_are_named_at_start(pki: Path, files: dict[str, str], sai
         check(serving(pki, **files))
 
 
-def test_what_belongs_together_is_wanted_together() -> None:
+def test_certificate_and_key_are_required_together() -> None:
     with pytest.raises(ValueError, match="give tls_key_file too"):
         ServerConfig(tls_cert_file="a.crt")
     with pytest.raises(ValueError, match="client_ca_file"):

@@ -1,4 +1,4 @@
-"""Whatever ends a command ends it in a sentence: status, one line on stderr, no traceback. In process."""
+"""Every end of a command is a sentence: status, one line on stderr, no traceback. In process."""
 
 from __future__ import annotations
 

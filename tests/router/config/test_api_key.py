@@ -53,7 +53,7 @@ async def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
     assert b"secret-word" in asked[0]
 
 
-async def test_what_an_engine_renders_for_a_client_it_renders_in_the_clients_name(tmp_path: Path) -> None:
+async def test_an_engine_renders_with_the_clients_authorization(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret-word\n")
     rendered: list[bytes] = []
 

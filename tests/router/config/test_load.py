@@ -304,7 +304,7 @@ def test_engines_of_the_file_beside_those_of_the_command_are_named(
     ]
 
 
-def test_what_is_unknown_in_the_environment_is_refused(tmp_path: Path) -> None:
+def test_unknown_variables_are_refused(tmp_path: Path) -> None:
     assert "KVATLAS_POLICY_SPRED" in refused(tmp_path, environ={"KVATLAS_POLICY_SPRED": "1"})
     assert "policy.spread = 'x'" in refused(tmp_path, environ={"KVATLAS_POLICY_SPREAD": "x"})
 
@@ -367,7 +367,7 @@ def test_engines_as_the_flag_takes_them(text: str, engine: EngineAddress) -> Non
         "http://h:1,role=p",
     ],
 )
-def test_what_is_no_engine(text: str) -> None:
+def test_an_invalid_engine_argument(text: str) -> None:
     with pytest.raises(ConfigError, match="engine"):
         parse_engine(text)
 
@@ -378,7 +378,7 @@ def test_retention_of_hybrid_engines_does_not_trouble_an_assumed_shadow() -> Non
     Shadow(config.model("m").shadow_spec())
 
 
-def test_what_can_only_be_seen_by_building_is_named_too(tmp_path: Path) -> None:
+def test_faults_seen_only_while_building_are_named_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.policy = 'nope': expected one of kvatlas,"):
         load(None, environ={}, flags={"policy.policy": "nope"})
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
@@ -419,7 +419,7 @@ def test_engines_for_both_are_either_half(engines: list[str]) -> None:
     assert [engine.role for engine in loaded.config.engines][1] == "both"
 
 
-def test_what_is_discovered_may_be_the_other_half() -> None:
+def test_the_other_role_may_be_discovered() -> None:
     flags = {"fleet.file.path": "engines.toml"}
     loaded = load(environ={}, engines=(parse_engine("http://a:1,role=prefill"),), flags=flags)
     assert loaded.config.engines[0].role == "prefill"
@@ -451,7 +451,7 @@ def test_the_same_again_is_no_change() -> None:
     assert (change.config, change.taken, change.waiting) == (config(), (), ())
 
 
-def test_what_can_be_taken_is_and_the_rest_is_named() -> None:
+def test_live_changes_are_applied_and_the_rest_is_named() -> None:
     wanted = config(
         server=ServerConfig(port=9000, log_level="debug"),
         models={"a": ModelConfig(mamba_cache_mode="align")},
@@ -490,7 +490,7 @@ def test_models_of_a_shared_index_stay() -> None:
     assert changes(running, wanted).waiting == ('models."a"',)
 
 
-def test_what_does_not_go_with_what_stays_is_refused() -> None:
+def test_a_change_that_contradicts_a_fixed_value_is_refused() -> None:
     running = config(admin=AdminSettings(enabled=True, token_file="tokens"))
     with pytest.raises(ConfigError, match=r"admin.enabled.*log_level"):
         changes(running, config(server=ServerConfig(log_level="error")))

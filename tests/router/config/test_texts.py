@@ -86,7 +86,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "index": {"index.url": "redis://h"},
     "epp": {"epp.listen": "h:1"},
 }
-"""What a section is not looked at without."""
+"""Key without which a section is not read."""
 
 FREE = {"models.chat_template"}
 """A path or a text of any kind, tried where the tokenizer is loaded."""
@@ -159,7 +159,7 @@ def test_a_wrong_text_of_a_model_is_refused_by_name(key: str) -> None:
         ("prompts.renderers", "http://[::1]:8000"),
     ],
 )
-def test_what_is_right_is_taken(key: str, text: str) -> None:
+def test_valid_texts_are_accepted(key: str, text: str) -> None:
     load(environ={}, flags={key: text})
 
 

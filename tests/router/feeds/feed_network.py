@@ -27,7 +27,7 @@ SETTINGS = FeedSettings(
 
 
 class Sent(NamedTuple):
-    """What was published: the process's number and the seq."""
+    """Published batches: the process's number and the seq."""
 
     process: int
     seq: int

@@ -1,4 +1,4 @@
-"""What a publisher of junk can cost: bounded memory, and the loop keeps turning."""
+"""Cost of a publisher of junk: bounded memory, and the loop keeps turning."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_a_disordered_answer_is_put_in_order(order: str) -> None:
     assert driver.applied == [float(seq) for seq in range(7)]
 
 
-def test_what_replay_cannot_give_is_lost_counted_and_live_goes_on() -> None:
+def test_batches_missing_in_a_replay_are_counted_as_lost_and_live_ones_continue() -> None:
     driver = ready()
     driver.live(frame(5))
     for _ in range(REPLAY_ATTEMPTS_MAX):
@@ -351,7 +351,7 @@ def test_an_answer_that_begins_late_with_more_than_fits_shows_that_the_history_r
     assert driver.state == (FeedState.DEGRADED, "history_rolled")
 
 
-def test_what_an_earlier_connection_sent_is_not_awaited_from_the_next_one() -> None:
+def test_frames_of_an_earlier_connection_are_not_awaited_from_the_next_one() -> None:
     driver = started()
     driver.live(frame(3))
     driver.disconnected()

@@ -63,7 +63,7 @@ def page(body: bytes, status: int = 200) -> bytes:
 
 
 class Listener:
-    """What the poller told."""
+    """Calls of the poller."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []

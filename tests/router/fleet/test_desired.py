@@ -82,7 +82,7 @@ def test_removed_is_over_when_no_source_names_it_any_more() -> None:
     assert urls(r) == [A]
 
 
-def test_what_was_decided_of_a_pod_is_not_decided_of_the_next_at_its_address() -> None:
+def test_a_hold_of_a_pod_does_not_apply_to_the_next_at_its_address() -> None:
     r = desired()
     r.set_source("kubernetes", [see(A, identity="one"), see(B, identity="two")])
     r.remove(A, "ann")
@@ -158,7 +158,7 @@ tellings = st.lists(st.tuples(st.sampled_from(ORDER[1:]), sightings), max_size=8
 
 
 @given(tellings, st.randoms(use_true_random=False))
-def test_what_was_told_last_makes_the_roster_in_any_order(
+def test_the_latest_lists_make_the_roster_in_any_order(
     told: list[tuple[str, list[DiscoveredEngine]]], rng: object
 ) -> None:
     last = dict(told)

@@ -560,7 +560,7 @@ async def test_new_addresses_of_an_engine_that_is_up_are_reported_immediately() 
         assert status.up
 
 
-def test_what_nixl_counts_of_transfers_that_went_wrong() -> None:
+def test_nixls_counters_of_failed_transfers() -> None:
     text = b"""# TYPE vllm:nixl_num_kv_expired_reqs counter
 vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name="m"} 3.0
 vllm:nixl_num_kv_expired_reqs_total{engine="1",model_name="m"} 4.0

@@ -187,7 +187,7 @@ async def test_no_prompt_is_longer_than_the_context() -> None:
         ({"serves": ()}, "is not served (404)"),
     ],
 )
-async def test_what_shows_nothing_proves_nothing(ways: dict[str, Any], word: str) -> None:
+async def test_a_probe_without_a_hit_proves_nothing(ways: dict[str, Any], word: str) -> None:
     proof = await prove(FakeEngine(**ways))
     assert not proof.proven
     for path in PROMPTS:
@@ -196,7 +196,7 @@ async def test_what_shows_nothing_proves_nothing(ways: dict[str, Any], word: str
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_what_was_busy_is_tried_again(status: int) -> None:
+async def test_a_busy_engine_is_tried_again(status: int) -> None:
     engine = FakeEngine(status={MESSAGES: status})
     proof = await prove(engine)
     assert proof.later == {MESSAGES: f"could not be tried: status {status}"}
@@ -277,7 +277,7 @@ async def test_behind_a_balancer_nothing_that_drops_salts_is_proven(caches: int,
 
 
 @pytest.mark.parametrize("caches", [1, 2, 3, 4, 5, 8, 13, 40])
-async def test_nor_where_the_caches_take_turns(caches: int) -> None:
+async def test_no_proof_where_caches_alternate(caches: int) -> None:
     engine = FakeEngine(serves=(CHAT,), drops=(CHAT,), balances=itertools.cycle(range(caches)).__next__)
     assert not (await prove(engine)).proven
 

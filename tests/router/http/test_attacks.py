@@ -184,7 +184,7 @@ async def test_head_of_an_engine_over_the_limit_in_one_read() -> None:
 
 @pytest.mark.parametrize("cut", [1, 40, 70])
 async def test_head_behind_a_large_body_is_its_own(cut: int) -> None:
-    """What is left of a body in the same read is no part of the head that follows."""
+    """The rest of a body in the same read is no part of the next head."""
     async with Engine(GOOD) as engine, routing(engine.url, listen=SMALL) as rig:
         reader, writer = await rig.connect()
         first, second = request(b'{"model":"%b"}' % (b"m" * 100_000)), request()

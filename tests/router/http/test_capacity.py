@@ -1,4 +1,4 @@
-"""What all clients hold together: connections, by address too, bodies, descriptors; and probes get in."""
+"""Resources of all clients together: connections, by address too, bodies, descriptors; and probes get in."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_newest_spare_takes_the_oldest_ones_place() -> None:
         (None, ""),
     ],
 )
-def test_whose_connection_it_is(peer: Any, client: str) -> None:
+def test_the_owner_of_a_connection(peer: Any, client: str) -> None:
     assert client_key(peer) == client
 
 
@@ -138,7 +138,7 @@ async def test_all_bodies_together_are_bounded() -> None:
         await until(lambda: room.body_bytes == 0, "given back")
 
 
-async def test_what_follows_a_body_without_room_begins_no_request() -> None:
+async def test_bytes_after_a_refused_body_begin_no_request() -> None:
     listen = ListenSettings(bodies_bytes_max=1000, drain_s_max=0.5)
     async with Engine(writes(answer(200, b"{}"))) as engine, routing(engine.url, listen=listen) as rig:
         reader, writer = await rig.connect()

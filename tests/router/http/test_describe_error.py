@@ -24,7 +24,7 @@ CLASS_NAMES_ALLOWED = {
 
 
 def failure(url: str, *, timeout_s: float = 2.0) -> BaseException:
-    """What a request to ``url`` raises."""
+    """The error of a request to ``url``."""
 
     async def ask() -> BaseException:
         async with HttpClient() as client:

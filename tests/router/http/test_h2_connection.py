@@ -86,7 +86,7 @@ async def echoing(connections_max: int = 256) -> AsyncIterator[Echoing]:
 
 
 async def answer_to(echo: Echoing, data: bytes) -> list[H2Frame]:
-    """What the server says to these bytes, until it closes."""
+    """The server's response to these bytes, until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
     writer.write(data)
     found = FrameReader(1 << 20)
@@ -152,7 +152,7 @@ async def test_a_stream_that_is_not_read_holds_no_other_up() -> None:
         assert len(peer.data[stalled]) == 5000
 
 
-async def test_what_waits_for_the_connections_window_goes_on_with_it() -> None:
+async def test_streams_continue_when_the_connection_window_opens() -> None:
     async with echoing() as echo, h2_peer(echo.port, window=1 << 20) as peer:
         peer.reads = False
         numbers = [peer.open("/") for _ in range(3)]
@@ -258,7 +258,7 @@ OPEN = frame(h2.HEADERS, h2.END_HEADERS, 1, HEAD)
         (HELLO + OPEN + frame(h2.DATA, 0, 1, bytes(60_000)) * 20, h2.FLOW_CONTROL_ERROR),
     ],
 )
-async def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(
+async def test_protocol_errors_and_limits_end_the_connection(
     sent: bytes, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvatlas.router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)

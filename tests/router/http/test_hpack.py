@@ -55,7 +55,7 @@ def test_whatever_comes_is_read_or_refused(blocks: list[bytes]) -> None:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300)), max_size=5))
-def test_what_is_written_here_is_read_by_others(fields: list[tuple[bytes, bytes]]) -> None:
+def test_other_decoders_read_our_encoding(fields: list[tuple[bytes, bytes]]) -> None:
     block = b"".join(encode_literal(name, value) for name, value in fields)
     found = hpack.Decoder(max_header_list_size=LIMIT).decode(block, raw=True)
     assert [(bytes(n), bytes(v)) for n, v in found] == fields
@@ -138,7 +138,7 @@ def test_padding_must_fit(payload: bytes) -> None:
         strip_padding(H2Frame(h2.DATA, h2.PADDED, 1, payload))
 
 
-def test_what_stands_around_a_header_block_is_taken_away() -> None:
+def test_padding_and_priority_around_a_header_block_are_removed() -> None:
     flags = h2.PADDED | h2.HAS_PRIORITY
     assert (
         header_block_fragment(H2Frame(h2.HEADERS, flags, 3, b"\x02" + bytes(5) + b"block" + b"\0\0"))

@@ -26,7 +26,7 @@ BAD = {
 
 @pytest.mark.parametrize("given", [b"", b"x-request-id: mine\r\nx-b: 1\r\n", b"x-request-id: a b\xff\r\n"])
 @pytest.mark.parametrize("kind", BAD)
-async def test_what_is_refused_before_it_is_read_has_an_id_and_a_line(kind: str, given: bytes) -> None:
+async def test_early_refusals_have_an_id_and_a_log_line(kind: str, given: bytes) -> None:
     raw, status = BAD[kind]
     with structlog.testing.capture_logs() as logs:
         async with routing(listen=SHORT) as rig:

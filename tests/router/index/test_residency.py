@@ -133,7 +133,7 @@ class TestSharedStores:
     def storage(self, fleet: FleetResidency, engine_id: str) -> int:
         return fleet.predict(Prompt(PROMPT), [engine_id])[engine_id].storage_tokens
 
-    def test_who_wrote_to_it_loads_from_it(self) -> None:
+    def test_a_writer_of_a_store_loads_from_it(self) -> None:
         fleet = self.fleet()
         assert (self.storage(fleet, "a"), self.storage(fleet, "b")) == (128, 0)
         other = by("redis", medium="STORAGE", start=11)
@@ -158,7 +158,7 @@ class TestSharedStores:
             told(fleet_of(), DENSE.stored(PROMPT)).predict(Prompt(PROMPT), ["new"])["new"].mode == "unknown"
         )
 
-    def test_what_was_told_long_ago_goes(self) -> None:
+    def test_old_hints_expire(self) -> None:
         fleet = self.fleet(shared_store_ttl_s=100.0)
         for now in (0.0, 50.0, 99.0):
             fleet.age(now)
@@ -301,7 +301,7 @@ class TestGroupsAndMedia:
         ("kind", "missing"),
         [("sliding_window", "windows.1"), ("chunked_local_attention", "attention_chunk_size")],
     )
-    def test_what_must_be_configured_is_named(self, kind: str, missing: str) -> None:
+    def test_a_missing_fact_is_named(self, kind: str, missing: str) -> None:
         fleet = told(fleet_of(), DENSE.stored(PROMPT), Writer(SCHEME, group=1, kind=kind).stored(PROMPT))
         found = answer(fleet, PROMPT)
         assert (found.mode, found.hit_tokens) == ("unknown", 0)
@@ -598,7 +598,7 @@ class TestBadInput:
         assert fleet.engine("a").rejected == {"undecodable": 2}
         assert hit(fleet, PROMPT) == 192
 
-    def test_what_is_remembered_of_planes_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_memory_of_planes_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(residency, "_SETTLED_MAX", 5)
         fleet = fleet_of()
         for size in range(1, 40):

@@ -142,7 +142,7 @@ def test_more_cached_tokens_than_the_prompt_has_are_evidence_immediately() -> No
         {"reported_prompt_tokens": 999},
     ],
 )
-def test_what_may_be_the_routers_fault_is_no_evidence(doubt: dict[str, Any]) -> None:
+def test_possible_faults_of_the_router_are_no_evidence(doubt: dict[str, Any]) -> None:
     sums = EngineReceipts()
     for _ in range(WINDOW):
         sums.add(msgspec.structs.replace(receipt(512, 0), **doubt))
@@ -167,7 +167,7 @@ def test_an_engine_drifts_when_too_many_of_its_latest_predictions_are_wrong() ->
     assert book.engines[ENGINE].drifting
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_memory_is_bounded() -> None:
     book = Book()
     for n in range(RECEIPTS_KEPT + WINDOW):
         book.add(receipt(n, n))
@@ -204,7 +204,7 @@ def test_predictions_are_reported_by_medium() -> None:
     assert book.log.latest[-1].by_medium == {}
 
 
-def test_what_an_engine_may_take_in_another_order_does_not_count_as_drift() -> None:
+def test_reordering_by_the_engine_is_no_drift() -> None:
     book = Book()
     for _ in range(2 * DRIFT_MIN):
         book.add(msgspec.structs.replace(loaded(160, 32), mode="pending"))
@@ -213,7 +213,7 @@ def test_what_an_engine_may_take_in_another_order_does_not_count_as_drift() -> N
     assert (sums.outcomes, sums.contradictions) == ({"over": 2 * DRIFT_MIN}, {})
 
 
-def test_what_a_store_evicts_does_not_count_as_drift() -> None:
+def test_evictions_of_a_store_are_no_drift() -> None:
     book = Book()
     for _ in range(2 * DRIFT_MIN):
         book.add(loaded(160, 32, storage=128))
@@ -272,7 +272,7 @@ TOKENS = st.integers(0, 1000)
 
 
 @given(held=TOKENS, chosen=TOKENS, delivered=TOKENS, seen=st.integers(0, 2000))
-def test_what_was_missed_adds_up(held: int, chosen: int, delivered: int, seen: int) -> None:
+def test_missed_tokens_add_up(held: int, chosen: int, delivered: int, seen: int) -> None:
     funnel = CacheFunnel()
     funnel.add(funnel_receipt(chosen, delivered, held_tokens=held, seen_tokens=seen))
     counts = funnel.counts["m", ""]

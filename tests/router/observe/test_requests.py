@@ -75,7 +75,7 @@ def test_times_of_a_stream() -> None:
     assert tracker.counts == {("m", "e", "200"): 1}
 
 
-def test_what_was_not_answered_well_has_no_duration_and_other_paths_no_times() -> None:
+def test_failed_answers_have_no_duration_and_other_paths_no_times() -> None:
     clock = Clock()
     tracker = RequestTracker(clock)
     for status, gone, broken, label in (

@@ -176,7 +176,7 @@ def test_tiers_add_up_to_what_was_reported_and_the_farthest_is_missed_first(
     assert line.computed_tokens == 1000 - cached
 
 
-def test_what_a_tenant_was_charged_is_what_the_line_says() -> None:
+def test_the_usage_line_equals_the_charge() -> None:
     line = usage_line(record(charged_tokens=123), facts(), 0.0, 1.0, KEY)
     assert line.computed_tokens == 123
 
@@ -256,7 +256,9 @@ def test_the_tokens_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     assert log.stats.dropped["queue_full"] == 1, "what was written makes room"
 
 
-def test_what_clients_choose_counts_among_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_chosen_by_clients_counts_in_the_queues_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvatlas.router.observe.usage.QUEUE_TOKENS_MAX", 1000)
     log = UsageLog(settings(tmp_path / "a.jsonl"))
     log.add(record(facts(1, extras=PromptExtras(cache_salt="s" * 2000))), 11.0)

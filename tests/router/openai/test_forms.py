@@ -103,7 +103,7 @@ CURL = (
 
 
 @pytest.mark.parametrize("made", [by_requests, by_aiohttp, by_httpx, lambda: CURL])
-def test_what_clients_write_is_read(made: Any) -> None:
+def test_forms_of_common_clients_are_read(made: Any) -> None:
     kind, body = made()
     form = read(body, kind)
     look = form.look()
@@ -157,7 +157,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("body", ODD, ids=range(len(ODD)))
-def test_what_parsers_read_differently_is_refused(body: bytes) -> None:
+def test_ambiguous_forms_are_refused(body: bytes) -> None:
     assert refused(body)
 
 
@@ -264,7 +264,7 @@ PIECES = (
     )
 )
 @example(PLAIN)
-def test_what_is_taken_two_other_parsers_read_the_same(body: bytes) -> None:
+def test_accepted_forms_are_read_equally_by_two_other_parsers(body: bytes) -> None:
     try:
         form = read(body)
     except ApiError:

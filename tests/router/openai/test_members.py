@@ -62,7 +62,7 @@ def test_members_are_those_that_a_parser_finds(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.text('ab"\\{}[]:, \n', max_size=30))
-def test_what_no_parser_reads_is_malformed_or_left_to_the_parser(text: str) -> None:
+def test_unreadable_bodies_are_malformed_or_left_to_the_parser(text: str) -> None:
     scan = Scan(b'{"a":' + text.encode())
     try:
         for _ in scan.members(0):

@@ -15,7 +15,7 @@ VALUES += ["1", "0", "on", "OFF", "t", "f", "True", "FALSE", "y", "n", "yes", "n
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_what_pydantic_takes_for_true_is_true(value: Any) -> None:
+def test_pydantics_true_values_are_true(value: Any) -> None:
     try:
         expected = _BOOL.validate_python(value)
     except pydantic.ValidationError:

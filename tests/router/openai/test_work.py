@@ -36,7 +36,7 @@ from kvatlas.router.prompts.bodies import answers_beside
         (Work(10, 10_000, 256), Usage(5, 256, 16), 0),
     ],
 )
-def test_what_was_computed(work: Work, usage: Usage | None, computed: int) -> None:
+def test_computed_tokens(work: Work, usage: Usage | None, computed: int) -> None:
     assert work.computed(usage) == computed
     if usage is not None and work.sequences == 1:
         assert work.cached(usage) == (usage.cached_tokens or 0) or computed == 0
@@ -61,7 +61,7 @@ def test_an_estimate_by_size(path: str, method: str, body: bytes, reason: str | 
     assert estimated_tokens(InboundRequest(method, path, b"", [], body), reason) == tokens
 
 
-def test_what_a_report_says_was_cached() -> None:
+def test_cached_tokens_of_a_report() -> None:
     assert NO_WORK.cached(Usage(100, 1, 64)) == 64
     assert NO_WORK.cached(Usage(100, 1, 0)) == 0
     assert NO_WORK.cached(Usage(100, 1, 200)) == 100, "no more than the prompt"

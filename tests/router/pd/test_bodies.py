@@ -136,7 +136,9 @@ def test_the_decode_engine_gets_the_clients_own_body_and_the_parameters(case: st
     ],
 )
 @pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "large"])
-def test_what_one_engine_must_do_stays_whole(path: str, fields: dict[str, Any], why: str, size: int) -> None:
+def test_requests_that_one_engine_must_do_stay_whole(
+    path: str, fields: dict[str, Any], why: str, size: int
+) -> None:
     body = json.dumps({"model": "m" * size, **fields}).encode()
     assert split(path, body).whole == why
 
@@ -179,7 +181,7 @@ def test_a_generate_without_sampling_params_stays_whole(params: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b'{"a":', b"nonsense", '{"messages":[]}'.encode("utf-16")])
-def test_what_is_no_object_in_utf_8_stays_whole(body: bytes) -> None:
+def test_bodies_that_are_no_utf_8_object_stay_whole(body: bytes) -> None:
     assert split(CHAT, body).whole == "body"
 
 
@@ -265,7 +267,7 @@ def test_known_messages_that_do_not_stand_there_are_read() -> None:
         assert bodies._around(body, known, b"max_tokens") is None
 
 
-def test_what_is_remembered_of_a_chat_without_its_messages_holds_for_the_next() -> None:
+def test_the_remembered_frame_of_a_chat_holds_for_the_next_one() -> None:
     for words in ("a", "b" * 3000, "c"):
         known = [msgspec.Raw(b'{"role":"user","content":"%b"}' % words.encode()), msgspec.Raw(b"{}")]
         body = b'{"messages":[%b],"max_tokens":50,"stream":true}' % b",".join(known)

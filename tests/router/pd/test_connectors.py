@@ -1,4 +1,4 @@
-"""What two engines with Mooncake, or with offloading tiers, get: the name of the transfer, and where to
+"""Parameters of two engines with Mooncake, or with offloading tiers: the name of the transfer, and where to
 look for it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a prefill engine's answer hands over: the engine's own text, or nothing at all."""
+"""Transfer parameters in a prefill engine's answer: the engine's own text, or nothing at all."""
 
 from __future__ import annotations
 

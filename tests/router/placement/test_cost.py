@@ -63,7 +63,7 @@ def test_cost_is_the_stated_formula() -> None:
     assert parts.uncached_tokens == 5000
 
 
-def test_what_is_computed_again_is_no_gain() -> None:
+def test_recomputed_tokens_are_no_gain() -> None:
     """Bounded replay: of a hit, a window is computed again."""
     plain = make_candidate("e", hit_tokens=1000, shared_prefix_tokens=3000, prefill_s_per_token=0.001)
     replays = make_candidate("e", hit_tokens=1000, shared_prefix_tokens=3000, prefill_s_per_token=0.001)
@@ -223,7 +223,7 @@ def test_scarce_pages_have_a_price_whether_computed_or_loaded_and_only_beside_lo
     assert choose([changed(each, late_s=5.0) for each in both], 8000, knobs).engine_id == "held"
 
 
-def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> None:
+def test_blocks_of_a_prompt_in_flight_are_neither_computed_nor_loaded_again() -> None:
     knobs = PolicySettings(load_s_per_token=0.0001)
     candidate = make_candidate("e", hit_tokens=1000, cpu_tokens=2000, coming_tokens=2500)
     parts = cost(candidate, 8000, knobs)

@@ -1,4 +1,4 @@
-"""What the engines asked are looked up with stays until something of it changes, and not a request longer."""
+"""Look-up parameters of the eligible engines are kept until one of them changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ change = st.one_of(
 
 
 class Elsewhere:
-    """What other replicas say, of schemes only."""
+    """Statements of other replicas, of schemes only."""
 
     def __init__(self) -> None:
         self.schemes: dict[str, HashScheme] = {}
@@ -127,7 +127,7 @@ def test_the_kept_set_equals_a_new_search(changes: list[tuple[Any, bool]], repli
         assert world.parties.get(engines) in (candidate_set(engines), candidate_set(whole))
 
 
-def test_what_is_known_of_the_same_engines_is_not_found_again() -> None:
+def test_facts_of_the_same_engines_are_reused() -> None:
     world = World(None)
     for number in range(4):
         world.change("up", number, MODELS[0])

@@ -106,7 +106,7 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("eagle_groups", [(), "all"])
 @pytest.mark.parametrize(("length", "shared"), [(100, 100), (96, 96), (97, 97), (100, 90), (96, 120)])
-def test_what_a_prompt_ahead_leaves_is_what_its_events_will_show(
+def test_blocks_predicted_of_a_prompt_ahead_equal_its_events(
     lookahead: int, eagle_groups: tuple[int, ...] | Literal["all"], length: int, shared: int
 ) -> None:
     """With EAGLE the lookup of the next prompt drops a block of what both share, unless hashes look ahead."""
@@ -198,7 +198,7 @@ def test_chunked_attention_keeps_every_block_of_a_prompt_in_flight() -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1, 9])
-def test_what_a_feed_missed_is_taken_off(missing: int) -> None:
+def test_missed_batches_reduce_the_hit(missing: int) -> None:
     one = engine()
     one.feed = FeedStats(state=FeedState.DEGRADED, known_batches=9, missing_batches=missing)
     found = one.hit(PromptView(5000, held(hit_tokens=1600, shared_prefix_tokens=1600, alignment=16)))

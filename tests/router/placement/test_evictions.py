@@ -83,7 +83,7 @@ def test_a_prompt_ahead_that_hits_the_blocks_keeps_them() -> None:
     assert pool.at_lookup(new, 10 * BLOCK + 1, 10, 0) == 3
 
 
-def test_what_a_failed_prompt_would_have_taken_stays() -> None:
+def test_a_failed_prompt_evicts_nothing() -> None:
     pool = forecast(21)
     old = chain(100, 20)
     pool.stored(list(reversed(old)), None)

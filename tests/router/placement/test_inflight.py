@@ -44,7 +44,7 @@ def hashes(text: str) -> list[BlockHash]:
     return block_hashes([ord(letter) for letter in text], SCHEME)
 
 
-def test_what_comes_ends_before_the_last_token_of_the_prompt() -> None:
+def test_coming_tokens_end_before_the_last_token_of_the_prompt() -> None:
     """A prompt of exactly k blocks behind a longer one that keeps 1 and k of them can hit 1."""
     inflight = InflightPrefixes()
     inflight.add("a", hashes("abcdef"), 0.0, keeps=ends(1, 3, 6))
@@ -96,7 +96,7 @@ def test_a_failed_prompt_leaves_immediately_and_only_once() -> None:
     assert inflight.check_integrity() == []
 
 
-def test_what_a_prompt_keeps_comes_only_where_the_new_one_contains_it() -> None:
+def test_kept_blocks_count_only_for_prompts_that_contain_them() -> None:
     inflight = InflightPrefixes()
     prompt = inflight.add("a", hashes("system user"), 0.0, ends(6, 10))
     assert inflight.common(hashes("system user goes on"), 0.0).coming == {"a": 10}
@@ -107,7 +107,7 @@ def test_what_a_prompt_keeps_comes_only_where_the_new_one_contains_it() -> None:
     assert inflight.check_integrity() == []
 
 
-def test_what_a_computed_prompt_keeps_comes_until_its_batch_was_applied() -> None:
+def test_blocks_of_a_computed_prompt_count_until_its_batch_is_applied() -> None:
     stored: set[BlockHash] = set()
     inflight = InflightPrefixes(InflightSettings(grace_s=2.0))
     inflight.is_stored = lambda engine_id, block: block in stored
@@ -341,7 +341,7 @@ def test_states_are_left_only_where_chunks_end() -> None:
     assert kept(rule, 50) == (3,)
 
 
-def test_what_a_lookup_drops_lies_behind_the_junction_and_the_last_boundary() -> None:
+def test_a_lookup_drops_only_behind_the_junction_and_the_last_boundary() -> None:
     rule = KeptRule(32, 16, dropped_tokens=32)
     assert kept(rule, 163, 70) == (6, 10)
     assert kept(rule, 160) == (8, 10)  # for the same prompt again, and for a longer one

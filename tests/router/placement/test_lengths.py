@@ -89,7 +89,7 @@ def test_where_no_answer_of_that_length_fits_a_shorter_one_will_do() -> None:
     assert places(eligible, 100_000, 1500) == [1]
 
 
-def test_what_fits_nowhere_goes_to_the_longest_one_which_says_so() -> None:
+def test_a_prompt_that_fits_nowhere_goes_to_the_longest_engine() -> None:
     _, eligible = fleet_of(1000, 4000, 4000, 2000)
     assert places(eligible, 5000, 5000) == [1, 2]
 

@@ -66,7 +66,7 @@ def test_samples_leave_out_the_queue() -> None:
     assert sample.running == 1
 
 
-def test_what_is_loaded_first_stands_in_the_queue_until_the_first_token() -> None:
+def test_loads_count_in_the_queue_until_the_first_token() -> None:
     load = account()
     loading = load.admit(uncached_tokens=100, now=0.0, load_s=0.4)
     load.admit(uncached_tokens=1000, now=0.1, load_s=0.2)
@@ -473,7 +473,7 @@ def test_a_request_counts_as_the_requests_that_the_engine_makes_of_it(sequences:
     ),
     st.integers(0, 6),
 )
-def test_what_a_prompt_would_pass_is_the_sum_of_those_behind_it(
+def test_the_work_passed_by_priority_is_the_sum_recentlyr_prompts(
     steps: list[tuple[str, int, int]], rank: int
 ) -> None:
     account, tickets, now = LoadAccount(FleetRates().engine()), [], 0.0

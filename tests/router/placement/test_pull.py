@@ -346,9 +346,7 @@ def test_a_pull_is_late_if_computing_would_have_been_sooner(
 @pytest.mark.parametrize(
     ("actual", "came"), [(900, 700), (1000, 700), (500, 300), (200, 0), (100, 0), (None, None)]
 )
-def test_what_came_of_a_pull_is_what_the_engine_had_beyond_its_own(
-    actual: int | None, came: int | None
-) -> None:
+def test_a_pulls_result_is_the_hit_beyond_the_engines_own(actual: int | None, came: int | None) -> None:
     _, order = applied()
     assert order is not None
     hit = msgspec.structs.replace(order.hit, gpu_tokens=200, cpu_tokens=700)

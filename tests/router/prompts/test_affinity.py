@@ -64,7 +64,7 @@ def test_keys_are_bounded() -> None:
 CONFIGURED = {"m": {"sql": "/here"}, ANY_MODEL: {}}
 
 
-def test_what_is_configured_is_not_replaced_and_stays_when_engines_leave() -> None:
+def test_configured_models_are_not_replaced_and_stay_when_engines_leave() -> None:
     adapters = AdapterPaths(CONFIGURED)
     adapters.learn("m", {"sql": "/there", "law": "/law"})
     assert adapters.paths_of_model("m") == {"sql": "/here", "law": "/law"}

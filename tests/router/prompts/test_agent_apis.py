@@ -79,7 +79,7 @@ def test_a_next_turn_converts_and_tokenizes_what_is_new(folder: Path) -> None:
     assert reader.stats.tokens_reused - reused >= first.num_tokens - 10
 
 
-def test_what_is_remembered_of_conversions_is_bounded() -> None:
+def test_the_memory_of_conversions_is_bounded() -> None:
     memory = Conversions(bytes_max=20_000)
     made: list[object] = []
 
@@ -130,7 +130,7 @@ def test_an_engines_render_endpoint_is_not_asked_what_it_answers_differently() -
     assert len(asked) == 1
 
 
-def test_what_disabled_thinking_means_can_be_set(folder: Path) -> None:
+def test_the_effort_of_disabled_thinking_can_be_set(folder: Path) -> None:
     off = agent_cases.messages(agent_cases.USER, thinking={"type": "disabled"})
     low = agent_cases.messages(agent_cases.USER, output_config={"effort": "low"})
     told, probing = local_reader(folder, anthropic_disabled_thinking_effort="low"), local_reader(folder)

@@ -122,7 +122,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("body", BROKEN, ids=range(len(BROKEN)))
-def test_what_is_no_json_object_is_refused(body: bytes, local: PromptReader) -> None:
+def test_a_body_that_is_no_json_object_is_refused(body: bytes, local: PromptReader) -> None:
     with pytest.raises(ApiError) as peeked:
         peek(body)
     assert (peeked.value.status, peeked.value.code) == (400, "invalid_json")
@@ -171,7 +171,7 @@ def test_wrong_prompt_types_are_named(prompt: Any, local: PromptReader) -> None:
         assert (caught.value.code, caught.value.param) == ("invalid_type", "prompt")
 
 
-def test_what_only_pythons_parser_reads_still_gives_exact_tokens(local: PromptReader) -> None:
+def test_bodies_for_pythons_parser_only_still_give_exact_tokens(local: PromptReader) -> None:
     plain = read(local, chat(say("user", "Hello")))
     odd = read(
         local, b'{"model": "m", "temperature": NaN, "messages": [{"role": "user", "content": "Hello"}]}'

@@ -1,4 +1,4 @@
-"""Whatever clients send, the reader keeps no more of it than its bounds say."""
+"""The reader keeps no more of any body than its bounds allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.prompts.readers import chat, local_reader, model_dir, read, r
 BOUNDS = PromptSettings(prefix_cache_bytes_max=1 << 20)
 BOUND = (1 << 20) + 2 * (1 << 18)
 SLACK = 1 << 19
-"""What is no cache: the shapes of messages, the interpreter's own."""
+"""Memory that is no cache: the shapes of messages, the interpreter's own."""
 REQUESTS = 20
 LONG = "word " * 8_000
 EMPTY = ", ".join(["[]"] * 3_000)
@@ -99,7 +99,7 @@ def _send(side: PromptReader, kind: str, numbers: range) -> None:
     asyncio.run(main())
 
 
-def test_what_would_empty_a_cache_is_not_kept(folder: Path) -> None:
+def test_oversized_entries_are_not_cached(folder: Path) -> None:
     side = local_reader(folder, BOUNDS)
     for number in range(5):
         read_prompt(side, chat(say("user", f"question {number}")))

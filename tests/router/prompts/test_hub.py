@@ -39,7 +39,7 @@ def problem(source: TokenizerSource, given: HubLimits) -> TokenizerProblem:
     return found.value
 
 
-def test_what_rendering_needs_is_fetched_and_nothing_else(hub: StandInHub) -> None:
+def test_only_files_for_rendering_are_fetched(hub: StandInHub) -> None:
     repository = hub.repositories[NAME]
     repository.files["additional_chat_templates/tool_use.jinja"] = b"{{ messages }}"
     found = fetch(SOURCE, limits(hub))
@@ -73,7 +73,7 @@ def test_a_revision_and_a_token(hub: StandInHub, monkeypatch: pytest.MonkeyPatch
         ((500, ""), "unreachable", "prompts.hub_endpoint"),
     ],
 )
-def test_what_the_hub_refuses(hub: StandInHub, error: tuple[int, str], reason: str, remedy: str) -> None:
+def test_refusals_of_the_hub(hub: StandInHub, error: tuple[int, str], reason: str, remedy: str) -> None:
     hub.repositories[NAME].error = error
     found = problem(SOURCE, limits(hub))
     assert found.reason == reason
@@ -184,5 +184,5 @@ def test_of_two_tokenizers_that_of_the_weights(hub: StandInHub, weights: str, ke
         ("", "directory"),
     ],
 )
-def test_what_a_setting_means(text: str, kind: str) -> None:
+def test_meanings_of_the_tokenizer_setting(text: str, kind: str) -> None:
     assert parse_source(text).kind == kind

@@ -110,7 +110,7 @@ def test_known_images_are_compared_now_and_then_and_a_difference_ends_their_use(
     assert side.stats.media_mismatches == 1
 
 
-def test_what_is_remembered_of_images_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_images_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.router.prompts.reader.MEDIA_CACHE_BYTES_MAX", 10_000)
     engine = Engine()
     side = make(folder, engine)

@@ -140,7 +140,7 @@ def test_of_equal_keys_the_last_one_counts_and_nested_ones_do_not() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{", b'{"a": "}', b'{"a": 1}}', b'{"a": [1}', b'{} "model"', b"{}x"]
 )
-def test_what_is_not_one_closed_object_has_no_outline(body: bytes) -> None:
+def test_an_incomplete_object_has_no_outline(body: bytes) -> None:
     with pytest.raises(OutlineError):
         top_level(body, NAMES)
 
@@ -226,7 +226,7 @@ COMPLEX: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("shape", COMPLEX)
-def test_what_would_take_long_to_decode_is_placed_by_its_beginning(folder: Path, shape: str) -> None:
+def test_bodies_that_are_slow_to_decode_are_placed_by_their_beginning(folder: Path, shape: str) -> None:
     path, body = COMPLEX[shape]
     side = local_reader(folder)
     assert read_affinity(side, body, path).reason == "too_complex"

@@ -1,4 +1,4 @@
-"""What the caches save is never visible: ids and hashes are those of a reader that never saw anything."""
+"""Savings of the caches are never visible: ids and hashes are those of a reader that never saw anything."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_branch_leaves_the_other_branch_its_hashes(folder: Path) -> None:
     assert reader.stats.blocks_hashed - blocks < 10
 
 
-def test_what_a_thread_hashes_is_a_chain_of_its_own(folder: Path) -> None:
+def test_hashes_of_a_thread_are_a_separate_chain(folder: Path) -> None:
     reader = fresh(folder)
     prompt = read_exact(reader, chat(say("user", "Hello there, " * 9)))
     prompt.hashes(SCHEME)
@@ -229,7 +229,7 @@ def test_an_exact_repeat_does_nothing(folder: Path) -> None:
     assert reader.stats.rendered == rendered
 
 
-def test_what_differs_besides_messages_is_never_mixed_up(folder: Path) -> None:
+def test_chats_with_other_fields_are_never_mixed_up(folder: Path) -> None:
     reader = local_reader(folder, lora_paths={"a": "/a", "b": "/b"})
     bodies = [
         chat(say("user", "Hello there, " * 9), **fields)
@@ -278,7 +278,7 @@ def test_a_chat_of_messages_alone_is_known_to_one_that_says_what_holds_anyway(fo
     assert warm.stats.prefix_hits == hits
 
 
-def test_what_another_library_tokenized_is_not_gone_on_from(folder: Path) -> None:
+def test_tokens_of_another_library_are_not_continued(folder: Path) -> None:
     warm, body = fresh(folder), chat(say("user", "Hello"))
     read_exact(warm, body)
     local = warm.local_model("m")

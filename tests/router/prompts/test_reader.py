@@ -264,7 +264,7 @@ def test_models_and_adapters() -> None:
         (chat(), "template_rejected"),
     ],
 )
-def test_what_cannot_be_reproduced_is_never_guessed(chatml: PromptReader, body: Any, reason: str) -> None:
+def test_unreproducible_prompts_are_never_guessed(chatml: PromptReader, body: Any, reason: str) -> None:
     not_local, affinity = chatml.stats.not_local[reason], chatml.stats.affinity[reason]
     assert read_affinity(chatml, body).reason == reason
     assert chatml.stats.not_local[reason] - not_local == chatml.stats.affinity[reason] - affinity == 1
@@ -451,6 +451,6 @@ def test_token_ids_need_no_tokenizer() -> None:
         ({"prompt": []}, "empty"),
     ],
 )
-def test_what_is_not_all_token_ids_is_asked_for(fields: dict[str, Any], reason: str) -> None:
+def test_mixed_prompts_are_tokenized_by_an_engine(fields: dict[str, Any], reason: str) -> None:
     bare = reader({"*": ModelPrompts()})
     assert read_affinity(bare, {"model": "m", **fields}, COMPLETION).reason == reason

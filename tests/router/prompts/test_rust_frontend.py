@@ -99,7 +99,7 @@ def _tool(parameters: Any) -> dict[str, Any]:
         (say("user", "a"), {"tools": [_tool({"a": json.loads("[" * 128 + "]" * 128)})]}),
     ],
 )
-def test_what_was_not_compared_is_refused(message: Any, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_uncompared_shapes_are_refused(message: Any, fields: dict[str, Any], tmp_path: Path) -> None:
     rust = behind(tmp_path, "rust")
     read_affinity(rust, chat(message, **fields))
     assert rust.stats.not_local["frontend"] == 1

@@ -167,7 +167,7 @@ def test_a_difference_met_in_use_ends_putting_together() -> None:
     assert stats.template_mismatches == 1
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_memory_is_bounded() -> None:
     watching = compile_template("{{ messages[0].content }}{{ preface }}", ()).watching
     kept = Skeletons(watching)
     for number in range(1000):

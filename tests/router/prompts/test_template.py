@@ -131,7 +131,7 @@ def test_shapes_that_differ_are_bounded() -> None:
     assert stats.templates_distrusted == 0
 
 
-def test_what_the_engine_refuses_ends_nothing() -> None:
+def test_a_refusal_by_the_engine_ends_nothing() -> None:
     stats = PromptStats()
     source = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
     template = ChatTemplate(source, stats)
@@ -160,7 +160,7 @@ GENERATION = "{% set x = 'a' %}{%- generation -%} {% set x = 'b' %}{{ x }} {%- e
         "{{ 'x' }}:{\n  {%- if none is iterable %}y{% endif %}\n\n",  # where white space is removed
     ],
 )
-def test_what_templates_may_ask_keeps_minijinja(source: str) -> None:
+def test_permitted_template_functions_keep_minijinja(source: str) -> None:
     template = ChatTemplate(source, PromptStats())
     messages = [{"role": "user", "content": "hi"}]
     assert template.engine == "minijinja"

@@ -228,7 +228,7 @@ LLAMA = PATTERNS["llama 3"][0]
         split_by(pre_tokenizers.Whitespace()),
     ],
 )
-def test_what_is_not_certain_is_not_cut(change: Any) -> None:
+def test_uncertain_places_are_not_cut(change: Any) -> None:
     tokenizer = Tokenizer.from_str(byte_level_tokenizer())
     assert parts_words(tokenizer)
     change(tokenizer)

@@ -168,7 +168,7 @@ def test_a_retry_after_lets_a_probe_through_now_and_then() -> None:
     assert probes == [1.0, 2.0, 4.0, 8.0, 16.0, 26.0, 36.0, 46.0]
 
 
-def test_what_only_one_client_was_refused_keeps_other_clients_in() -> None:
+def test_refusals_of_one_client_keep_other_clients_in() -> None:
     breaker, now, attacker = Breaker(S), 0.0, 7
     for number in range(1000):
         breaker.refused(number, 30.0, now, attacker)
@@ -231,7 +231,7 @@ def test_whole_answers_take_their_time_so_one_that_is_given_up_says_little() -> 
     assert not breaker.allows(4.0)
 
 
-def test_who_leaves_early_or_while_others_are_answered_says_nothing() -> None:
+def test_clients_that_leave_early_or_while_others_are_answered_are_no_evidence() -> None:
     breaker = Breaker(S)
     for _ in range(10):
         assert not breaker.left_unanswered(0.0, S.give_up_s / 2, expected_s=0.0, streams=True)

@@ -1,4 +1,4 @@
-"""What an event says, in every API and framing; and what a relay gives back while no token has come."""
+"""Kinds of events in every API and framing; the relay's replay before the first token."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_one_rule_says_what_ends_an_event() -> None:
         (SGLANG, b'{"text":"","meta_info":{"finish_reason":null,"completion_tokens":1}}', Kind.TOKEN),
     ],
 )
-def test_what_an_event_says(path: str, data: bytes, kind: Kind) -> None:
+def test_kinds_of_events(path: str, data: bytes, kind: Kind) -> None:
     assert read_event(path, data).kind is kind
 
 
@@ -322,7 +322,7 @@ def test_a_comment_passes_while_openings_wait(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_cannot_be_replaced_is_passed_on_and_known_to_have_failed(path: str) -> None:
+def test_an_irreplaceable_answer_is_passed_on_and_counted_as_failed(path: str) -> None:
     """A gateway's answer: openings, an abort, an error."""
     for kind in ("abort", "error"):
         relay = SseRelay(path)

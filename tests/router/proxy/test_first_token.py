@@ -46,7 +46,7 @@ def asks(path: str, *, stream: bool = True) -> bytes:
 
 
 def good(path: str) -> bytes:
-    """What the other engine says."""
+    """The answer of the other engine."""
     return stream_of(path).replace(b"SECRET", b"right")
 
 
@@ -86,7 +86,7 @@ SHAPES: dict[str, Callable[[str], bytes]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("path", SPLIT)
 async def test_no_token_of_a_late_answer_is_given_out(path: str, shape: str) -> None:
-    """Whatever came in time was no token: the same response continues, with a new answer."""
+    """Only comments came in time: the same response continues, with a new answer."""
     now = [1000.0]
 
     async def late(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
@@ -179,7 +179,7 @@ async def test_a_response_that_was_named_ends_with_an_error_where_it_is_late() -
         assert all_over(rig)
 
 
-def test_what_goes_on_without_its_client_stays_on_one_engine() -> None:
+def test_background_requests_stay_on_one_engine() -> None:
     body = b'{"model": "m", "input": "x", "background": true}'
     assert at_once(split_body(RESPONSES, body)).whole == "background"
 

@@ -57,7 +57,7 @@ def upload(body: bytes, path: str, *fields: str, kind: str = "multipart/form-dat
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("name", "value"), FIELDS)
-async def test_what_must_not_reach_engines_is_refused_in_forms_too(path: str, name: str, value: str) -> None:
+async def test_forbidden_fields_are_refused_in_forms_too(path: str, name: str, value: str) -> None:
     async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
         got = await ask(rig, upload(form(("model", "m"), (name, value)), path))
         assert got.status == 400

@@ -51,7 +51,7 @@ ENDLESS = {"prefill_s_per_token": 60.0}
 
 
 def text_of(answer: str) -> list[str]:
-    """What was generated, in order."""
+    """Generated texts, in order."""
     found: list[str] = []
 
     def look(value: Any) -> None:

@@ -300,7 +300,7 @@ def test_shares_are_kept_and_a_session_stays() -> None:
         ({"x": {"y": 1.0}, "y": {"a": 1.0}}, "y is an alias itself"),
     ],
 )
-def test_what_cannot_be(shares: dict[str, dict[str, float]], said: str) -> None:
+def test_invalid_aliases(shares: dict[str, dict[str, float]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Aliases(shares)
 
@@ -331,5 +331,5 @@ def test_of_equal_keys_the_last_counts_as_engines_read_it() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"model": ', b"not json"])
-def test_what_is_no_object_stays(body: bytes) -> None:
+def test_bodies_that_are_no_object_stay(body: bytes) -> None:
     assert at_once(with_value(body, b"model", "z")) == body

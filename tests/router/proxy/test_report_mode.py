@@ -66,7 +66,7 @@ def test_spellings_do_not_slip_through(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["strip", "refuse"])
-def test_what_cannot_be_cut_is_refused(mode: Any) -> None:
+def test_fields_that_cannot_be_cut_are_refused(mode: Any) -> None:
     with pytest.raises(ApiError):
         screen('{"vllm_xargs":{"kv_cache_report_mode":"full"}}'.encode("utf-16"), mode)
 

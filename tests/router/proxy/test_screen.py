@@ -1,4 +1,4 @@
-"""What is kept from engines: ``kv_transfer_params`` of clients, wherever vLLM would read it; nothing else."""
+"""Fields kept from engines: ``kv_transfer_params`` of clients, wherever vLLM would read it; nothing else."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_no_place_and_spelling_leaves_a_field_that_steers_an_engine(name: str, p
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_may_name_anothers_is_refused_wherever_it_stands(name: str, place: str) -> None:
+def test_names_of_others_objects_are_refused_in_every_place(name: str, place: str) -> None:
     for spelled in (name, _spelled(name)):
         for value in ('"x"', "{}", '[null,"x"]', "0", "nullable", '""'):
             body = (place % f'"{spelled}":{value}').encode()
@@ -209,7 +209,7 @@ async def test_trusted_clients_may_say_it() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-async def test_what_cannot_be_cut_in_its_encoding_is_refused(encoding: str) -> None:
+async def test_fields_that_cannot_be_cut_in_their_encoding_are_refused(encoding: str) -> None:
     async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
         for path in ("/v1/completions", "/v1/responses"):
             body = '{"model":"m","kv_transfer_params":{}}'.encode(encoding)

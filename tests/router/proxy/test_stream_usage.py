@@ -102,18 +102,18 @@ def test_the_last_member_of_its_own_decides_however_it_is_written(members: str) 
 
 @pytest.mark.parametrize("value", ["true", "1", "1.0", '"true"', '" Yes "', '"ON"'])
 @pytest.mark.parametrize("more", ["", ',"x":NaN'])
-def test_what_engines_read_as_a_stream_is_one(value: str, more: str) -> None:
+def test_values_that_engines_read_as_a_stream(value: str, more: str) -> None:
     assert peek(f'{{"stream":{value}{more}}}'.encode()).stream
 
 
 @pytest.mark.parametrize("value", ["false", "null", "0", "2", '"no"', '"2"', "[]", "{}", "[true]"])
 @pytest.mark.parametrize("more", ["", ',"x":NaN'])
-def test_what_they_do_not_is_none(value: str, more: str) -> None:
+def test_other_values_are_no_stream(value: str, more: str) -> None:
     assert not peek(f'{{"stream":{value}{more}}}'.encode()).stream
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"no json"])
-def test_what_is_no_object_with_members_stays(body: bytes) -> None:
+def test_bodies_without_members_stay(body: bytes) -> None:
     assert asked(body) == body
 
 

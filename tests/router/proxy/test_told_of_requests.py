@@ -1,4 +1,4 @@
-"""What the proxy tells of its requests: retries, broken answers, clients that left, its own errors."""
+"""Reports of the proxy about its requests: retries, broken answers, clients that left, its own errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read in passing: usage for receipts and the first token, whole or split."""
+"""Values read from relayed answers: usage for receipts and the first token, whole or split."""
 
 from __future__ import annotations
 

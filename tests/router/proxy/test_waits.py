@@ -106,7 +106,7 @@ MODULES: Final = {
 
 
 def named(awaited: ast.expr) -> set[str]:
-    """What is waited for; of a choice, each of both."""
+    """Events that are awaited; of a choice, both."""
     if isinstance(awaited, ast.IfExp):
         return named(awaited.body) | named(awaited.orelse)
     return {ast.unparse(awaited.func if isinstance(awaited, ast.Call) else awaited)}

@@ -83,7 +83,7 @@ class Replicas:
         return await self.reader.lookup(hashes, MODEL)
 
     async def held(self, engine_id: str, plane: Plane, *hashes: int) -> list[bool]:
-        """What the reader sees of an engine that counts; nothing of one without a seat."""
+        """The reader's view of an engine with a slot; nothing of one without."""
         found = await self.look(blocks(*hashes))
         engine = found.engines.get(engine_id)
         return [False] * len(hashes) if engine is None else bits(found.rows, plane, engine.slot)

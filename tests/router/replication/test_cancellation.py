@@ -1,4 +1,4 @@
-"""What runs for the shared index ends when it is cancelled, also where something happens at that moment."""
+"""Tasks of the shared index end when cancelled, also if something happens at that moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other replicas learn of an engine: only what they can already read in the index."""
+"""Knowledge of other replicas about an engine: only what they can already read in the index."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ FORGED: list[tuple[object, str]] = [
 
 @pytest.mark.parametrize(("use", "counted"), FORGED, ids=lambda one: str(one)[:40])
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
-def test_what_no_replica_writes_is_refused_and_counted(
+def test_foreign_messages_are_refused_and_counted(
     rules: Path, use: object, counted: str, known: bool
 ) -> None:
     clock = Clock()

@@ -1,4 +1,4 @@
-"""What the server loses, refuses or brings back: never shown what is not so, and whole again by itself."""
+"""Losses, refusals and old data of the server: no wrong view, and a recovery without help."""
 
 from __future__ import annotations
 

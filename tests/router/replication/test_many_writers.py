@@ -107,7 +107,7 @@ def test_more_engines_than_bits_in_a_word(plain_server: AnyServer, code_bytes: i
 async def test_changes_while_a_flush_is_under_way(
     plain_server: AnyServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is changed while batches are on their way is written by the same or the next flush."""
+    """Every change while batches are on their way is written by the same or the next flush."""
     monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
 
     rng = random.Random(seed)
@@ -129,7 +129,7 @@ async def test_changes_while_a_flush_is_under_way(
 async def test_a_flush_may_be_cancelled_at_any_moment(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had taken waits again."""
+    """Its updates wait again."""
     monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
 
     rng = random.Random(9)

@@ -99,7 +99,7 @@ def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
     asyncio.run(talk(answer, body))
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.router.replication.redis_connection._WAITING_MAX", 3)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

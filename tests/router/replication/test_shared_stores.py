@@ -50,7 +50,7 @@ def facts_of(fleet: FleetResidency, engine_id: str) -> EngineFacts:
     return engine_facts(fleet.engine(engine_id), fleet.residency(engine_id).query(), FeedState.READY, 0)
 
 
-async def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(
+async def test_writes_of_one_replicas_engine_count_for_the_engines_of_another(
     plain_server: AnyServer,
 ) -> None:
     async with Replicas(make_settings(plain_server.url), "one", "two") as replicas:

@@ -28,7 +28,7 @@ def test_a_value_of_any_length_is_cut(value: Any, capfd: pytest.CaptureFixture[s
     assert {key: json.loads(line)[key] for key in KEPT} == KEPT
 
 
-def test_what_redis_holds_instead_of_a_schema_is_cut() -> None:
+def test_a_foreign_value_in_place_of_the_schema_is_cut_in_the_log() -> None:
     fields = dict.fromkeys((b"epoch", b"p", b"w", b"home", b"used"), b"1") | {b"schema": LONG.encode()}
     with pytest.raises(IndexRefused) as refused:
         parse_view(fields)

@@ -151,7 +151,7 @@ async def test_a_new_configuration_is_taken_and_a_bad_one_is_not(tmp_path: Path,
         assert await router.metric("kvatlas_config_waiting") == 0
 
 
-async def test_who_takes_a_dead_workers_place_has_what_was_taken(tmp_path: Path) -> None:
+async def test_a_replacement_worker_has_the_applied_configuration(tmp_path: Path) -> None:
     async with serving(tmp_path, 2) as router:
         router.write("two")
         router.hup()

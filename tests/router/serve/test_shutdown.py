@@ -113,7 +113,7 @@ async def test_a_task_that_does_not_end_is_named_and_left(number: int) -> None:
 
 
 async def listened(stderr: asyncio.StreamReader) -> list[dict[str, Any]]:
-    """What it said until it listens."""
+    """Its output until it listens."""
     lines = []
     while not lines or lines[-1]["event"] != "listening":
         lines.append(msgspec.json.decode(await stderr.readline()))

@@ -46,7 +46,7 @@ LIMITS = {
 }
 CLIENTS = {"nobody": 1, "free": 40}
 REFUSALS = {"invalid_api_key": 401, "rate_limit_exceeded": 429, "queue_full": 429, "queue_timeout": 503}
-"""What a request may be answered with besides 200, and each is at least once, given time."""
+"""Permitted errors; each occurs at least once, given time."""
 LONG_S = 600.0
 """In a shorter soak not everything happens: on a busy machine clients may be too slow to fill the queue."""
 FAULTS = {
@@ -57,7 +57,7 @@ FAULTS = {
     "engine_died": 503,
     "request_ends_engines": 503,
 }
-"""What else, since engines are killed."""
+"""Further ones, since engines are killed."""
 ABORTED = re.compile(rb'"(?:finish_reason|stop_reason)": ?"abort"|"status": ?"cancelled"')
 """vLLM's words for an answer that it gave up (``FinishReason.ABORT``, vLLM 0.32)."""
 WRONG = b"WRONG KV CACHE"

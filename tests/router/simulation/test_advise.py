@@ -116,7 +116,7 @@ def test_memory_behind_the_gpus_is_advised_where_it_pays_with_its_size() -> None
     assert "would bring little" in little.text
 
 
-def test_what_a_fleet_has_behind_its_gpus_is_not_tried_again() -> None:
+def test_existing_memory_behind_the_gpus_is_not_tried_again() -> None:
     spec = TierSpec(blocks=100, bytes_per_s=1e9)
     has_host = msgspec.structs.replace(SETUP, tiers=TierSetup(block_bytes=1 << 20, host=spec))
     named = [trial.value for trial in trials(has_host) if trial.topic == "tiers"]
@@ -174,7 +174,7 @@ def test_the_fewest_engines_that_keep_the_target() -> None:
     assert of(judged(target_s=0.1, **means), "engines").text.startswith("Not even 8 engines")
 
 
-def test_what_an_endless_cache_would_hit() -> None:
+def test_hits_of_an_endless_cache() -> None:
     first = request(0, 1024, 512, 0)
     again = request(1, 1025, 10, 0)
     other = request(2, 1024, 10, 100)
@@ -290,7 +290,7 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         (["--router", "nonsense"], "--router 'nonsense': expected http://HOST:PORT"),
     ],
 )
-def test_what_cannot_be_advised_on_is_refused(words: list[str], complaint: str) -> None:
+def test_an_unsuitable_record_is_refused(words: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         app(["advise", *words], result_action="return_value", exit_on_error=False)
 

@@ -46,7 +46,7 @@ def test_answers_wait_while_a_prompt_is_computed_beside_them(share: float, late_
     assert bench.time_of("ended", 0) == pytest.approx(0.1 + 99 * 0.01 + late_s)
 
 
-def test_what_is_kept_is_in_use_until_it_is_fetched() -> None:
+def test_kept_blocks_are_in_use_until_they_are_fetched() -> None:
     bench = Bench(num_blocks=20)
     first = run(bench, request(0.0, 640, 1, 0), 0, keeps=True)
     bench.engine.arrive(first, 0.0)
@@ -228,6 +228,6 @@ def test_the_command_compares_engines_apart_with_the_same_alike(capsys: pytest.C
         (("--transfer-gbyte-s", "0"), "--transfer-gbyte-s 0"),
     ],
 )
-def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None:
+def test_impossible_settings_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call(*SMALL, *words)

@@ -161,7 +161,7 @@ def test_rates_from_a_running_engine(capsys: pytest.CaptureFixture[str]) -> None
         ([*SMALL, "--served-model", "m", "--fit", "nowhere"], "--fit nowhere: .*No such file"),
     ],
 )
-def test_what_cannot_be_run_is_refused_by_name(words: list[str], said: str) -> None:
+def test_impossible_arguments_are_named(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         call(*words)
 

@@ -60,7 +60,7 @@ AGAIN = request(10, 640, 1, 1)
 """Between them a prompt that fills the GPU."""
 
 
-def test_what_left_the_gpu_is_loaded_in_the_time_that_its_bytes_take() -> None:
+def test_evicted_blocks_are_loaded_in_the_time_of_their_bytes() -> None:
     one = bench(host(bytes_per_s=9 * BYTES / 0.5, latency_s=0.25))
     first, _, again = one.run([PROMPT, OTHER, AGAIN])
     assert (first.hit, first.loaded, first.medium) == (0, 0, None)
@@ -120,7 +120,7 @@ def test_too_much_on_its_way_is_left_out() -> None:
     assert one.write(Link(1.0), [(0, -1)], BYTES, 0.0) == 0, "of another engine nothing waits"
 
 
-def test_what_one_engine_computed_another_loads() -> None:
+def test_one_engine_loads_the_blocks_of_another() -> None:
     requests = [request(0, 1280, 1, 1), request(20, 1280, 1, 1)]
     alone = fleet_run(requests, "round-robin", engines=2, tiers=host())
     shared = fleet_run(requests, "round-robin", engines=2, tiers=store())

@@ -1,4 +1,4 @@
-"""What variants believe: the truth, the shadow's rules, and nothing."""
+"""Views of the variants: the truth, the shadow's rules, and nothing."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_bad_line_is_named_with_its_field(tmp_path: Path, bad: dict[str, Any],
 @pytest.mark.parametrize(
     ("text", "said"), [("{", ":1: not JSON"), ("[1]", ":1: expected a JSON object"), ("", "no requests")]
 )
-def test_what_is_no_workload_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_workload_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "w.jsonl"
     path.write_text(text)
     with pytest.raises(WorkloadError, match=said):

@@ -1,4 +1,4 @@
-"""Whatever a file holds: every tool that reads one ends with status 0, 1 or 2, and an error names file, line
+"""Any content of a file: every tool that reads one ends with status 0, 1 or 2, and an error names file, line
 and reason.
 
 ``tests/data/corpus`` keeps files that could be read wrongly; hypothesis makes more from real ones.
@@ -162,7 +162,7 @@ def test_real_files_changed_somewhere(
 @QUICK
 @given(where=st.integers(0, 1 << 20), put=st.binary(max_size=4), cut=st.integers(0, 9))
 def test_batches_changed_somewhere(where: int, put: bytes, cut: int) -> None:
-    """What decodes is played, whatever it says; what does not is counted; redaction gives a batch or none."""
+    """Every decodable batch is played, every other one counted; redaction gives a batch or none."""
     prompt = tokens(4 * BLOCK)
     payload = encode_batch(1.0, [stored(prompt), stored(prompt, blocks=[3], group=1), removed(prompt, 1)])
     at = where % len(payload)

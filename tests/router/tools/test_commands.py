@@ -104,7 +104,7 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.real  # a process
-def test_what_is_recorded_replays_to_what_the_engine_held(tmp_path: Path) -> None:
+def test_a_recording_replays_to_the_engines_contents(tmp_path: Path) -> None:
     """The engine's own pool, its events recorded and played: equal in every group."""
     path = tmp_path / "c.jsonl.gz"
 

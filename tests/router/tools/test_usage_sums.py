@@ -64,7 +64,7 @@ def test_each_tenant_has_the_tokens_of_its_requests_in_the_period() -> None:
     assert (other["tenant"], other["computed"], other["generated"]) == ("other", 7, 1_000_000)
 
 
-def test_what_no_engine_computed_is_left_out() -> None:
+def test_requests_without_computation_are_left_out() -> None:
     found = summed(
         line(),
         line(status=429, outcome="429", engine="", computed_tokens=None),
@@ -76,7 +76,7 @@ def test_what_no_engine_computed_is_left_out() -> None:
     assert [row["requests"] for row in found] == [3]
 
 
-def test_what_is_not_vouched_for_is_counted() -> None:
+def test_unconfirmed_lines_are_counted() -> None:
     (row,) = summed(
         line(verified=False),
         line(verified=True),

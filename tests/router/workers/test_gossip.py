@@ -203,7 +203,7 @@ async def test_a_prompt_in_flight_and_a_text_are_known_at_the_sibling() -> None:
             assert (one.gossip.stats.missed, two.gossip.stats.malformed) == (0, 0)
 
 
-async def test_what_a_dead_worker_told_ends_when_its_successor_speaks() -> None:
+async def test_messages_of_a_dead_worker_end_with_its_successors_first() -> None:
     with seats(2) as places:
         one, two = Worker(places[0]), Worker(places[1])
         async with two.running():

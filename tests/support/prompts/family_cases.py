@@ -62,7 +62,7 @@ def chats(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def deepseek_chats() -> list[dict[str, Any]]:
-    """What DeepSeek alone knows: reminders, tasks, dropped developers, efforts, results out of order."""
+    """Features of DeepSeek alone: reminders, tasks, dropped developers, efforts, results out of order."""
     asked, told = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning": "R"}
     calls = [
         {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("a", "b")

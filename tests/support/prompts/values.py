@@ -139,7 +139,7 @@ TEMPLATES = {
     "{{ m.thinking }}{{ m.prefix }}{% endfor %}{% for t in tools or [] %}{{ t | tojson(indent=2) }}"
     "{% endfor %}{{ custom is mapping }}{{ custom is number }}",
 }
-"""What a template does with a value: as JSON, printed, by its type."""
+"""Uses of a value in a template: as JSON, printed, by its type."""
 
 
 def digest(data: bytes) -> str:

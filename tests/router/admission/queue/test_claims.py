@@ -1,4 +1,4 @@
-"""What a request may claim of its turn."""
+"""Claims of a request about its turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_header_comes_before_the_body(header: bytes | None, in_body: int | N
         (b"-5", None, HIGH),
         (b"0", 7, NORMAL),
         (b"9", -1, LOW),
-        (b"of no use", -1, HIGH),
+        (b"useless", -1, HIGH),
         (b"1.5", None, NORMAL),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_deadline_counts_from_the_requests_arrival() -> None:
         (b"x-request-timeout", b"nan"),
     ],
 )
-def test_what_cannot_be_understood_is_refused_by_name(name: bytes, value: bytes) -> None:
+def test_invalid_claims_are_refused_by_name(name: bytes, value: bytes) -> None:
     with pytest.raises(ApiError, match=name.decode()) as refused:
         read_claim([(name, value)], in_body=None, arrived_s=0.0)
     assert refused.value.status == 400

@@ -99,7 +99,7 @@ def test_a_tenants_requests_of_one_class_and_lane_come_in_the_order_they_came(
 def test_no_tenant_that_waits_is_below_its_share_by_more_than_one_requests_work(
     asked: list[tuple[str, int]], weights: dict[str, float], credit: float
 ) -> None:
-    """Whatever was served, two tenants that waited all the time differ by one request of the heavier one."""
+    """At any time, two tenants that always waited differ by at most one request of the heavier one."""
     queue: FairQueue[int] = FairQueue(100)
     for number, (tenant, tokens) in enumerate(asked):
         more = {"tenant": tenant, "weight": weights[tenant], "credit_tokens": credit}
@@ -156,8 +156,8 @@ def test_without_credit_one_that_was_away_saved_nothing_up() -> None:
 
 
 def flooded(credit: float, had: int = 0) -> list[str]:
-    """Who is served from when a guest comes with six requests of 100 tokens, and then acme's flood alone has
-    had a hundred; ``had`` of the guest's are served among them."""
+    """Order of service after a guest comes with six requests of 100 tokens, when acme's flood alone has had a
+    hundred; ``had`` of the guest's are served among them."""
     queue: FairQueue[int] = FairQueue(1000)
 
     def turn() -> str:
@@ -189,11 +189,11 @@ def test_no_more_is_saved_up_than_the_credit() -> None:
     assert "acme" in order[3:5]
 
 
-def test_who_had_its_share_has_no_credit() -> None:
+def test_a_tenant_that_had_its_share_has_no_credit() -> None:
     assert flooded(credit=1000, had=100).index("acme") < 2
 
 
-def test_what_turns_out_cheaper_or_dearer_counts_at_the_next_turn() -> None:
+def test_corrected_charges_count_at_the_next_turn() -> None:
     queue: FairQueue[int] = FairQueue(100)
     for number in range(4):
         queue.add(waiting(number, tenant="acme"))
@@ -244,7 +244,7 @@ def test_weight_counts_for_room_too() -> None:
     assert queue.add(other) is other
 
 
-def test_what_fits_nowhere_lets_others_by() -> None:
+def test_a_request_that_fits_nowhere_lets_others_pass() -> None:
     queue: FairQueue[int] = FairQueue(10)
     queue.add(waiting(0, lane="tiny"))
     queue.add(waiting(1, lane="large"))
@@ -273,7 +273,7 @@ def test_work_ahead_is_that_of_the_same_class_and_above(priority: Priority, expe
 
 
 def turns(queue: FairQueue[int], count: int) -> list[str]:
-    """Whose turn it is, for requests of 100 tokens each."""
+    """Tenants in order of their turns, for requests of 100 tokens each."""
     order = []
     for _ in range(count):
         one = queue.take(anywhere)
@@ -312,7 +312,7 @@ def test_a_charge_of_tenants_that_wait_no_longer_gives_nothing_back_to_those_tha
     assert order.count("acme") == order.count("beta")
 
 
-def test_what_a_tenant_had_long_ago_and_gets_back_puts_it_no_further_ahead_than_its_credit() -> None:
+def test_late_refunds_put_a_tenant_no_further_ahead_than_its_credit() -> None:
     queue: FairQueue[int] = FairQueue(1000)
     for number in range(200):
         queue.add(waiting(number, tenant="beta"))
@@ -374,7 +374,7 @@ def test_sessions_take_turns_and_each_keeps_its_order() -> None:
     assert [one.item for one in drained(queue)] == [0, 3, 1, 4, 2, 5]
 
 
-def test_what_left_without_its_turn_is_not_held_against_its_session() -> None:
+def test_cancelled_requests_do_not_count_against_their_session() -> None:
     queue: FairQueue[int] = FairQueue(100)
     gone = [waiting(item, float(item), session="a") for item in range(20)]
     for one in gone:

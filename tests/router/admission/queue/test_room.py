@@ -130,7 +130,7 @@ async def test_a_client_that_goes_leaves_its_place_to_others() -> None:
     room.leave(await comes(room))
 
 
-async def test_what_the_engine_reports_corrects_what_was_charged() -> None:
+async def test_the_engines_report_corrects_the_charge() -> None:
     engines = Engines()
     room = room_of(engines)
     waits = {name: comes(room, name) for name in ("acme", "beta")}
@@ -154,7 +154,7 @@ async def test_what_the_engine_reports_corrects_what_was_charged() -> None:
         room.leave(await one)
 
 
-async def test_what_a_tenant_may_save_up_is_what_the_engines_compute_in_credit_s() -> None:
+async def test_a_tenants_credit_is_what_the_engines_compute_in_credit_s() -> None:
     engines = Engines()
     engines.gap_s = 0.0
     room = room_of(engines, credit_s=3.0)

@@ -76,7 +76,7 @@ async def administered(
 
 @contextmanager
 def audited() -> Iterator[list[dict[str, Any]]]:
-    """What the audit log says meanwhile."""
+    """Lines of the audit log meanwhile."""
     with structlog.testing.capture_logs() as logs:
         lines: list[dict[str, Any]] = []
         yield lines

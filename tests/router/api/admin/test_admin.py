@@ -160,7 +160,7 @@ async def test_errors_have_the_shape_of_the_house(
         assert list(await admin.listed()) == [one.base_url]
 
 
-async def test_who_asks_too_often_waits_and_others_do_not(tmp_path: Path) -> None:
+async def test_a_rate_limit_affects_one_name_only(tmp_path: Path) -> None:
     async with running({}) as (one,), administered(tmp_path, one, requests_per_minute=12.0) as admin:
         answers = [await admin.ask("GET") for _ in range(5)]
         assert [status for status, _, _ in answers] == [200, 200, 200, 429, 429]

@@ -70,7 +70,7 @@ def test_a_publisher_without_snapshots_is_asked_again_after_a_reconnect() -> Non
     assert isinstance(driven.request, RequestSnapshot)
 
 
-def test_what_was_heard_meanwhile_goes_on_top() -> None:
+def test_live_batches_are_applied_on_top_of_the_snapshot() -> None:
     driven = Driven()
     for seq in (5, 6, 7):
         assert driven.live(seq) == []

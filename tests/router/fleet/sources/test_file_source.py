@@ -55,7 +55,7 @@ def replace(path: Path, text: str) -> None:
     new.replace(path)
 
 
-async def test_what_the_file_says_is_followed(tmp_path: Path) -> None:
+async def test_the_file_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "engines.toml"
     path.write_text(ONE)
     async with seeing(path) as seen:

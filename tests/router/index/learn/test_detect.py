@@ -103,7 +103,7 @@ def test_configured_seeds_are_tried() -> None:
 
 
 @pytest.mark.usefixtures("all_seeds")
-def test_what_one_engine_uses_is_tried_on_the_next() -> None:
+def test_the_scheme_of_one_engine_is_tried_on_the_next() -> None:
     fleet = fleet_of()
     scheme = HashScheme(seed="1022")
     feed(fleet, Writer(scheme).stored(tokens(100)))
@@ -316,7 +316,7 @@ def test_one_odd_event_does_not_unsettle() -> None:
     ],
     ids=["hidden salt", "image that ends inside a block", "moved adapter"],
 )
-def test_what_hides_part_of_its_hashes_does_not_unsettle(odd: PromptExtras) -> None:
+def test_partly_hidden_hashes_change_nothing(odd: PromptExtras) -> None:
     fleet = fleet_of(lora_paths={"sql": "/adapters/sql"})
     writer = Writer(DEFAULT, size=64)
     engine = feed(fleet, writer.stored(tokens(200)))

@@ -96,7 +96,7 @@ def test_the_group_of_the_last_layer_is_only_likely() -> None:
     assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (0,), "server_info", "likely")
 
 
-def test_what_is_configured_goes_before_all_evidence() -> None:
+def test_configured_facts_precede_all_evidence() -> None:
     fleet = fleet_with(informed(info("eagle3")), FULL, facts=ModelFacts(eagle_groups=()))
     assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (), "configuration", "certain")
     for _ in range(50):
@@ -104,7 +104,7 @@ def test_what_is_configured_goes_before_all_evidence() -> None:
     assert hit(fleet) == 96
 
 
-def test_what_the_model_is_configured_with_is_shown_with_its_source() -> None:
+def test_configured_facts_are_shown_with_their_source() -> None:
     facts = ModelFacts(attention_chunk_size=128, windows={1: 64})
     found = fleet_with(informed(from_file=frozenset({"windows"})), FULL, facts=facts)
     assert fact(found, "attention_chunk_size") == Fact(

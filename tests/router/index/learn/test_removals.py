@@ -1,4 +1,4 @@
-"""What a publisher means by a removal is found out from its events; phantoms are noticed."""
+"""The meaning of a removal is found from the publisher's events; phantoms are noticed."""
 
 from __future__ import annotations
 

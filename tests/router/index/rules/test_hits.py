@@ -168,14 +168,14 @@ def test_eagle_window_of_small_blocks_loses_an_alignment_unit_of_a_short_run() -
     assert hit(layout, 400, {0: range(12), 1: range(3)}) == 0
 
 
-def test_what_another_class_shortens_needs_a_block_behind_again() -> None:
+def test_a_prefix_shortened_by_another_class_needs_a_block_behind_again() -> None:
     layout = layout_of(full(0), window(1, 33, is_eagle=True), window(2, 17))
     held = {0: range(12), 1: [2, 3, 6, 7, 8], 2: [1, 3]}
     assert hit(layout, 200, held) == 0, "64 would do but for block 4"
     assert hit(layout, 200, held | {1: [2, 3, 4, 6, 7, 8]}) == 64
 
 
-def test_what_another_eagle_window_shortens_does_not() -> None:
+def test_a_prefix_shortened_by_another_eagle_window_does_not() -> None:
     layout = layout_of(full(0), window(1, 33, is_eagle=True), window(2, 17, is_eagle=True))
     held = {0: range(12), 1: [2, 3, 6, 7, 8], 2: [3, 4]}
     assert hit(layout, 200, held) == 64

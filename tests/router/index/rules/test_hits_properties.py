@@ -84,7 +84,7 @@ def slow_hit(layout: CacheLayout, num_tokens: int, units: Units) -> int:
 
 
 def engine_hit(layout: CacheLayout, num_tokens: int, units: Units) -> int:
-    """What the pool's finders, which search as the engine does, find over the same residency."""
+    """Hits of the pool's finders, which search as the engine does, over the same residency."""
     scheme = HashScheme(hash_block_size=layout.hash_block_size)
     maps = [{1000 + number: 1 for number in units[group.group_idx]} for group in layout.groups]
     finder = HitFinder(pool_layout(layout.groups, scheme, None), maps)  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_a_longer_prompt_with_the_same_start_never_hits_less(
 
 
 class Prompt:
-    """What ``predict`` takes."""
+    """Arguments of ``predict``."""
 
     def __init__(self, request: PoolRequest) -> None:
         self.num_tokens = request.num_tokens

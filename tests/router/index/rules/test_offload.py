@@ -1,4 +1,4 @@
-"""What a connector would load: the rule by example, against the pool's finders, and over random owners."""
+"""Predicted loads of a connector: the rule by example, against the pool's finders, and over random owners."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class TestSeveralPlaces:
         assert loads(layout_of(full()), 100, held) == (16, {})
         assert loads(layout_of(full()), 100, held, "other") == (16, {})
 
-    def test_what_other_engines_wrote_counts(self) -> None:
+    def test_writes_of_other_engines_count(self) -> None:
         layout, index = layout_of(full()), MemoryIndex()
         hashes = hashes_of(100, layout)
         index.store("reader", Plane("GPU", 0), hashes[:1])
@@ -233,7 +233,7 @@ def test_equals_what_an_engine_loads(case: tuple[CacheLayout, int, Units, Units]
 
 @settings(max_examples=examples(200), deadline=None)
 @given(cases)
-def test_what_host_memory_holds_alone_is_what_it_would_load_without_a_gpu_hit(
+def test_host_memory_alone_equals_the_load_without_a_gpu_hit(
     case: tuple[CacheLayout, int, Units, Units],
 ) -> None:
     layout, num_tokens, gpu, tier = case
@@ -250,7 +250,7 @@ def test_other_connectors_memory_serves_no_other_engine() -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(cases)
-def test_what_lies_outside_never_changes_the_gpu_hit(case: tuple[CacheLayout, int, Units, Units]) -> None:
+def test_offloaded_blocks_never_change_the_gpu_hit(case: tuple[CacheLayout, int, Units, Units]) -> None:
     layout, num_tokens, gpu, tier = case
     alone, _ = loads(layout, num_tokens, {"GPU": gpu})
     assert loads(layout, num_tokens, {"GPU": gpu, HOST: tier, "STORAGE*0@s": tier}, "s")[0] == alone
@@ -314,7 +314,7 @@ class Told:
         return {owner_of(plane.medium) for number, plane in enumerate(planes) if bits >> number & 1}
 
 
-def test_what_one_owner_drops_another_still_holds() -> None:
+def test_a_removal_by_one_owner_leaves_the_others() -> None:
     told = Told()
     told.outside.stored(stored(1, 2, owner="kvatlas-host"))
     told.outside.stored(stored(1, owner=None))
@@ -420,7 +420,7 @@ def test_other_names_of_media(name: str, medium: str) -> None:
     assert (told.held(1, medium), told.rejected) == (set(), {})
 
 
-def test_what_is_cleared_with_the_gpu() -> None:
+def test_places_cleared_with_the_gpu() -> None:
     """SGLang's host cache is one tree with the GPU's; what vLLM's connectors hold stays."""
     for name, stays in (("CPU_PINNED", False), ("CPU", True), ("DISK", True)):
         told = Told()

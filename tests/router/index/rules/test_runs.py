@@ -26,7 +26,7 @@ def _layouts(draw: st.DrawFn) -> CacheLayout:
 
 @st.composite
 def _held(draw: st.DrawFn, layout: CacheLayout, num_tokens: int) -> Rows:
-    """What up to seventy engines hold of a prompt: beginnings, with holes and strays in some groups."""
+    """Contents of up to seventy engines for a prompt: beginnings, with holes and strays in some groups."""
     index = MemoryIndex()
     count = num_tokens // 16 + 1
     for number in range(draw(st.sampled_from([1, 1, 2, 70]))):

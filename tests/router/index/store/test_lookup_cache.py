@@ -1,4 +1,4 @@
-"""What is remembered of a prompt's last look-up never shows: it gives what looking all up gives."""
+"""A look-up with the memory of the last one equals a full look-up."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_rows_that_are_renumbered_are_looked_up_again() -> None:
     assert same(index.lookup(prompt), index.lookup(BLOCKS[8:]))
 
 
-def test_what_one_index_found_is_nothing_to_another() -> None:
+def test_cached_lookups_belong_to_one_index() -> None:
     first, second, prompt = MemoryIndex(), MemoryIndex(), PromptHashes(BLOCKS)
     first.store("a", PLANES[0], BLOCKS)
     assert first.lookup(prompt).columns[PLANES[0], 0].all()

@@ -72,7 +72,7 @@ def write_something(index: MemoryIndex, times: int) -> None:
         index.store("writer", FULL, [])
 
 
-def test_what_a_forgotten_engine_held_is_swept(index: MemoryIndex) -> None:
+def test_blocks_of_a_forgotten_engine_are_swept(index: MemoryIndex) -> None:
     index.store("a", FULL, blocks(*range(2000)))
     index.store("b", FULL, blocks(*range(1000, 1100)))
     index.forget("a")

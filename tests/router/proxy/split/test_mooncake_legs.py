@@ -56,7 +56,7 @@ class Fleet(NamedTuple):
 
 
 def after(wait: Callable[[Engine], Any], script: Script) -> Script:
-    """What ``script`` says, once ``wait`` returns."""
+    """The answer of ``script``, once ``wait`` returns."""
 
     async def waits(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
         await wait(engine)

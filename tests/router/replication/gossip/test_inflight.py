@@ -12,7 +12,7 @@ HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]
 
 
 class Stream:
-    """What all replicas tell, and how far each has read."""
+    """Messages of all replicas, and how far each has read."""
 
     def __init__(self) -> None:
         self.entries: list[bytes] = []
@@ -27,7 +27,7 @@ class Stream:
         return self.open
 
 
-def test_what_one_sends_the_other_sees_until_it_ends() -> None:
+def test_prompts_of_one_replica_are_seen_by_the_other_until_they_end() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     prompt = one.add(E, HASHES, 0.0, keeps=(range(2, 5, 2),))
@@ -63,7 +63,7 @@ def test_a_failed_prompt_leaves_immediately() -> None:
     assert two.common(HASHES, 0.0).blocks == {}
 
 
-def test_what_is_kept_counts_until_the_batch_was_applied_or_can_have_been() -> None:
+def test_kept_blocks_count_until_the_batch_can_have_been_applied() -> None:
     stream = Stream()
     one, two = stream.join("one"), stream.join("two")
     stored: set[BlockHash] = set()
@@ -118,7 +118,7 @@ def test_prompts_without_an_end_expire() -> None:
     assert two.check_integrity() == []
 
 
-def test_what_could_not_be_told_is_not_ended_either() -> None:
+def test_an_unsent_prompt_has_no_end_message() -> None:
     stream = Stream()
     stream.open = False
     one = stream.join("one")

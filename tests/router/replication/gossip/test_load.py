@@ -48,7 +48,7 @@ def test_a_silent_replica_counts_no_longer_and_counts_again_when_it_speaks() -> 
     assert reader.others({"a": again}, 2.6) == {E: OthersLoad(1, 0, 5)}
 
 
-def test_what_has_not_changed_is_repeated_only_while_it_is_something() -> None:
+def test_unchanged_loads_are_repeated_only_while_not_empty() -> None:
     load = {E: OthersLoad(1, 0, 5)}
     writer = gossip("a", load)
     field = writer.field(0.0)

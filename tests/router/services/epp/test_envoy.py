@@ -32,7 +32,7 @@ pytestmark = pytest.mark.envoy
 CHAT = "/v1/chat/completions"
 FORMS = ["original_dst", "override_host", "buffered", "buffered_original_dst"]
 SELDOM = FleetSettings(poll_interval_s=60.0, poll_down_interval_s=0.05, gauge_interval_s=60.0)
-"""Who asks engines so seldom does not notice for a while that one is dead."""
+"""With polls this rare a dead engine goes unnoticed for a while."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ async def gateway(
 
 
 def told(rig: Rig) -> tuple[Any, ...]:
-    """What the last receipt says that does not differ from request to request."""
+    """The last receipt without the fields that differ from request to request."""
     receipt = rig.router.accounts.receipts.latest[-1]
     asked = receipt.engine_id, receipt.mode, receipt.prompt_tokens, receipt.predicted_tokens
     return *asked, receipt.actual_tokens, receipt.reported_prompt_tokens, receipt.api, receipt.outcome
@@ -418,7 +418,7 @@ async def test_a_picker_is_replaced_without_a_failed_request(tmp_path: Path) -> 
 
 
 async def test_without_a_picker_the_gateway_says_so(tmp_path: Path) -> None:
-    """What operators must know: a gateway in full duplex never fails open for requests with a body."""
+    """For operators: a gateway in full duplex never fails open for requests with a body."""
 
     async with running({}) as engines, envoy(tmp_path, [endpoint(engines[0])], [free_port()]) as through:
         with pytest.raises(aiohttp.ClientResponseError, match=r"50[03]"):

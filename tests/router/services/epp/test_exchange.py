@@ -66,7 +66,7 @@ OK = head(RESPONSE_HEADERS, {b":status": b"200", b"content-type": b"application/
 
 
 def messages(peer: H2Peer, number: int) -> list[Any]:
-    """What the picker has message on this stream."""
+    """Messages of the picker on this stream."""
     return [read(each) for each in GrpcReader(1 << 24).feed(peer.data[number])]
 
 

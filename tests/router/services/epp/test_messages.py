@@ -185,7 +185,7 @@ def test_whatever_comes_is_read_or_refused(message: bytes) -> None:
     st.booleans(),
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 255)), max_size=2),
 )
-def test_what_is_written_oddly_is_what_the_runtime_reads(
+def test_unusual_encodings_are_read_as_the_runtime_reads_them(
     kind: str, data: bytes, ends: bool, wrong: list[tuple[int, int]]
 ) -> None:
     """Messages written as usual are read by a shorter way: whatever a byte may be, it says the same."""

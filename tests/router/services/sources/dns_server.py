@@ -46,7 +46,7 @@ class DnsServer(asyncio.DatagramProtocol):
         self.truncate = False
         self.silent = False
         self.damage: Callable[[bytes], bytes] = bytes
-        """What happens to answers by TCP on their way."""
+        """Effect on answers by TCP on their way."""
         self.forge: list[bytes] = []
         """Datagrams sent before the real answer."""
         self.port = 0

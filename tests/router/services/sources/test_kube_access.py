@@ -192,7 +192,7 @@ def test_kubeconfigs_that_cannot_be_used(tmp_path: Path, user: dict[str, Any], t
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"current-context": "x", "contexts": []}', "a: [b"])
-def test_what_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
+def test_an_invalid_kubeconfig(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config"
     path.write_text(text)
     with pytest.raises(AccessError, match=str(path)):

@@ -120,7 +120,7 @@ def test_prefill_engines_of_one_port_have_addresses_of_their_own(
     ("words", "message"),
     [(("--engines", "1"), "--pd: needs at least 2 engines"), (("--gateway",), "--pd: a gateway carries")],
 )
-def test_what_does_not_go_with_two_roles_is_refused(
+def test_options_that_contradict_two_roles_are_refused(
     words: tuple[str, ...], message: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     refused = kvatlas("demo", "--pd", *words)

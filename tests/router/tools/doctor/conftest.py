@@ -1,4 +1,4 @@
-"""What the tests of the doctor share."""
+"""Fixtures of the doctor's tests."""
 
 from __future__ import annotations
 

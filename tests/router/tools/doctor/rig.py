@@ -63,7 +63,7 @@ async def examined(
     timeout_s: float = TIMEOUT_S,
     prompts: PromptSettings | None = None,
 ) -> Findings:
-    """What the doctor finds."""
+    """Findings of the doctor."""
     listed = tuple(EngineAddress(e) if isinstance(e, str) else e for e in engines)
     config = Config(engines=listed, models={ANY_MODEL: model}, prompts=prompts or PromptSettings())
     settings = ExamineSettings(seconds=seconds, timeout_s=timeout_s, probe_timeout_s=10.0, probe=probe)

@@ -30,7 +30,7 @@ FULL = GroupSpec(0, "full_attention", 16)
 async def heard(
     prepare: Callable[[ZmqPublisher], Any], *, model: ModelConfig = PLAIN, **answers: Any
 ) -> Findings:
-    """What is found of an engine by the events its publisher has in store."""
+    """Findings about an engine by the stored events of its publisher."""
     async with http_server(server(**answers)) as url:
         with publishing() as publisher:
             prepare(publisher)

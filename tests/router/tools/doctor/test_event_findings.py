@@ -50,7 +50,7 @@ async def doing(action: Callable[[], Any]) -> AsyncIterator[None]:
 
 
 async def heard(prepare: Callable[[ZmqPublisher], Any], **changes: Any) -> Findings:
-    """What is found of an engine whose publisher was prepared, by its replay."""
+    """Findings about an engine with a prepared publisher, by its replay."""
     async with http_server(server()) as url:
         with publishing() as publisher:
             prepare(publisher)
@@ -185,7 +185,7 @@ class Recorder:
         self.told.append("forget")
 
 
-async def test_what_was_before_a_restart_is_forgotten() -> None:
+async def test_events_before_a_restart_are_forgotten() -> None:
     sink = Recorder()
     with publishing(replay=False) as publisher:
         tap = EventListener("e", publisher.endpoint, None, sink, replay_timeout_s=1.0)

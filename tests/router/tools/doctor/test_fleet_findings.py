@@ -169,7 +169,7 @@ async def test_a_router_that_is_not_there_or_not_ready() -> None:
             found.expect("router.engines", Severity.INFO, "not examined")
 
 
-async def test_what_the_routers_metrics_show() -> None:
+async def test_findings_by_the_routers_metrics() -> None:
     page = (
         b"kvatlas_prompts_template_mismatches_total 1.0\n"
         b'kvatlas_index_unknown_removals_total{model="m"} 2.0\n'

@@ -1,4 +1,4 @@
-"""What the doctor says of tokenizers that are found by name, here and as a router's ``/ready`` has it."""
+"""Findings about tokenizers that are found by name, here and in a router's ``/ready``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_the_tokenizer_that_an_engine_names() -> None:
 
 
 @pytest.mark.real  # threads of the hub's library
-async def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_problem_and_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))  # of the process that fetches
     other = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
     config = json.loads((other / "tokenizer_config.json").read_text())

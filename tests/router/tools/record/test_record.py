@@ -204,7 +204,7 @@ def fill(writer: CaptureWriter, count: int, size: int = 4000, *, settle: bool = 
     writer.close()
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_captures_are_readable(tmp_path: Path) -> None:
     for name in ("c.jsonl", "c.jsonl.gz"):
         writer = CaptureWriter(tmp_path / name)
         payloads = [os.urandom(n % 50) for n in range(300)]
@@ -322,7 +322,7 @@ def test_a_salt_in_a_field_goes() -> None:
 @pytest.mark.parametrize(
     "payload", [b"", b"\xc1", b"\x93\x01\x91\x81\xa4type\x07\x00", b"\x93\x01\x91\x05\x00"]
 )
-def test_what_cannot_be_redacted_is_not_written(payload: bytes, tmp_path: Path) -> None:
+def test_frames_that_cannot_be_redacted_are_not_written(payload: bytes, tmp_path: Path) -> None:
     assert redact(payload) is None
     writer = CaptureWriter(tmp_path / "c.jsonl", redacted=True)
     writer.put([CaptureLine("e", 1.0, "", 0, payload)])

@@ -168,7 +168,7 @@ def test_a_hole_in_an_answer_is_asked_for_again() -> None:
     assert [line.seq for line in stream.written] == list(range(21))
 
 
-def test_what_cannot_be_held_is_asked_for_afterwards() -> None:
+def test_batches_beyond_the_buffer_are_requested_afterwards() -> None:
     stream = Stream(has_replay=True, ring=10_000, hold_bytes_max=30)
     for _ in range(200):
         stream.publish(heard=True)

@@ -72,7 +72,7 @@ def test_the_command_line(kvatlas: Callable[..., subprocess.CompletedProcess[str
     assert [line.get("trace") for line in lines] == [TRACES[0].name, TRACES[1].name, None]
 
 
-def test_what_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     status, traces, total = run_json(TRACES[:3], capsys)
     assert status == 0
     for trace in traces:
@@ -84,7 +84,7 @@ def test_what_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert total["traces"] == 3
 
 
-def test_what_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verify(TRACES[:2], as_json=False) == 0
     printed = capsys.readouterr().out
     assert "total" in printed
@@ -176,7 +176,7 @@ def test_only_what_an_operator_configures_is_read_from_the_header(
     ("name", "field", "value"),
     [("chunked_local.1", "attention_chunk_size", 32), ("eagle_full.1", "is_eagle", False)],
 )
-def test_what_an_operator_configures_matters(
+def test_configured_facts_change_predictions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, field: str, value: Any
 ) -> None:
     lines = read(RECORDED / f"{name}.jsonl.gz")
@@ -242,7 +242,7 @@ def test_a_truncated_gzip_file_is_named(
 
 
 @pytest.mark.parametrize("content", [b"plain text", b"\x1f\x8b\x08\x00" + b"\xff" * 60])
-def test_what_only_looks_like_gzip_is_named(
+def test_a_false_gzip_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     path = tmp_path / "fake.jsonl.gz"
