@@ -268,10 +268,6 @@ class ResponsesAnswer(msgspec.Struct, frozen=True):
         head, names = self._head("in_progress"), ("response.created", "response.in_progress")
         return tuple(event(name, {"response": head, "sequence_number": n}) for n, name in enumerate(names))
 
-    def queued(self) -> Json:
-        """Body of a background response in progress."""
-        return self._head("queued")
-
     def delta(self, text: str, number: int) -> bytes:
         """The event of a text delta; ``number`` is its sequence number."""
         place = {"item_id": f"msg_{self.request_id}", "output_index": 0, "content_index": 0}

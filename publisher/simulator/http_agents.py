@@ -1,8 +1,6 @@
 """Endpoints of the agents' APIs: ``/v1/messages``, ``/v1/responses``, their token counts and renderings, and
-stored responses.
-
-The call that starts a background response completes it even if its client disconnects; all other requests end
-with their client.
+stored responses. Responses in the background are not simulated: what kvatlas does with them follows from the
+request and its stream alone (docs/decisions/035-no-background-responses.md).
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -153,55 +151,13 @@ class ClientGoneError(Exception):
 
 
 KEPT_MAX = 1024
-_IN_PROGRESS = "queued"
 
 
-class StoredResponse:
-    """One response: its body, its messages for a following one, and a background stream's events."""
+class StoredResponse(NamedTuple):
+    """One complete response: its body, and its messages for a following one."""
 
-    def __init__(self, body: Json, messages: list[Json], abort: Callable[[], None], *, streams: bool) -> None:
-        self.body = body
-        self.messages = messages
-        self.streams = streams
-        self._abort = abort
-        self._events: list[bytes] = []
-        self._changed = asyncio.Condition()
-
-    @property
-    def in_progress(self) -> bool:
-        """Whether it is still generated in the background."""
-        return bool(self.body["status"] == _IN_PROGRESS)
-
-    def cancel(self) -> None:
-        """Stop generating it."""
-        self.body = {**self.body, "status": "cancelled"}
-        self._abort()
-
-    async def add_event(self, event: bytes) -> None:
-        async with self._changed:
-            self._events.append(event)
-            self._changed.notify_all()
-
-    async def finish(self, body: Json, text: str) -> None:
-        """Complete it with ``body``, unless it was cancelled."""
-        async with self._changed:
-            if self.in_progress:
-                self.body = body
-                self.messages = [*self.messages, {"role": "assistant", "content": text}]
-            self._changed.notify_all()
-
-    async def events(self, first: int) -> AsyncIterator[bytes]:
-        """Yield events from number ``first`` on, until it is complete or cancelled."""
-        while True:
-            async with self._changed:
-                while len(self._events) <= first and self.in_progress:
-                    await self._changed.wait()
-                events = self._events[first:]
-            if not events:
-                return
-            first += len(events)
-            for event in events:
-                yield event
+    body: Json
+    messages: list[Json]
 
 
 class AgentEndpoints:
@@ -237,8 +193,8 @@ class AgentEndpoints:
 
     async def responses(self, call: Call) -> None:
         body = decode(await call.body(), ResponsesRequest)
-        if body.background and not body.store:
-            raise invalid("background can only be used when `store` is true", param="background")
+        if body.background:
+            raise invalid("responses in the background are not simulated", param="background")
         chat = self._chat_of(body)
         chat.priority = body.priority
         call.apply_headers(chat)
@@ -247,42 +203,24 @@ class AgentEndpoints:
         response_id = body.request_id or f"resp_{uuid.uuid4().hex}"
         answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), body.previous_response_id)
         running = self._begin(answer, prepared, runs_tools=body.runs_tools)
-        stored = StoredResponse(answer.queued(), chat.messages, running.abort, streams=stream)
-        if body.background:
-            self._store(stored)
-            await _run_in_background(call, running, stored)
-            return
 
         async def store(whole: Json, text: str) -> None:
-            await stored.finish(whole, text)
-            self._store(stored)
+            said = {"role": "assistant", "content": text}
+            self._stored[response_id] = StoredResponse(whole, [*chat.messages, said])
+            while len(self._stored) > KEPT_MAX:
+                del self._stored[next(iter(self._stored))]
 
         await self._answer(call, running, stream=stream, store=store if body.store else None)
 
     async def get_response(self, call: Call, response_id: str) -> None:
         stored = self._stored_response(response_id)
-        streams = call.query.get("stream", "").lower() in {"true", "1"}
-        if streams and not stored.streams:
+        if call.query.get("stream", "").lower() in {"true", "1"}:
             raise invalid(f"Unknown response_id: {response_id}", param="response_id")
-        after = call.query.get("starting_after", "-1")
-        if not after.lstrip("-").isdigit():
-            raise malformed("starting_after: Input should be a valid integer")
-        await _reply(call, stored, first=int(after) + 1 if streams else None)
-
-    async def cancel_response(self, call: Call, response_id: str) -> None:
-        stored = self._stored_response(response_id)
-        if not stored.in_progress:
-            raise invalid("Cannot cancel a synchronous response.", param="response_id")
-        stored.cancel()
         await call.reply_json(stored.body)
 
-    def _store(self, response: StoredResponse) -> None:
-        """Store a response; beyond ``KEPT_MAX`` the oldest is dropped, and cancelled if it is in progress."""
-        self._stored[response.body["id"]] = response
-        while len(self._stored) > KEPT_MAX:
-            dropped = self._stored.pop(next(iter(self._stored)))
-            if dropped.in_progress:
-                dropped.cancel()
+    async def cancel_response(self, call: Call, response_id: str) -> None:
+        self._stored_response(response_id)
+        raise invalid("Cannot cancel a synchronous response.", param="response_id")
 
     def _stored_response(self, response_id: str) -> StoredResponse:
         stored = self._stored.get(response_id)
@@ -436,42 +374,6 @@ class _RunningAnswer:
     def _end(self) -> tuple[str, int, int, str]:
         request = self._generation.request
         return self.text, len(self._output), request.cached_tokens or 0, self.reason
-
-
-async def _run_in_background(call: Call, running: _RunningAnswer, stored: StoredResponse) -> None:
-    """Answer immediately, or stream, and generate to the end even without the client.
-
-    Writing to a client that is gone has no effect.
-    """
-    if stored.streams:
-        await call.start_stream()
-    else:
-        await call.reply_json(stored.body)
-
-    async def send(event: bytes) -> None:
-        await stored.add_event(event)
-        if stored.streams:
-            await call.write(event, more=True)
-
-    async for event in running.events():
-        await send(event)
-    if running.reason not in {"abort", "error"}:
-        await send(running.closing())
-    failed = running.reason == "error"
-    await stored.finish({**stored.body, "status": "failed"} if failed else running.whole(), running.text)
-    if stored.streams:
-        await call.write(b"", more=False)
-
-
-async def _reply(call: Call, stored: StoredResponse, *, first: int | None) -> None:
-    """Send the body of a response, or its events from number ``first`` on."""
-    if first is None:
-        await call.reply_json(stored.body)
-        return
-    await call.start_stream()
-    async for event in stored.events(max(first, 0)):
-        await call.write(event, more=True)
-    await call.write(b"", more=False)
 
 
 def _as_chat(convert: Callable[[], ChatRequest]) -> ChatRequest:

@@ -1,23 +1,18 @@
-"""The simulated engine's Messages and Responses, by the clients that agents use: what is counted, rendered,
-kept, made in the background and cancelled."""
+"""The simulated engine's Messages and Responses, by the clients that agents use: what is counted, rendered
+and kept."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import openai
 import pytest
 
 from kvatlas.publisher.simulator import http_agents
-from tests.publisher.simulator.support import all_blocks_free, client, engine, request
+from tests.publisher.simulator.support import client, engine, request
 from tests.support.clients import anthropic_client
-from tests.support.waiting import until
 
 MODEL = "kvatlas-demo"
-ENDLESS: dict[str, Any] = {"model": MODEL, "input": "at length", "background": True, "max_output_tokens": 20}
-SLOW: dict[str, Any] = {"decode_s_per_token": 5.0}
-"""No such response ends within a test."""
 
 
 async def test_counted_rendered_and_answered_prompts_have_the_same_tokens(anthropic: Any) -> None:
@@ -40,57 +35,18 @@ async def test_counted_rendered_and_answered_prompts_have_the_same_tokens(anthro
         assert made.usage.input_tokens == len(rendered["token_ids"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_background_response_is_made_without_its_client(stream: bool) -> None:
-    async with engine(decode_s_per_token=0.02) as running, client(running) as api:
-        async with client(running) as leaving:
-            asked: Any = await leaving.responses.create(**ENDLESS, stream=stream)
-            response_id = (await anext(asked)).response.id if stream else asked.id
-            assert stream or asked.status == "queued"
-
-        async def made() -> bool:
-            return (await api.responses.retrieve(response_id)).status == "incomplete"
-
-        await until(made)
-        whole = await api.responses.retrieve(response_id)
-        assert whole.output_text
+async def test_a_stored_response_is_read_and_followed() -> None:
+    async with engine() as running, client(running) as api:
+        made = await api.responses.create(model=MODEL, input="Hi", max_output_tokens=5)
+        assert await api.responses.retrieve(made.id) == made
+        assert made.usage is not None
         more = await api.responses.create(
-            model=MODEL, input="And?", previous_response_id=response_id, max_output_tokens=1
+            model=MODEL, input="And?", previous_response_id=made.id, max_output_tokens=1
         )
         assert more.usage is not None
-        assert whole.usage is not None
-        assert more.usage.input_tokens > whole.usage.total_tokens
-
-
-async def test_a_background_stream_can_be_read_again_from_any_event() -> None:
-    async with engine() as running, client(running) as api:
-        stream = await api.responses.create(
-            model=MODEL, input="Hi", background=True, stream=True, max_output_tokens=5
-        )
-        events = [event async for event in stream]
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        last: Any = events[-1]
-        for first, since in ((0, {}), (3, {"starting_after": 2})):
-            fields: dict[str, Any] = {"stream": True, **since}
-            again: Any = await api.responses.retrieve(last.response.id, **fields)
-            assert [event async for event in again] == events[first:]
-        plain = await api.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+        assert more.usage.input_tokens > made.usage.total_tokens
         with pytest.raises(openai.BadRequestError, match="Unknown response_id"):
-            await api.responses.retrieve(plain.id, stream=True)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_cancelled_response_stops_and_frees_its_blocks(stream: bool) -> None:
-    async with engine(**SLOW) as running, client(running) as api:
-        asked: Any = await api.responses.create(**ENDLESS, stream=stream)
-        made = (await anext(asked)).response if stream else asked
-        assert (await api.responses.cancel(made.id)).status == "cancelled"
-        await until(lambda: all_blocks_free(running))
-        assert (await api.responses.retrieve(made.id)).status == "cancelled"
-        if stream:
-            assert "response.completed" not in [event.type async for event in asked]
-        with pytest.raises(openai.BadRequestError, match="Cannot cancel"):
-            await api.responses.cancel(made.id)
+            await api.responses.retrieve(made.id, stream=True)
 
 
 async def test_the_error_for_an_unknown_response_is_vllms() -> None:
@@ -100,20 +56,18 @@ async def test_the_error_for_an_unknown_response_is_vllms() -> None:
         made = await api.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
         with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
             await api.responses.cancel(made.id)
-        with pytest.raises(openai.BadRequestError, match="background can only be used when"):
-            await api.responses.create(**{**ENDLESS, "store": False})
+        with pytest.raises(openai.BadRequestError, match="background are not simulated"):
+            await api.responses.create(model=MODEL, input="Hi", background=True)
         for method, path, status in (("GET", "/cancel", 405), ("POST", "", 405), ("GET", "/other", 404)):
             assert (await request(running, method, f"/v1/responses/{made.id}{path}"))[0] == status
 
 
-def test_responses_that_make_room_are_not_made_any_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with engine(decode_s_per_token=0.3) as running, client(running) as api:
-            first = await api.responses.create(**ENDLESS)
-            await api.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
-            with pytest.raises(openai.NotFoundError):
-                await api.responses.retrieve(first.id)
-            await until(lambda: all_blocks_free(running))
-
+async def test_the_oldest_response_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_agents, "KEPT_MAX", 1)
-    asyncio.run(scenario())
+    async with engine() as running, client(running) as api:
+        first, second = [
+            await api.responses.create(model=MODEL, input="Hi", max_output_tokens=1) for _ in range(2)
+        ]
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.retrieve(first.id)
+        assert (await api.responses.retrieve(second.id)).id == second.id
