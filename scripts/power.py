@@ -43,6 +43,7 @@ EXTRA_TESTS = {
     "router/placement": [
         *("engine_order", "pull", "first_token", "late_events", "endings", "chosen_engines", "estimates"),
         *("changed_meanwhile", "context_lengths", "service_levels", "prefill_decode", "request_metrics"),
+        *("cache_isolation", "cache_funnel", "engine_deaths"),
     ],
     "router/proxy": [
         *("moved_requests", "endings", "request_metrics", "split_failures", "prefill_decode"),

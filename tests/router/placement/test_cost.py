@@ -309,6 +309,13 @@ def test_a_probe_gives_up_no_saving_and_stays_within_its_price() -> None:
     assert choose([slow, cold], 20_000, DEFAULTS).engine_id == "cold"  # 5 s dearer
 
 
+@pytest.mark.parametrize(("shared_tokens", "reason"), [(200, "probe"), (201, "cheapest")])
+def test_a_prompt_is_cold_up_to_a_tenth_of_it(shared_tokens: int, reason: str) -> None:
+    slow = make_candidate("slow", prefill_s_per_token=2 * RATE, idle_s=1e9)
+    warm = make_candidate("warm", shared_prefix_tokens=shared_tokens)
+    assert choose([slow, warm], 2000, DEFAULTS).reason == reason
+
+
 def test_an_engine_loaded_by_others_is_not_probed() -> None:
     busy = make_candidate("busy", queue_s=0.9, idle_s=1e9)
     assert choose([busy, make_candidate("free")], 2000, DEFAULTS).engine_id == "free"

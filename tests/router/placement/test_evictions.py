@@ -72,6 +72,14 @@ def test_a_waiting_prompt_evicts_the_oldest_blocks_the_last_of_a_prompt_first() 
     assert pool.at_lookup(new, 10 * BLOCK + 1, 10, 0) == 10
 
 
+@pytest.mark.parametrize(("answer_tokens_max", "expected"), [(0, 64), (10, 10), (5000, 5000)])
+def test_the_first_answers_are_expected_to_end_at_their_limit(answer_tokens_max: int, expected: int) -> None:
+    """0: a client gave none."""
+    prompt = forecast(100).admit(chain(1, 4), 4 * BLOCK, answer_tokens_max)
+    assert prompt is not None
+    assert prompt.answer_tokens == expected
+
+
 def test_a_prompt_ahead_that_hits_the_blocks_keeps_them() -> None:
     pool = forecast(21)
     old, new = chain(100, 10), chain(200, 10)
