@@ -201,12 +201,13 @@ class KeyGate:
         self._forward = forward
         self.engine_priorities = engine_priorities
 
-    def secrets(self, tenant: str) -> tuple[bytes, ...]:
+    def secrets(self, tenant: str, key_id: str = "") -> tuple[bytes, ...]:
         """Secrets for ids that prove this tenant: the first one makes them, each of them proves. A configured
-        one comes first."""
+        one comes first, then that of the key which the client used: a replica whose key file is a version
+        behind or ahead takes that key, or the client would not get there either."""
         files = (self._secret, None if self.isolation is None else self.isolation.secret)
         configured = [secret for file in files if file is not None for secret in file.all()]
-        return (*configured, *self.keys.secrets(tenant))
+        return (*configured, *self.keys.secrets(tenant, key_id))
 
     def enter(self, tenant: Tenant) -> TenantRequest:
         """A request of this tenant. Raises ``ApiError`` (429)."""

@@ -173,7 +173,8 @@ class KeyFile:
     def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
         self.path = path
         self._watched = WatchedFile(path, clock=clock, every_s=_LOOK_EVERY_S)
-        self._secrets: dict[str, tuple[bytes, ...]] = {}
+        self._secrets: dict[str, dict[str, bytes]] = {}
+        """By tenant, and by the id of the key."""
         self._take(read_key_file(path))
 
     def owner_of(self, key: bytes) -> tuple[str, str] | None:
@@ -185,10 +186,13 @@ class KeyFile:
         entry = self._by_part.get(digest[:16], self._nobody)
         return (entry.tenant, digest[:KEY_ID_DIGITS]) if hmac.compare_digest(entry.sha256, digest) else None
 
-    def secrets(self, tenant: str) -> tuple[bytes, ...]:
-        """A secret of each key of a tenant, those of its present keys first, then of keys that it had: known
-        to no other tenant, the same in every router, and not changed by keys of others."""
-        return self._secrets.get(tenant, ())
+    def secrets(self, tenant: str, key_id: str = "") -> tuple[bytes, ...]:
+        """A secret of each key of a tenant: that of this key first, then those of its present keys, then of
+        keys that it had. Known to no other tenant, the same in every router, and not changed by keys of
+        others."""
+        found = self._secrets.get(tenant, {})
+        own = found.get(key_id)
+        return tuple(found.values()) if own is None else (own, *found.values())
 
     def rules(self, tenant: str) -> TenantRules:
         """Return the rules that hold now."""
@@ -208,15 +212,15 @@ class KeyFile:
 
     def _take(self, table: KeyTable) -> None:
         self.table = table
-        made: dict[str, list[bytes]] = {}
+        made: dict[str, dict[str, bytes]] = {}
         for entry in table.keys:
-            made.setdefault(entry.tenant, []).append(
-                hashlib.sha256(b"kvatlas" + entry.sha256.encode()).digest()
-            )
+            secret = hashlib.sha256(b"kvatlas" + entry.sha256.encode()).digest()
+            made.setdefault(entry.tenant, {})[entry.sha256[:KEY_ID_DIGITS]] = secret
         for tenant in table.tenants:
-            known = dict.fromkeys((*made.get(tenant, ()), *self._secrets.get(tenant, ())))
-            made[tenant] = list(known)[:_SECRETS_MAX]
-        self._secrets = {tenant: tuple(known) for tenant, known in made.items()}
+            known = made.get(tenant, {})
+            known |= {key: one for key, one in self._secrets.get(tenant, {}).items() if key not in known}
+            made[tenant] = dict(list(known.items())[:_SECRETS_MAX])
+        self._secrets = made
         self._by_part = {entry.sha256[:16]: entry for entry in table.keys}
         self._nobody = KeyEntry(tenant="", sha256=secrets.token_hex(32))
 

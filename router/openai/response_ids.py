@@ -36,16 +36,23 @@ _NO_SECRET: Final = b"without keys"
 
 
 class ResponseIds:
-    """``secrets``, by tenant: the one under which ids are made, then others that count. Only without keys,
-    where ``tenant`` is "", it is a constant: a tenant that has no secret owns nothing."""
+    """``secrets``, by tenant and id of the key in use ("": any): the one under which ids are made, then
+    others that count. Only without keys, where ``tenant`` is "", it is a constant: a tenant that has no
+    secret owns nothing."""
 
-    def __init__(self, secrets: Callable[[str], Sequence[bytes]] = lambda tenant: (_NO_SECRET,)) -> None:
+    def __init__(
+        self, secrets: Callable[[str, str], Sequence[bytes]] = lambda tenant, key_id: (_NO_SECRET,)
+    ) -> None:
         self._secrets = secrets
 
-    def make(self, tenant: str) -> str:
+    def make(self, tenant: str, key_id: str = "") -> str:
         """The id of a response to come, but for its engine (``of_engine``)."""
         nonce = f"{random.getrandbits(4 * _NONCE_DIGITS):0{_NONCE_DIGITS}x}"
-        return PREFIX + nonce + _proof(next(iter(self._secrets(tenant)), random.randbytes(32)), tenant, nonce)
+        return (
+            PREFIX
+            + nonce
+            + _proof(next(iter(self._secrets(tenant, key_id)), random.randbytes(32)), tenant, nonce)
+        )
 
     def is_of(self, response_id: str, tenant: str) -> bool:
         """Whether a router made this id for this tenant."""
@@ -53,7 +60,7 @@ class ResponseIds:
         if found is None:
             return False
         nonce, proof, _ = found.groups()
-        made = (_proof(secret, tenant, nonce) for secret in self._secrets(tenant))
+        made = (_proof(secret, tenant, nonce) for secret in self._secrets(tenant, ""))
         return any(hmac.compare_digest(proof, one) for one in made)
 
 

@@ -293,7 +293,7 @@ class ProxyApp:
         request.trace, request.earlier_response = record.trace, earlier
         request.reads_response = reads_response
         request.prompt = look.prompt if body is seen else None
-        request.response_id = "" if ids is None else ids.make(record.tenant)
+        request.response_id = "" if ids is None else ids.make(record.tenant, record.key_id)
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         by_name = scope.get(HEADERS_BY_NAME)

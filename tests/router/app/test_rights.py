@@ -7,6 +7,7 @@ something happens to the store or to the router, and everybody asks for it in ev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.key_file import KeyFile, digest_of
+from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.response_ids import ResponseIds, digits_of, engine_digits, of_engine, with_id
 from kvatlas.router.replication.settings import IndexSettings
 from tests.support.whole_router import MODEL, Rig, configure, routing, running, tenants
@@ -297,7 +299,7 @@ def test_no_id_that_a_router_did_not_make_is_passed_on(tmp_path: Path) -> None:
 def test_ids_prove_one_tenant_and_each_is_new(tmp_path: Path) -> None:
     file = KeyFile(Path(tenants(tmp_path, {"ada": "", "eve": ""}).file or ""), clock=lambda: 0.0)
     gate = KeyGate(file, clock=lambda: 0.0)
-    ids, other = ResponseIds(gate.secrets), ResponseIds(lambda tenant: (b"x" * 32,))
+    ids, other = ResponseIds(gate.secrets), ResponseIds(lambda tenant, key_id: (b"x" * 32,))
     made = {of_engine(ids.make("ada"), "http://a:1") for _ in range(100)}
     assert len(made) == 100
     for one in made:
@@ -308,8 +310,33 @@ def test_ids_prove_one_tenant_and_each_is_new(tmp_path: Path) -> None:
     assert not ids.is_of(ids.make("ada"), "ada"), "no engine"
 
 
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_while_keys_are_rotated_each_replica_takes_the_ids_of_the_others(first: str, tmp_path: Path) -> None:
+    """An id is made under the key that its client uses, which each replica has that lets this client in."""
+
+    def replica(name: str, *keys: str) -> tuple[ResponseIds, KeyGate]:
+        path = tmp_path / f"{name}.toml"
+        entries = [f'[[keys]]\ntenant = "ada"\nsha256 = "{digest_of(one)}"\n' for one in keys]
+        path.write_text("[tenants.ada]\n" + "".join(entries))
+        gate = KeyGate(KeyFile(path, clock=lambda: 0.0), clock=lambda: 0.0)
+        return ResponseIds(gate.secrets), gate
+
+    both = [first, "new" if first == "old" else "old"]
+    replicas = replica("behind", "old"), replica("between", *both), replica("ahead", "new")
+    for used in ("old", "new"):
+        field = [(b"authorization", b"Bearer " + used.encode())]
+        letting_in = []
+        for ids, gate in replicas:
+            with contextlib.suppress(ApiError):
+                tenant, key_id = gate.owner_of(field)
+                letting_in.append((ids, of_engine(ids.make(tenant.name, key_id), "http://a:1")))
+        assert len(letting_in) == 2
+        for ids, _ in letting_in:
+            assert all(ids.is_of(made, "ada") for _, made in letting_in)
+
+
 def test_a_tenant_without_a_secret_owns_nothing_that_anybody_could_make() -> None:
-    public, without = ResponseIds(), ResponseIds(lambda tenant: ())
+    public, without = ResponseIds(), ResponseIds(lambda tenant, key_id: ())
     one = of_engine(public.make("ada"), "http://a:1")
     assert public.is_of(one, "ada")
     assert not without.is_of(one, "ada")
