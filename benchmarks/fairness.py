@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.routing import put
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import Request

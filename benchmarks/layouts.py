@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import Event, GroupSpec
+from kvatlas.publisher.events import Event
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.settings import EngineSettings, hash_scheme
 
 

@@ -47,7 +47,8 @@ from kvatlas.router.proxy.headers import read_request_headers
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
 from kvatlas.router.services.epp import messages as m
-from kvatlas.router.services.epp.grpc import DESTINATION, message_frame
+from kvatlas.router.services.epp.grpc import message_frame
+from kvatlas.router.services.epp.header_fields import DESTINATION
 from kvatlas.router.services.epp.messages import bytes_field, number_field
 from kvatlas.router.services.epp.server import PickerServer
 from kvatlas.router.services.epp.settings import EppSettings

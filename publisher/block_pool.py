@@ -25,7 +25,8 @@ from operator import itemgetter
 from typing import Protocol
 
 from kvatlas.publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras
-from kvatlas.publisher.events import AllBlocksCleared, Event, Family, GroupSpec
+from kvatlas.publisher.events import AllBlocksCleared, Event
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.publisher.pool.hits import Hit, HitFinder
 from kvatlas.publisher.pool.layout import pool_layout
 from kvatlas.publisher.pool.store import (

@@ -32,8 +32,9 @@ from kvatlas.router.api.views import Readiness, ReadinessCheck, sample_history
 from kvatlas.router.config.checks import without_effect
 from kvatlas.router.config.schema import Config
 from kvatlas.router.engine_lifecycle import EngineLifecycle
+from kvatlas.router.fleet.engine_calls import EngineCalls, hold_engine_tls
 from kvatlas.router.fleet.engines import DesiredState
-from kvatlas.router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
+from kvatlas.router.fleet.poller import FleetPoller
 from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet, Frontend
 from kvatlas.router.http.server import lifespan

@@ -28,8 +28,8 @@ from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.shadow import PoolEvidence, estimated_spec
+from kvatlas.router.prompts.adapter_paths import AdapterPaths
 from kvatlas.router.prompts.model_config import ModelConfigFile
-from kvatlas.router.prompts.reader import AdapterPaths
 from kvatlas.router.prompts.settings import ModelPrompts
 
 # It imports redis-py, which a router without a shared index does not need.

@@ -39,7 +39,7 @@ from kvatlas.router.http.side_ports import server_url
 from kvatlas.router.http.tls import TlsError, server_context
 from kvatlas.router.observe.traces import TracesNotInstalledError
 from kvatlas.router.placement.policies import policy
-from kvatlas.router.prompts.reader import ModelDirError
+from kvatlas.router.prompts.model_dir import ModelDirError
 from kvatlas.router.proxy.settings import Aliases
 from kvatlas.router.replication.settings import SettingsError, redacted
 from kvatlas.router.workers.context import WorkerContext

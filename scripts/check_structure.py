@@ -75,7 +75,7 @@ REAL_MODULES = frozenset(
         # write files beside the loop for as long as they are open
         *("router/observe/usage.py", "router/tools/capture.py"),
         # a certificate by openssl
-        "router/services/epp/server.py",
+        "router/services/epp/own_certificate.py",
         # runs in an engine's process, which has no loop
         "publisher/vllm_plugin.py",
     }

@@ -15,14 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvatlas.connectors.scheduler.open_jobs import (
-    EventLog,
-    Lookups,
-    OpenJob,
-    OpenJobs,
-    PendingEvents,
-    SourcePins,
-)
+from kvatlas.connectors.scheduler.hit_cache import Lookups
+from kvatlas.connectors.scheduler.open_jobs import OpenJob, OpenJobs
+from kvatlas.connectors.scheduler.pending_events import EventLog, PendingEvents
 from kvatlas.connectors.scheduler.plans import (
     EngineRequest,
     PlannedBlock,
@@ -35,6 +30,7 @@ from kvatlas.connectors.scheduler.plans import (
     plan_store,
     retention_hint,
 )
+from kvatlas.connectors.scheduler.source_pins import SourcePins
 from kvatlas.connectors.settings import OffloadSettings
 from kvatlas.connectors.tier.base import Tier, TierChanges
 from kvatlas.connectors.transfer.base import Counts, Direction, Rates, StepJobs, StepResults

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvatlas.publisher.events import Family, GroupSpec, SpecClass
+from kvatlas.publisher.groups import Family, GroupSpec, SpecClass
 from kvatlas.publisher.pool.layout import PoolLayout
 from kvatlas.publisher.pool.store import NULL, Copies, WireHash
 

@@ -21,7 +21,8 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, Family, GroupSpec
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.publisher.pool.hits import HitFinder
 from kvatlas.publisher.pool.layout import PoolLayout
 from kvatlas.publisher.pool.store import Copies, PoolRequest, WireHash

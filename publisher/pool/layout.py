@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from kvatlas.publisher.block_hash import SGLANG, HashScheme
-from kvatlas.publisher.events import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
+from kvatlas.publisher.groups import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
 
 MAMBA_MODES = ("align", "all")
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvatlas.publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, extra_keys
-from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_tokens
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, encode_tokens
+from kvatlas.publisher.groups import GroupSpec
 
 WireHash = int | bytes
 Copies = int | dict[int, None]

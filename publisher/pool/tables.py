@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.pool.hits import window_blocks
 from kvatlas.publisher.pool.layout import PoolLayout, checkpoint_position
 from kvatlas.publisher.pool.store import NULL, BlockStore, EventWriter, PoolRequest, WireHash

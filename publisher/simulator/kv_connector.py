@@ -26,7 +26,7 @@ import structlog
 import xxhash
 
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest, Reach
-from kvatlas.publisher.events import Family
+from kvatlas.publisher.groups import Family
 from kvatlas.publisher.simulator.kv_messages import (
     Fault,
     Heartbeat,

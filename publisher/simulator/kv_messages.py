@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.publisher.groups import Family, GroupSpec
 
 
 class TransferHandshake(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvatlas.publisher.block_hash import ALGORITHMS, DEFAULT_SEED, SGLANG, HashScheme
-from kvatlas.publisher.events import Family, GroupSpec, hash_unit
+from kvatlas.publisher.groups import Family, GroupSpec, hash_unit
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
 # Longest context of the demo model (``model_max_length`` of its tokenizer_config.json).

@@ -19,7 +19,7 @@ from kvatlas.router.api.admin_auth import AdminStats, Authenticator
 from kvatlas.router.api.asgi import read_body
 from kvatlas.router.api.framework import add_errors, as_json
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.errors import ApiError, bad_request
 
 _log = structlog.get_logger()

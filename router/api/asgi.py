@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from kvatlas.router.http.request_cycle import request_id_of
-from kvatlas.router.observe.requests import LogThrottle
+from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.errors import ApiError, body_too_large
 
 _log = structlog.get_logger()

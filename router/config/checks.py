@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.config.errors import ConfigError, meant
 from kvatlas.router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
 from kvatlas.router.fleet.engines import EngineAddress
@@ -175,7 +175,7 @@ _TEMPLATE_NAME = re.compile(r"[\w-]+")
 def _chat_template(text: str) -> str:
     # jinja2 takes 40 ms to import.
     from kvatlas.router.prompts.chat.compiled import template_fault  # noqa: PLC0415
-    from kvatlas.router.prompts.tokenizer import ModelDirError, load_chat_template  # noqa: PLC0415
+    from kvatlas.router.prompts.model_dir import ModelDirError, load_chat_template  # noqa: PLC0415
 
     try:
         source = load_chat_template(text)

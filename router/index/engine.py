@@ -23,9 +23,9 @@ from kvatlas.publisher.events import (
     BlockRemoved,
     BlockStored,
     DecodedBatch,
-    GroupSpec,
     to_block_hash,
 )
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.index.base import GPU, ON_GPU, Index, Plane, PoolListener, Rows
 from kvatlas.router.index.hit_rules import ALL_WORD, evaluate
 from kvatlas.router.index.learn.facts import SetupEvidence

@@ -34,7 +34,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvatlas.publisher.events import Family, SpecClass
+from kvatlas.publisher.groups import Family, SpecClass
 from kvatlas.router.index.base import GPU, WORD_BITS, Plane, Rows, Runs, Words
 from kvatlas.router.index.learn.layout import CacheLayout
 

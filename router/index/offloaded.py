@@ -35,15 +35,8 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from kvatlas.publisher.events import (
-    GROUPS_MAX,
-    MEDIA,
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    scheduler_block_size,
-    to_block_hash,
-)
+from kvatlas.publisher.events import GROUPS_MAX, MEDIA, BlockHash, BlockRemoved, BlockStored, to_block_hash
+from kvatlas.publisher.groups import scheduler_block_size
 from kvatlas.router.index.base import (
     CPU,
     GPU,

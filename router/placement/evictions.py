@@ -23,7 +23,8 @@ from typing import Final
 
 import msgspec
 
-from kvatlas.publisher.events import BlockHash, Family, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.router.placement.others import NEWS
 
 # Blocks of a modelled pool, about 150 bytes each. Larger pools are rarely short, and each request pays for

@@ -29,7 +29,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvatlas.publisher.events import BlockHash, Family
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import Family
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.placement.candidate import Hit
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.router.placement.others import NEWS
 
 # Blocks of a Mamba group per sequence: the running state and the next one (``MambaManager``, vLLM 0.32).

@@ -28,7 +28,8 @@ import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import BlockHash, Family, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.router.index.learn.facts import DropReceipts, SetupEvidence, find_facts
 from kvatlas.router.index.learn.layout import ModelFacts, retained_tokens
 

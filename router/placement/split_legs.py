@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.publisher.events import Family
+from kvatlas.publisher.groups import Family
 from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.observe.receipts import Receipt

@@ -23,7 +23,8 @@ from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.prompts.chat.template import context_key
 from kvatlas.router.prompts.cuts import CutText, Ids
 from kvatlas.router.prompts.families.base import MissingFamily, TextTokenizer
-from kvatlas.router.prompts.local_renderer import ChatForm, ChatRenderer, Workers
+from kvatlas.router.prompts.local_renderer import ChatForm, ChatRenderer
+from kvatlas.router.prompts.model_dir import ModelDir, ModelDirError
 from kvatlas.router.prompts.prompt_cache import (
     Entry,
     KnownMessage,
@@ -43,7 +44,9 @@ from kvatlas.router.prompts.request import (
     num_values,
 )
 from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
-from kvatlas.router.prompts.tokenizer import ModelDir, ModelDirError, PromptTokenizer, ids_of, truncated
+from kvatlas.router.prompts.tokenizer import PromptTokenizer
+from kvatlas.router.prompts.truncation import ids_of, truncated
+from kvatlas.router.prompts.worker_threads import Workers
 
 # More new text than this is tokenized in a worker thread; less takes under 4 ms of the event loop.
 INLINE_CHARS_MAX = 4096

@@ -6,21 +6,18 @@ again, which is cheap, since a template may make the text of a message depend on
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.prompts.chat.anthropic import disabled_effort, wants_system_first
 from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
+from kvatlas.router.prompts.chat.conversions import TemplateTraits
 from kvatlas.router.prompts.chat.messages import (
     Message,
-    TemplateTraits,
     only_text,
     parse_message,
     text_message,
@@ -45,6 +42,7 @@ from kvatlas.router.prompts.families.base import (
     is_rendered_by_sglang,
 )
 from kvatlas.router.prompts.families.deepseek import DeepseekV4, DeepseekV32
+from kvatlas.router.prompts.model_dir import ModelDir, load_chat_template
 from kvatlas.router.prompts.prompt_cache import KnownMessage
 from kvatlas.router.prompts.request import (
     ChatBody,
@@ -55,7 +53,6 @@ from kvatlas.router.prompts.request import (
     plain_message,
 )
 from kvatlas.router.prompts.settings import ModelPrompts, PromptStats
-from kvatlas.router.prompts.tokenizer import ModelDir, load_chat_template
 
 # Size of a known message besides its text and its converted form.
 _MESSAGE_BYTES: Final = 200
@@ -314,51 +311,6 @@ def _rendered(known: list[KnownMessage], template: ChatTemplate, context: ChatCo
         template.source,
         lambda messages: template.render({**context.names, "messages": messages}, shapes),
     )
-
-
-# Worker threads for jobs that would block the event loop too long, with a bounded queue.
-#
-# Invariant: at most ``queue_len_max`` jobs are queued or running; one more raises ``NotLocalError("busy")``
-# at once, so that a burst of long prompts costs exactness, not latency.
-
-
-_Result = TypeVar("_Result")
-
-
-class Workers:
-    """A small thread pool; ``close`` does not wait and lets running jobs finish."""
-
-    def __init__(self, stats: PromptStats, *, threads: int, queue_len_max: int) -> None:
-        self._stats = stats
-        self._queue_len_max = queue_len_max
-        self._jobs = 0
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prompts")
-
-    async def run(self, job: Callable[[], _Result]) -> _Result:
-        """Return the job's result, computed in a thread; its exceptions pass through."""
-        if self._jobs >= self._queue_len_max:
-            self._stats.worker_full += 1
-            raise NotLocalError("busy")
-        self._jobs += 1
-        self._stats.worker_jobs += 1
-        # Counted until the thread is done, even if the waiting task is cancelled.
-        future = self._pool.submit(job)
-        waiting = asyncio.wrap_future(future)
-        loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _done: _call_soon(loop, self._job_ended))
-        return await waiting
-
-    def _job_ended(self) -> None:
-        self._jobs -= 1
-
-    def close(self) -> None:
-        """Accept no further jobs."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)
 
 
 def _family_of(renderer: str, folder: Path, time_zone: str | None) -> Family | None:

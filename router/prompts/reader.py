@@ -25,6 +25,7 @@ from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.openai.body import peek
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.prompts.asking import Asking, EngineUrl
 from kvatlas.router.prompts.bodies import (
     Converted,
     ModelNames,
@@ -39,22 +40,15 @@ from kvatlas.router.prompts.bodies import (
     prompt_field,
 )
 from kvatlas.router.prompts.chat.anthropic import MessagesBody
-from kvatlas.router.prompts.chat.messages import Conversions, InlineConversions, Memory, TooManyValuesError
+from kvatlas.router.prompts.chat.conversions import Conversions, InlineConversions, Memory, TooManyValuesError
 from kvatlas.router.prompts.families.base import is_unlike_sglang
+from kvatlas.router.prompts.images import MediaMemory
 from kvatlas.router.prompts.local_model import LocalModel
-from kvatlas.router.prompts.local_renderer import Workers
+from kvatlas.router.prompts.model_dir import ModelDirError, load_model_dir
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity, affinity_keys, raw_piece
 from kvatlas.router.prompts.prompt_cache import Entry, PrefixCache, cached_ids
-from kvatlas.router.prompts.remote import (
-    Asking,
-    EngineSide,
-    EngineTokens,
-    EngineUrl,
-    MediaMemory,
-    Post,
-    Renderers,
-    placed_items,
-)
+from kvatlas.router.prompts.remote import EngineSide, EngineTokens, Post, placed_items
+from kvatlas.router.prompts.render_servers import Renderers
 from kvatlas.router.prompts.request import (
     INLINE_BYTES_MAX,
     INLINE_VALUES_MAX,
@@ -70,8 +64,9 @@ from kvatlas.router.prompts.request import (
     has_many_values,
     rest_of,
 )
-from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings, PromptStats
-from kvatlas.router.prompts.tokenizer import ModelDirError, ids_of, load_model_dir, truncated
+from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.truncation import ids_of, truncated
+from kvatlas.router.prompts.worker_threads import Workers
 
 __all__ = [
     "LocalModel",
@@ -550,69 +545,3 @@ def _given_tokens(body: GenerateBody) -> EngineTokens:
     if body.content_parts:
         raise NotLocalError("multimodal")
     return EngineTokens(ids_of(body.token_ids), placed_items(body.features))
-
-
-# Paths of each model's LoRA adapters: configured ones, completed by the engines' reports.
-#
-# Engines hash an adapter's path into the keys of its blocks, and all engines of a model report the same path.
-# Invariants: a configured path is never replaced by a reported one, and a model keeps one dict while it is
-# configured, so that readers and layouts see every change.
-
-
-Configured = Mapping[str, Mapping[str, str]]
-"""Model name (also ``ANY_MODEL``: models without an entry) -> adapter -> path."""
-
-
-class AdapterPaths:
-    """Adapter paths by model; ``configured`` may change (``configure``)."""
-
-    def __init__(self, configured: Configured) -> None:
-        self._configured = configured
-        self._paths: dict[str, dict[str, str]] = {}
-        self._own: dict[str, dict[str, str]] = {}
-        """By served model without an entry of its own."""
-
-    def paths_of_model(self, model: str) -> dict[str, str]:
-        """Adapter -> path of a served model; shared, must not be changed."""
-        name = self._name(model)
-        return self.named(name, self._configured[name])
-
-    def named(self, name: str, configured: Mapping[str, str]) -> dict[str, str]:
-        """The same for a configuration's name, which may be about to be configured."""
-        return self._paths.setdefault(name, dict(configured))
-
-    def own_paths(self, model: str) -> dict[str, str]:
-        """The same without the adapters of other models that are not configured by name either."""
-        if model in self._configured:
-            return self.paths_of_model(model)
-        return self._own.setdefault(model, dict(self._configured[ANY_MODEL]))
-
-    def learn(self, model: str, paths: Mapping[str, str]) -> None:
-        """Note the paths that an engine of this model reports."""
-        configured = self._configured[self._name(model)]
-        learned = {name: path for name, path in paths.items() if name not in configured}
-        for known in (self.paths_of_model(model), self.own_paths(model)):
-            known.update(learned)
-
-    def keep(self, model: str, served: Iterable[str]) -> None:
-        """Drop adapters of the model that are no longer served; configured ones stay."""
-        stay = {*served, *self._configured[self._name(model)]}
-        for known in (self.paths_of_model(model), self.own_paths(model)):
-            for name in known.keys() - stay:
-                del known[name]
-
-    def configure(self, configured: Configured) -> None:
-        """Start again from other settings; dicts that were handed out are updated."""
-        self._configured = configured
-        for paths in self._own.values():
-            paths.clear()
-            paths.update(configured[ANY_MODEL])
-        for name, paths in list(self._paths.items()):
-            paths.clear()
-            if name in configured:
-                paths.update(configured[name])
-            else:
-                del self._paths[name]
-
-    def _name(self, model: str) -> str:
-        return model if model in self._configured else ANY_MODEL

@@ -14,26 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from array import array
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from hashlib import blake2b
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import msgspec
 
 from kvatlas.publisher.block_hash import MultimodalItem
 from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.openai.apis import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
-from kvatlas.router.openai.request import InboundRequest
-from kvatlas.router.prompts.bodies import Parsed
-from kvatlas.router.prompts.chat.anthropic import MessagesBody
 from kvatlas.router.prompts.chat.messages import MEDIA_KEYS
 from kvatlas.router.prompts.cuts import Ids
 from kvatlas.router.prompts.families.base import is_unlike_sglang
 from kvatlas.router.prompts.request import (
     NO_REST,
-    SHARE,
     ChatBody,
     CompletionBody,
     NotLocalError,
@@ -41,7 +34,7 @@ from kvatlas.router.prompts.request import (
     rest_of,
 )
 from kvatlas.router.prompts.settings import PromptSettings, PromptStats
-from kvatlas.router.prompts.tokenizer import ids_of
+from kvatlas.router.prompts.truncation import ids_of
 
 Headers = dict[str, str]
 Post = Callable[[str, bytes, Headers, float], Awaitable[tuple[int, bytes]]]
@@ -54,8 +47,6 @@ RENDER_PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, COHERE})
 CALLS_MAX = 32
 # How long an endpoint rests after a time-out, a broken connection, a 5xx or a useless answer.
 FAILED_S = 5.0
-# Interval between checks of a render server's ``/health``.
-HEALTH_CHECK_S = 5.0
 # Statuses of an endpoint that the engine does not serve.
 _ABSENT: Final = frozenset({403, 404, 405, 501})
 # How long such an endpoint is not called again: only a restart of the engine can add it.
@@ -261,230 +252,3 @@ def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:
         for identifier, place in zip(hashes, features.mm_placeholders[modality], strict=True)
     ]
     return tuple(sorted(items, key=lambda item: item.offset))
-
-
-# Render servers (``vllm launch render``): asked for tokens before any engine.
-#
-# They answer like an engine's render endpoint, without a GPU. The one with the fewest open calls is asked,
-# then, if it gives nothing, one other. A server that fails rests for ``FAILED_S``; one whose ``GET
-# /health`` does not answer 200 is skipped until it does.
-#
-# Invariants: at most ``ASKED_MAX`` servers per prompt, each within ``engine_timeout_s``; no sockets here.
-
-
-ASKED_MAX: Final = 2
-Healthy = Callable[[str], Awaitable[bool]]
-"""``healthy(url)``: whether ``GET url/health`` answers 200 in time; raises nothing."""
-
-
-class Renderers:
-    """The configured servers, each ``http://host:port``; event-loop thread only."""
-
-    def __init__(self, urls: tuple[str, ...], side: EngineSide) -> None:
-        self._side = side
-        self._calls = dict.fromkeys((url.rstrip("/") for url in urls), 0)
-        self._up = dict.fromkeys(self._calls, True)
-
-    @property
-    def up(self) -> dict[str, bool]:
-        """By server, whether it answered its last health check; True before the first one."""
-        return dict(self._up)
-
-    async def tokens(
-        self,
-        path: str,
-        body: bytes,
-        parsed: ChatBody | CompletionBody | None,
-        *,
-        authorization: bytes | None = None,
-    ) -> tuple[EngineTokens, str] | None:
-        """Return the request's tokens and the server that made them, or None."""
-        if path not in RENDER_PATHS:
-            return None
-        usable = sorted((url for url in self._calls if self._up[url]), key=self._calls.__getitem__)
-        for url in usable[:ASKED_MAX]:
-            self._calls[url] = self._calls.pop(url) + 1  # last among equals from now on
-            try:
-                found = await self._side.tokens(url, path, body, parsed, authorization=authorization)
-            finally:
-                self._calls[url] -= 1
-            if found is not None:
-                return found, url
-        return None
-
-    async def watch(self, healthy: Healthy) -> None:
-        """Check all servers periodically, until cancelled."""
-        while True:
-            found = await asyncio.gather(*(healthy(url) for url in self._up))
-            self._up = dict(zip(self._up, found, strict=True))
-            await asyncio.sleep(HEALTH_CHECK_S)
-
-
-# Tokens of a prompt that is not computed here: from a render server, else from an engine.
-#
-# Both receive the client's own body, within a time budget. Their tokens of images are cached, so that a next
-# turn with the same images needs no call.
-
-
-EngineUrl = Callable[[str | None, Frontend], str | None]
-
-
-class Told(NamedTuple):
-    """The tokens of a prompt, their source, and its address."""
-
-    tokens: EngineTokens
-    source: Literal["renderer", "engine"]
-    by: str
-
-
-class Asking:
-    """Asks render servers first, then one engine. ``engine_url`` names an engine that serves a model behind a
-    frontend (None: there is none)."""
-
-    def __init__(self, renderers: Renderers, engine_side: EngineSide, engine_url: EngineUrl) -> None:
-        self._renderers = renderers
-        self._engine_side = engine_side
-        self._engine_url = engine_url
-
-    async def tokens(
-        self, request: InboundRequest, path: str, parsed: Parsed | None, frontend: Frontend = "python"
-    ) -> Told | None:
-        """Return the request's tokens; None if they are unknown. Render servers have the Python frontend."""
-        if isinstance(parsed, MessagesBody) and parsed.disables_thinking:
-            return None
-        authorization = next((value for name, value in request.headers if name == b"authorization"), None)
-        known = parsed if isinstance(parsed, ChatBody | CompletionBody) else None
-        rendered = None
-        if frontend == "python":
-            rendered = await self._renderers.tokens(path, request.body, known, authorization=authorization)
-        if rendered is not None:
-            return Told(rendered[0], "renderer", rendered[1])
-        url = self._engine_url(request.model, frontend)
-        if not url:
-            return None
-        found = await self._engine_side.tokens(
-            url, path, request.body, known, authorization=authorization, frontend=frontend
-        )
-        return None if found is None else Told(found, "engine", url)
-
-
-# Images seen before: the model's mark in the template's text, and the engine's tokens for it.
-#
-# A template writes a mark for each image; the engine replaces it by that image's tokens, and puts its hash
-# into the block hashes. Both are learned from an answer of a render server or an engine: the rest of its
-# tokens must equal the prompt made here without them, so that the mark is the remaining part. A next turn
-# with the same images then needs no call.
-#
-# They are cached by the content of all images of a prompt in order, since some models give an image fewer
-# tokens if there are more of them. One use in ``CHECK_EVERY`` is asked for comparison; after a first
-# difference that model's images are always asked for.
-#
-# Invariant: the cache takes at most ``bytes_max``. Event-loop thread only.
-
-
-CHECK_EVERY: Final = 64
-_ITEM_BYTES: Final = 400
-
-
-class _Images(msgspec.Struct, frozen=True):
-    """The mark, and per image its identifier and tokens."""
-
-    mark: Ids
-    items: tuple[tuple[str, Ids], ...]
-
-
-class MediaMemory:
-    """Learned images, least recently used first."""
-
-    def __init__(self, stats: PromptStats, bytes_max: int) -> None:
-        self._stats = stats
-        self._bytes_max = bytes_max
-        self._known: OrderedDict[bytes, _Images] = OrderedDict()
-        self._distrusted: set[str] = set()
-
-    def expanded(self, model: str, media: tuple[bytes, ...], ids: Ids) -> EngineTokens | None:
-        """The engine's tokens for ``ids``, which have marks for ``media`` (digests); None: ask for them."""
-        key = _key(model, media)
-        known = self._known.get(key)
-        found = None if known is None or model in self._distrusted else _with_items(ids, known)
-        if found is None:
-            self._stats.media_misses += 1
-            return None
-        self._known.move_to_end(key)
-        self._stats.media_hits += 1
-        if self._stats.media_hits % CHECK_EVERY == 0:
-            self._stats.media_checks += 1
-            return None
-        return found
-
-    def learn(self, model: str, media: tuple[bytes, ...], ids: Ids, answer: EngineTokens) -> None:
-        """Learn from an answer for a prompt with marks, if it is unambiguous."""
-        if model in self._distrusted:
-            return
-        key = _key(model, media)
-        learned = _learned(ids, answer, len(media))
-        known = self._known.get(key)
-        if known is not None and known != learned and _with_items(ids, known) != answer:
-            self._stats.media_mismatches += 1
-            self._distrusted.add(model)
-        if known is not None or learned is None:
-            return
-        size = _size(learned)
-        if size > self._bytes_max // SHARE:
-            self._stats.oversized += 1
-            return
-        self._known[key] = learned
-        self._stats.media_bytes += size
-        while self._stats.media_bytes > self._bytes_max:
-            self._stats.media_bytes -= _size(self._known.popitem(last=False)[1])
-            self._stats.media_evictions += 1
-
-
-def _key(model: str, media: tuple[bytes, ...]) -> bytes:
-    return blake2b(b"".join((model.encode(), b"\0", *media)), digest_size=32).digest()
-
-
-def _size(images: _Images) -> int:
-    return _ITEM_BYTES + sum(_ITEM_BYTES + len(name) + 4 * len(ids) for name, ids in images.items)
-
-
-def _places(ids: Ids, mark: Ids) -> list[int]:
-    """Positions of the mark, from left to right."""
-    data, wanted, found = ids.tobytes(), mark.tobytes(), []
-    at = data.find(wanted)
-    while at >= 0:
-        whole = at % ids.itemsize == 0
-        if whole:
-            found.append(at // ids.itemsize)
-        at = data.find(wanted, at + (len(wanted) if whole else 1))
-    return found
-
-
-def _with_items(ids: Ids, images: _Images) -> EngineTokens | None:
-    """The prompt with every mark replaced; None if the numbers of marks and images differ."""
-    places = _places(ids, images.mark)
-    if len(places) != len(images.items):
-        return None
-    result: Ids = array("I")
-    items, begin = [], 0
-    for place, (identifier, tokens) in zip(places, images.items, strict=True):
-        result += ids[begin:place]
-        items.append(MultimodalItem(identifier, len(result), len(tokens)))
-        result += tokens
-        begin = place + len(images.mark)
-    return EngineTokens(result + ids[begin:], tuple(items))
-
-
-def _learned(ids: Ids, answer: EngineTokens, count: int) -> _Images | None:
-    """Mark and items, if the answer is ``ids`` with each mark replaced and nothing else changed."""
-    items = answer.multimodal
-    left_over = len(ids) - (len(answer.ids) - sum(item.length for item in items))
-    if len(items) != count or left_over <= 0 or left_over % count:
-        return None
-    begin = items[0].offset
-    mark = ids[begin : begin + left_over // count]
-    images = _Images(
-        mark,
-        tuple((item.identifier, answer.ids[item.offset : item.offset + item.length]) for item in items),
-    )
-    return images if _with_items(ids, images) == answer else None

@@ -34,8 +34,11 @@ from kvatlas.router.prompts.hub import (
     named_by_engine,
     parse_source,
 )
-from kvatlas.router.prompts.model_config import ModelConfigFile, compare, compare_one, read_model_file
-from kvatlas.router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadHere
+from kvatlas.router.prompts.local_model import LocalModel
+from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
+from kvatlas.router.prompts.model_dir import ModelDirError
+from kvatlas.router.prompts.parity import compare, compare_one
+from kvatlas.router.prompts.reader import PromptReader, ReadHere
 from kvatlas.router.prompts.remote import EngineSide, Post
 from kvatlas.router.prompts.request import NotLocalError
 from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats

@@ -223,7 +223,8 @@ def _try(folder: Path, request: TrialRequest, begin: object) -> None:
     # Slow imports, which a child without a fetched file does not need.
     from kvatlas.router.prompts.local_renderer import ChatRenderer  # noqa: PLC0415
     from kvatlas.router.prompts.model_config import read_model_file  # noqa: PLC0415
-    from kvatlas.router.prompts.tokenizer import PromptTokenizer, load_model_dir  # noqa: PLC0415
+    from kvatlas.router.prompts.model_dir import load_model_dir  # noqa: PLC0415
+    from kvatlas.router.prompts.tokenizer import PromptTokenizer  # noqa: PLC0415
 
     check_sizes(folder)
     begin("tokenizer.json")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvatlas.router.fleet.engines import Costs, Source
+from kvatlas.router.fleet.file_source import FileSource
 from kvatlas.router.fleet.settings import FleetSettings
-from kvatlas.router.fleet.sources import FileSource
 
 
 def configured_sources(settings: FleetSettings, costs: Costs = dict) -> Iterator[Source]:

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.fleet.statement import read_pool_blocks
 from kvatlas.router.simulation.advise_trials import (

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from kvatlas.publisher.events import Family
+from kvatlas.publisher.groups import Family
 from kvatlas.router.simulation.report import SplitVerdict, verdict
 from kvatlas.router.simulation.requests import Request
 from kvatlas.router.simulation.setup import VARIANTS, FleetSetup, Variant

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.simulation.fit import Fit, FitError, fetch, fit_capture, fit_metrics

@@ -16,7 +16,8 @@ import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import BlockHash, Family
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import Family
 from kvatlas.publisher.pool.host_tier import RetentionHint
 from kvatlas.router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
 from kvatlas.router.feeds.base import FeedState, FeedStats

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import msgspec
 
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import BlockHash, Family, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from kvatlas.router.placement.cost import Choice, make_choice

@@ -14,7 +14,7 @@ import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import PoolRequest
-from kvatlas.publisher.events import GroupSpec, hash_unit
+from kvatlas.publisher.groups import GroupSpec, hash_unit
 from kvatlas.publisher.pool.host_tier import HeldKey, RetentionHint
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from kvatlas.router.pd.settings import PdSettings

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.publisher.pool.layout import pool_layout
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import Request, WorkloadError

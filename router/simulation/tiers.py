@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
-from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.publisher.pool.host_tier import HeldKey, HostTier, RetentionHint
 from kvatlas.publisher.pool.layout import PoolLayout
 

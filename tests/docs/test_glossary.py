@@ -28,7 +28,7 @@ from kvatlas.router.openai.request import FAILURES
 from kvatlas.router.placement.candidate import Cost, Reason
 from kvatlas.router.placement.load import EngineLoad
 from kvatlas.router.prompts.settings import REASONS as NOT_LOCAL
-from kvatlas.router.services.kubernetes import objects
+from kvatlas.router.services.kubernetes import pool_engines
 from tests.docs.pages import inline_code
 from tests.support.paths import ROOT
 
@@ -42,7 +42,7 @@ PAGE = ROOT / "docs" / "glossary.md"
         [kind.value for kind in RepairKind],
         DOUBTS,
         MALFORMED,
-        [NOT_READY, objects.TERMINATING, objects.ANNOTATED, objects.NO_SLICE],
+        [NOT_READY, pool_engines.TERMINATING, pool_engines.ANNOTATED, pool_engines.NO_SLICE],
         Detection,
         Removals,
         get_args(Mode),

@@ -23,10 +23,10 @@ from kvatlas.publisher.events import (
     BlockHash,
     BlockStored,
     DecodedBatch,
-    GroupSpec,
     encode_batch,
     to_block_hash,
 )
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.snapshot import SnapshotLedger
 from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame, parse_live
 from kvatlas.router.feeds.machine import FeedMachine

@@ -33,7 +33,8 @@ from kvatlas.connectors.hits import HitResolver
 from kvatlas.connectors.tier.base import block_key, split_key
 from kvatlas.publisher.block_hash import MultimodalItem, PromptExtras
 from kvatlas.publisher.event_decoder import decode_batch
-from kvatlas.publisher.events import BlockHash, BlockStored, Family
+from kvatlas.publisher.events import BlockHash, BlockStored
+from kvatlas.publisher.groups import Family
 from kvatlas.router.index.base import Plane, Rows
 from kvatlas.router.index.hit_rules import evaluate
 from kvatlas.router.index.learn.layout import ModelFacts, make_layout

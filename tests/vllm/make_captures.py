@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.tools.capture import CaptureWriter

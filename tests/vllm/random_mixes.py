@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import Family
+from kvatlas.publisher.groups import Family
 from kvatlas.publisher.pool.layout import PoolLayout, pool_layout
 from kvatlas.router.index.learn.hash_scheme import SEEDS_MAX
 from tests.publisher.pool.layouts import Layout, chunked, full, mamba, replayed, ring, window

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.router.fleet.poller import EngineCalls
+from kvatlas.router.fleet.engine_calls import EngineCalls
 from kvatlas.router.openai.apis import CHAT, MESSAGES
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.ports import free_ports

@@ -15,7 +15,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvatlas.publisher.events import BlockHash, BlockStored, DecodedBatch, GroupSpec, to_block_hash
+from kvatlas.publisher.events import BlockHash, BlockStored, DecodedBatch, to_block_hash
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.feeds.base import FeedSettings, FeedState
 from kvatlas.router.feeds.subscriber import Feed
 from kvatlas.router.index.learn.layout import ModelFacts

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from tests.vllm.forked import driven
 from tests.vllm.scaled_replay import BLOCK_TOKENS, CHUNK_TOKENS, NUM_GPU_BLOCKS, Sent, replayed_hits
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.simulation.engine import SimEngine
 from kvatlas.router.simulation.requests import Request, block_hashes, continued
 from kvatlas.router.simulation.setup import RequestRun, Timing

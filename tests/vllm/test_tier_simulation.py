@@ -20,7 +20,7 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.advise import see
 from kvatlas.router.simulation.engine import SimEngine

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.request import SimRequest
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings

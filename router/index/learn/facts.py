@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from kvatlas.publisher.events import Family, GroupSpec, scheduler_block_size, spec_classes
+from kvatlas.publisher.groups import Family, GroupSpec, scheduler_block_size, spec_classes
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, has_gaps, open_inside

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvatlas.publisher.block_hash import SGLANG, HashScheme, PromptExtras
-from kvatlas.publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
+from kvatlas.publisher.events import BlockStored
+from kvatlas.publisher.groups import Family, GroupSpec, hash_unit, scheduler_block_size
 from kvatlas.router.index.learn.facts import (
     NO_EVIDENCE,
     Certainty,

@@ -33,8 +33,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from kvatlas.publisher.events import (
-    BlockStored,
+from kvatlas.publisher.events import BlockStored
+from kvatlas.publisher.groups import (
     Family,
     GroupSpec,
     SpecClass,

@@ -15,7 +15,7 @@ import jinja2
 import msgspec
 from jinja2 import sandbox
 
-from kvatlas.router.prompts.chat.messages import Memory, TemplateTraits, dumped, encoded, items_of, text_of
+from kvatlas.router.prompts.chat.conversions import Memory, TemplateTraits, dumped, encoded, items_of, text_of
 from kvatlas.router.prompts.request import NULL, ChatBody, NotLocalError, decode_fields
 
 _BILLING_HEADER: Final = "x-anthropic-billing-header"

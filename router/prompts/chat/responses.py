@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from kvatlas.router.prompts.chat.messages import (
+from kvatlas.router.prompts.chat.conversions import (
     Memory,
     TemplateTraits,
     decoded,

@@ -51,9 +51,9 @@ from kvatlas.router.prompts.chat.compiled import (
 from kvatlas.router.prompts.chat.messages import Message, text_message
 from kvatlas.router.prompts.chat.template import UNLIKE, ChatContext, value_kinds
 from kvatlas.router.prompts.cuts import Encoded, Ids
+from kvatlas.router.prompts.model_dir import ModelDir
 from kvatlas.router.prompts.request import ChatBody, NotLocalError
 from kvatlas.router.prompts.settings import ModelPrompts
-from kvatlas.router.prompts.tokenizer import ModelDir
 
 # A family whose package or vocabulary is missing: its chats are left to a render server or an engine.
 

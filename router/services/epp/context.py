@@ -18,7 +18,7 @@ from kvatlas.router.openai.apis import PROMPT_APIS
 from kvatlas.router.proxy.attempt import Attempt
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp import messages as m
-from kvatlas.router.services.epp.grpc import DESTINATION, Header, changes
+from kvatlas.router.services.epp.header_fields import DESTINATION, Header, changes
 from kvatlas.router.services.epp.settings import EppSettings, EppStats
 
 _log = structlog.get_logger()

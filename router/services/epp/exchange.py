@@ -24,7 +24,8 @@ from kvatlas.router.proxy.app import CARRIER
 from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.context import PickerContext, Timer, Wakeup
-from kvatlas.router.services.epp.grpc import SUBSET_KEY, GrpcError, GrpcReader, scope_of
+from kvatlas.router.services.epp.grpc import GrpcError, GrpcReader
+from kvatlas.router.services.epp.header_fields import SUBSET_KEY, scope_of
 from kvatlas.router.services.epp.messages import ProtobufError
 from kvatlas.router.services.epp.responses import (
     GatewayAnswer,

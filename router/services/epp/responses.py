@@ -28,14 +28,8 @@ from kvatlas.router.proxy.headers import NAMES_ENGINE, REDIRECTS, read_answer_he
 from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.context import PickerContext, Timer, Wakeup, request_changes
-from kvatlas.router.services.epp.grpc import (
-    SERVED_KEY,
-    GrpcError,
-    Header,
-    message_head,
-    own_fields,
-    status_of,
-)
+from kvatlas.router.services.epp.grpc import GrpcError, message_head
+from kvatlas.router.services.epp.header_fields import SERVED_KEY, Header, own_fields, status_of
 
 # Beginnings of Envoy's local replies, which are no answer of an engine.
 _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream request timeout")

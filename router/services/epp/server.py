@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -26,13 +23,14 @@ from kvatlas.router.http.hpack_decoding import Field, encode_literal
 from kvatlas.router.http.listener import Capacity, Handshakes
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.http.side_ports import address_url
-from kvatlas.router.http.tls import Certificates, TlsError, TlsFiles, server_context
+from kvatlas.router.http.tls import Certificates, server_context
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp.context import PickerContext
 from kvatlas.router.services.epp.exchange import GatewayExchange
 from kvatlas.router.services.epp.grpc import GrpcError, GrpcReader, message_frame
 from kvatlas.router.services.epp.messages import ProtobufError, as_text, fields, number_field
+from kvatlas.router.services.epp.own_certificate import self_signed
 from kvatlas.router.services.epp.settings import EppSettings, EppStats, parse_listen
 
 # Callable methods: ext_proc, and the health check (``grpc.health.v1``).
@@ -111,35 +109,6 @@ class HealthCall:
         self._stream.send_headers(grpc.HEAD)
         self._stream.send_data(message_frame(number_field(1, _SERVING if serves else _NOT_SERVING)))
         self._stream.send_trailers(grpc.trailers(grpc.OK))
-
-
-# Certificate of a picker without a configured one: made at the start by openssl, valid for ten years, kept in
-# memory only. Gateways can only accept it unverified, which is their default for endpoint pickers.
-
-
-_MAKE = (
-    *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-    *("-days", "3650", "-subj", "/CN=kvatlas-epp", "-keyout", "key.pem", "-out", "cert.pem"),
-)
-_MAKE_S_MAX = 30.0
-
-
-def self_signed() -> ssl.SSLContext:
-    """Return a context with a self-signed certificate. Raises ``TlsError``."""
-    remedy = "give epp.tls_cert_file and epp.tls_key_file, or set epp.tls = false"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            subprocess.run(  # noqa: S603  # fixed arguments, of an own folder
-                _MAKE, cwd=folder, check=True, capture_output=True, timeout=_MAKE_S_MAX
-            )
-        except FileNotFoundError:
-            raise TlsError(
-                f"epp.tls: a certificate is made by openssl, which is not installed; {remedy}"
-            ) from None
-        except (OSError, subprocess.SubprocessError) as error:
-            raise TlsError(f"epp.tls: openssl made no certificate ({error}); {remedy}") from None
-        files = TlsFiles(str(Path(folder, "cert.pem")), str(Path(folder, "key.pem")))
-        return server_context(files, "epp.tls")
 
 
 _log = structlog.get_logger()

@@ -32,15 +32,17 @@ from kvatlas.router.fleet.engines import Costs, DiscoveredEngine, Publish, Sourc
 from kvatlas.router.fleet.settings import KubernetesSettings
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.services.kubernetes.objects import (
-    DELETION_COST,
     EndpointSlice,
     InferencePool,
     Pod,
-    PoolView,
     Received,
     ReceivedPod,
     ReceivedPool,
     ReceivedSlice,
+)
+from kvatlas.router.services.kubernetes.pool_engines import (
+    DELETION_COST,
+    PoolView,
     changed_costs,
     read_cluster,
     read_pool,

@@ -15,7 +15,7 @@ from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import any_model, load, parse_engine
 from kvatlas.router.config.schema import Config
 from kvatlas.router.observe.findings import Finding, Severity
-from kvatlas.router.prompts.reader import ModelDirError
+from kvatlas.router.prompts.model_dir import ModelDirError
 from kvatlas.router.serve import configure_logging
 from kvatlas.router.tools.doctor import checks
 from kvatlas.router.tools.doctor.examine import ExamineSettings, examine

@@ -39,7 +39,8 @@ from kvatlas.router.observe.findings import Finding
 from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
-from kvatlas.router.prompts.reader import ModelDirError, PromptReader
+from kvatlas.router.prompts.model_dir import ModelDirError
+from kvatlas.router.prompts.reader import PromptReader
 from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts
 from kvatlas.router.prompts.tokenizer_finder import locate
 from kvatlas.router.prompts.trial import Trials

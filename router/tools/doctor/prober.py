@@ -21,7 +21,7 @@ from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.query_plan import EngineHit
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest
-from kvatlas.router.prompts.model_config import PROBES, first_difference, probe_path
+from kvatlas.router.prompts.parity import PROBES, first_difference, probe_path
 from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.prompts.reader import PromptReader
 from kvatlas.router.tools.doctor.findings import ProbeEvidence, ProbeRequest, PromptParity

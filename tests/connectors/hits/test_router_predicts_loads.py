@@ -14,7 +14,8 @@ WHY = "needs torch and vLLM; make test-connectors runs it"
 pytest.importorskip("torch", reason=WHY)
 pytest.importorskip("vllm.v1.core.kv_cache_coordinator", reason=WHY)
 
-from kvatlas.publisher.events import BlockHash, GroupSpec  # noqa: E402
+from kvatlas.publisher.events import BlockHash  # noqa: E402
+from kvatlas.publisher.groups import GroupSpec  # noqa: E402
 from kvatlas.router.index.base import Plane  # noqa: E402
 from kvatlas.router.index.hit_rules import evaluate  # noqa: E402
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from kvatlas.connectors.scheduler.open_jobs import REST, Lookups
+from kvatlas.connectors.scheduler.hit_cache import REST, Lookups
 from kvatlas.connectors.tier.base import block_key
 from kvatlas.connectors.transfer.base import Counts
 from tests.connectors.offload.model_engine import BLOCK, ModelRequest, ModelResolver

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy")
 
 from kvatlas.connectors.layout import CacheView, LayoutError
-from kvatlas.connectors.scheduler.open_jobs import OpenJobs, SourcePins
+from kvatlas.connectors.scheduler.open_jobs import OpenJobs
 from kvatlas.connectors.scheduler.plans import (
     PlannedBlock,
     RequestState,
@@ -19,6 +19,7 @@ from kvatlas.connectors.scheduler.plans import (
     plan_states,
     plan_store,
 )
+from kvatlas.connectors.scheduler.source_pins import SourcePins
 from kvatlas.connectors.settings import ConfigError
 from kvatlas.connectors.transfer.base import (
     CLOSE_S,

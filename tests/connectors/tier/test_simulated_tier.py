@@ -11,7 +11,7 @@ from kvatlas.connectors.tier.base import block_key, split_key
 from kvatlas.connectors.tier.eviction import HintedPolicy, LruPolicy
 from kvatlas.connectors.tier.host import HostTier
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.pool import host_tier
 from kvatlas.publisher.pool.layout import pool_layout
 from tests.support.examples import examples

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import Family, GroupSpec, hash_unit, scheduler_block_size
+from kvatlas.publisher.groups import Family, GroupSpec, hash_unit, scheduler_block_size
 from kvatlas.publisher.pool.layout import pool_layout
 
 

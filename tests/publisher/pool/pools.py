@@ -8,7 +8,8 @@ from typing import Any
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
-from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, GroupSpec
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvatlas.publisher.groups import GroupSpec
 
 
 def full(idx: int, size: int = 16, **extra: Any) -> GroupSpec:

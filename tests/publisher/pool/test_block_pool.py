@@ -6,7 +6,8 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashChain, HashScheme, MultimodalItem, PromptExtras, block_hashes
 from kvatlas.publisher.block_pool import HybridBlockPool, IntegrityError
-from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupSpec
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.pool.hits import window_blocks
 from tests.publisher.pool.pools import (
     CopyCounter,

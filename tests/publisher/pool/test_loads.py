@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.pool.host_tier import HostTier
 from tests.publisher.pool.pools import chunked, full, make_pool, mamba, window
 from tests.support.examples import examples

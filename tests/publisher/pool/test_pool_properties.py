@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from tests.publisher.pool.layouts import FAMILIES
 from tests.publisher.pool.pool_load import Alone, load_rng, run_load
 from tests.publisher.pool.pools import CopyCounter, chunked, full, mamba, window

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.pool.host_tier import HeldKey, HostTier
 from kvatlas.publisher.simulator.kv_messages import Fetch
 from kvatlas.publisher.simulator.server import SimulatedEngine

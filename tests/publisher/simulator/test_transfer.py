@@ -17,7 +17,8 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import BlockStored, Event, GroupSpec
+from kvatlas.publisher.events import BlockStored, Event
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.kv_connector import KvConnector, RefusedError, exchange
 from kvatlas.publisher.simulator.kv_messages import Read, TransferParams
 from kvatlas.publisher.simulator.model import WRONG_MARK, WrongContinuation

@@ -15,7 +15,7 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme, PromptExtras
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.config.load import parse_engine
@@ -125,7 +125,7 @@ async def test_without_a_tokenizer_the_engine_is_asked_for_tokens(scale_out: boo
 
 
 async def test_a_render_server_spares_the_engines_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.router.prompts.remote.HEALTH_CHECK_S", 0.05)
+    monkeypatch.setattr("kvatlas.router.prompts.render_servers.HEALTH_CHECK_S", 0.05)
     async with running({"enable_scale_out": True}) as servers, running({}) as engines:
         settings = PromptSettings(renderers=(servers[0].base_url,))
         async with routing(configure(*engines, models={}, prompts=settings)) as rig:

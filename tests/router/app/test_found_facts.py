@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from kvatlas.publisher.zmq_publisher import ZmqPublisher

@@ -52,7 +52,7 @@ class RenderServer:
 async def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.prompts.remote.HEALTH_CHECK_S", 0.05)
+    monkeypatch.setattr("kvatlas.router.prompts.render_servers.HEALTH_CHECK_S", 0.05)
     model = ModelConfig(tokenizer=str(model_dir(tmp_path, None)), chat_template=TEMPLATE)
     asked = [shows("What is this? " * 20, "AAAA")]
     later = [*asked, say("assistant", "A cat."), say("user", "Sure?")]

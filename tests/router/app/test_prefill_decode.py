@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.kv_protocols import MooncakeLink
 from kvatlas.publisher.simulator.model import WRONG_MARK
 from kvatlas.publisher.simulator.server import SimulatedEngine

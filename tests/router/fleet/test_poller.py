@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvatlas.router.fleet.engine_calls import EngineCalls
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
-from kvatlas.router.fleet.poller import EngineCalls
 from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.statement import (

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
 from kvatlas.publisher.event_decoder import decode_batch
-from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Family, encode_tokens
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
+from kvatlas.publisher.groups import Family
 from kvatlas.publisher.snapshot import SnapshotLedger
 from kvatlas.router.index import engine as residency
 from kvatlas.router.index.base import Plane

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.settings import EngineSettings, resolve_groups
 from kvatlas.router.placement.evictions import POOL_BLOCKS_MAX, EvictionForecast
 from tests.router.placement.crowded_engine import BLOCK, CrowdedEngine

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from benchmarks.peers import COMPARED
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from kvatlas.router.placement.cost import Choice, within_bound
 from kvatlas.router.placement.policies import ArmState, policy

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme, block_hashes
-from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.index.learn.layout import ModelFacts, make_layout
 from kvatlas.router.placement import inflight as inflight_module
 from kvatlas.router.placement.candidate import Hit

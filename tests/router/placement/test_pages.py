@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.placement.pages import PageAccount, prompt_pages
 from kvatlas.router.placement.rates import FleetRates, RateSettings

@@ -12,7 +12,8 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme, block_hashes
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.placement.shadow import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.query_plan import EngineHit, Holders

@@ -7,9 +7,10 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvatlas.router.prompts.adapter_paths import AdapterPaths
 from kvatlas.router.prompts.cuts import CutText
 from kvatlas.router.prompts.prompt import CHUNK_BYTES, KEYS_MAX, Prompt, affinity_keys
-from kvatlas.router.prompts.reader import AdapterPaths, ModelPrompts
+from kvatlas.router.prompts.reader import ModelPrompts
 from kvatlas.router.prompts.settings import ANY_MODEL
 from tests.support.examples import examples
 from tests.support.prompts.readers import chat, read, read_affinity, reader, say

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.prompts.chat.messages import Conversions
+from kvatlas.router.prompts.chat.conversions import Conversions
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
 from tests.support.examples import examples
 from tests.support.paths import ROOT

@@ -12,8 +12,8 @@ import pytest
 
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.prompts.families import harmony
+from kvatlas.router.prompts.model_dir import ModelDirError, load_model_dir
 from kvatlas.router.prompts.reader import Prompt, PromptSettings
-from kvatlas.router.prompts.tokenizer import ModelDirError, load_model_dir
 from tests.support.examples import some
 from tests.support.prompts.family_cases import FAMILIES, family_dir, family_settings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_affinity, read_exact, say

@@ -9,7 +9,7 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.openai.apis import CHAT, MESSAGES, RESPONSES
-from kvatlas.router.prompts import remote as media_module
+from kvatlas.router.prompts import images as media_module
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.prompts.images import MARK, TEMPLATE, Engine, shows
 from tests.support.prompts.readers import chat, model_dir, read, read_affinity, read_prompt, reader, say

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_window", "chunked_local_attention"

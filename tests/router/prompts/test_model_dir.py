@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from kvatlas.router.prompts.model_dir import ModelDirError, load_chat_template, load_model_dir
 from kvatlas.router.prompts.reader import PromptReader
-from kvatlas.router.prompts.tokenizer import ModelDirError, load_chat_template, load_model_dir
 from tests.support.prompts.readers import (
     byte_level_tokenizer,
     chat,

@@ -25,7 +25,7 @@ from kvatlas.router.prompts.prompt_cache import (
 from kvatlas.router.prompts.reader import Prompt, PromptReader, PromptSettings
 from kvatlas.router.prompts.request import ChatBody
 from kvatlas.router.prompts.settings import PromptStats
-from kvatlas.router.prompts.tokenizer import ids_of
+from kvatlas.router.prompts.truncation import ids_of
 from tests.support.examples import examples
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (

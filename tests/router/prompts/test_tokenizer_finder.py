@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.prompts.model_config import PROBES
+from kvatlas.router.prompts.parity import PROBES
 from kvatlas.router.prompts.settings import ANY_MODEL, PromptSettings
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
 from tests.support.examples import some

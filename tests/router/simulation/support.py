@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.peers import COMPARED
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.simulation.engine import SimEngine
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import Request, block_hashes

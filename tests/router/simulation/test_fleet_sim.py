@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from benchmarks.peers import COMPARED
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import continued
 from kvatlas.router.simulation.setup import VARIANTS, FleetSetup

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.simulation.requests import Request
 from kvatlas.router.simulation.setup import Timing
 from tests.router.simulation.support import FAST, FULL, HYBRID, Bench, request

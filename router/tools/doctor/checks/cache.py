@@ -9,7 +9,7 @@ from itertools import combinations
 import msgspec
 
 from kvatlas.publisher.block_hash import DEFAULT_SEED, SGLANG, HashScheme
-from kvatlas.publisher.events import Family, GroupSpec
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement
 from kvatlas.router.index.base import GPU
 from kvatlas.router.index.engine import EngineResidency

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.fleet.engines import DiscoveredEngine, EngineAddress
+from kvatlas.router.fleet.file_source import FileSource
 from kvatlas.router.fleet.settings import FileSettings
-from kvatlas.router.fleet.sources import BadListError, FileSource, read_list
+from kvatlas.router.fleet.sources import BadListError, read_list
 from tests.support.waiting import until
 
 ONE = '[[engines]]\nbase_url = "http://a:1"\n'
@@ -122,7 +123,7 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
 async def test_a_file_without_a_list_changes_nothing_and_is_reported(
     tmp_path: Path, content: str | None, reason: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.fleet.sources.FILE_BYTES_MAX", 10_000)
+    monkeypatch.setattr("kvatlas.router.fleet.file_source.FILE_BYTES_MAX", 10_000)
 
     path = tmp_path / "engines.toml"
     path.write_text(ONE)

@@ -13,7 +13,7 @@ from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.feeds.base import FeedSettings
 from kvatlas.router.feeds.manager import FeedManager, ResidencyAudit
 from kvatlas.router.index.learn import hash_scheme
-from kvatlas.router.index.learn import knowledge as module
+from kvatlas.router.index.learn import learning_budget as module
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.learn.learning_budget import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
 from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.event_decoder import decode_batch
-from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_batch
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, encode_batch
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.index.learn import hash_scheme as detect
-from kvatlas.router.index.learn import root_events as learned
+from kvatlas.router.index.learn import learned_keys as learned
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.learn.learned_keys import LearnedKeys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout

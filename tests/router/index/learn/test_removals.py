@@ -8,15 +8,8 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import (
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    DecodedBatch,
-    Event,
-    GroupSpec,
-    encode_tokens,
-)
+from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.index.learn.layout import ModelFacts

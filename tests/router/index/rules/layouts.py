@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import BlockHash, Family, GroupSpec, hash_unit, scheduler_block_size
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import Family, GroupSpec, hash_unit, scheduler_block_size
 from kvatlas.publisher.pool.layout import pool_layout
 from kvatlas.router.index.base import Plane, Rows
 from kvatlas.router.index.hit_rules import WordHits, evaluate

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.hit_rules import FleetRule, evaluate
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
 from kvatlas.publisher.event_decoder import decode_batch
-from kvatlas.publisher.events import BlockHash, Family, GroupSpec, SpecClass, encode_batch
+from kvatlas.publisher.events import BlockHash, encode_batch
+from kvatlas.publisher.groups import Family, GroupSpec, SpecClass
 from kvatlas.publisher.pool.hits import HitFinder
 from kvatlas.publisher.pool.layout import pool_layout
 from kvatlas.router.index.base import WORD_BITS, Plane, Rows

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, encode_tokens, scheduler_block_size
+from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, encode_tokens
+from kvatlas.publisher.groups import scheduler_block_size
 from kvatlas.publisher.pool.hits import HitFinder
 from kvatlas.publisher.pool.layout import pool_layout
 from kvatlas.router.index.base import Plane, Rows, is_shared, medium_of, owner_of

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import BlockHash, GroupSpec
+from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.index.base import Plane, Rows
 from kvatlas.router.index.hit_rules import WordHits, evaluate
 from kvatlas.router.index.learn.layout import CacheLayout

@@ -25,7 +25,8 @@ from kvatlas.router.placement.engine import BAND_MS
 from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp import messages as m
-from kvatlas.router.services.epp.grpc import DESTINATION, SUBSET_KEY, GrpcReader, message_frame
+from kvatlas.router.services.epp.grpc import GrpcReader, message_frame
+from kvatlas.router.services.epp.header_fields import DESTINATION, SUBSET_KEY
 from kvatlas.router.services.epp.messages import bytes_field, number_field
 from kvatlas.router.services.epp.settings import EppSettings, EppStats
 from tests.router.services.epp.test_messages import PB, read

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import KubernetesSettings
 from kvatlas.router.placement.pull import kv_source_of
-from kvatlas.router.services.kubernetes.objects import (
+from kvatlas.router.services.kubernetes.objects import EndpointSlice, Pod
+from kvatlas.router.services.kubernetes.pool_engines import (
     DELETION_COST,
     ClusterView,
-    EndpointSlice,
-    Pod,
     changed_costs,
     read_cluster,
 )

@@ -10,7 +10,8 @@ import pytest
 
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import KubernetesSettings
-from kvatlas.router.services.kubernetes.objects import InferencePool, Pod, read_cluster, read_pool
+from kvatlas.router.services.kubernetes.objects import InferencePool, Pod
+from kvatlas.router.services.kubernetes.pool_engines import read_cluster, read_pool
 from tests.router.services.sources.test_kube_source import A, B, seeing
 from tests.support.kube_api import PODS, POOLS, SLICES, kube_api
 from tests.support.kube_objects import LABELS, endpoint, endpoint_slice, inference_pool, pod

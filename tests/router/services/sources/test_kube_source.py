@@ -14,7 +14,7 @@ import pytest
 
 from kvatlas.router.fleet.engines import DiscoveredEngine
 from kvatlas.router.fleet.settings import KubernetesSettings
-from kvatlas.router.services.kubernetes.objects import DELETION_COST
+from kvatlas.router.services.kubernetes.pool_engines import DELETION_COST
 from kvatlas.router.services.kubernetes.source import KubernetesSource
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod

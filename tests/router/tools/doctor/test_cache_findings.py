@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvatlas.publisher.block_hash import NO_EXTRAS
-from kvatlas.publisher.events import GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.config.schema import ModelConfig
