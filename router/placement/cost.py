@@ -313,11 +313,9 @@ def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:
 def _within_bound(scored: ScoredCandidates, places: list[int]) -> list[int]:
     """Return those of these engines that ``within_bound`` allows."""
     totals, queues, gap_s = scored.totals, scored.queues, scored.settings.queue_gap_s
-    longest_s = max([queues[at] for at in places])
-    # The usual case: queues are short, or alike.
-    if longest_s <= gap_s or longest_s - min(queues) <= gap_s:
-        return places
     shortest_s = min(queues)
+    if max([queues[at] for at in places]) - shortest_s <= gap_s:
+        return places
     least_s = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest_s])
     return [at for at in places if queues[at] - shortest_s <= gap_s or totals[at] <= least_s]
 
@@ -338,7 +336,10 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     equals = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
     if len(equals) == 1:
         return equals[0], "cheapest"
-    return _settle(scored, _within_bound(scored, equals), key), "tie"
+    # The usual case costs no call: queues are short.
+    if max([scored.queues[at] for at in equals]) > scored.settings.queue_gap_s:
+        equals = _within_bound(scored, equals)
+    return _settle(scored, equals, key), "tie"
 
 
 def _tie_s(scored: ScoredCandidates) -> float:
