@@ -132,6 +132,25 @@ def pooled(request: InboundRequest) -> tuple[int, int]:
     return prompts, again // _TEXT_BYTES
 
 
+def longest_input(request: InboundRequest) -> tuple[int, int]:
+    """Tokens of the longest input of a request that pools: by its size where it is a text, and exactly of
+    those given as token ids. (0, 0) for other requests, for what cannot be read, and where engines shorten
+    inputs."""
+    body = request.body
+    if request.method != "POST" or request.path.rstrip("/").rpartition("/")[2] not in _POOLING:
+        return 0, 0
+    if len(body) > _DECODED_BYTES_MAX or body.find(b'"truncate_') >= 0:
+        return 0, 0
+    found = _members(body)
+    given = estimated = 0
+    for item in _list_of(found, _INPUTS):
+        if item[:1] == b"[" and item[1:64].lstrip()[:1].isdigit():
+            given = max(given, item.count(b",") + 1)
+        else:
+            estimated = max(estimated, len(item) // _TEXT_BYTES)
+    return max(given, estimated), given
+
+
 def _members(body: bytes) -> dict[str, bytes]:
     """Raw values by name."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -370,7 +370,11 @@ class Planner:
             request.trace.phase("decide")
         lengths = fleet.lengths_of.get(request.model) or fleet.lengths(request.model)
         request.context_tokens = lengths.longest
-        if request.longer_than or (read is not None and not read.is_surely_shorter(lengths.shortest)):
+        if request.longer_than or (
+            lengths.shortest < lengths.longest
+            if read is None
+            else not read.is_surely_shorter(lengths.shortest)
+        ):
             engines = self._eligible.engines(request, exclude, length_of(request, read))
         asked_of = engines if apart is None else apart.asked_of(engines, fleet, exclude, read)
         look, candidate_set = NO_PEER_SNAPSHOT, NO_CANDIDATES

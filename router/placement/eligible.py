@@ -40,7 +40,7 @@ from kvatlas.router.openai.apis import SALTED
 from kvatlas.router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import digits_of, engine_digits
-from kvatlas.router.openai.work import estimated_tokens
+from kvatlas.router.openai.work import estimated_tokens, longest_input
 from kvatlas.router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
 from kvatlas.router.placement.cost import Choice, within_level
 from kvatlas.router.placement.engine import Accounts, Engine, EngineChanges, PromptView
@@ -83,7 +83,11 @@ def _length_of(request: InboundRequest, read: Prompt | TextAffinity | None) -> L
             longest, tokens = rest.longest, rest.longest if rest.given else tokens
         answer = read.answer_tokens_max
         return Length(longest + (answer if answer > least else least), tokens + least)  # noqa: FURB136
-    if read is None or read.num_prompts > 1 or read.reason == "truncation":
+    if read is None:
+        # Pooling: nothing is generated.
+        asked, least = longest_input(request)
+        return Length(asked, least) if asked else NO_LENGTH
+    if read.num_prompts > 1 or read.reason == "truncation":
         return NO_LENGTH
     return Length(estimated_tokens(request, read.reason) + 1, 0)
 

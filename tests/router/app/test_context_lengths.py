@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ from kvatlas.router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RES
 from kvatlas.router.pd.settings import PdSettings
 from tests.router.app.test_keys import serving
 from tests.router.app.test_prefill_decode import D, P, apart, prompt
-from tests.support.proxy_rig import Engine, says
+from tests.support.proxy_rig import Call, Engine, Script, answer, says
+from tests.support.waiting import until
 from tests.support.whole_router import MODEL, configure, routed, routing, running
 
 SHORT, LONG = {"max_model_len": 256}, {"max_model_len": 4096}
@@ -40,6 +42,29 @@ async def test_a_long_prompt_goes_to_an_engine_that_can_take_it(path: str, read:
         chosen = {engine.engine_id: engine.load.last_admit_s for engine in rig.router.fleet}
         assert max(chosen, key=lambda name: chosen[name]) == engines[1].base_url
         assert rig.router.proxy.stats.retries == 0
+
+
+def pools(length: int) -> Script:
+    """A script: an engine that pools, with this context length."""
+    cards = msgspec.json.encode({"object": "list", "data": [{"id": "m", "max_model_len": length}]})
+
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        body = cards if call.head.first[1] == "/v1/models" else b"{}"
+        writer.write(answer(200, body, "content-type: application/json"))
+
+    return script
+
+
+@pytest.mark.parametrize("given", ["ids", "texts"])
+async def test_inputs_of_an_api_that_is_not_read_here_go_where_they_fit(given: str) -> None:
+    inputs: list[Any] = [[7], [7] * 300] if given == "ids" else ["x", "x" * 4000]
+    async with Engine(pools(256)) as short, Engine(pools(4096)) as long:
+        config = configure(*(EngineAddress(one.url) for one in (short, long)))
+        async with routing(config) as rig:
+            await until(lambda: all(engine.up for engine in rig.router.fleet), "both are up")
+            for _ in range(6):
+                await rig.ok("POST", "/v1/embeddings", {"model": "m", "input": inputs})
+        assert [sum(b"input" in call.body for call in one.calls) for one in (short, long)] == [0, 6]
 
 
 async def test_a_prompt_too_long_for_all_is_refused_once() -> None:

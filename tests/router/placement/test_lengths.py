@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from typing import Any
 
@@ -70,6 +71,30 @@ def test_only_engines_with_room_for_prompt_and_answer_get_it(model: str | None, 
     assert places(eligible, 4000, 4000, model=model) == long
     # Room for the answer that is asked for comes before room for any.
     assert places(eligible, 1500, 900, model=model) == long
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify"])
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [
+        ([7] * 1500, (1500, 1500)),
+        ([[7] * 10, [7] * 1500, [7]], (1500, 1500)),
+        (["x" * 8000, "x"], (2000, 0)),
+        ("x" * 8000, (2000, 0)),
+        ([[7, 8], "x" * 8000], (2000, 2)),
+        ([], (0, 0)),
+        (None, (0, 0)),
+        (12, (0, 0)),
+    ],
+)
+def test_inputs_of_pooling_apis_have_a_length_too(path: str, given: Any, length: tuple[int, int]) -> None:
+    body = json.dumps({"model": "m", "input": given}).encode()
+    found = length_of(InboundRequest("POST", path, b"", [], body, "m"), None)
+    assert (found.asked // 100, found.least) == (length[0] // 100, length[1])
+    # Cut by the engine, or of an API that does not pool.
+    cut = json.dumps({"model": "m", "input": given, "truncate_prompt_tokens": 5}).encode()
+    assert length_of(InboundRequest("POST", path, b"", [], cut, "m"), None) == NO_LENGTH
+    assert length_of(InboundRequest("POST", "/v1/audio/speech", b"", [], body, "m"), None) == NO_LENGTH
 
 
 def test_where_all_are_long_enough_the_list_of_engines_stays_the_same_object() -> None:
