@@ -24,6 +24,7 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.router.placement.inflight import InflightPrefixes, InflightPrompt, Kept, kept_ranges
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.proxy.deaths import DIGEST_BYTES
+from kvatlas.router.replication.messages import VERSION, PeerMessages, Unread
 
 # Maximum number of hash blocks published per prompt, 8 bytes each: the longest prefix that others can match.
 _BLOCKS_MAX = 8192
@@ -74,7 +75,7 @@ class InflightEvent(IntEnum):
     """Its engine died with it. Of a request rather than a prompt: ``hashes`` is the digest of its body."""
 
 
-class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
+class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True, tag=VERSION):
     """One entry of the stream; (``replica``, ``started``, ``number``) identifies the prompt."""
 
     replica: str
@@ -103,14 +104,13 @@ class GossipStats(msgspec.Struct):
     """Other routers' prompts whose end was not reported in time."""
     malformed: Annotated[int, "kvatlas_peer_inflight_malformed_total"] = 0
     """Messages of other routers that could not be decoded, or had values out of bounds."""
+    other_version: Annotated[int, "kvatlas_peer_inflight_other_version_total"] = 0
+    """Messages of routers of another version that this one ignored."""
 
 
 class _RemotePrompt(NamedTuple):
     prompt: InflightPrompt
     since_s: float
-
-
-_DECODE = msgspec.msgpack.Decoder(GossipEntry)
 
 
 def _little_endian(hashes: array[int]) -> array[int]:
@@ -156,9 +156,11 @@ class GossipedInflight(InflightPrefixes):
         *,
         served: Callable[[InflightPrompt], None] = lambda prompt: None,
         publishes_prefills: bool = True,
+        stats: GossipStats | None = None,
     ) -> None:
         super().__init__()
-        self.gossip_stats = GossipStats()
+        self.gossip_stats = GossipStats() if stats is None else stats
+        self._entries = PeerMessages(GossipEntry, self.gossip_stats)
         self._served = served
         self._publishes_prefills = publishes_prefills
         self._me = me
@@ -205,11 +207,12 @@ class GossipedInflight(InflightPrefixes):
     def receive(self, entries: Iterable[bytes], now: float) -> None:
         """Apply new entries of the stream."""
         for encoded in entries:
+            entry = self._entries.read(encoded)
+            if entry is None or (entry.replica, entry.started) == (self._me, self._started):
+                continue
             try:
-                entry = _DECODE.decode(encoded)
-                if (entry.replica, entry.started) != (self._me, self._started):
-                    self._apply(entry, now)
-            except (msgspec.DecodeError, ValueError):
+                self._apply(entry, now)
+            except ValueError:
                 self.gossip_stats.malformed += 1
         self._expire_others(now)
 
@@ -300,20 +303,17 @@ _ENGINES_MAX = 16_384
 _EngineId = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class ReplicaLoad(msgspec.Struct, array_like=True):
+class ReplicaLoad(msgspec.Struct, array_like=True, tag=VERSION):
     """One replica's field. ``beat`` grows with each write."""
 
     beat: int
     engines: Annotated[dict[_EngineId, OthersLoad], msgspec.Meta(max_length=_ENGINES_MAX)]
 
 
-_LOADS = msgspec.msgpack.Decoder(ReplicaLoad)
-
-
 class LoadGossip:
     """Encodes this replica's field and sums those of the others. Pure.
 
-    ``refused`` is called for each unusable field of others.
+    ``stats`` counts unusable fields of others.
     """
 
     def __init__(
@@ -323,9 +323,9 @@ class LoadGossip:
         *,
         started: int,
         silence_s: float = SILENCE_S,
-        refused: Callable[[], None] = lambda: None,
+        stats: Unread | None = None,
     ) -> None:
-        self._refused = refused
+        self._messages = PeerMessages(ReplicaLoad, GossipStats() if stats is None else stats)
         self._me = me
         self._own = own
         self._beat = started
@@ -344,8 +344,9 @@ class LoadGossip:
         return msgspec.msgpack.encode(ReplicaLoad(self._beat + 1, load))
 
     def sent(self, field: bytes, now: float) -> None:
-        remote = _LOADS.decode(field)
-        self._beat, self._sent, self._sent_s = remote.beat, remote.engines, now
+        own = self._messages.read(field)
+        if own is not None:
+            self._beat, self._sent, self._sent_s = own.beat, own.engines, now
 
     def others(self, fields: Mapping[str, bytes], now: float) -> dict[str, OthersLoad]:
         """Return the load of all other live replicas together, by engine."""
@@ -373,11 +374,7 @@ class LoadGossip:
         known = self._decoded.get(name)
         if known is not None and known[0] == value:
             return known[1:]
-        try:
-            remote = _LOADS.decode(value)
-        except msgspec.DecodeError:
-            remote = None
-            self._refused()
+        remote = self._messages.read(value)
         self._decoded[name] = value, remote, now
         return remote, now
 

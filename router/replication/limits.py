@@ -21,6 +21,9 @@ import msgspec
 
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.others_use import TENANTS_MAX, OthersUse, Uses
+from kvatlas.router.admission.use_reports import UseReports
+from kvatlas.router.replication.gossip import HeartbeatMonitor
+from kvatlas.router.replication.messages import VERSION, PeerMessages
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable, Script, ScriptCall
 
@@ -45,6 +48,8 @@ class LimitStats(msgspec.Struct):
     """Exchanges that failed, by reason: until the next one limits count what is used at this replica."""
     malformed: Annotated[int, "kvatlas_limits_malformed_total"] = 0
     """Messages of other replicas that could not be decoded, or had values out of bounds."""
+    other_version: Annotated[int, "kvatlas_limits_other_version_total"] = 0
+    """Messages of replicas of another version that this one ignored."""
     refused: Annotated[int, "kvatlas_limits_refused_total"] = 0
     """Values of other replicas that were refused: totals that fell, more refunded than charged, more than one
     period's worth, or too many replicas."""
@@ -52,7 +57,7 @@ class LimitStats(msgspec.Struct):
     """Tenants left for the next message to other replicas, as there were too many for one."""
 
 
-class UseMessage(msgspec.Struct, array_like=True):
+class UseMessage(msgspec.Struct, array_like=True, tag=VERSION):
     """One replica's field; ``group`` is equal for workers of one parent."""
 
     group: Annotated[str, msgspec.Meta(max_length=256)]
@@ -67,7 +72,6 @@ _EXCHANGE = Script(
     return redis.call("HGETALL", KEYS[1])
     """
 )
-_DECODE = msgspec.msgpack.Decoder(UseMessage)
 
 
 class OtherReplicas:
@@ -78,7 +82,9 @@ class OtherReplicas:
         self._name = name
         self._group = group
         self._uses = OthersUse(gate, self._refused)
-        self._fields: dict[str, tuple[int, float]] = {}
+        self._messages = PeerMessages(UseMessage, self.stats)
+        # Of fields: they outlive their replica.
+        self._changes = HeartbeatMonitor(GONE_S)
 
     def receive(self, fields: Mapping[str, bytes], now: float) -> list[str]:
         """Process every replica's field; a replica without one has ended. Returns the stale fields to
@@ -93,29 +99,20 @@ class OtherReplicas:
         self._uses.keep(received.keys())
         for name, uses in received.items():
             self._uses.receive(name, uses, now)
-        self._fields = {name: self._since(name, field, now) for name, field in fields.items()}
-        return [
-            name for name, (_, at_s) in self._fields.items() if now - at_s > GONE_S and name != self._name
-        ]
+        self._changes.keep_only(fields.keys())
+        changes = {name: self._changes.beat(name, hash(field), now) for name, field in fields.items()}
+        return [name for name, changes_still in changes.items() if not changes_still and name != self._name]
 
     def age(self, now: float) -> None:
         """Expire usage, since the server may not have responded for some time."""
         self._uses.age(now)
 
-    def _since(self, name: str, field: bytes, now: float) -> tuple[int, float]:
-        """Return the field's hash, and since when it is unchanged."""
-        last, new = self._fields.get(name), hash(field)
-        return last if last is not None and last[0] == new else (new, now)
-
     def _read(self, field: bytes) -> Uses | None:
-        try:
-            if len(field) > _FIELD_BYTES_MAX:
-                raise msgspec.ValidationError("too long")
-            message = _DECODE.decode(field)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        if len(field) > _FIELD_BYTES_MAX:
             self.stats.malformed += 1
             return None
-        return None if self._group and message.group == self._group else message.uses
+        message = self._messages.read(field)
+        return None if message is None or (self._group and message.group == self._group) else message.uses
 
     def _refused(self) -> None:
         self.stats.refused += 1
@@ -138,10 +135,8 @@ class SharedLimits:
         self._client = client
         self._key = key
         self._name = name
-        self._life = life
-        self._gate = gate
+        self._reports = UseReports(life, gate.uses, TENANTS_MAX)
         self._clock = clock
-        self._beat = 0
         self._gone: list[str] = []
         self._group = group
         self._others = OtherReplicas(name, gate, group)
@@ -176,15 +171,9 @@ class SharedLimits:
         await self._client.command("HDEL", self._key, self._name)
 
     def _message(self) -> bytes:
-        self._beat += 1
-        uses = self._gate.uses()
-        whole = len(uses) <= TENANTS_MAX
-        if not whole:  # round robin
-            self.stats.omitted += len(uses) - TENANTS_MAX
-            names = list(uses)
-            start = self._beat * TENANTS_MAX % len(names)
-            uses = {name: uses[name] for name in (names[start:] + names[:start])[:TENANTS_MAX]}
-        return msgspec.msgpack.encode(UseMessage(self._group, Uses(self._life, self._beat, whole, uses)))
+        uses = self._reports.next(all_tenants=True)
+        self.stats.omitted = self._reports.omitted
+        return msgspec.msgpack.encode(UseMessage(self._group, uses))
 
 
 def _fields(reply: object) -> dict[str, bytes]:

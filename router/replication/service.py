@@ -24,7 +24,7 @@ from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.replication.codec import ScopeKeys, limits_key
-from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.replication.gossip import GossipedInflight, GossipStats, LoadGossip
 from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
 from kvatlas.router.replication.limits import SharedLimits
 from kvatlas.router.replication.lookup_fallback import IndexLookup
@@ -116,9 +116,8 @@ class SharedIndex:
         # Tenants' usage across replicas, if tenants have limits.
         self.limits: SharedLimits | None = None
         self._descriptions = Descriptions()
-        self.load_gossip = LoadGossip(
-            self.replica, own_load, started=self._started, refused=self._load_refused
-        )
+        stats = GossipStats()
+        self.load_gossip = LoadGossip(self.replica, own_load, started=self._started, stats=stats)
         self.lease_manager = LeaseManager(
             self.replica,
             lambda model: self.scope(model).leases,
@@ -139,10 +138,8 @@ class SharedIndex:
             self.replica,
             self._started,
             self._publish_inflight,
+            stats=stats,
         )
-
-    def _load_refused(self) -> None:
-        self.inflight.gossip_stats.malformed += 1
 
     def attach(self, feeds: FeedManager, residency: ModelIndexes) -> None:
         """Set the feeds that start and stop with the leases, and the residency to describe to other

@@ -20,12 +20,14 @@ import numpy as np
 
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.others_use import OthersUse, Uses
+from kvatlas.router.admission.use_reports import UseReports
 from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.placement.affinity import AffinityMap
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.replication.messages import VERSION, PeerMessages
 from kvatlas.router.workers.context import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 
 FLUSH_S = 0.002
@@ -43,7 +45,7 @@ _KEYS_MAX = 4096
 DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-class WorkerMessage(msgspec.Struct, array_like=True):
+class WorkerMessage(msgspec.Struct, array_like=True, tag=VERSION):
     """Content of one flush. ``sent_s``: time of its first entry, by the machine's monotonic clock."""
 
     life: int
@@ -67,11 +69,12 @@ class WorkerGossipStats(msgspec.Struct):
     """Messages received from sibling workers."""
     malformed: Annotated[int, "kvatlas_worker_gossip_malformed_total"] = 0
     """Messages of sibling workers that could not be decoded, or had values out of bounds."""
+    other_version: Annotated[int, "kvatlas_worker_gossip_other_version_total"] = 0
+    """Messages of sibling workers of another version that this one ignored."""
     refused: Annotated[int, "kvatlas_worker_gossip_refused_total"] = 0
     """Tenants' usage values of sibling workers that were refused."""
 
 
-_DECODE = msgspec.msgpack.Decoder(WorkerMessage)
 _ENCODE = msgspec.msgpack.Encoder()
 
 
@@ -111,10 +114,10 @@ class SiblingGossip:
     ) -> None:
         self._gate = gate
         self._others = None if gate is None else OthersUse(gate, self._refused)
-        self._beat = 0
+        self._reports = None if gate is None else UseReports(worker.life, gate.uses, _TENANTS_MAX)
         self._whole_due_s = 0.0
-        self._turn = 0
         self.stats = WorkerGossipStats()
+        self._messages = PeerMessages(WorkerMessage, self.stats)
         self.delays = Histogram(DELAY_BUCKETS)
         self._clock = clock
         self._whole = whole
@@ -122,7 +125,7 @@ class SiblingGossip:
         self._life = worker.life
         self._mesh = Mesh(worker.mesh, self._on_message)
         started = time.time_ns() >> 10
-        self.load = LoadGossip(self._name, own_load, started=started, refused=self._malformed)
+        self.load = LoadGossip(self._name, own_load, started=started, stats=self.stats)
         self.inflight = GossipedInflight(
             self._name, started, self._add_inflight, served=served, publishes_prefills=False
         )
@@ -207,7 +210,7 @@ class SiblingGossip:
         if self._whole and now >= self._load_due_s and self._loop is not None:
             load = self.load.field(now) or b""
             self._load_due_s = now + max(_LOAD_S, _LOAD_TIMES * (self._clock() - now))
-        uses = None if self._gate is None or self._loop is None else self._uses(self._gate, now)
+        uses = None if self._loop is None else self._uses(now)
         if not (self._bytes or load or uses or hello):
             return
         message = WorkerMessage(self._life, self._since_s or now, self._flights, load, self._texts, uses)
@@ -222,30 +225,17 @@ class SiblingGossip:
         if load:
             self.load.sent(load, now)
 
-    def _uses(self, gate: KeyGate, now: float) -> Uses | None:
-        """Return the changed totals, and every ``_WHOLE_S`` also unchanged ones, round robin if they exceed
-        one message. None: nothing to send."""
+    def _uses(self, now: float) -> Uses | None:
+        """Return the changed totals, and every ``_WHOLE_S`` also unchanged ones. None: nothing to send."""
+        if self._gate is None or self._reports is None:
+            return None
         whole = now >= self._whole_due_s
-        names = gate.changed(_TENANTS_MAX)
+        names = self._gate.changed(_TENANTS_MAX)
         if not names and not whole:
             return None
-        found = gate.uses(names)
         if whole:
             self._whole_due_s = now + _WHOLE_S
-            every = gate.uses()
-            whole = len(every) <= _TENANTS_MAX
-            order = list(every)
-            start = 0 if whole else self._turn % len(order)
-            self._turn = start + _TENANTS_MAX - len(found)
-            for name in order[start:] + order[:start]:
-                if len(found) >= _TENANTS_MAX:
-                    break
-                found[name] = every[name]
-        self._beat += 1
-        return Uses(self._life, self._beat, whole, found)
-
-    def _malformed(self) -> None:
-        self.stats.malformed += 1
+        return self._reports.next(names, all_tenants=whole)
 
     def _refused(self) -> None:
         self.stats.refused += 1
@@ -253,10 +243,8 @@ class SiblingGossip:
     # -- receiving ------------------------------------------------------------------------------------
 
     def _on_message(self, sibling: int, encoded: bytes) -> None:
-        try:
-            message = _DECODE.decode(encoded)
-        except (msgspec.DecodeError, ValueError):
-            self.stats.malformed += 1
+        message = self._messages.read(encoded)
+        if message is None:
             return
         now = self._clock()
         self.stats.received += 1

@@ -19,6 +19,7 @@ from kvatlas.router.admission.others_use import SILENCE_S, TENANTS_MAX, Uses
 from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage
+from kvatlas.router.replication.messages import VERSION
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
@@ -204,7 +205,7 @@ def test_foreign_messages_are_refused_and_counted(
     one, real = Replica(rules, "one", clock), Replica(rules, "forged", clock)
     if known:
         tell(real, one)
-    forged = msgspec.msgpack.encode(["", [real.life, real.beat + 1, True, {"t": use}]])
+    forged = msgspec.msgpack.encode([VERSION, "", [real.life, real.beat + 1, True, {"t": use}]])
     one.others.receive({"forged": forged}, clock.now)
     stats = one.others.stats
     assert stats.malformed + stats.refused == 1
@@ -221,7 +222,7 @@ def test_a_forged_total_makes_a_tenant_wait_for_one_period_at_most(rules: Path) 
     one, real = Replica(rules, "one", clock), Replica(rules, "real", clock)
     tell(real, one)
     for forged in (10**6, 10**9, 2**53):
-        field = ["", [real.life, real.beat + forged, True, {"t": [forged, 0, 0, 0, 9, 20.0, 0.0]}]]
+        field = [VERSION, "", [real.life, real.beat + forged, True, {"t": [forged, 0, 0, 0, 9, 20.0, 0.0]}]]
         one.others.receive({"real": msgspec.msgpack.encode(field)}, clock.now)
     assert not one.lets_in()
     clock.now += 60 + 60 / PER_MINUTE + 0.01
@@ -236,7 +237,7 @@ def test_a_forged_refund_fills_no_bucket(rules: Path) -> None:
     while one.lets_in():
         pass
     for beat, forged in ((1, [5, 0]), (2, [10**6, 10**6]), (3, [2 * 10**6, 2 * 10**6])):
-        field = ["", [real.life, real.beat + beat, True, {"t": [*forged, 0, 0, 0, 0.0, 0.0]}]]
+        field = [VERSION, "", [real.life, real.beat + beat, True, {"t": [*forged, 0, 0, 0, 0.0, 0.0]}]]
         one.others.receive({"real": msgspec.msgpack.encode(field)}, clock.now)
     assert not one.lets_in()
 

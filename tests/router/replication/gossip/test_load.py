@@ -14,8 +14,9 @@ from kvatlas.router.index.base import Rows
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.rates import FleetRates
-from kvatlas.router.replication.gossip import HeartbeatMonitor, LoadGossip
+from kvatlas.router.replication.gossip import GossipStats, HeartbeatMonitor, LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
+from kvatlas.router.replication.messages import VERSION
 from kvatlas.router.replication.reader import SharedRows
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 
@@ -138,20 +139,20 @@ def test_recent_work_that_fades_is_written_with_the_heartbeat_only() -> None:
 @pytest.mark.parametrize("value", [-1, 1 << 40, 1.5, "1", None])
 @pytest.mark.parametrize("place", range(5))
 def test_a_field_with_values_out_of_bounds_counts_as_nothing(place: int, value: object) -> None:
-    refused = []
-    reader = LoadGossip("me", lambda _: {}, started=1, refused=lambda: refused.append(1))
+    stats = GossipStats()
+    reader = LoadGossip("me", lambda _: {}, started=1, stats=stats)
     numbers: list[object] = [1, 1, 1, 1, 1]
     numbers[place] = value
-    field = msgspec.msgpack.encode([7, {E: numbers}])
+    field = msgspec.msgpack.encode([VERSION, 7, {E: numbers}])
     assert reader.others({"a": field}, 0.0) == {}
     assert reader.others({"a": field}, 0.1) == {}
-    assert refused == [1], "the same bytes count once"
+    assert stats.malformed == 1, "the same bytes count once"
 
 
-def test_a_router_of_an_earlier_version_is_understood() -> None:
-    assert gossip("me", {}).others({"a": msgspec.msgpack.encode([7, {E: [1, 2, 3]}])}, 0.0) == {
-        E: OthersLoad(1, 2, 3)
-    }
+def test_a_router_that_lacks_later_fields_or_has_more_is_understood() -> None:
+    for numbers in ([1, 2, 3], [1, 2, 3, 0, 0, 0, "of a later router"]):
+        field = msgspec.msgpack.encode([VERSION, 7, {E: numbers}, "more"])
+        assert gossip("me", {}).others({"a": field}, 0.0) == {E: OthersLoad(1, 2, 3)}
 
 
 def test_a_link_is_busy_until_the_latest_end_and_time_passes_between_messages() -> None:
