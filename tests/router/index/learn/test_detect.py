@@ -13,6 +13,7 @@ from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.index.learn import hash_scheme as detect
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.learn.root_events import event_extras
 from kvatlas.router.index.model import FleetResidency
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, random_chain, tokens
 
@@ -693,3 +694,12 @@ def test_placed_prompts_are_searched_with_whatever_else_was() -> None:
 def answered(fleet: FleetResidency, seed: int) -> tuple[str, int]:
     found = fleet.predict(Prompt(tokens(100, seed=seed)), ["a"])["a"]
     return found.mode, found.hit_tokens
+
+
+@pytest.mark.parametrize(("start", "length", "shown"), [(5, 40, 43), (0, 1, 16), (20, 30, 44), (31, 2, 17)])
+def test_an_image_reaches_to_the_end_of_the_last_block_that_lists_it(
+    start: int, length: int, shown: int
+) -> None:
+    extras = PromptExtras(multimodal=(MultimodalItem("image-1", start, length),))
+    found = event_extras(Writer(DEFAULT).stored(tokens(64), extras), {})
+    assert found == PromptExtras(multimodal=(MultimodalItem("image-1", start, shown),))
