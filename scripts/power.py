@@ -23,7 +23,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ CAUGHT_SHARE_MIN = 0.85
 RUN_S_MAX = 120.0
 """Of the tests of one mutation; one that makes them hang is caught."""
 TESTS_MAX = 60
-"""Of one mutation: the tests that execute its line, the quickest first."""
+"""Of one mutation: the tests that execute its line, the quickest of each function first."""
 FAST = "not vllm and not envoy and not process and not long"
 EXTRA_TESTS = {
     "router/admission": [
@@ -189,7 +189,7 @@ def _files(part: str) -> list[Path]:
 
 
 def tests_by_line(tree: Path, part: str, paths: list[str]) -> dict[tuple[str, int], list[str]]:
-    """Tests that execute each line of the part, the quickest first.
+    """Tests that execute each line of the part, the quickest of each function first.
 
     Raises ``RuntimeError`` if one of them fails without a mutation.
     """
@@ -218,10 +218,19 @@ def tests_by_line(tree: Path, part: str, paths: list[str]) -> dict[tuple[str, in
                             lines[relative, index * 8 + bit].add(test)
     if not lines:
         raise RuntimeError(f"no test executes a line of {part}: coverage looks at other files")
-    return {
-        line: sorted(tests, key=lambda test: (durations.get(test, 0.0), test))
-        for line, tests in lines.items()
-    }
+    return {line: _in_turn(tests, durations) for line, tests in lines.items()}
+
+
+def _in_turn(tests: set[str], durations: dict[str, float]) -> list[str]:
+    """The quickest first, but one of each function before the next of any: else the many cases of one test
+    are all that runs."""
+    found: Counter[str] = Counter()
+    turns: list[tuple[int, int, str]] = []
+    for test in sorted(tests, key=lambda test: (durations.get(test, 0.0), test)):
+        function = test.partition("[")[0]
+        turns.append((found[function], len(turns), test))
+        found[function] += 1
+    return [test for _, _, test in sorted(turns)]
 
 
 def _durations(output: str) -> dict[str, float]:
