@@ -34,7 +34,7 @@ LONE_TASKS = frozenset(
         # ends by drain(), not by being cancelled; awaited where its block ends
         "router/http/side_ports.py",
         # ended by `close`
-        "router/replication/redis_client.py",
+        *("router/replication/redis_client.py", "router/proxy/deaths.py"),
         # awaited where it is started, also when that is cancelled
         "router/services/dns_source.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it

@@ -210,8 +210,8 @@ class ShadowPrompt:
         return self._found.get((id(shadow), shadow.resets)) or shadow.lookup(self)
 
     def look_ahead(self, shadows: Iterable[Shadow | None]) -> Generator[None, None, None]:
-        """Look the prompt up in these shadows, a part of them a step. What they are told meanwhile comes too
-        late for it, but for a reset."""
+        """Look the prompt up in these shadows, a part of them a step. Updates that arrive meanwhile are
+        ignored, except a reset."""
         looked = 0
         for shadow in shadows:
             if shadow is not None:

@@ -182,7 +182,7 @@ class Attempt:
 
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own. One of success is no answer yet: an engine that
-        breaks every answer behind it works for nobody."""
+        breaks every answer behind it works for no client."""
         if 200 <= status < 300:
             self._breaker.taken(self.now())
         else:
@@ -430,7 +430,7 @@ REFUSALS: Final = frozenset({429, 500, 502, 503, 504})
 # The status of an engine that the request may have broken.
 BROKEN: Final = 500
 # What a proxy in front of an engine says when the connection behind it broke (502), or when nothing came
-# within its time (504): the engine had the request, as where our own connection breaks. 503 is said by those
+# within its time (504): the engine had the request, as where our own connection breaks. 503 comes from those
 # that did not take it.
 BROKEN_STATUSES: Final = frozenset({BROKEN, 502, 504})
 

@@ -149,7 +149,7 @@ class _Look(msgspec.Struct, gc=False):
     alive: bool | None = None
     """None: not known."""
     bodies: dict[bytes, float] = msgspec.field(default_factory=dict)
-    """What may have ended it, with when it was sent last, until the look is done."""
+    """Digests of bodies that may have ended it, with the time of the last send, until the look is done."""
 
 
 class Deaths:
@@ -196,7 +196,7 @@ class Deaths:
 
     def failed(self, digest: bytes, engine_id: str, sent_s: float) -> _Look | None:
         """This body's request, which an engine has had since ``sent_s``, failed there in a way that may be
-        its death. Returns the look at it, which is to be waited for by nobody; None: there is none."""
+        its death. Returns the look at it, which needs no waiting for; None: there is none."""
         if self._fleet.leaves(engine_id):
             return None
         look = self._look(engine_id)

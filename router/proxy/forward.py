@@ -165,7 +165,7 @@ class Forwarder:
         deaths = self._deaths
         if deaths is not None and (out.lost or deaths.active):
             if out.lost and out.carrier is None and self._settings.suspect_s:
-                # Nobody waits for the look: an answer that broke off is cut by returning from here.
+                # No task waits for the look: an answer that broke off is cut by returning from here.
                 deaths.failed(out.digest(), out.lost, out.asked_s)
             elif not out.record.broken and 200 <= out.record.status < 300:
                 deaths.cleared(out.digest())

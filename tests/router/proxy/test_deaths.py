@@ -511,7 +511,7 @@ async def test_a_look_goes_on_without_its_client_and_holds_back_meanwhile() -> N
     assert looks.stats.suspects_noted == 1
 
 
-async def test_what_is_answered_while_its_engine_is_looked_at_is_no_suspect() -> None:
+async def test_a_request_answered_during_a_look_is_no_suspect() -> None:
     looks = Looks()
     await looks.ended(1)
     looks.deaths.cleared(b"1")

@@ -97,7 +97,7 @@ async def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
         *(says(500, b"boom"), says(502, b"bad gateway"), says(504, b"too late")),
         *(writes(then="close"), writes(SSE_HEAD, then="reset")),
     ],
-    ids=["error", "its proxy lost it", "its proxy waited in vain", "close", "reset"],
+    ids=["error", "its proxy lost it", "its proxy timed out", "close", "reset"],
 )
 async def test_a_request_that_breaks_engines_meets_two_of_them(script: Script) -> None:
     with structlog.testing.capture_logs() as lines:
