@@ -121,6 +121,15 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
         )
     yield from _predictions(engine)
     yield from _salts(engine)
+    if engine.ignores_ids:
+        yield _warning(
+            "responses.ids",
+            subject=name,
+            seen="its latest answer of /v1/responses has an id of its own, which proves no tenant: it cannot "
+            "be read, continued or cancelled by id",
+            cause="the engine, or a proxy before it, ignores request_id of the body",
+            remedy="use a release of the engine that takes it, or set store to false in requests",
+        )
 
 
 def _salts(engine: Engine) -> Iterator[Finding]:
@@ -227,6 +236,12 @@ def _estimate(engine_id: str, kind: EngineKind, shadow: Shadow) -> Finding:
     )
 
 
+def _layout(engine: Engine) -> str:
+    """Its groups in words."""
+    groups = () if engine.layout is None else engine.layout.groups
+    return ", ".join(f"{one.kind} of {one.block_size}" for one in groups) or "unknown"
+
+
 def _predictions(engine: Engine) -> Iterator[Finding]:
     receipts = engine.receipts
     if engine.shadow is not None:
@@ -263,7 +278,8 @@ def _predictions(engine: Engine) -> Iterator[Finding]:
             "predictions.contradicted",
             subject=engine.engine_id,
             seen=f"the cached tokens that it reports contradict its own events ({shown})",
-            cause="the engine, or a proxy before it, reports wrong usage, or its events are wrong; bills by "
+            cause="the engine, or a proxy before it, reports wrong usage, its events are wrong, or hits of "
+            f"its cache layout ({_layout(engine)}) follow rules that the router does not have; bills by "
             "cached_tokens are not safe",
             remedy="compare with vllm:prefix_cache_hits at the engine; lines of the usage record say "
             "verified: false",

@@ -290,7 +290,7 @@ class Engine(EngineStatus):
             "restart_s",
             "seen_restarts",
         ),
-        *("answering", "takes_order", "waiting"),
+        *("answering", "ignores_ids", "takes_order", "waiting"),
     )
 
     def __init__(
@@ -331,6 +331,8 @@ class Engine(EngineStatus):
         """Requests without a first byte that may be asked again, and how to end their wait."""
         self.answering: dict[Attempt, Answer] = {}
         """Requests whose answer has begun, until their end."""
+        self.ignores_ids = False
+        """Its latest stored response had an id of its own."""
         self.takes_order = True
         """It has not refused a request for its priority."""
         self.polled_s = -math.inf

@@ -436,6 +436,10 @@ class Placement(Attempt):
         if answer is not None and self.open:
             self.engine.answering[self] = answer
 
+    def named(self, *, obeyed: bool) -> None:
+        """Implement ``Attempt``."""
+        self.engine.ignores_ids = not obeyed
+
     def answered(self, status: int) -> None:
         """Implement ``Attempt``."""
         super().answered(status)

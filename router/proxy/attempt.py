@@ -188,6 +188,9 @@ class Attempt:
         else:
             self._succeeded(self.now())
 
+    def named(self, *, obeyed: bool) -> None:
+        """The answer is a response; ``obeyed``: it has the id that the router chose for it."""
+
     def first_byte(self, status: int) -> None:
         """The first byte of its body came, of a stream the first event: the engine works."""
         if not self._heard:

@@ -19,6 +19,7 @@ from kvatlas.router.observe.requests import RequestRecord
 from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES
 from kvatlas.router.openai.error_bodies import error_event
 from kvatlas.router.openai.errors import stream_broken
+from kvatlas.router.openai.response_ids import of_engine
 from kvatlas.router.pd.handoff import NotFetchedError
 from kvatlas.router.proxy.answers import SseRelay, read_usage
 from kvatlas.router.proxy.attempt import (
@@ -124,6 +125,8 @@ class StreamRelay(msgspec.Struct, eq=False):
             out += events.end()
         if not begun and (events.begun or events.exposed):
             self._begin()
+            if self._attempt.request.response_id and self._success and not events.failed:
+                tell_named(self._attempt, out)
         if events.aborted or events.failed or events.given_up:
             self._failed(out)
         if events.waits:
@@ -198,6 +201,12 @@ class StreamRelay(msgspec.Struct, eq=False):
         self.had = Had.END
         self._waits = self._answer.write(self._events.broken(*event), more=False)
         await self._caught_up()
+
+
+def tell_named(attempt: Attempt, begin: bytes) -> None:
+    """Tell the attempt whether its answer of success, which begins so, has the id that was chosen for it."""
+    chosen = of_engine(attempt.request.response_id, attempt.engine_id)
+    attempt.named(obeyed=begin.find(chosen.encode()) >= 0)
 
 
 # Of an answer that is not streamed; engines send these at once when they are complete.
@@ -306,6 +315,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
             if not self._seen_end and aborted(attempt.request.path, body):
                 # It was too long to be kept back, or a gateway's.
                 broke_off(attempt, self._record, UpstreamError("aborted"), self._stats)
+            if attempt.request.response_id:
+                tell_named(attempt, body)
             try:
                 usage = read_usage(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -225,6 +225,8 @@ async def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence
         assert (line["cached_tokens"], line["verified"]) == (one["reported_tokens"], False)
         assert line["predicted_tokens"] == one["predicted_tokens"] > 16
     assert any("contradict its own events" in str(each) for each in problems.values())
+    # What it may be: its layout is named.
+    assert any("cache layout (full_attention of 16)" in str(each) for each in problems.values())
     (row,) = [row for row in page.splitlines() if row.startswith("kvatlas_cache_reports_doubtful{")]
     assert row.endswith(" 1.0")
 
