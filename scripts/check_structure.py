@@ -5,7 +5,8 @@
 Rules: no banned turns of phrase; no public class name twice in a package; client errors are made in
 ``router/openai/errors.py`` only; tasks are started in task groups only; sockets, threads, processes and waits
 that virtual time cannot replace are in listed modules only; a Protocol has at least two classes that fulfil
-it (test doubles count); no circle of imports; no function, class, method or property without a user; every
+it (test doubles count); no circle of imports; the parts of a module mention each other; an override is called
+by a base class; no function, class, method or property without a user; every
 folder has a part (``scripts/parts.py``). Prints one line per fault; status 1 if there is any. Exceptions are
 listed here, each with its reason.
 """
@@ -103,6 +104,53 @@ CALLED_FROM_OUTSIDE = frozenset(
     }
 )
 """Names that a framework calls."""
+
+
+PART_LINES_MIN = 40
+"""Shorter parts of a module, as a constant with its function, are no subject of their own."""
+DECLARATIONS = ("Settings", "Stats", "Options")
+"""Ends of the names of structs that stand beside what reads or counts them."""
+
+SEPARATE = {
+    # Each check of the doctor stands alone; the file has those of one area.
+    "router/tools/doctor/checks/cache.py",
+    "router/tools/doctor/checks/interfaces.py",
+    "router/tools/doctor/checks/prompts.py",
+    "router/tools/doctor/checks/router.py",
+    # Both halves of one thing: counters and their labels, the driver's calls and torch's.
+    "connectors/reports.py",
+    "connectors/transfer/cuda_driver.py",
+    # Still to be cut, or to be joined by what they have in common.
+    "router/api/metrics_page.py",
+    "router/api/views.py",
+    "router/config/load.py",
+    "router/index/offloaded.py",
+    "router/openai/work.py",
+    "router/placement/eligible.py",
+    "router/placement/split_legs.py",
+    "router/prompts/bodies.py",
+    "router/prompts/chat/compiled.py",
+    "router/prompts/chat/watched.py",
+    "router/proxy/headers.py",
+    "router/proxy/screen.py",
+    "router/replication/gossip.py",
+    "router/simulation/demo/load.py",
+    "router/simulation/engine.py",
+    "router/simulation/fit.py",
+    "router/simulation/router_view.py",
+    "router/simulation/setup.py",
+    "router/simulation/study.py",
+    "router/simulation/traces.py",
+    "router/tools/capture.py",
+    "router/tools/doctor/http.py",
+    "router/workers/context.py",
+    "router/workers/supervisor.py",
+    "publisher/simulator/http_app.py",
+    "publisher/simulator/stepper.py",
+    "connectors/worker/staged.py",
+    "connectors/worker/staging_rows.py",
+}
+"""Modules with parts that do not mention each other."""
 
 
 BANNED = re.compile(
@@ -266,6 +314,87 @@ def circles(code: list[Module]) -> Iterator[str]:
         yield f"a circle of imports: {', '.join(sorted(imports))}"
 
 
+def separate_parts(code: list[Module]) -> Iterator[str]:
+    """Modules whose parts do not mention each other, in either direction or through a third part."""
+    for module in code:
+        parts_of = _parts(module.tree)
+        if len(parts_of) > 1 and module.path not in SEPARATE:
+            yield f"{module.path}: {' and '.join(parts_of)} do not mention each other; cut it, or list it"
+        elif len(parts_of) < 2 and module.path in SEPARATE:
+            yield f"{module.path}: is listed in SEPARATE, and is in one piece"
+
+
+def _parts(tree: ast.Module) -> list[str]:
+    """The first class or function of each part of a module that has at least ``PART_LINES_MIN`` lines."""
+    defined = [(_defined(node), node) for node in tree.body]
+    place = {name: number for number, (names, _) in enumerate(defined) for name in names}
+    root = list(range(len(defined)))
+
+    def of(number: int) -> int:
+        while root[number] != number:
+            number = root[number]
+        return number
+
+    for number, (names, node) in enumerate(defined):
+        if names:
+            for part in ast.walk(node):
+                # A name, or a quoted annotation.
+                name = part.id if isinstance(part, ast.Name) else getattr(part, "value", None)
+                if isinstance(name, str) and name in place:
+                    root[of(number)] = of(place[name])
+    lines: dict[int, int] = defaultdict(int)
+    first: dict[int, str] = {}
+    for number, (names, node) in enumerate(defined):
+        if isinstance(node, ast.ClassDef) and node.name.endswith(DECLARATIONS):
+            continue
+        if names:
+            lines[of(number)] += (node.end_lineno or 0) - node.lineno + 1
+        if names and not isinstance(node, ast.Assign | ast.AnnAssign):
+            first.setdefault(of(number), names[0])
+    return [name for number, name in first.items() if lines[number] >= PART_LINES_MIN]
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Names that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+    return []
+
+
+def uncalled_overrides(code: list[Module]) -> Iterator[str]:
+    """Methods that override one of a base class and are mentioned by their own class only."""
+    classes = {
+        node.name: (module.path, node)
+        for module in code
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    mentioned: dict[str, set[str]] = defaultdict(set)
+    for module in code:
+        for node in module.tree.body:
+            holder = node.name if isinstance(node, ast.ClassDef) else module.path
+            for part in ast.walk(node):
+                if isinstance(part, ast.Attribute):
+                    mentioned[part.attr].add(holder)
+    for name, (path, node) in classes.items():
+        inherited = {
+            method
+            for base in node.bases
+            if (parent := classes.get(ast.unparse(base).partition("[")[0])) is not None
+            for method in _methods(parent[1])
+        }
+        for part in node.body:
+            if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) or part.name not in inherited:
+                continue
+            if part.name in CALLED_FROM_OUTSIDE or part.name.startswith("__"):
+                continue
+            if mentioned[part.name] <= {name}:
+                yield f"{path}:{part.lineno}: no base class calls {name}.{part.name}, which overrides theirs"
+
+
 def _imported(tree: ast.Module, names: Container[str]) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -286,6 +415,8 @@ def main() -> int:
         *banned_calls(code),
         *lonely_protocols(code, tests),
         *circles(code),
+        *separate_parts(code),
+        *uncalled_overrides(code),
         *dead_code(),
         *parts.faults(),
     ]
