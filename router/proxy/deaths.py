@@ -70,6 +70,7 @@ class Suspects:
         self._stats = stats
         self._by_digest: OrderedDict[bytes, Suspect] = OrderedDict()
         """The one that died last is the last."""
+        self._waiting = 0
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -91,7 +92,16 @@ class Suspects:
             self._by_digest.move_to_end(digest)
         else:
             return False
-        self._stats.suspects_current = len(self._by_digest)
+        self._stats.suspects_current = len(self._by_digest) + self._waiting
+        return True
+
+    def waits(self, bodies: int) -> bool:
+        """So many more bodies wait for a look at their engine, or fewer. Returns whether there is room."""
+        if self._waiting + bodies > _SUSPECTS_MAX:
+            self._stats.suspects_forgotten += bodies
+            return False
+        self._waiting += bodies
+        self._stats.suspects_current = len(self._by_digest) + self._waiting
         return True
 
     def find(self, digest: bytes, now: float, kept_s: float) -> Suspect | None:
@@ -99,13 +109,13 @@ class Suspects:
         suspects = self._by_digest
         while suspects and now - next(iter(suspects.values())).at_s >= kept_s:
             suspects.popitem(last=False)
-        self._stats.suspects_current = len(suspects)
+        self._stats.suspects_current = len(suspects) + self._waiting
         return suspects.get(digest)
 
     def clear(self, digest: bytes) -> None:
         """An engine has answered it, to the end."""
         self._by_digest.pop(digest, None)
-        self._stats.suspects_current = len(self._by_digest)
+        self._stats.suspects_current = len(self._by_digest) + self._waiting
 
 
 class WatchedFleet(Protocol):
@@ -176,13 +186,6 @@ class Deaths:
         """The one after it."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By engine, while there are looks to be had: they go on without the clients."""
-        self._bodies = 0
-        """That wait for looks."""
-
-    @property
-    def active(self) -> bool:
-        """Whether any body may have to be held back."""
-        return self._stats.suspects_current > 0 or self._bodies > 0
 
     def close(self) -> None:
         """End all looks: nothing is known of their engines."""
@@ -200,11 +203,8 @@ class Deaths:
         if self._fleet.leaves(engine_id):
             return None
         look = self._look(engine_id)
-        if digest not in look.bodies:
-            if self._bodies >= _SUSPECTS_MAX:
-                self._stats.suspects_forgotten += 1
-                return look
-            self._bodies += 1
+        if digest not in look.bodies and not self.suspects.waits(1):
+            return look
         look.bodies[digest] = max(sent_s, look.bodies.get(digest, sent_s))
         if look.done.is_set():
             self._settle(engine_id, look)
@@ -219,7 +219,7 @@ class Deaths:
         """An engine has answered this body, to the end."""
         self.suspects.clear(digest)
         for look in self._pending():
-            self._bodies -= look.bodies.pop(digest, None) is not None
+            self.suspects.waits(-(look.bodies.pop(digest, None) is not None))
 
     def restarted(self, digest: bytes, engine_id: str, sent_s: float) -> None:
         """The process that has had this body since ``sent_s`` is gone: another one runs there now, or polls
@@ -307,7 +307,7 @@ class Deaths:
     def _settle(self, engine_id: str, look: _Look) -> None:
         """Note what this look found."""
         bodies, look.bodies = look.bodies, {}
-        self._bodies -= len(bodies)
+        self.suspects.waits(-len(bodies))
         now = self._clock()
         for digest, sent_s in bodies.items() if look.alive is False else ():
             if self.suspects.died(digest, engine_id, now, sent_s):

@@ -142,10 +142,6 @@ class Forwarder:
         self._lines = 0
         self._lines_second = 0
 
-    @property
-    def _suspicious(self) -> bool:
-        return self._deaths is not None and self._deaths.active
-
     def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
         """Set the settings of new requests."""
         self._settings = self._legs.proxy = settings
@@ -163,7 +159,7 @@ class Forwarder:
                 raise
             await self._end_stream(error, out, send)
         deaths = self._deaths
-        if deaths is not None and (out.lost or deaths.active):
+        if deaths is not None and (out.lost or self._stats.suspects_current):
             if out.lost and out.carrier is None and self._settings.suspect_s:
                 # No task waits for the look: an answer that broke off is cut by returning from here.
                 deaths.failed(out.digest(), out.lost, out.asked_s)
@@ -202,7 +198,7 @@ class Forwarder:
             try:
                 placement = await (
                     self._place_again(out, exclude, left, disagg)
-                    if disagg is not None or left or self._suspicious
+                    if disagg is not None or left or self._stats.suspects_current
                     else self._planner.place(out.request, exclude=exclude)
                 )
             except ApiError as error:
@@ -218,7 +214,7 @@ class Forwarder:
             try:
                 outcome = await (
                     self._attempt(placement, out, carrier, None, send)
-                    if disagg is None and out.entry is None and not self._suspicious
+                    if disagg is None and out.entry is None and not self._stats.suspects_current
                     else self._carry_on(placement, out, carrier, send, disagg)
                 )
             except AgainError as again:
@@ -260,7 +256,7 @@ class Forwarder:
     ) -> Attempt:
         """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other. What may have
         ended an engine is held back before it takes a place: to ask that engine takes seconds."""
-        if self._deaths is not None and self._deaths.active:
+        if self._deaths is not None and self._stats.suspects_current:
             await self._deaths.check(out.digest(), self._settings.suspect_s)
         if disagg is not None:
             exclude |= disagg.failed
@@ -281,7 +277,7 @@ class Forwarder:
         try:
             if (
                 self._deaths is not None
-                and self._deaths.active
+                and self._stats.suspects_current
                 and self._deaths.holds(out.digest(), self._settings.suspect_s)
             ):
                 # It may have ended an engine while it waited for its place.

@@ -114,7 +114,7 @@ class ProxyStats(ClientStats):
     suspects_forgotten: Annotated[int, "kvatlas_proxy_suspects_forgotten_total"] = 0
     """Such requests that were forgotten early, as there were too many."""
     suspects_current: Annotated[int, "kvatlas_proxy_suspects"] = 0
-    """Such requests that are remembered now (`proxy.suspect_s`)."""
+    """Such requests that are remembered now (`proxy.suspect_s`), and those whose engine is looked at."""
     suspects_refused: Annotated[dict[str, int], "kvatlas_proxy_suspects_refused_total{reason}"] = (
         msgspec.field(default_factory=dict)
     )

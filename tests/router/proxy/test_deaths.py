@@ -197,7 +197,7 @@ async def test_an_answer_that_breaks_off_is_cut_before_its_engine_is_looked_at(s
         assert rig.app.deaths is not None
         got = await ask(rig, body("poison", stream=stream))
         assert (got.status, got.whole) == (200, stream)
-        assert (rig.app.deaths.active, rig.stats.suspects_noted) == (True, 0)
+        assert (rig.stats.suspects_current, rig.stats.suspects_noted) == (1, 0)
         first.server.close()
         # What comes meanwhile waits for the look.
         got = await ask(rig, body("poison", stream=stream))
@@ -484,7 +484,7 @@ async def test_all_that_an_engine_died_with_share_the_looks_and_no_look_from_bef
     looks = Looks()
     early = await looks.ended(*range(500))
     late = await looks.ended(*range(500, 1000))
-    assert (len(looks.asked), looks.deaths.active) == (1, True)
+    assert (len(looks.asked), looks.stats.suspects_current) == (1, 1000)
     await looks.said(0, first)
     if first is not False:
         await looks.said(1, False)
@@ -515,7 +515,7 @@ async def test_a_request_answered_during_a_look_is_no_suspect() -> None:
     looks = Looks()
     await looks.ended(1)
     looks.deaths.cleared(b"1")
-    assert not looks.deaths.active
+    assert looks.stats.suspects_current == 0
     await looks.said(0, False)
     assert looks.stats.suspects_noted == 0
 
@@ -535,7 +535,7 @@ async def test_the_looks_end_with_the_router() -> None:
     later = await looks.ended(3)
     looks.deaths.close()
     assert await asyncio.gather(*waits, *later) == [False] * 3
-    assert (looks.deaths.active, looks.stats.suspects_noted) == (False, 0)
+    assert (looks.stats.suspects_current, looks.stats.suspects_noted) == (0, 0)
 
 
 async def test_our_own_limits_make_no_request_a_suspect() -> None:
