@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,8 +21,9 @@ import openai
 import pytest
 import zmq
 
+from tests.support.paths import ROOT
 from tests.support.ports import free_ports
-from tests.support.waiting import WAIT_S, wait_until
+from tests.support.waiting import PATIENCE_MAX, WAIT_S, wait_until
 from tests.vllm.observed_fleet import BLOCK_TOKENS, EventTap, Fleet, running
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
@@ -33,9 +34,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 NUM_GPU_BLOCKS = 400
 PREFIX_TOKENS = 16 * BLOCK_TOKENS
 LEASE_S = 20
-"""Of all prefill engines here: as short as loaded machines allow, since a test waits until it is over. Half
-of it is margin: prompts are computed, and engines that never met know each other, in less than that."""
-SPLITS_TRIED = 3
+"""Of all prefill engines here: as short as loaded machines allow, since a test waits until it is over. Prompts
+are computed, and engines that never met know each other, in two thirds of it; the rest is margin."""
+SPLITS_TRIED = 8
+LONG_TOKENS = 40
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 3}
 FREE_CHOICE = (
     *("--set", f"pd.lease_s={LEASE_S}"),
@@ -126,8 +128,10 @@ def _engine(python: str, model: Path, log: Path, role: str) -> VllmEngine:
         extra_args=(
             *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
             *("--max-num-batched-tokens", "512", "--kv-transfer-config", json.dumps(transfer)),
+            *("--logits-processors", "tests.vllm.held_steps:HeldSteps"),
         ),
         environment={
+            "PYTHONPATH": str(ROOT),
             "UCX_TLS": "tcp,self,sysv,posix,cma",
             "UCX_NET_DEVICES": "lo",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -329,6 +333,20 @@ def test_a_prefill_engine_that_dies_costs_no_answer(apart: Apart) -> None:
     apart.split_prompt(10, 100, **ASKED)
 
 
+@contextmanager
+def _held(folder: Path) -> Iterator[dict[str, Any]]:
+    """Fields of a streamed answer that is not over before the block is: its engine stands still meanwhile."""
+    file = folder / "held"
+    file.touch()
+    try:
+        yield {
+            "max_tokens": LONG_TOKENS,
+            "extra_body": {"ignore_eos": True, "vllm_xargs": {"hold_while": str(file)}},
+        }
+    finally:
+        file.unlink()
+
+
 class Watched(NamedTuple):
     """The same prefill engine before two decode engines, each by a way that the test watches."""
 
@@ -380,11 +398,13 @@ class Watched(NamedTuple):
 
     def wait_until_free(self) -> None:
         """Block until the prefill engine keeps no blocks for anybody; it counts while it works only."""
-        deadline_s = time.monotonic() + 3 * LEASE_S
         with self.apart.client(self.apart.prefill.base_url) as client:
-            while _figure(self.apart.prefill.base_url, "vllm:kv_cache_usage_perc"):
-                assert time.monotonic() < deadline_s, "the prefill engine still keeps blocks"
+
+            def free() -> bool:
                 client.completions.create(model="tiny", prompt=[5] * 40, max_tokens=1)
+                return not _figure(self.apart.prefill.base_url, "vllm:kv_cache_usage_perc")
+
+            wait_until(free, "the prefill engine keeps no blocks", wait_s=WAIT_S + LEASE_S)
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +489,9 @@ def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool)
     assert split == 1 + spent
 
 
-def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched: Watched) -> None:
+def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(
+    watched: Watched, tmp_path: Path
+) -> None:
     """The client has had a part of it, so no other engine can answer: it gets an error. Nothing stays held,
     and the next request goes to the other decode engine."""
     watched.all_up()
@@ -477,19 +499,14 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched:
     prompt, _ = watched.warmed(40, 100)
     split, broken = (f"kvatlas_{name}_total" for name in ("pd_split", "proxy_streams_broken"))
     splits, breaks = watched.router.metric(split), watched.router.metric(broken)
-    endless: dict[str, Any] = {"max_tokens": 1200, "extra_body": {"ignore_eos": True}}
-    for _, _, way in watched.decode.values():
-        way.events_max = 20
-    with watched.apart.client(watched.router.base_url) as client:
-        stream = client.completions.create(model="tiny", prompt=prompt, stream=True, **endless)
+    with _held(tmp_path) as long, watched.apart.client(watched.router.base_url) as client:
+        stream = client.completions.create(model="tiny", prompt=prompt, stream=True, **long)
         next(stream)
         doomed = stream.response.headers["x-kvatlas-engine"]
         watched.kill(doomed)
         with pytest.raises(openai.APIError, match="before its answer was complete"):
             for _ in stream:
                 pass
-    for _, _, way in watched.decode.values():
-        way.events_max = None
     assert (watched.router.metric(split), watched.router.metric(broken)) == (splits + 1, breaks + 1)
     watched.wait_until_free()
     engine, answer = watched.ask(later)
@@ -497,38 +514,44 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched:
     assert engine != doomed
 
 
-def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(watched: Watched) -> None:
+def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(
+    watched: Watched, tmp_path: Path
+) -> None:
     """vLLM ends what it has with 200 and ``abort``: whole answers come from another engine, streams that had
     text end with an error."""
     watched.all_up()
-    long: dict[str, Any] = {"max_tokens": 1200, "extra_body": {"ignore_eos": True}}
     answering: queue.Queue[str] = queue.Queue()
 
-    def whole(number: int) -> list[str]:
+    def whole(number: int, _held: dict[str, Any]) -> list[str]:
+        more = {"max_tokens": LONG_TOKENS, "extra_body": {"ignore_eos": True}}
         with watched.apart.client(watched.router.base_url) as client:
-            answer = client.completions.create(model="tiny", prompt=[number + 10] * 40, **long)
+            answer = client.completions.create(model="tiny", prompt=[number + 10] * 40, **more)
         return [answer.choices[0].finish_reason]
 
-    def stream(number: int) -> list[str]:
+    def stream(number: int, asked: dict[str, Any]) -> list[str]:
         messages: Any = [{"role": "user", "content": f"{number} gado lime tovu"}]
         reasons: list[str] = []
         with watched.apart.client(watched.router.base_url) as client:
-            pieces = client.chat.completions.create(model="tiny", messages=messages, stream=True, **long)
-            answering.put(pieces.response.headers["x-kvatlas-engine"])
+            pieces = client.chat.completions.create(model="tiny", messages=messages, stream=True, **asked)
             with suppress(openai.APIError):
-                reasons.extend(piece.choices[0].finish_reason or "" for piece in pieces)
+                for piece in pieces:
+                    answering.put(pieces.response.headers["x-kvatlas-engine"])
+                    reasons.append(piece.choices[0].finish_reason or "")
         return reasons
 
     failures = partial(_figure, watched.router.ops_url, "kvatlas_proxy_engine_failures_total")
     before = failures()
 
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, number) for number in range(4) for ask in (whole, stream)]
-        # Not by the engine's own page: an API server that is behind with its streams answers nothing else.
-        url = answering.get(timeout=WAIT_S)
-        engine, _, way = watched.decode[url]
+        with _held(tmp_path) as long:
+            asked = [pool.submit(ask, number, long) for number in range(4) for ask in (whole, stream)]
+            url = answering.get(timeout=WAIT_S * PATIENCE_MAX)
+            engine, _, way = watched.decode[url]
+            engine.terminate_core()
+        engine.wait_for_log("EngineCore: request processing complete")
         engine.stop()
         way.close()
         reasons = {reason for one in asked for reason in one.result()}
+    assert "aborting in-flight requests" in engine.log.read_text(errors="replace")
     assert reasons <= {"length", ""}, reasons
     assert failures() > before, f"{url} had nothing to end"

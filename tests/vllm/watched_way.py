@@ -19,9 +19,7 @@ _PIECE_BYTES = 1 << 16
 class Way:
     """``url`` leads to ``server`` (``http://127.0.0.1:PORT``) while the way is open. ``asked`` is called once
     a request with ``mark`` in its body has been passed on, ``answered`` once the server has begun to answer
-    it and before that is passed on; each once, by another thread. After ``events_max`` events of a stream, or
-    a few more, the rest is held back until ``close``: a test that interrupts an answer then does not depend
-    on the engine's speed."""
+    it and before that is passed on; each once, by another thread."""
 
     def __init__(self, server: str, mark: bytes) -> None:
         port = free_port()
@@ -29,8 +27,6 @@ class Way:
         self.server = server
         self.asked: Callable[[], None] | None = None
         self.answered: Callable[[], None] | None = None
-        self.events_max: int | None = None
-        self._closed = threading.Event()
         self._mark = mark
         self._here = "127.0.0.1", port
         self._there = "127.0.0.1", int(server.rpartition(":")[2])
@@ -40,7 +36,6 @@ class Way:
     def open(self) -> None:
         """Listen; a second call does nothing."""
         if self._listener is None:
-            self._closed.clear()
             self._listener = socket.create_server(self._here)
             threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
@@ -54,7 +49,6 @@ class Way:
         for one in list(self._open):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-        self._closed.set()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -93,16 +87,12 @@ class Way:
         self, there: socket.socket, here: socket.socket, marked: threading.Event, asking: threading.Lock
     ) -> None:
         with _ending(here), contextlib.suppress(OSError):
-            events = 0
             while piece := there.recv(_PIECE_BYTES):
                 if marked.is_set() and self.answered is not None:
                     then, self.answered = self.answered, None
                     then()
                 with asking:  # an answer is not quicker than what is to happen once its request was passed on
                     here.sendall(piece)
-                events += piece.count(b"data: ")
-                if self.events_max is not None and events >= self.events_max:
-                    self._closed.wait()
 
 
 @contextlib.contextmanager
