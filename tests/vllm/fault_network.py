@@ -33,6 +33,8 @@ class FaultyNetwork:
         self.fates: dict[str, int] = {}
         """How often what happened."""
         self._rng = random.Random(seed)
+        self._deck: list[str] = []
+        """Fates of the next requests for replay: each comes in turn, as there are few of them."""
         self._behind = events, replay
         self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
         self._context = zmq.asyncio.Context()
@@ -84,8 +86,15 @@ class FaultyNetwork:
         task = asyncio.create_task(work)
         self._tasks.add(task)
 
-    def _fate(self, fates: tuple[str, ...]) -> str:
-        fate = "pass" if self.calm else self._rng.choice(fates)
+    def _live_fate(self) -> str:
+        return self._noted("pass" if self.calm else self._rng.choice(LIVE_FATES))
+
+    def _replay_fate(self) -> str:
+        if not self._deck:
+            self._deck = self._rng.sample(REPLAY_FATES, len(REPLAY_FATES))
+        return self._noted("pass" if self.calm else self._deck.pop())
+
+    def _noted(self, fate: str) -> str:
         self.fates[fate] = self.fates.get(fate, 0) + 1
         return fate
 
@@ -93,7 +102,7 @@ class FaultyNetwork:
         overtaken: list[list[bytes]] = []
         while True:
             message = await heard.recv_multipart()
-            match self._fate(LIVE_FATES):
+            match self._live_fate():
                 case "drop":
                     continue
                 case "overtaken":
@@ -113,7 +122,7 @@ class FaultyNetwork:
             self._spawn(self._answer(router, peer, request))
 
     async def _answer(self, router: zmq.asyncio.Socket, peer: bytes, request: list[bytes]) -> None:
-        fate, rng = self._fate(REPLAY_FATES), self._rng
+        fate, rng = self._replay_fate(), self._rng
         if fate == "silent":
             return
         answer = await self._asked(request)

@@ -28,7 +28,7 @@ from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
 
 BLOCK_TOKENS = 32
-_EVENT_DEADLINE_MS = 20_000
+_EVENT_DEADLINE_MS = 60_000
 _BARRIERS_MAX = 3
 """A connector may leave a block out, while it has much to store."""
 

@@ -18,8 +18,8 @@ from typing import Any, Self
 from tests.support.paths import ROOT
 from tests.support.ports import free_ports
 
-_START_DEADLINE_S = 60.0
-_STOP_DEADLINE_S = 20.0
+_START_DEADLINE_S = 240.0
+_STOP_DEADLINE_S = 120.0
 _POLL_INTERVAL_S = 0.01
 
 
@@ -93,7 +93,7 @@ class RouterProcess:
         finally:
             self._process.send_signal(signal.SIGCONT)
 
-    def wait_until_seen(self, engine_id: str, seq: int, *, deadline_s: float = 20.0) -> None:
+    def wait_until_seen(self, engine_id: str, seq: int, *, deadline_s: float = 120.0) -> None:
         """Block until the router has applied batch ``seq`` of this engine."""
 
         def seen() -> bool:
@@ -103,7 +103,7 @@ class RouterProcess:
 
         self._wait(seen, f"batch {seq} of {engine_id} to be applied", deadline_s)
 
-    def wait_until_up(self, engine_id: str, *, deadline_s: float = 60.0) -> None:
+    def wait_until_up(self, engine_id: str, *, deadline_s: float = 240.0) -> None:
         """Block until the router knows that this engine answers, and gives it requests."""
 
         def up() -> bool:

@@ -16,6 +16,7 @@ from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+PATIENT = ("--timeout", "60")
 ENGINE_ARGS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
 
 
@@ -47,7 +48,7 @@ def doctor(*arguments: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
 
 
 def test_a_stock_engine_is_found_exact(engine: VllmEngine, tiny_model: Path) -> None:
-    status, found = doctor("--engine", engine.base_url, "--tokenizer", str(tiny_model), "--probe")
+    status, found = doctor("--engine", engine.base_url, "--tokenizer", str(tiny_model), "--probe", *PATIENT)
     print(json.dumps(found, indent=1))
     bad = [f for told in found.values() for f in told if f["severity"] in {"warning", "error"}]
     assert bad == []

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +44,6 @@ def scene(
         yield request.param, fleet, engine
 
 
-def added(engine: VllmEngine) -> int:
-    """Prompts that the API server has sent to its scheduler, in the order of these lines of its log
-    (``AsyncLLM._add_request``, vLLM 0.32 and 0.33)."""
-    return engine.log.read_bytes().count(b"Added request ")
-
-
-@contextmanager
-def scheduler_paused(engine: VllmEngine) -> Iterator[None]:
-    """Prompts wait in the scheduler meanwhile. What resumes it goes the same way as they did, so all of them
-    are there when it chooses the first one, however slow the machine is."""
-
-    def post(path: str) -> None:
-        with urllib.request.urlopen(urllib.request.Request(engine.base_url + path, b"", method="POST")):
-            pass
-
-    post("/pause?mode=keep")
-    try:
-        yield
-    finally:
-        post("/resume")
-
-
 def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goes_by_priority(
     scene: tuple[str, Fleet, VllmEngine], anthropic: Any
 ) -> None:
@@ -101,7 +77,7 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
     for make in asks.values():  # clients and engine load what they need for each API
         make()
     fleet.settle(engine.base_url)
-    before, computed_before = added(engine), len(tap.firsts)
+    before, computed_before = engine.added, len(tap.firsts)
     threads: list[threading.Thread] = []
 
     def start(name: str, make: Callable[[], Any]) -> None:
@@ -109,9 +85,9 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
         threads.append(threading.Thread(target=ask, args=(name, make)))
         threads[-1].start()
         arrived = before + len(threads)
-        wait_until(lambda: failed or added(engine) == arrived, lambda: f"{name} arrives\n{engine.log_tail()}")
+        wait_until(lambda: failed or engine.added == arrived, lambda: f"{name} arrives\n{engine.log_tail()}")
 
-    with scheduler_paused(engine):
+    with engine.paused():
         start("long", lambda: api.completions.create(model="tiny", prompt=long, max_tokens=1))
         for name, make in asks.items():
             start(name, make)

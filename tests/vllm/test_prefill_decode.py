@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 NUM_GPU_BLOCKS = 400
 PREFIX_TOKENS = 16 * BLOCK_TOKENS
 LEASE_S = 20
-"""Of all prefill engines here: as short as loaded machines allow, since a test waits until it is over. Prompts
+"""Of all prefill engines here: as short as loaded machines allow, since tests wait until it is over. Prompts
 are computed, and engines that never met know each other, in two thirds of it; the rest is margin."""
 SPLITS_TRIED = 8
 LONG_TOKENS = 40

@@ -216,6 +216,26 @@ class VllmEngine(VllmServer):
             "buffer_steps": self._buffer_steps,
         }
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Prompts wait in the scheduler meanwhile. What resumes it goes the same way as they did, so all that
+        ``added`` counts are there when it chooses the first one, however slow the machine is."""
+        self._post("/pause?mode=keep")
+        try:
+            yield
+        finally:
+            self._post("/resume")
+
+    @property
+    def added(self) -> int:
+        """Prompts that the API server has sent to its scheduler, by its log (``AsyncLLM._add_request``, vLLM
+        0.32 and 0.33). Needs ``--enable-log-requests``."""
+        return self.log.read_bytes().count(b"Added request ")
+
+    def _post(self, path: str) -> None:
+        with urllib.request.urlopen(urllib.request.Request(self.base_url + path, b"", method="POST")):
+            pass
+
 
 def answers(url: str) -> bool:
     """Whether it says 200."""

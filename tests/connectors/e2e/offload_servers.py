@@ -10,7 +10,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.connectors.e2e.shared_servers import metric
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until as until
 from tests.vllm.vllm_engine import VllmEngine
@@ -33,6 +32,7 @@ def server(model: Path, folder: Path, connector: str, module: str, **extra: Any)
         "kv_connector_extra_config": {"host_bytes": "64MiB", "pinned_source_blocks_max": 0.3, **extra},
     }
     arguments = (
+        "--enable-log-requests",
         "--max-num-batched-tokens",
         "256",
         "--block-size",
@@ -54,7 +54,8 @@ def server(model: Path, folder: Path, connector: str, module: str, **extra: Any)
 
 
 def forget(base_url: str, *, connector: bool = False) -> None:
-    """Drop the GPU's prefix cache (refused while stores still read from it), and the host tier on demand."""
+    """Drop the GPU's prefix cache, and the host tier on demand, when all stores have ended: vLLM refuses it
+    while they read blocks."""
     url = f"{base_url}/reset_prefix_cache" + ("?reset_external=true" if connector else "")
 
     def done() -> bool:
@@ -63,18 +64,6 @@ def forget(base_url: str, *, connector: bool = False) -> None:
             return bool(json.load(response)["success"])
 
     until(done, "the prefix cache is empty")
-
-
-def settled(base_url: str) -> None:
-    """Wait until a step has reported that nothing more is being stored."""
-    seen = -1.0
-
-    def still() -> bool:
-        nonlocal seen
-        before, seen = seen, metric(base_url, "blocks_stored")
-        return before == seen
-
-    until(still, "stores have ended")
 
 
 def preemptions(base_url: str) -> float:

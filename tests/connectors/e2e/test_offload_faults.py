@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
-from tests.connectors.e2e.offload_servers import forget, prompt, server, settled
+from tests.connectors.e2e.offload_servers import forget, prompt, server
 from tests.connectors.e2e.shared_servers import complete, metric, same
 from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
@@ -65,7 +65,6 @@ def test_one_spoilt_group_shows(faulty: tuple[str, Callable[..., None]], group: 
     url, control = faulty
     asked = prompt(20 + group, 513)
     cold = complete(url, asked)
-    settled(url)
     forget(url)
     control(direction="load", mode="zero", group=group)
     spoilt = complete(url, asked)
@@ -77,7 +76,6 @@ def test_failed_loads_end_in_computing(faulty: tuple[str, Callable[..., None]]) 
     url, control = faulty
     asked = [prompt(40 + i, 400 + 30 * i) for i in range(6)]
     cold = [complete(url, one) for one in asked]
-    settled(url)
     forget(url)
     control(direction="load", mode="fail")
     failed = metric(url, "jobs", direction="load", result="failed")
@@ -92,12 +90,10 @@ def test_loads_work_again_after_they_failed(faulty: tuple[str, Callable[..., Non
     url, control = faulty
     asked = prompt(50, 700)
     cold = complete(url, asked)
-    settled(url)
     forget(url)
     control(direction="load", mode="fail")
     assert same(cold, complete(url, asked))
     control()
-    settled(url)
     forget(url)
     again = complete(url, asked)
     assert again["cached"] > 0

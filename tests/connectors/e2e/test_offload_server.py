@@ -16,9 +16,11 @@ import pytest
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 
-from tests.connectors.e2e.offload_servers import forget, preemptions, prompt, server, settled
+from tests.connectors.e2e.offload_servers import forget, preemptions, prompt, server
 from tests.connectors.e2e.shared_servers import complete, metric, same, same_but_for_rounding
+from tests.support.waiting import wait_until as until
 from tests.vllm.tiny_model import write_tiny_model
+from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -31,11 +33,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("offload")
     with server(model, folder, "HybridOffloadConnector", "kvatlas.connectors.offload") as engine:
         complete(engine.base_url, prompt(99, 40))
-        yield engine.base_url
+        yield engine
+
+
+@pytest.fixture
+def url(engine: VllmEngine) -> str:
+    return engine.base_url
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -44,7 +51,6 @@ def test_after_the_gpu_forgot(url: str, tokens: int) -> None:
     asked = prompt(10_000 + tokens, tokens)  # of no other test of this server
     cold = complete(url, asked)
     warm = complete(url, asked)
-    settled(url)
     forget(url)
     hits = metric(url, "hit_tokens")
     loaded = complete(url, asked)
@@ -59,10 +65,8 @@ def test_the_next_turn_loads_the_one_before(url: str) -> None:
     turn = prompt(7, 640)
     following = [*turn, *prompt(8, 200)]
     reference = complete(url, following)
-    settled(url)
     forget(url, connector=True)
     complete(url, turn)
-    settled(url)
     forget(url)
     loaded = complete(url, following)
     assert 600 <= loaded["cached"] <= 640
@@ -83,15 +87,16 @@ def test_after_other_prompts_took_the_gpu_blocks(url: str) -> None:
 def test_a_reset_that_names_the_connector_empties_the_host_too(url: str) -> None:
     asked = prompt(12, 300)
     cold = complete(url, asked)
-    settled(url)
     forget(url, connector=True)
     hits = metric(url, "hit_tokens")
     assert same(cold, complete(url, asked))
     assert metric(url, "hit_tokens") == hits
 
 
-def test_a_hundred_and_twenty_together_in_a_pool_for_three(url: str) -> None:
-    """Five beginnings, every request asked three times in random order: preemptions, evictions, loads."""
+def test_a_hundred_and_twenty_together_in_a_pool_for_three(engine: VllmEngine) -> None:
+    """Five beginnings, every request asked three times in random order: preemptions, evictions, loads. All
+    are there before the first one is scheduled."""
+    url = engine.base_url
     rng = random.Random(5)
     shared_prefixes = [prompt(2000 + seed, 640) for seed in range(5)]
     asked = [
@@ -99,13 +104,16 @@ def test_a_hundred_and_twenty_together_in_a_pool_for_three(url: str) -> None:
         for i, shared_prefix in enumerate(shared_prefixes * 8)
     ]
     reference = [complete(url, one, max_tokens=12) for one in asked]
-    settled(url)
     forget(url)
     hits, preempted = metric(url, "hit_tokens"), preemptions(url)
     order = [i for i in range(len(asked)) for _ in range(3)]
     rng.shuffle(order)
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
-        answers = list(pool.map(lambda i: complete(url, asked[i], max_tokens=12), order))
+        with engine.paused():
+            arrived = engine.added + len(order)
+            answering = pool.map(lambda i: complete(url, asked[i], max_tokens=12), order)
+            until(lambda: engine.added == arrived, "all requests wait", wait_s=300)
+        answers = list(answering)
     wrong = [
         i for i, answer in zip(order, answers, strict=True) if not same_but_for_rounding(reference[i], answer)
     ]
