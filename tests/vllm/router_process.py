@@ -101,7 +101,11 @@ class RouterProcess:
             last_seq = states[engine_id]["last_seq"]
             return last_seq is not None and last_seq >= seq
 
-        self._wait(seen, f"batch {seq} of {engine_id} to be applied", deadline_s)
+        try:
+            self._wait(seen, f"batch {seq} of {engine_id} to be applied", deadline_s)
+        except RuntimeError as error:
+            error.add_note(str(self.engines()))
+            raise
 
     def wait_until_up(self, engine_id: str, *, deadline_s: float = 240.0) -> None:
         """Block until the router knows that this engine answers, and gives it requests."""

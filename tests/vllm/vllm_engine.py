@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -22,7 +21,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support.ports import free_ports
-from tests.support.waiting import wait_until
 from tests.vllm.forked import Forked, popen
 
 START_DEADLINE_S = 600.0
@@ -135,17 +133,6 @@ class VllmServer:
         if process is not None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-    def terminate_core(self) -> None:
-        """SIGTERM to the engine core alone, and wait until it knows: it aborts all requests at the end of its
-        step. A signal to all processes ends its worker within the step, and by luck nothing is aborted."""
-        (core,) = set(re.findall(rb"\(EngineCore pid=(\d+)\)", self.log.read_bytes()))
-        os.kill(int(core), signal.SIGTERM)
-        self.wait_for_log("EngineCore: trigger received signal=SIGTERM")
-
-    def wait_for_log(self, words: str) -> None:
-        """Block until the log has these words."""
-        wait_until(lambda: words.encode() in self.log.read_bytes(), lambda: f"{words}\n{self.log_tail()}")
 
     def log_tail(self) -> str:
         """The last lines the server wrote."""
