@@ -519,8 +519,8 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(
 def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(
     watched: Watched, tmp_path: Path
 ) -> None:
-    """vLLM ends what it has with 200 and ``abort``, or is gone before it does: whole answers come from another
-    engine, streams that had text end with an error."""
+    """vLLM ends what it has with 200 and ``abort``, or is gone before it does: whole answers come from
+    another engine, streams that had text end with an error."""
     watched.all_up()
     answering: queue.Queue[str] = queue.Queue()
 
