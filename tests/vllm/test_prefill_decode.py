@@ -525,7 +525,7 @@ def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(
     answering: queue.Queue[str] = queue.Queue()
 
     def whole(number: int, _held: dict[str, Any]) -> list[str]:
-        more = {"max_tokens": LONG_TOKENS, "extra_body": {"ignore_eos": True}}
+        more: dict[str, Any] = {"max_tokens": LONG_TOKENS, "extra_body": {"ignore_eos": True}}
         with watched.apart.client(watched.router.base_url) as client:
             answer = client.completions.create(model="tiny", prompt=[number + 10] * 40, **more)
         return [answer.choices[0].finish_reason]

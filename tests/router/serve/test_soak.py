@@ -91,7 +91,10 @@ class Soak:
             self.routers.append(Serving(own, workers))
         self.secrets: dict[str, set[str]] = {}
         """Latest prompts that begin with something unique, and the tenants that sent them."""
+        self.held: set[str] = set()
+        """Of these: an engine has answered one, so it holds the prompt of that tenant."""
         self.unseen = 0
+        """Answers to prompts that were held for other tenants."""
         self.responses: dict[str, str] = {}
         """Tenants by the ids of their latest responses."""
         self.looked = 0
@@ -155,21 +158,24 @@ class Soak:
         if kind < 0.1:
             return "responses", {**body, "stream": False, "input": text, "max_output_tokens": tokens}
         body["max_tokens"] = tokens
-        if kind < 0.15:
+        if kind < 0.2:
             text, body["stream"] = self.new_to(tenant), False
             return "chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
-        if kind < 0.25:
+        if kind < 0.3:
             return "completions", {**body, "prompt": [text, f"{tenant} {text}"]}
         return "chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
 
     def new_to(self, tenant: str) -> str:
-        """A text that this tenant has not sent before, though another may have."""
-        others = [text for text, senders in self.secrets.items() if tenant not in senders]
-        text = self.rng.choice(others or [""])
-        if not text or self.rng.random() < 0.3:
-            text = f"{self.rng.getrandbits(64)} " + TEXT * 20
+        """A text that no engine has had from this tenant, and if possible one has from another."""
+        new = [text for text, senders in self.secrets.items() if tenant not in senders]
+        held = [text for text in new if text in self.held]
+        if not new or (not held and self.rng.random() < 0.1):
             if len(self.secrets) >= SECRETS_MAX:
-                del self.secrets[next(iter(self.secrets))]
+                oldest = next(iter(self.secrets))
+                del self.secrets[oldest]
+                self.held.discard(oldest)
+            new = [f"{self.rng.getrandbits(64)} " + TEXT * 20]
+        text = self.rng.choice(held or new)
         self.secrets.setdefault(text, set()).add(tenant)
         return text
 
@@ -200,25 +206,32 @@ class Soak:
             code = str(msgspec.json.decode(raw)["error"]["code"])
             if (REFUSALS | FAULTS).get(code) != answer.status:
                 self.faults.append(f"{answer.status} {code} {raw[:200]!r}")
+            if code in REFUSALS and "messages" in body:
+                self.secrets.get(body["messages"][0]["content"], set()).discard(tenant)
             await asyncio.sleep(0.02)  # a client that is refused does not ask again at once
         elif body["stream"] and not raw.rstrip().endswith(b"data: [DONE]"):
             code = "engine_stream_broken"
             if code.encode() not in raw:
                 self.faults.append(f"a stream ended with {raw[-200:]!r}")
-        elif path == "responses":
-            if len(self.responses) >= RESPONSES_MAX:
-                del self.responses[next(iter(self.responses))]
-            self.responses[msgspec.json.decode(raw)["id"]] = tenant
-        elif path == "chat/completions" and body["messages"][0]["content"] in self.secrets:
-            self.unseen += 1
-            cached = msgspec.json.decode(raw)["usage"]["prompt_tokens_details"]["cached_tokens"]
-            if cached:
-                self.faults.append(f"{tenant} hit {cached} tokens of another tenant: {raw[:300]!r}")
+        elif not body["stream"]:
+            self.answered(path, body, msgspec.json.decode(raw), tenant)
         if ABORTED.search(raw) and code != "engine_stream_broken":
             self.faults.append(f"an engine's abort was passed on: {raw[-300:]!r}")
         if WRONG in raw:
             self.faults.append(f"an answer of other KV: {raw[:300]!r}")
         self.outcomes[answer.status, code] += 1
+
+    def answered(self, path: str, body: Any, answer: Any, tenant: str) -> None:
+        if path == "responses":
+            if len(self.responses) >= RESPONSES_MAX:
+                del self.responses[next(iter(self.responses))]
+            self.responses[answer["id"]] = tenant
+        elif path == "chat/completions" and (text := body["messages"][0]["content"]) in self.secrets:
+            self.unseen += text in self.held
+            self.held.add(text)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if cached:
+                self.faults.append(f"{tenant} hit {cached} tokens of another tenant: {answer}")
 
     async def trouble(self, end: float) -> None:
         """Stops an engine for a while, or ends it, and starts it again at the same address or another one
@@ -305,8 +318,8 @@ async def soaked(tmp_path: Path, routers: int, workers: int) -> None:
     print(
         f"{SECONDS:.0f} s, {routers} routers of {workers} workers, {soak.kills} kills, "
         f"{soak.terminations} terminations, {soak.stops} stops, {soak.reloads} reloads, {pulls:.0f} pulls, "
-        f"{lookups:.0f} look-ups in Redis, {soak.looked} looks, {soak.unseen} prompts new to a tenant: "
-        f"{dict(soak.outcomes)}"
+        f"{lookups:.0f} look-ups in Redis, {soak.looked} looks, {soak.unseen} prompts held for another "
+        f"tenant: {dict(soak.outcomes)}"
     )
     assert soak.faults == []
     assert (statuses, refused) == ([0] * routers, 0), [router.log[-5000:] for router in soak.routers]
