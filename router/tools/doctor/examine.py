@@ -339,7 +339,17 @@ class _Examination:
 
         card = next(card for card in engine.server.models if card.id == model)
         proof = SaltProof()
-        prover = SaltProver(ask, model, engine.kind, block_tokens=None, tokens_max=card.max_model_len)
+        stated = engine.server.server_info
+        if stated is None:
+            stated = read_statement(engine.server.metrics_answer.body, rank)
+        prover = SaltProver(
+            ask,
+            model,
+            engine.kind,
+            block_tokens=None if stated is None else stated.attention_block_size,
+            tokens_max=card.max_model_len,
+            caches=stated is None or stated.caches_prefixes is not False,
+        )
         await prover.prove(proof)
         return {path: why for path, why in proof.doubts.items() if path != COMPLETION}
 
