@@ -188,6 +188,13 @@ def test_odd_urlencoded_forms_are_refused(body: bytes) -> None:
     assert refused(body, URLENCODED)
 
 
+def test_a_value_is_escaped_where_the_form_is_urlencoded_alone() -> None:
+    for body, kind, written in ((PLAIN, KIND, b"a b/c%"), (b"model=m", URLENCODED, b"a+b%2Fc%25")):
+        changed = at_once(read(body, kind).with_value("model", "a b/c%"))
+        assert written in changed
+        assert read(changed, kind).look().model == "a b/c%"
+
+
 def test_a_form_may_have_as_many_fields_as_are_allowed() -> None:
     names = [b"f%d=v" % number for number in range(FIELDS_MAX)]
     assert len(read(b"&".join(names), URLENCODED).fields) == FIELDS_MAX
