@@ -52,7 +52,7 @@ def test_status_code_and_the_time_to_come_back(
         (400, b'{"error":{"message":"%b"}}' % (b"x" * 2000), (400, "x" * 1000)),
     ],
 )
-def test_a_refusal_of_the_engine_that_was_to_go_on_is_told(
+def test_a_refusal_of_the_engine_that_was_to_go_on_has_its_words(
     status: int, body: bytes, expected: tuple[int, str]
 ) -> None:
     error = engine_refused(status, body)
