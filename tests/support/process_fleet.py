@@ -31,7 +31,7 @@ QUICK = EngineSettings(
     decode_s_per_token=1e-4,
     max_num_batched_tokens=2048,
 )
-LEASE_S = 2.0
+LEASE_S = 3.0
 SETTINGS = (f"index.lease_s={LEASE_S}", "index.lookup_timeout_s=0.25")
 """Short leases; a long look-up deadline, as the machines that run tests are slow and crowded."""
 
