@@ -101,6 +101,11 @@ async def test_a_replica_that_slept_past_its_leases_cannot_write(server: AnyServ
     """While it sleeps the other takes everything; on waking both believe that they hold leases."""
     async with fleet(server.url) as made:
         sleeper, waker = made.members
+
+        async def shared() -> bool:
+            return set((await made.holders()).values()) == {sleeper.name, waker.name}
+
+        await until(shared, "each replica has its share")
         theirs = {e for e, holder in (await made.holders()).items() if holder == sleeper.name}
         assert theirs
         sleeper.signal(signal.SIGSTOP)
@@ -113,9 +118,6 @@ async def test_a_replica_that_slept_past_its_leases_cannot_write(server: AnyServ
 
         await until(noticed, "the sleeper drops its engines")
         await recovered(made)
-
-        async def shared() -> bool:
-            return set((await made.holders()).values()) == {sleeper.name, waker.name}
 
         await until(shared, "the sleeper gets its share again")
 
