@@ -83,7 +83,11 @@ async def test_the_server_forgets_everything_while_it_runs(server: AnyServer) ->
 async def test_a_replica_killed_with_its_leases(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         victim = made.members[0]
-        assert victim.name in (await made.holders()).values()
+
+        async def holds() -> bool:
+            return victim.name in (await made.holders()).values()
+
+        await until(holds, "the replica has its share")
         victim.kill()
         await recovered(made, {made.members[1].name})
         assert made.clients.retried > 0
