@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +13,20 @@ from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.feeds.subscriber import Feed
+from kvatlas.router.index.model import FleetResidency
 from tests.support.paths import ROOT
 from tests.support.waiting import until
 from tests.vllm.vllm_engine import VllmEngine
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def plugin_path(directory: Path) -> Path:
     """Effect of installing the package on the path: the package, and its entry points."""
-    directory.mkdir()
-    (directory / "publisher").symlink_to(ROOT / "publisher")
+    package = directory / "kvatlas"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "publisher"):
+        (package / name).symlink_to(ROOT / "kvatlas" / name)
     info = directory / "kvatlas-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvatlas\nVersion: 0.1.0\n")
@@ -32,7 +36,15 @@ def plugin_path(directory: Path) -> Path:
     return directory
 
 
-ENGINE_ARGUMENTS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
+BLOCK_TOKENS = 32
+ENGINE_ARGUMENTS = (
+    "--block-size",
+    str(BLOCK_TOKENS),
+    "--max-model-len",
+    "2048",
+    "--max-num-batched-tokens",
+    "256",
+)
 
 
 class ProbePrompt:
@@ -66,12 +78,9 @@ async def ready(feed: Feed) -> None:
     await until(lambda: feed.state is FeedState.READY)
 
 
-async def quiet(feed: Feed) -> None:
-    """Until a heartbeat: it is behind all that was published before."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            batches, events = feed.stats.batches, feed.stats.events
-            while feed.stats.batches == batches:
-                await asyncio.sleep(0.02)
-            if feed.stats.batches == batches + 1 and feed.stats.events == events:
-                return
+async def settled(engine: VllmEngine, fleet: FleetResidency) -> None:
+    """Until the index has all that earlier requests caused: an engine publishes in order, and a block of a
+    prompt that comes after them is there."""
+    prompt = [random.randrange(10, 1000) for _ in range(BLOCK_TOKENS + 1)]
+    await asyncio.to_thread(complete, engine, prompt, max_tokens=1)
+    await until(lambda: fleet.predict(ProbePrompt(prompt), ["e"])["e"].hit_tokens == BLOCK_TOKENS)

@@ -14,10 +14,14 @@ import pytest
 from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from tests.support.waiting import wait_until
 from tests.support.whole_router import tenants
+from tests.vllm.observed_fleet import BLOCK_TOKENS, running
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+ENGINE_ARGS = ("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048")
 
 
 def text(word: str) -> str:
@@ -40,14 +44,15 @@ def test_a_prompt_is_a_hit_for_its_own_tenant_alone(
     secret.write_text("a secret of 32 bytes or more than that")
     settings = (f"keys.file={rules}", f"keys.isolate_secret_file={secret}", "keys.isolate=tenant")
     options = [word for one in settings for word in ("--set", one)]
-    engine = VllmEngine(vllm_python, tiny_model, num_gpu_blocks=400, log=tmp_path / "engine.log")
-    with (
-        engine,
-        RouterProcess([engine.base_url], tiny_model, log=tmp_path / "router.log", options=options) as router,
-    ):
+    engine = VllmEngine(
+        vllm_python, tiny_model, num_gpu_blocks=400, log=tmp_path / "engine.log", extra_args=ENGINE_ARGS
+    )
+    with running([engine], tiny_model, log=tmp_path / "router.log", options=options) as fleet:
+        router = fleet.router
         for number, (path, tenant) in enumerate(product(BODIES, ("ada", "eve", "ada", "eve"))):
             ask(router, path, tenant)
             wait_until(partial(has_receipts, router, number + 1), "its receipt")
+            fleet.settle(engine.base_url)
         receipts = router.receipts()
     hits = [bool(one["actual_tokens"]) for one in receipts]
     assert hits == [False, False, True, True] * len(BODIES)

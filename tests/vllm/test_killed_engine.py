@@ -23,7 +23,15 @@ from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
 from tests.support.feed_world import credited
 from tests.support.waiting import until
-from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, WAIT_S, ProbePrompt, complete, plugin_path, ready
+from tests.vllm.plugin_engine import (
+    ENGINE_ARGUMENTS,
+    WAIT_S,
+    ProbePrompt,
+    complete,
+    plugin_path,
+    ready,
+    settled,
+)
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -58,7 +66,7 @@ def engine(
     with VllmEngine(
         vllm_python,
         tiny_model,
-        num_gpu_blocks=160,
+        num_gpu_blocks=400,
         log=tmp_path / "engine.log",
         extra_args=ENGINE_ARGUMENTS,
         environment=environment,
@@ -100,7 +108,8 @@ async def caught_up(feed: Feed, engine: VllmEngine) -> None:
 async def predicted_and_reported(
     feed: Feed, engine: VllmEngine, fleet: Fleet, token_ids: list[int]
 ) -> tuple[int, int]:
-    await caught_up(feed, engine)
+    await settled(engine, fleet)
+    assert feed.state is FeedState.READY
     predicted = fleet.predict(ProbePrompt(token_ids), ["e"])["e"].hit_tokens
     return predicted, await asyncio.to_thread(complete, engine, token_ids)
 
@@ -147,7 +156,7 @@ async def test_after_kill_9_it_is_credited_with_what_it_has(engine: VllmEngine) 
 
         late = Fleet()
         async with following(engine, late) as second:
-            await caught_up(feed, engine)
+            await settled(engine, fleet)
             await caught_up(second, engine)
             blocks = list(fleet.blocks)
             assert credited(fleet, GROUPS, blocks) == credited(late, GROUPS, blocks) != {}

@@ -13,7 +13,7 @@ from kvatlas.router.feeds.base import FeedSettings
 from kvatlas.router.feeds.subscriber import Feed
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
-from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, ProbePrompt, complete, plugin_path, quiet, ready
+from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, ProbePrompt, complete, plugin_path, ready, settled
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -61,7 +61,7 @@ async def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
             await ready(feed)
             assert feed.stats.snapshots == 1
             for _ in range(12):
-                await quiet(feed)
+                await settled(engine, fleet)
                 token_ids = rng.choice([prompt(), rng.choice(sent)])
                 predicted = fleet.predict(ProbePrompt(token_ids), ["e"])["e"]
                 assert predicted.mode == "native", predicted.why_unknown
