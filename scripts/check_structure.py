@@ -35,7 +35,8 @@ LONE_TASKS = frozenset(
         # ends by drain(), not by being cancelled; awaited where its block ends
         "router/http/side_ports.py",
         # ended by `close`
-        *("router/replication/redis_client.py", "router/proxy/deaths.py"),
+        "router/replication/redis_client.py",
+        "router/proxy/deaths.py",
         # awaited where it is started, also when that is cancelled
         "router/services/dns_source.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it
@@ -44,18 +45,31 @@ LONE_TASKS = frozenset(
             "router/tools/doctor/examine.py",
             "router/tools/doctor/listener.py",
         ),
-        *("router/tools/index.py", "router/tools/record.py"),
-        *("router/tools/replay.py", "router/tools/top.py"),
-        *("publisher/simulator/http_agents.py", "publisher/simulator/server.py"),
+        "router/tools/index.py",
+        "router/tools/record.py",
+        "router/tools/replay.py",
+        "router/tools/top.py",
+        "publisher/simulator/http_agents.py",
+        "publisher/simulator/server.py",
     }
 )
 """Modules that start tasks outside a task group."""
 
 REAL_THINGS = frozenset(
     {
-        *("socket.socket", "socket.create_server", "socket.create_connection", "socket.socketpair"),
-        *("threading.Thread", "threading.Timer", "time.sleep", "asyncio.new_event_loop"),
-        *("subprocess.run", "subprocess.Popen", "os.fork", "uuid.uuid1", "random.SystemRandom"),
+        "socket.socket",
+        "socket.create_server",
+        "socket.create_connection",
+        "socket.socketpair",
+        "threading.Thread",
+        "threading.Timer",
+        "time.sleep",
+        "asyncio.new_event_loop",
+        "subprocess.run",
+        "subprocess.Popen",
+        "os.fork",
+        "uuid.uuid1",
+        "random.SystemRandom",
     }
 )
 """Calls that tests on virtual time cannot replace: sockets come from the loop and from ``zmq.Context``,
@@ -65,7 +79,9 @@ threads from a pool or ``asyncio.to_thread``, time and randomness from ``time``,
 REAL_MODULES = frozenset(
     {
         # processes, and what they inherit and hand over
-        *("router/workers/supervisor.py", "router/workers/context.py", "router/prompts/trial.py"),
+        "router/workers/supervisor.py",
+        "router/workers/context.py",
+        "router/prompts/trial.py",
         *(
             "router/simulation/demo/run.py",
             "router/simulation/demo/load.py",
@@ -74,7 +90,8 @@ REAL_MODULES = frozenset(
         # ends the process when its loop hangs
         "router/server_lifecycle.py",
         # write files beside the loop for as long as they are open
-        *("router/observe/usage.py", "router/tools/capture.py"),
+        "router/observe/usage.py",
+        "router/tools/capture.py",
         # a certificate by openssl
         "router/services/epp/own_certificate.py",
         # runs in an engine's process, which has no loop
@@ -133,7 +150,6 @@ SEPARATE = {
     "router/prompts/chat/watched.py",
     "router/proxy/headers.py",
     "router/proxy/screen.py",
-    "router/replication/gossip.py",
     "router/simulation/demo/load.py",
     "router/simulation/engine.py",
     "router/simulation/fit.py",

@@ -29,8 +29,17 @@ PROMPT_APIS: Final = {
 SALTED: Final = frozenset(
     {
         *(PROMPT_APIS.keys() - {COHERE}),
-        *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
-        *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/decisions", "/v1/systemone", "/generative_scoring"),
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/v1/decisions",
+        "/v1/systemone",
+        "/generative_scoring",
     }
 )
 # SGLang 0.5.23 drops the field of all others unseen (entrypoints/anthropic/protocol.py, among others).

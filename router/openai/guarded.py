@@ -17,9 +17,19 @@ _REMOVED_BY_KIND: Final = {
     # vLLM's process ends on wrong transfer parameters; connectors read hints (vLLM #53423).
     "vllm": ("kv_transfer_params", "ec_transfer_params", "kv_hints", "kv_hint"),
     "sglang": (
-        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
-        *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank", "data_parallel_rank_decode"),
-        *("kv_hints", "routing_key", "rid", "conversation_id"),
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "decode_tp_size",
+        "routed_dp_rank",
+        "disagg_prefill_dp_rank",
+        "data_parallel_rank",
+        "data_parallel_rank_decode",
+        "kv_hints",
+        "routing_key",
+        "rid",
+        "conversation_id",
     ),
     "tensorrt-llm": ("disaggregated_params", "kv_cache_retention_config"),
 }

@@ -157,7 +157,13 @@ _O200K_WORDS: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
 )
 _GPT2: Final = (
-    *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
+    "'s",
+    "'t",
+    "'re",
+    "'ve",
+    "'m",
+    "'ll",
+    "'d",
     *(r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", r"\s+(?!\S)", r"\s+"),
 )
 _BRANCHES: Final = (

@@ -96,7 +96,7 @@ class Suspects:
         return True
 
     def waits(self, bodies: int) -> bool:
-        """So many more bodies wait for a look at their engine, or fewer. Returns whether there is room."""
+        """``bodies`` more wait for a look at their engine (below 0: fewer). Returns whether there is room."""
         if self._waiting + bodies > _SUSPECTS_MAX:
             self._stats.suspects_forgotten += bodies
             return False

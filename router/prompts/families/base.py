@@ -340,8 +340,18 @@ _SGLANG_NAMES: Final = re.compile(
 )
 _SGLANG_TYPES: Final = frozenset(
     {
-        *("internvl_chat", "deepseek_vl_v2", "multi_modality", "phi4mm", "minicpmv", "minicpmo", "moss_vl"),
-        *("deepseek-ocr", "unlimited-ocr", "paddleocr_vl", "whisper", "minimax_m3_vl"),
+        "internvl_chat",
+        "deepseek_vl_v2",
+        "multi_modality",
+        "phi4mm",
+        "minicpmv",
+        "minicpmo",
+        "moss_vl",
+        "deepseek-ocr",
+        "unlimited-ocr",
+        "paddleocr_vl",
+        "whisper",
+        "minimax_m3_vl",
     }
 )
 _SGLANG_ARCHITECTURES: Final = frozenset({"GlmMoeDsaForCausalLM", "Glm5NextForConditionalGeneration"})

@@ -25,7 +25,7 @@ KINDS: list[tuple[Any, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "stats_of"), KINDS, ids=lambda one: type(one).__name__)
-def test_what_is_written_is_read_and_begins_with_the_version(
+def test_a_written_value_is_read_and_begins_with_the_version(
     message: Any, stats_of: Callable[[], Any]
 ) -> None:
     stats = stats_of()
@@ -65,7 +65,7 @@ def test_another_version_is_ignored_and_no_fault(
     ids=range(8),
 )
 @pytest.mark.parametrize(("kind", "stats_of"), KINDS, ids=lambda one: type(one).__name__)
-def test_what_has_no_version_or_not_its_form_is_malformed(
+def test_a_value_without_version_or_of_another_form_is_malformed(
     kind: Any, stats_of: Callable[[], Any], message: bytes
 ) -> None:
     stats = stats_of()
