@@ -30,7 +30,7 @@ async def samples(rig: Rig) -> dict[tuple[str, ...], float]:
 
 
 async def test_counts_and_times_by_model() -> None:
-    async with running({}) as (engine,), routing(configure(engine)) as rig:
+    async with running({"decode_s_per_token": 0.05}) as (engine,), routing(configure(engine)) as rig:
         await rig.streamed(TEXT, max_tokens=5)
         await rig.chat(TEXT)
         assert (await rig.ask("GET", "/v1/models/nonsense"))[0] == 404

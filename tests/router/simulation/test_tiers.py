@@ -165,7 +165,7 @@ def test_pulling_needs_host_memory() -> None:
     with pytest.raises(ConfigError, match=r"--pull 100: .*add --host-memory"):
         read_tiers(None, "400%", 100.0, HYBRID, 1000, 8, pull_gbit_s=100.0)
     with pytest.raises(ValueError, match="only kvatlas pulls"):
-        variants_of(["exact:pull=1"])
+        variants_of(["hash:pull=1"])
 
 
 def test_runs_depend_on_their_inputs_alone() -> None:
