@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,7 +204,7 @@ def tests_by_line(tree: Path, part: str, paths: list[str]) -> dict[tuple[str, in
         raise RuntimeError(f"the tests fail without a mutation:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     durations = _durations(done.stdout)
     lines: dict[tuple[str, int], set[str]] = defaultdict(set)
-    with sqlite3.connect(data) as base:
+    with closing(sqlite3.connect(data)) as base:
         rows = base.execute(
             "select file.path, context.context, line_bits.numbits from line_bits"
             " join file on file.id = file_id join context on context.id = context_id"

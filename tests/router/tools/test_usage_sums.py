@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ def documented() -> str:
 def summed(*lines: UsageLine) -> list[dict[str, Any]]:
     """The query in another database. It has every field of the record, and no other."""
     fields = [each for each in UsageLine.__struct_fields__ if each != "hash_ids"]
-    with sqlite3.connect(":memory:") as database:
+    with closing(sqlite3.connect(":memory:")) as database:
         database.execute(f"CREATE TABLE usage ({', '.join(fields)})")
         places = ", ".join("?" * len(fields))
         for one in lines:
