@@ -40,11 +40,9 @@ LONE_TASKS = frozenset(
         # awaited where it is started, also when that is cancelled
         "router/services/dns_source.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it
-        *(
-            "router/simulation/demo/run.py",
-            "router/tools/doctor/examine.py",
-            "router/tools/doctor/listener.py",
-        ),
+        "router/simulation/demo/run.py",
+        "router/tools/doctor/examine.py",
+        "router/tools/doctor/listener.py",
         "router/tools/index.py",
         "router/tools/record.py",
         "router/tools/replay.py",
@@ -82,11 +80,9 @@ REAL_MODULES = frozenset(
         "router/workers/supervisor.py",
         "router/workers/context.py",
         "router/prompts/trial.py",
-        *(
-            "router/simulation/demo/run.py",
-            "router/simulation/demo/load.py",
-            "router/simulation/demo/gateway.py",
-        ),
+        "router/simulation/demo/run.py",
+        "router/simulation/demo/load.py",
+        "router/simulation/demo/gateway.py",
         # ends the process when its loop hangs
         "router/server_lifecycle.py",
         # write files beside the loop for as long as they are open
@@ -111,13 +107,21 @@ SINGLE_PROTOCOLS = frozenset(
 
 CALLED_FROM_OUTSIDE = frozenset(
     {
-        *("on_message_begin", "on_url", "on_header"),  # httptools
-        *("on_headers_complete", "on_message_complete"),  # httptools
-        *("eof_received", "pause_writing"),  # asyncio
-        *("handle_exit", "capture_signals", "main_loop"),  # uvicorn
+        "on_message_begin",
+        "on_url",
+        "on_header",  # httptools
+        "on_headers_complete",
+        "on_message_complete",  # httptools
+        "eof_received",
+        "pause_writing",  # asyncio
+        "handle_exit",
+        "capture_signals",
+        "main_loop",  # uvicorn
         "index_verify",  # cyclopts
         "get_cached_block",  # vLLM's managers
-        *("wait_for_layer_load", "save_kv_layer", "_get_connector_classes_and_configs"),  # its connectors
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "_get_connector_classes_and_configs",  # its connectors
     }
 )
 """Names that a framework calls."""

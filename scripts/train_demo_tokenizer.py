@@ -130,8 +130,16 @@ def sentences(seed: int = 1) -> list[str]:
     lines = []
     for number in range(NUM_SENTENCES):
         words = [
-            *(pick(GLUE), pick(ADJECTIVES), pick(NOUNS), pick(VERBS)),
-            *(pick(GLUE), pick(ADJECTIVES), pick(NOUNS), pick(ADVERBS), pick(GLUE), pick(NOUNS)),
+            pick(GLUE),
+            pick(ADJECTIVES),
+            pick(NOUNS),
+            pick(VERBS),
+            pick(GLUE),
+            pick(ADJECTIVES),
+            pick(NOUNS),
+            pick(ADVERBS),
+            pick(GLUE),
+            pick(NOUNS),
         ]
         if number % 3 == 0:
             words[0] = words[0].capitalize()

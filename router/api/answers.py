@@ -227,8 +227,22 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 _KINDS = (
-    *(Health, Version, Ready, ModelList, ModelCard, EngineView, SourceStats, ReceiptView, ErrorAnswer),
-    *(LiveRequest, EndedRequest, SessionView, PrefixView, Finding, RecentHistory, HistoryInterval),
+    Health,
+    Version,
+    Ready,
+    ModelList,
+    ModelCard,
+    EngineView,
+    SourceStats,
+    ReceiptView,
+    ErrorAnswer,
+    LiveRequest,
+    EndedRequest,
+    SessionView,
+    PrefixView,
+    Finding,
+    RecentHistory,
+    HistoryInterval,
 )
 
 

@@ -188,7 +188,8 @@ class RouterCollector:
             s.admin,
             s.pd if s.fleet.has_roles else None,
             s.pulls.stats if s.pulls is not None and s.pulls.enabled else None,
-            *(s.traces, s.reloads),
+            s.traces,
+            s.reloads,
             None if s.accounts.room is None else s.accounts.room.stats,
             None if s.gate is None else s.gate.stats,
         ):

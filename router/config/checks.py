@@ -78,13 +78,29 @@ def _address(text: str) -> str:
 
 
 @_checks(
-    *("server.ops_token_file", "server.tls_cert_file", "server.tls_key_file"),
-    *("server.client_ca_file", "fleet.api_key_file", "fleet.ca_file", "fleet.client_cert_file"),
-    *("fleet.client_key_file", "fleet.file.path", "fleet.kubernetes.kubeconfig"),
-    *("fleet.kubernetes.credentials_dir", "admin.token_file", "admin.tls_cert_file"),
-    *("admin.tls_key_file", "admin.client_ca_file", "epp.tls_cert_file", "epp.tls_key_file"),
-    *("epp.client_ca_file", "keys.file", "keys.secret_file", "keys.isolate_secret_file"),
-    *("usage.path", "usage.key_file"),
+    "server.ops_token_file",
+    "server.tls_cert_file",
+    "server.tls_key_file",
+    "server.client_ca_file",
+    "fleet.api_key_file",
+    "fleet.ca_file",
+    "fleet.client_cert_file",
+    "fleet.client_key_file",
+    "fleet.file.path",
+    "fleet.kubernetes.kubeconfig",
+    "fleet.kubernetes.credentials_dir",
+    "admin.token_file",
+    "admin.tls_cert_file",
+    "admin.tls_key_file",
+    "admin.client_ca_file",
+    "epp.tls_cert_file",
+    "epp.tls_key_file",
+    "epp.client_ca_file",
+    "keys.file",
+    "keys.secret_file",
+    "keys.isolate_secret_file",
+    "usage.path",
+    "usage.key_file",
 )
 def _path(text: str) -> str:
     if not text.strip():
@@ -157,10 +173,18 @@ def _time_zone(text: str) -> str:
 
 
 @_checks(
-    *("fleet.dns.names", "fleet.dns.servers", "fleet.kubernetes.inference_pool"),
-    *("fleet.kubernetes.namespaces", "fleet.kubernetes.port_name"),
-    *("fleet.kubernetes.events_port_name", "fleet.kubernetes.replay_port_name", "index.url"),
-    *("index.replica", "index.namespace", "models.tokenizer", "models.kinds"),
+    "fleet.dns.names",
+    "fleet.dns.servers",
+    "fleet.kubernetes.inference_pool",
+    "fleet.kubernetes.namespaces",
+    "fleet.kubernetes.port_name",
+    "fleet.kubernetes.events_port_name",
+    "fleet.kubernetes.replay_port_name",
+    "index.url",
+    "index.replica",
+    "index.namespace",
+    "models.tokenizer",
+    "models.kinds",
 )
 def _elsewhere(text: str) -> str:
     """Accept any text: the struct itself, or its user, has the rule, which needs more than the text."""
@@ -377,8 +401,21 @@ def check_config(config: Config) -> None:
     _check_usage(config.usage)
     _check_listen(config.listen)
     for section in (
-        *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "usage"),
-        *("epp", "queue", "pd", "pull", "fleet.file", "fleet.dns", "fleet.kubernetes"),
+        "fleet",
+        "proxy",
+        "listen",
+        "feeds",
+        "prompts",
+        "index",
+        "admin",
+        "usage",
+        "epp",
+        "queue",
+        "pd",
+        "pull",
+        "fleet.file",
+        "fleet.dns",
+        "fleet.kubernetes",
     ):
         _check_numbers(section, attrgetter(section)(config))
     _check_admin(config)

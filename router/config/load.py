@@ -270,10 +270,23 @@ def _engine(fields: Any, prefix: str) -> EngineAddress:
 # Whole sections, and keys of others. ``_stays`` has two exceptions.
 LIVE = frozenset(
     {
-        *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd", "pull"),
-        *("server.log_level", "server.log_format", "server.log_requests"),
-        *("server.expose_decision", "server.check_every"),
-        *("fleet.poll_interval_s", "fleet.poll_timeout_s"),
+        "engines",
+        "models",
+        "aliases",
+        "policy",
+        "proxy",
+        "listen",
+        "keys",
+        "queue",
+        "pd",
+        "pull",
+        "server.log_level",
+        "server.log_format",
+        "server.log_requests",
+        "server.expose_decision",
+        "server.check_every",
+        "fleet.poll_interval_s",
+        "fleet.poll_timeout_s",
     }
 )
 

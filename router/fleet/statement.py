@@ -378,8 +378,8 @@ _RANK = re.compile(rb'(?:engine|dp_rank)="(\d{1,6})"')
 # server (vLLM 0.32). Only the path with the slash passes the query on.
 _READ = (
     *(f"vllm:{gauge}" for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")),
-    *("vllm:cache_config_info", "vllm:spec_decode_num_drafts_total", "kvatlas_offload_rows"),
-    *("vllm:engine_sleep_state", "vllm:sleep_mode_operation_duration_seconds_count"),
+    "vllm:cache_config_info", "vllm:spec_decode_num_drafts_total", "kvatlas_offload_rows",
+    "vllm:engine_sleep_state", "vllm:sleep_mode_operation_duration_seconds_count",
     *(
         f"vllm:nixl_num_{counter}_total"
         for counter in (

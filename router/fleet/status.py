@@ -102,11 +102,32 @@ class EngineStatus:
     use according to its metrics (0..1). Values that every request needs are computed when they change."""
 
     __slots__ = (
-        *("_asleep", "_held", "_lengths", "_models", "_server_info", "_silent", "_up", "adapters", "answers"),
-        *("base_model", "engine", "engine_id", "served"),
-        *("fleet_changed", "kv_usage", "obeys_hints", "pool_blocks", "problem", "sleep", "started"),
+        "_asleep",
+        "_held",
+        "_lengths",
+        "_models",
+        "_server_info",
+        "_silent",
+        "_up",
+        "adapters",
+        "answers",
+        "base_model",
+        "engine",
+        "engine_id",
+        "fleet_changed",
+        "kv_usage",
+        "obeys_hints",
+        "pool_blocks",
+        "problem",
+        "salt_proof",
+        "served",
+        "sleep",
+        "started",
+        "stated",
+        "transfers",
         "unreachable",
-        *("salt_proof", "stated", "transfers", "usable_changed", "version"),
+        "usable_changed",
+        "version",
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:

@@ -45,11 +45,31 @@ class DownstreamConnection(asyncio.Protocol):
     """Implements uvicorn's ``http`` protocol class: one instance for each accepted connection."""
 
     __slots__ = (
-        *("_app_state", "_body_deadline", "_client_key", "_current", "_deferred_error", "_discarded_bytes"),
-        *("_probe_only", "_queue", "_reader", "_rejections", "_server_state", "_shutting_down", "_sweeper"),
+        "_app_state",
+        "_body_deadline",
+        "_client_key",
+        "_current",
+        "_deferred_error",
+        "_discarded_bytes",
+        "_probe_only",
+        "_queue",
+        "_reader",
+        "_rejections",
+        "_server_state",
+        "_shutting_down",
+        "_sweeper",
         "app",
-        *("capacity", "clock", "deadline", "done_future", "draining", "loop", "read_paused", "settings"),
-        *("stats", "transport", "write_paused"),
+        "capacity",
+        "clock",
+        "deadline",
+        "done_future",
+        "draining",
+        "loop",
+        "read_paused",
+        "settings",
+        "stats",
+        "transport",
+        "write_paused",
     )
 
     def __init__(
@@ -387,9 +407,26 @@ class RequestReader:
     """
 
     __slots__ = (
-        *("_callback_seen", "_chunks", "_connection", "_connection_scope", "_counted_fields", "_fed_bytes"),
-        *("_fields", "_head_bytes", "_parser", "_read_bytes", "_settings", "_stats", "_unparsed_bytes"),
-        *("_url", "cycle", "head_deadline", "on_body", "progressed", "received_s", "state"),
+        "_callback_seen",
+        "_chunks",
+        "_connection",
+        "_connection_scope",
+        "_counted_fields",
+        "_fed_bytes",
+        "_fields",
+        "_head_bytes",
+        "_parser",
+        "_read_bytes",
+        "_settings",
+        "_stats",
+        "_unparsed_bytes",
+        "_url",
+        "cycle",
+        "head_deadline",
+        "on_body",
+        "progressed",
+        "received_s",
+        "state",
     )
 
     def __init__(

@@ -67,8 +67,18 @@ class Stream:
     """
 
     __slots__ = (
-        *("_chunks", "_connection", "_consumed_bytes", "_drain_waiter", "handler", "headers_sent"),
-        *("queued_bytes", "receive_window", "state", "stream_id", "trailers", "window_credit"),
+        "_chunks",
+        "_connection",
+        "_consumed_bytes",
+        "_drain_waiter",
+        "handler",
+        "headers_sent",
+        "queued_bytes",
+        "receive_window",
+        "state",
+        "stream_id",
+        "trailers",
+        "window_credit",
     )
 
     def __init__(self, connection: StreamConnection, stream_id: int, *, receive_window: int) -> None:

@@ -47,7 +47,11 @@ SALTED_BY_SGLANG: Final = frozenset({CHAT, COMPLETION, RESPONSES})
 # No block is stored for them. Rendered prompts are sent to ``GENERATE``, where they get their salt.
 UNCACHED: Final = frozenset(
     {
-        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", MESSAGES + "/count_tokens"),
+        "/tokenize",
+        "/detokenize",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        MESSAGES + "/count_tokens",
         *(f"{path}/render" for path in (CHAT, COMPLETION, MESSAGES, RESPONSES)),
         *(f"{path}/derender" for path in (CHAT, COMPLETION)),
     }

@@ -134,8 +134,18 @@ class Candidates(Sequence[Candidate]):
     """
 
     __slots__ = (
-        *("_made", "_nothing", "_now", "decode_s", "engine_ids", "fastest", "groups", "queue_s", "rates"),
-        *("recent_s", "rooms", "states"),
+        "_made",
+        "_nothing",
+        "_now",
+        "decode_s",
+        "engine_ids",
+        "fastest",
+        "groups",
+        "queue_s",
+        "rates",
+        "recent_s",
+        "rooms",
+        "states",
     )
 
     def __init__(
@@ -488,6 +498,11 @@ _SHARES = {
     "room_share": 1.0,
 }
 _NOT_NEGATIVE = (
-    *("load_s_per_token", "storage_load_s_per_token", "sequence_s", "spread", "crowding", "engine_priority"),
+    "load_s_per_token",
+    "storage_load_s_per_token",
+    "sequence_s",
+    "spread",
+    "crowding",
+    "engine_priority",
     "queue_gap_s",
 )

@@ -402,7 +402,12 @@ class Planner:
             if asked_of == before and candidate_set.schemes == hashed:
                 break
         return self._choose(
-            *(request, read, candidate_set, engines, look, apart),
+            request,
+            read,
+            candidate_set,
+            engines,
+            look,
+            apart,
             shadows=shadows,
             pulling=pulling,
             rehearsal=rehearsal,
@@ -499,7 +504,12 @@ class Planner:
             if isinstance(read, Prompt) and read.variants:
                 read, tokens = _read_by(read, tokens, engines[choice.index])
             return Decision(
-                *(read, tokens, engines, found, choice, look.problem),
+                read,
+                tokens,
+                engines,
+                found,
+                choice,
+                look.problem,
                 pull=pull,
                 order=order,
                 skipped=skipped,
@@ -517,7 +527,7 @@ class Planner:
             self._accounts.slo_stats.hopeless += (split.first_token_s or 0.0) > left_s
             forecast = slo_forecast(engines, choice, left_s) if rehearsal else None
         return Decision(
-            *(read, tokens, engines, found, choice, look.problem), split=split, slo_forecast=forecast
+            read, tokens, engines, found, choice, look.problem, split=split, slo_forecast=forecast
         )
 
     def _apart(self, request: InboundRequest, disagg: DisaggState | None) -> DisaggregationPlanner:

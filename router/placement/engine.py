@@ -279,18 +279,30 @@ class Engine(EngineStatus):
     """One engine. ``leaving`` callbacks run once when it closes, while it is still complete."""
 
     __slots__ = (
-        *("_accounts", "_elsewhere", "_events_due", "_leaving", "has_unseen_caches"),
-        *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts_so_far", "residency"),
-        *(
-            "rests_until",
-            "shadow",
-            "polled_clears",
-            "polled_disconnects",
-            "polled_s",
-            "restart_s",
-            "seen_restarts",
-        ),
-        *("answering", "ignores_ids", "takes_order", "waiting"),
+        "_accounts",
+        "_elsewhere",
+        "_events_due",
+        "_leaving",
+        "answering",
+        "breaker",
+        "closed",
+        "evictions",
+        "feed",
+        "has_unseen_caches",
+        "ignores_ids",
+        "load",
+        "polled_clears",
+        "polled_disconnects",
+        "polled_s",
+        "rates",
+        "receipts_so_far",
+        "residency",
+        "restart_s",
+        "rests_until",
+        "seen_restarts",
+        "shadow",
+        "takes_order",
+        "waiting",
     )
 
     def __init__(

@@ -88,8 +88,14 @@ class ForeignLoad:
     """
 
     __slots__ = (
-        *("_beyond", "_beyond_waiting", "_fresh_s", "_gauges_s", "_mean_tokens"),
-        *("running", "unsettled", "waiting"),
+        "_beyond",
+        "_beyond_waiting",
+        "_fresh_s",
+        "_gauges_s",
+        "_mean_tokens",
+        "running",
+        "unsettled",
+        "waiting",
     )
 
     def __init__(self, *, fresh_s: float, tokens: int) -> None:

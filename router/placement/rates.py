@@ -71,8 +71,17 @@ class EngineRates:
     """
 
     __slots__ = (
-        *("_at_s", "_cached", "_interference_s", "_long", "_overhead_s", "_own", "_rate", "_step"),
-        *("fleet", "fresh_until_s", "touched"),
+        "_at_s",
+        "_cached",
+        "_interference_s",
+        "_long",
+        "_overhead_s",
+        "_own",
+        "_rate",
+        "_step",
+        "fleet",
+        "fresh_until_s",
+        "touched",
     )
 
     def __init__(self, fleet: FleetRates) -> None:

@@ -149,7 +149,12 @@ def plan(
         raise ValueError("no decode engine")
     best = alone if apart is None or alone.rank <= apart.rank else apart
     return PairPlan(
-        *(best.at, best.cost, best.partner, scored, alone.seconds, best.first_token_s),
+        best.at,
+        best.cost,
+        best.partner,
+        scored,
+        alone.seconds,
+        best.first_token_s,
         remote_s=None if apart is None else apart.seconds,
         why=why if apart is None else "local" if best is alone else "",
     )

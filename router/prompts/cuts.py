@@ -164,19 +164,30 @@ _GPT2: Final = (
     "'m",
     "'ll",
     "'d",
-    *(r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", r"\s+(?!\S)", r"\s+"),
+    r" ?\p{L}+",
+    r" ?\p{N}+",
+    r" ?[^\s\p{L}\p{N}]+",
+    r"\s+(?!\S)",
+    r"\s+",
 )
 _BRANCHES: Final = (
     *_GPT2,
-    *(_MARKED, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r"\p{N}"),  # cl100k, Llama 3, Qwen
-    *(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+"),
-    *(r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),  # Qwen 3.5
+    _MARKED,
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"\p{N}{1,3}",
+    r"\p{N}",  # cl100k, Llama 3, Qwen
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",  # Qwen 3.5
     # o200k, Llama 4; tekken has them without the contractions.
     *_O200K_WORDS,
     *(word + _MARKED + "?" for word in _O200K_WORDS),
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-    *("[一-龥\u3040-ゟ\u30a0-ヿ]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"),  # DeepSeek V3
-    *("[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+", r" ?[\p{P}\p{S}]+[\r\n]*"),
+    "[一-龥\u3040-ゟ\u30a0-ヿ]+",
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",  # DeepSeek V3
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+",
+    r" ?[\p{P}\p{S}]+[\r\n]*",
 )
 _BRANCH: Final = "|".join(map(re.escape, _BRANCHES))
 _PATTERN: Final = re.compile(rf"(?:{_BRANCH})(?:\|(?:{_BRANCH}))*")
@@ -280,8 +291,20 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
 _WINDOW_CHARS: Final = 1 << 17
 _PLAIN_PROBES: Final = ("", "a", "Hello world", " leading", "trailing ", "日本 é\n\n", "1234 x")
 _PROBE_PIECES: Final = (
-    *("", " ", "\n", "\t", "  two", "word", " word ", "\n\n x"),
-    *("é", "e\u0301", "日本", "12345", "'s", "<|"),
+    "",
+    " ",
+    "\n",
+    "\t",
+    "  two",
+    "word",
+    " word ",
+    "\n\n x",
+    "é",
+    "e\u0301",
+    "日本",
+    "12345",
+    "'s",
+    "<|",
 )
 _BETWEEN_WORDS: Final = [
     (f"{left}x {right}", len(left) + 1) for left in _PROBE_PIECES for right in _PROBE_PIECES

@@ -167,9 +167,31 @@ class SseRelay:
     """
 
     __slots__ = (
-        *("_abort_mark", "_filter", "_held", "_held_bytes", "_holds", "_last", "_opened", "_partial"),
-        *("_path", "_replaceable", "_tail", "_tail_seen", "_usual_end", "_usual_start", "aborted", "begun"),
-        *("count", "error", "exposed", "failed", "given_up", "said", "unread_usages", "usage", "waits"),
+        "_abort_mark",
+        "_filter",
+        "_held",
+        "_held_bytes",
+        "_holds",
+        "_last",
+        "_opened",
+        "_partial",
+        "_path",
+        "_replaceable",
+        "_tail",
+        "_tail_seen",
+        "_usual_end",
+        "_usual_start",
+        "aborted",
+        "begun",
+        "count",
+        "error",
+        "exposed",
+        "failed",
+        "given_up",
+        "said",
+        "unread_usages",
+        "usage",
+        "waits",
     )
 
     def __init__(self, path: str = "", *, replaceable: bool = False, hides_usage: bool = False) -> None:

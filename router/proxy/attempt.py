@@ -44,20 +44,32 @@ class Attempt:
     ``expected_s``: seconds that the engine should need until its first token. ``now``: monotonic seconds."""
 
     __slots__ = (
-        *(
-            "_breaker",
-            "_heard",
-            "_works",
-            "abandoned",
-            "asked_s",
-            "base_url",
-            "body",
-            "client_headers",
-            "engine_headers",
-        ),
-        *("engine_id", "expected_s", "failed", "handoff", "kv_source", "now", "open", "prefill", "request"),
-        *("blameless", "died", "retention", "sent_body"),
-        *("version", "waited_s", "watched", "work"),
+        "_breaker",
+        "_heard",
+        "_works",
+        "abandoned",
+        "asked_s",
+        "base_url",
+        "blameless",
+        "body",
+        "client_headers",
+        "died",
+        "engine_headers",
+        "engine_id",
+        "expected_s",
+        "failed",
+        "handoff",
+        "kv_source",
+        "now",
+        "open",
+        "prefill",
+        "request",
+        "retention",
+        "sent_body",
+        "version",
+        "waited_s",
+        "watched",
+        "work",
     )
 
     def __init__(
@@ -418,7 +430,7 @@ class OwnConnections:
         )
         # The body's beginning goes out with the head: nothing of it is copied.
         return self._client.request(
-            *(origin, request.method, head + begin, named, timeout_s), once=once, ready=attempt.check_eligible
+            origin, request.method, head + begin, named, timeout_s, once=once, ready=attempt.check_eligible
         )
 
     def may_retry(self) -> bool:

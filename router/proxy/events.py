@@ -248,15 +248,28 @@ def _choices_gave_up(event: _Event) -> bool:
 # Of these APIs: Messages, Responses and Cohere's. An opening of a block has its first text, if any.
 _OPENING_TYPES: Final = frozenset(
     {
-        *("message_start", "ping", "content_block_stop", "message-start", "content-end"),
-        *("response.created", "response.in_progress", "response.queued"),
+        "message_start",
+        "ping",
+        "content_block_stop",
+        "message-start",
+        "content-end",
+        "response.created",
+        "response.in_progress",
+        "response.queued",
     }
 )
 _CHUNKS: Final = ("chat.completion.chunk", "text_completion")
 # Blocks, items and parts that are empty when they are opened; any other kind is generated already.
 _EMPTY_KINDS: Final = (
-    *(None, "text", "thinking", "message", "reasoning", "output_text"),
-    *("reasoning_text", "summary_text", "refusal"),
+    None,
+    "text",
+    "thinking",
+    "message",
+    "reasoning",
+    "output_text",
+    "reasoning_text",
+    "summary_text",
+    "refusal",
 )
 _OPENED: Final = {
     "content_block_start": "content_block",

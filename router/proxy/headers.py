@@ -36,16 +36,28 @@ _HOP_BY_HOP = (
 )
 _NOT_FORWARDED = frozenset(
     (
-        *(*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings"),
+        *_HOP_BY_HOP,
+        b"host",
+        b"content-length",
+        b"expect",
+        b"x-forwarded-for",
+        b"http2-settings",
         b"accept-encoding",  # see IDENTITY
         # A client's own would have a sidecar send its prompt anywhere.
-        *(PREFILLER, KV_SOURCE),
+        PREFILLER,
+        KV_SOURCE,
         # They stand for fields of the body (SGLang's SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES).
         *(
             b"x-override-" + name
             for name in (
-                *(b"rid", b"bootstrap-host", b"bootstrap-port", b"bootstrap-room", b"conversation-id"),
-                *(b"routed-dp-rank", b"disagg-prefill-dp-rank", b"priority"),
+                b"rid",
+                b"bootstrap-host",
+                b"bootstrap-port",
+                b"bootstrap-room",
+                b"conversation-id",
+                b"routed-dp-rank",
+                b"disagg-prefill-dp-rank",
+                b"priority",
             )
         ),
     )
@@ -57,9 +69,15 @@ IDENTITY = (b"accept-encoding", b"identity")
 NAMES_ENGINE = (b"location", b"content-location", b"refresh")
 _NOT_RETURNED = frozenset(
     (
-        *(*_HOP_BY_HOP, *NAMES_ENGINE, b"via"),
+        *_HOP_BY_HOP,
+        *NAMES_ENGINE,
+        b"via",
         # They would hold for all engines, or for whatever else has the router's host name.
-        *(b"set-cookie", b"set-cookie2", b"clear-site-data", b"strict-transport-security", b"alt-svc"),
+        b"set-cookie",
+        b"set-cookie2",
+        b"clear-site-data",
+        b"strict-transport-security",
+        b"alt-svc",
     )
 )
 # What the router says itself, in ``own``.
@@ -257,14 +275,14 @@ _KEEP_NOTHING = (
     | UNCACHED
     | frozenset(
         {
-            *(
-                "/v1/responses/input_tokens",
-                "/v1/classify",
-                "/v1/moderations",
-                "/v1/audio/speech",
-                "/v2/embed",
-            ),
-            *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+            "/v1/responses/input_tokens",
+            "/v1/classify",
+            "/v1/moderations",
+            "/v1/audio/speech",
+            "/v2/embed",
+            "/v1/images/generations",
+            "/v1/images/edits",
+            "/v1/images/variations",
         }
     )
 )

@@ -253,8 +253,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "seqs_max": (1, 1 << 20),
 }
 _POSITIVE = (
-    *("load", "speed", "seconds", "prefill_tokens_per_s", "decode_tokens_per_s"),
-    *("transfer_gbyte_s", "pull"),
+    "load",
+    "speed",
+    "seconds",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "transfer_gbyte_s",
+    "pull",
 )
 
 

@@ -43,17 +43,23 @@ from kvatlas.router.workers.gossip import WorkerGossipStats
 
 # Name prefixes of families that are equal at every worker.
 _ALIKE = (
-    *("kvatlas_build_info", "kvatlas_tokenizer_info"),
-    *("kvatlas_engine_", "kvatlas_feed_", "kvatlas_index_", "kvatlas_source_"),
-    *(
-        "kvatlas_queue_ahead_seconds",
-        "kvatlas_prefill_seconds_per_token",
-        "kvatlas_prediction_drifting",
-        "kvatlas_cache_reports_doubtful",
-    ),
+    "kvatlas_build_info",
+    "kvatlas_tokenizer_info",
+    "kvatlas_engine_",
+    "kvatlas_feed_",
+    "kvatlas_index_",
+    "kvatlas_source_",
+    "kvatlas_queue_ahead_seconds",
+    "kvatlas_prefill_seconds_per_token",
+    "kvatlas_prediction_drifting",
+    "kvatlas_cache_reports_doubtful",
     "kvatlas_time_to_first_token_margin_seconds",
-    *("kvatlas_inflight_prompts", "kvatlas_inflight_blocks", "kvatlas_lease_replicas"),
-    *("kvatlas_lease_wanted", "process_max_fds", "process_start_time_seconds"),
+    "kvatlas_inflight_prompts",
+    "kvatlas_inflight_blocks",
+    "kvatlas_lease_replicas",
+    "kvatlas_lease_wanted",
+    "process_max_fds",
+    "process_start_time_seconds",
 )
 # With a shared index these are divided between the workers.
 _DIVIDED = ("kvatlas_index_blocks", "kvatlas_index_residencies", "kvatlas_index_extra_copies")

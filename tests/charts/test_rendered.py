@@ -416,7 +416,11 @@ def test_values_that_cannot_work_are_refused_by_name(name: str) -> None:
 
 def test_examples_are_all_there() -> None:
     assert {path.stem for path in examples()} == {
-        *("minimal", "production", "multi-model", "hybrid-offload", "gateway"),
+        "minimal",
+        "production",
+        "multi-model",
+        "hybrid-offload",
+        "gateway",
     }
 
 

@@ -20,8 +20,13 @@ from tests.support.waiting import until
 
 Json = dict[str, Any]
 LISTENERS = (
-    *("original_dst", "override_host", "buffered", "buffered_original_dst", "streamed"),
-    *("no_answers", "buffered_no_answers"),
+    "original_dst",
+    "override_host",
+    "buffered",
+    "buffered_original_dst",
+    "streamed",
+    "no_answers",
+    "buffered_no_answers",
 )
 _BODIES = {
     "original_dst": ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
@@ -109,7 +114,14 @@ async def envoy(
     file.write_text(json.dumps(_config(by_name, admin, engines, pickers, subset, tls, idle_s)))
     log = (folder / "envoy.log").open("wb")
     process = await asyncio.create_subprocess_exec(
-        *(path, "-c", str(file), "--disable-hot-restart", "--concurrency", "1", "-l", "warning"),
+        path,
+        "-c",
+        str(file),
+        "--disable-hot-restart",
+        "--concurrency",
+        "1",
+        "-l",
+        "warning",
         stdout=log,
         stderr=log,
     )

@@ -40,15 +40,24 @@ SPLITS_TRIED = 8
 LONG_TOKENS = 40
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 3}
 FREE_CHOICE = (
-    *("--set", f"pd.lease_s={LEASE_S}"),
-    *("--set", "pd.min_remote_tokens=64", "--set", "pd.leg_overhead_s=0"),
-    *("--set", "pd.transfer_s_per_token=0"),
-    *("--set", "policy.spread=0"),  # which engine answers does not depend on the tests before
-    *("--set", "proxy.connect_timeout_s=20"),
+    "--set",
+    f"pd.lease_s={LEASE_S}",
+    "--set",
+    "pd.min_remote_tokens=64",
+    "--set",
+    "pd.leg_overhead_s=0",
+    "--set",
+    "pd.transfer_s_per_token=0",
+    "--set",
+    "policy.spread=0",  # which engine answers does not depend on the tests before
+    "--set",
+    "proxy.connect_timeout_s=20",
     # Engines that share two cores are slow to answer polls; one that is killed refuses connections.
-    *("--set", "fleet.poll_timeout_s=60"),
+    "--set",
+    "fleet.poll_timeout_s=60",
     # This shows what each failure costs without a wait for a sign of life.
-    *("--set", "proxy.suspect_s=0"),
+    "--set",
+    "proxy.suspect_s=0",
 )
 
 
@@ -126,9 +135,16 @@ def _engine(python: str, model: Path, log: Path, role: str) -> VllmEngine:
         num_gpu_blocks=NUM_GPU_BLOCKS,
         log=log,
         extra_args=(
-            *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
-            *("--max-num-batched-tokens", "512", "--kv-transfer-config", json.dumps(transfer)),
-            *("--logits-processors", "tests.vllm.held_steps:HeldSteps"),
+            "--block-size",
+            str(BLOCK_TOKENS),
+            "--max-model-len",
+            "2048",
+            "--max-num-batched-tokens",
+            "512",
+            "--kv-transfer-config",
+            json.dumps(transfer),
+            "--logits-processors",
+            "tests.vllm.held_steps:HeldSteps",
         ),
         environment={
             "PYTHONPATH": str(ROOT),

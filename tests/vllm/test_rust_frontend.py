@@ -195,10 +195,27 @@ def test_a_fleet_with_both_frontends_is_exact(
         "replay_endpoint": f"tcp://*:{replay}",
     }
     words = [
-        *("tests.vllm.rust_server", "serve", str(tiny_model), "--served-model-name", "tiny"),
-        *("--host", "127.0.0.1", "--port", str(http), "--load-format", "dummy", "--enforce-eager"),
-        *("--block-size", "16", "--max-model-len", "2048", "--enable-prompt-tokens-details"),
-        *("--num-gpu-blocks-override", "400", "--kv-events-config", json.dumps(published)),
+        "tests.vllm.rust_server",
+        "serve",
+        str(tiny_model),
+        "--served-model-name",
+        "tiny",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(http),
+        "--load-format",
+        "dummy",
+        "--enforce-eager",
+        "--block-size",
+        "16",
+        "--max-model-len",
+        "2048",
+        "--enable-prompt-tokens-details",
+        "--num-gpu-blocks-override",
+        "400",
+        "--kv-events-config",
+        json.dumps(published),
     ]
     environment = {"VLLM_USE_RUST_FRONTEND": "1", "PYTHONPATH": str(ROOT)}
     rust = VllmServer(

@@ -52,8 +52,12 @@ REQUESTS = 60
 WARM_UP = 24
 """Requests of no round: an engine's first steps take far longer than all others."""
 ENGINE_ARGS = (
-    *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
-    *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
+    "--block-size",
+    str(BLOCK_TOKENS),
+    "--max-model-len",
+    "2048",
+    "--max-num-batched-tokens",
+    str(CHUNK_TOKENS),
 )
 POLICIES = ("kvatlas", "round-robin")
 

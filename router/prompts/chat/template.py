@@ -358,7 +358,8 @@ def context_key(body: ChatBody) -> ContextKey | None:
     return (
         compact(bytes(body.tools)),
         body.tool_choice == "none",
-        *(_plain(body.add_generation_prompt), _plain(body.continue_final_message)),
+        _plain(body.add_generation_prompt),
+        _plain(body.continue_final_message),
         _plain(body.reasoning_effort),
     )
 

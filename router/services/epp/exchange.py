@@ -44,8 +44,21 @@ class GatewayExchange:
     """One gateway request. Used from the event loop only."""
 
     __slots__ = (
-        *("_wakeup", "_body", "_carrier", "_context", "_gateways_own", "_gone", "_left_hook", "_own"),
-        *("_reader", "_said_head", "_writer", "_start", "_stream", "_task", "_timer"),
+        "_body",
+        "_carrier",
+        "_context",
+        "_gateways_own",
+        "_gone",
+        "_left_hook",
+        "_own",
+        "_reader",
+        "_said_head",
+        "_start",
+        "_stream",
+        "_task",
+        "_timer",
+        "_wakeup",
+        "_writer",
     )
 
     def __init__(self, stream: Stream, context: PickerContext) -> None:

@@ -21,8 +21,16 @@ _FIELD_SIGNS: Final = 4
 # Fields of the gateway's own connections.
 _HOP_FIELDS: Final = frozenset(
     (
-        *(b"host", b"content-length", b"transfer-encoding", b"connection", b"keep-alive", b"te", b"trailer"),
-        *(b"upgrade", b"expect", b"x-forwarded-for"),
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"connection",
+        b"keep-alive",
+        b"te",
+        b"trailer",
+        b"upgrade",
+        b"expect",
+        b"x-forwarded-for",
     )
 )
 _CONNECTION: Final[dict[str, Any]] = {

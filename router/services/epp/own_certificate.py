@@ -10,8 +10,22 @@ from pathlib import Path
 from kvatlas.router.http.tls import TlsError, TlsFiles, server_context
 
 _MAKE = (
-    *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-    *("-days", "3650", "-subj", "/CN=kvatlas-epp", "-keyout", "key.pem", "-out", "cert.pem"),
+    "openssl",
+    "req",
+    "-x509",
+    "-newkey",
+    "ec",
+    "-pkeyopt",
+    "ec_paramgen_curve:prime256v1",
+    "-nodes",
+    "-days",
+    "3650",
+    "-subj",
+    "/CN=kvatlas-epp",
+    "-keyout",
+    "key.pem",
+    "-out",
+    "cert.pem",
 )
 _MAKE_S_MAX = 30.0
 

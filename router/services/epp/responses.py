@@ -289,9 +289,27 @@ class GatewayCarrier:
     ``broken``: it was cut before its end; ``trailers``: it had trailers."""
 
     __slots__ = (
-        *("_wakeup", "_body", "_chosen", "_context", "_head", "_owed", "_own", "_request_id", "_writer"),
-        *("_stream", "_target", "_timed_out", "_timer", "_unseen", "among", "answer", "asked", "broken"),
-        *("moved", "passes", "trailers"),
+        "_body",
+        "_chosen",
+        "_context",
+        "_head",
+        "_owed",
+        "_own",
+        "_request_id",
+        "_stream",
+        "_target",
+        "_timed_out",
+        "_timer",
+        "_unseen",
+        "_wakeup",
+        "_writer",
+        "among",
+        "answer",
+        "asked",
+        "broken",
+        "moved",
+        "passes",
+        "trailers",
     )
 
     def __init__(

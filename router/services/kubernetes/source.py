@@ -322,8 +322,17 @@ def _reason(status: int) -> str:
 
 
 _NOT_WRITTEN = (
-    *(RefusedError, BadAnswerError, AccessError, ConfigError, ApiError, httpx2.HTTPError, OSError),
-    *(msgspec.MsgspecError, KeyError, TypeError, ValueError),
+    RefusedError,
+    BadAnswerError,
+    AccessError,
+    ConfigError,
+    ApiError,
+    httpx2.HTTPError,
+    OSError,
+    msgspec.MsgspecError,
+    KeyError,
+    TypeError,
+    ValueError,
 )
 _REPLACED = frozenset({404, 409})
 """Statuses of a patch whose pod is gone or another one."""

@@ -271,8 +271,16 @@ def _wait(process: subprocess.Popen[bytes], port: int) -> None:
 Message = dict[str, Any]
 
 _TOPICS = (
-    *("gardens", "bread", "bicycles", "tides", "maps"),
-    *("lanterns", "bridges", "clocks", "rivers", "kites"),
+    "gardens",
+    "bread",
+    "bicycles",
+    "tides",
+    "maps",
+    "lanterns",
+    "bridges",
+    "clocks",
+    "rivers",
+    "kites",
 )
 _WORDS = tuple(
     "the a of and to in that it is was for on are with as they be at one have this from or had by word "  # noqa: SIM905

@@ -103,8 +103,11 @@ def _date_skew_s(date: str, now: float) -> float | None:
 
 _SERIES = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)", re.MULTILINE)
 _SUMMED = (
-    *("prompt_tokens_total", "request_success_total", "spec_decode_num_drafts_total"),
-    *("request_prompt_tokens_sum", "request_prompt_tokens_count"),
+    "prompt_tokens_total",
+    "request_success_total",
+    "spec_decode_num_drafts_total",
+    "request_prompt_tokens_sum",
+    "request_prompt_tokens_count",
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 

@@ -164,10 +164,8 @@ def test_as_a_process_it_serves_and_ends_cleanly_on_sigterm() -> None:
     async def check() -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *(
-                "-c",
-                f"import structlog; structlog.configure([structlog.processors.JSONRenderer()]); {script}",
-            ),
+            "-c",
+            f"import structlog; structlog.configure([structlog.processors.JSONRenderer()]); {script}",
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,
         )

@@ -58,7 +58,10 @@ IDS = ("http://a:1", 'http://b:1/"quoted"\\')
 STATS: tuple[tuple[type[msgspec.Struct], str], ...] = (
     *((kind, "") for kind in (FeedStats, ProxyStats, PromptStats, InflightStats, AffinityStats, ShadowStats)),
     *((kind, "") for kind in (LoadStats, LeaseStats, LookupStats, GossipStats, MirrorStats, SourceStats)),
-    *((AdminStats, ""), (PdStats, ""), (ListenStats, "listen"), (EppStats, "epp")),
+    (AdminStats, ""),
+    (PdStats, ""),
+    (ListenStats, "listen"),
+    (EppStats, "epp"),
 )
 """Structs on the page of ``sources``, and the part that stands for ``*`` in their metrics' names."""
 EVERY_STATS = (*(kind for kind, _ in STATS), TenantStats, QueueStats, ReloadStats)

@@ -131,7 +131,13 @@ def test_print_config_shows_where_values_come_from(
     file.write_text("[policy]\nengine_priority = 0.25\n", encoding="utf-8")
     told = kvatlas(
         "serve",
-        *("--print-config", "--config", str(file), "--set", "policy.spread=0.5", "--engine", "http://h:1"),
+        "--print-config",
+        "--config",
+        str(file),
+        "--set",
+        "policy.spread=0.5",
+        "--engine",
+        "http://h:1",
         KVATLAS_INDEX_LEASE_S="4.5",
     )
     assert told.returncode == 0, told.stderr

@@ -18,7 +18,9 @@ from tests.support.paths import ROOT
 
 CLASS_NAMES_ALLOWED = {
     # a fault of ours, shown with the request to report it: the name helps to find it
-    *("router/__main__.py", "router/tools/doctor/findings.py", "router/tools/doctor/listener.py"),
+    "router/__main__.py",
+    "router/tools/doctor/findings.py",
+    "router/tools/doctor/listener.py",
     "router/prompts/tokenizer_finder.py",
 }
 

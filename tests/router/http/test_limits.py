@@ -104,8 +104,17 @@ async def test_curl_with_expect_continue(size: int, status: str, tmp_path: objec
             file.write(_padded(size))
         process = await asyncio.create_subprocess_exec(
             "curl",
-            *("-s", "-o", "/dev/null", "-w", "%{http_code} %{time_total}", "--data-binary", f"@{path}"),
-            *("-H", "content-type: application/json", "-H", "expect: 100-continue"),
+            "-s",
+            "-o",
+            "/dev/null",
+            "-w",
+            "%{http_code} %{time_total}",
+            "--data-binary",
+            f"@{path}",
+            "-H",
+            "content-type: application/json",
+            "-H",
+            "expect: 100-continue",
             rig.url + "/v1/chat/completions",
             stdout=subprocess.PIPE,
         )

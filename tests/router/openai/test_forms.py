@@ -254,9 +254,28 @@ def by_reader(body: bytes) -> list[tuple[str, bytes]]:
 
 
 PIECES = (
-    *(b"\r\n", b"\n", b"\r", b"--x7", b"--x7--", b"--", b"x7", b"--x", b" ", b"\t", b"m", b"z", b":", b";"),
-    *(b'"', b"\\", b"Content-Disposition: form-data; name=", b'"model"', b'"a"', b"model"),
-    *(b'; filename="f"', b"X: y"),
+    b"\r\n",
+    b"\n",
+    b"\r",
+    b"--x7",
+    b"--x7--",
+    b"--",
+    b"x7",
+    b"--x",
+    b" ",
+    b"\t",
+    b"m",
+    b"z",
+    b":",
+    b";",
+    b'"',
+    b"\\",
+    b"Content-Disposition: form-data; name=",
+    b'"model"',
+    b'"a"',
+    b"model",
+    b'; filename="f"',
+    b"X: y",
 )
 
 

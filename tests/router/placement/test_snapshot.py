@@ -168,7 +168,12 @@ def _hits(draw: st.DrawFn) -> EngineHit:
     mode: Any = draw(st.sampled_from(["native", "native", "learned", "assumed", "unknown"]))
     gpu, cpu, storage, more = (draw(_tokens) if draw(st.booleans()) else 0 for _ in range(4))
     return EngineHit(
-        *(mode, gpu, cpu, storage, gpu + more, 16),
+        mode,
+        gpu,
+        cpu,
+        storage,
+        gpu + more,
+        16,
         replay_tokens=draw(st.sampled_from([0, 0, 160])),
         stale=draw(st.integers(0, 9)) == 0,
     )

@@ -209,10 +209,27 @@ JSON = st.recursive(
 )
 FIELDS = st.sampled_from(
     [
-        *("messages", "prompt", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs"),
-        *("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens"),
-        *("truncate_prompt_tokens", "truncation_side", "max_tokens", "cache_salt", "kv_transfer_params"),
-        *("prompt_logprobs", "echo", "suffix", "prompt_embeds", "max_completion_tokens"),
+        "messages",
+        "prompt",
+        "tools",
+        "tool_choice",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "reasoning_effort",
+        "add_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "max_tokens",
+        "cache_salt",
+        "kv_transfer_params",
+        "prompt_logprobs",
+        "echo",
+        "suffix",
+        "prompt_embeds",
+        "max_completion_tokens",
     ]
 )
 MESSAGES = st.lists(

@@ -21,8 +21,14 @@ from tests.support.prompts.readers import chat, local_reader, model_dir, read, r
 DATA = Path(__file__).parents[2] / "data" / "families"
 RECORDED_ON = "2026-11-22"
 REASONS = {
-    *("truncation", "field", "template_kwargs", "message_shape", "template_rejected", "tools_shape"),
-    *("multimodal", "request_template"),
+    "truncation",
+    "field",
+    "template_kwargs",
+    "message_shape",
+    "template_rejected",
+    "tools_shape",
+    "multimodal",
+    "request_template",
 }
 SLOW = PromptSettings(fast_tokenizer="off")
 """Vocabularies load in a second less without fastokens."""

@@ -57,8 +57,12 @@ def begins(path: str, how: str) -> Script:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        *(("head", [False]), ("comments", [False]), ("openings", [False])),
-        *(("token", [True, False]), ("whole", [True]), ("long", [False])),
+        ("head", [False]),
+        ("comments", [False]),
+        ("openings", [False]),
+        ("token", [True, False]),
+        ("whole", [True]),
+        ("long", [False]),
     ],
 )
 async def test_a_head_of_success_is_none(path: str, how: str, told: list[bool]) -> None:

@@ -442,8 +442,11 @@ def test_the_rules_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         suspects.died(b"%d" % number, "a", 400.0 + number)
     assert [suspects.find(b"%d" % number, 405.0, 300.0) is not None for number in range(5)] == [
-        *(False, False),
-        *(True, True, True),
+        False,
+        False,
+        True,
+        True,
+        True,
     ]
     assert (stats.suspects_forgotten, stats.suspects_current) == (2, 3)
 

@@ -94,8 +94,11 @@ async def test_attempts_are_bounded_and_the_last_answer_is_passed_on() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        *(says(500, b"boom"), says(502, b"bad gateway"), says(504, b"too late")),
-        *(writes(then="close"), writes(SSE_HEAD, then="reset")),
+        says(500, b"boom"),
+        says(502, b"bad gateway"),
+        says(504, b"too late"),
+        writes(then="close"),
+        writes(SSE_HEAD, then="reset"),
     ],
     ids=["error", "its proxy lost it", "its proxy timed out", "close", "reset"],
 )

@@ -15,8 +15,15 @@ from tests.support.paths import ROOT
 
 NOVEMBER_S = 1793491200  # 2026-11-01 UTC
 NAMES = (
-    *("tenant", "requests", "computed", "device", "host", "store", "generated"),
-    *("unreported", "contradicted"),
+    "tenant",
+    "requests",
+    "computed",
+    "device",
+    "host",
+    "store",
+    "generated",
+    "unreported",
+    "contradicted",
 )
 
 

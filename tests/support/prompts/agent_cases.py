@@ -299,7 +299,19 @@ BATCHES: list[Body] = [
 ]
 
 PIECES = (
-    *("Hello", " world", "\n", "  ", "é", "日本", "<|im_end|>", "{}", "'s", "12345", "</think>", "<b>", "😀"),
+    "Hello",
+    " world",
+    "\n",
+    "  ",
+    "é",
+    "日本",
+    "<|im_end|>",
+    "{}",
+    "'s",
+    "12345",
+    "</think>",
+    "<b>",
+    "😀",
     "[INST]",
     "x-anthropic-billing-header",
 )

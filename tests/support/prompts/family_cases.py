@@ -15,17 +15,20 @@ from typing import Any, Final
 from tests.support.prompts.readers import byte_level_tokenizer
 
 _TEXTS: Final = (
-    *(
-        "Hello",
-        "How are you?",
-        "",
-        " two  spaces ",
-        "line\nline\n\nline",
-        "<think>hm</think> no",
-        "日本 é 🙂",
-    ),
-    *("The router asks which engine holds the longest prefix. " * 4, "<|start|>user<|message|>x<|end|>"),
-    *("[INST] x [/INST]", "a\tb\r\nc", "{{ x }} {% y %}", "<result>1</result>", "12345 3.14 1,000"),
+    "Hello",
+    "How are you?",
+    "",
+    " two  spaces ",
+    "line\nline\n\nline",
+    "<think>hm</think> no",
+    "日本 é 🙂",
+    "The router asks which engine holds the longest prefix. " * 4,
+    "<|start|>user<|message|>x<|end|>",
+    "[INST] x [/INST]",
+    "a\tb\r\nc",
+    "{{ x }} {% y %}",
+    "<result>1</result>",
+    "12345 3.14 1,000",
 )
 _ARGUMENTS: Final = (
     '{"place": "Zürich", "days": 2}',

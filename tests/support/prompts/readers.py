@@ -27,8 +27,17 @@ from tests.support.paths import DATA
 
 TEMPLATES = DATA / "templates"
 SPECIAL = (
-    *("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|eot|>"),
-    *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
+    "<|bos|>",
+    "<|eos|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|header|>",
+    "<|/header|>",
+    "<|eot|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
 )
 CORPUS = [
     "The router asks which engine holds the longest prefix of this prompt, and sends the request there.",

@@ -168,7 +168,13 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 FIELDS = st.sampled_from(
     [
         *EngineRow.__struct_fields__,
-        *("receipts", "load", "available", "feed_state", "engine_id", "actual_tokens", "prompt_tokens"),
+        "receipts",
+        "load",
+        "available",
+        "feed_state",
+        "engine_id",
+        "actual_tokens",
+        "prompt_tokens",
     ]
 )
 ENTRIES = st.lists(ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=3)
