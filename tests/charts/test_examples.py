@@ -75,7 +75,7 @@ def test_the_lock_has_what_the_router_needs() -> None:
     """After a change of pyproject.toml: ``make lock``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = {
-        "image": project["project"]["dependencies"] + project["project"]["optional-dependencies"]["router"],
+        "image": project["project"]["dependencies"],
         "build": project["build-system"]["requires"],
     }
     for name, requirements in wanted.items():
