@@ -324,10 +324,14 @@ def test_an_answer_of_a_decode_engine_that_stood_still_past_the_lease_is_made_ag
                 _reuse(apart, rng)
         _same(asked.result(), alone)
         added = {name: count - asked_before[name] for name, count in counts().items()}
-        expected = {"split": 1, "handoffs": 1, "handoffs_lost": 1, "leases_late": 0, "answers_late": 1}
-        assert added == expected
+        # UCX looks after its connections every 20 s, too: it may have given this one up meanwhile. Then
+        # nothing is read late, and the engine answers 500.
+        read = added.pop("answers_late")
+        assert read in {0, 1}
+        assert added == {"split": 1, "handoffs": 1, "handoffs_lost": 1, "leases_late": 0}
     _reuse(apart, rng)  # the engine counts while it works
-    wait_until(lambda: _figure(source, late) == read_late + 1, "the engine counts the late reading")
+    if read:
+        wait_until(lambda: _figure(source, late) == read_late + 1, "the engine counts the late reading")
 
 
 def test_parameters_that_would_end_the_decode_engine_reach_no_engine(apart: Apart) -> None:
