@@ -71,15 +71,23 @@ class UsageFilter:
     these wait for the usage, which follows at once. Several answers may end in another order than they came.
     """
 
-    __slots__ = ("_ended",)
+    __slots__ = ("_ended", "_halved")
 
     def __init__(self) -> None:
         self._ended: list[bytes] = []
+        # The last event was not passed on, and ends with a CR, whose LF may come with the next piece.
+        self._halved = False
 
     def feed(self, data: bytes) -> bytes:
         """The events to be passed on now, of whole ones."""
         passed: list[bytes] = []
         for block in blocks(data):
+            if self._halved and block == b"\n":
+                if self._ended:
+                    self._ended[-1] += block
+                self._halved = False
+                continue
+            self._halved = False
             value = data_of(block)
             if (
                 value is not None
@@ -87,8 +95,10 @@ class UsageFilter:
                 and (found := _usage_alone(value)) is not None
             ):
                 passed.append(self.rest(found))
+                self._halved = block.endswith(b"\r")
             elif value is not None and _FINISHED.search(value) is not None:
                 self._ended.append(block)
+                self._halved = block.endswith(b"\r")
             elif value is not None and value.strip() == b"[DONE]":
                 passed += (self.rest(), block)
             else:

@@ -153,6 +153,18 @@ def test_a_stream_that_breaks_off_loses_nothing_that_waited() -> None:
     assert out == event("a") + ENDS % 0 + b'data: {"error":1}\n\n'
 
 
+@pytest.mark.parametrize("ends", [b"", ENDS % 0])
+@pytest.mark.parametrize("place", range(1, 5))
+def test_an_end_that_is_cut_within_cr_lf_goes_with_its_event(ends: bytes, place: int) -> None:
+    before, removed, after = (one.replace(b"\n", b"\r\n") for one in (event("a") + ends, LAST, DONE))
+    whole = before + removed + after
+    for end in (len(before), len(before) + len(removed)):
+        relay, cut = SseRelay(CHAT, hides_usage=True), end - place
+        out = relay.feed(whole[:cut]) + relay.feed(whole[cut:]) + relay.end()
+        undivided = SseRelay(CHAT, hides_usage=True)
+        assert out == undivided.feed(whole) + undivided.end()
+
+
 @given(st.data())
 def test_a_client_that_has_not_asked_sees_all_but_the_usage_however_it_comes(data: st.DataObject) -> None:
     end = data.draw(st.sampled_from([b"\n", b"\r\n"]))
