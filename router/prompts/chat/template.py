@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Set
+from decimal import Decimal
 from threading import Lock
 from typing import Any, Final, Protocol
 
@@ -260,12 +261,20 @@ def is_unlike(value: Any) -> bool:
     # that Python does not print.
     kind = type(value)
     if kind is float:
-        return value.is_integer() or not math.isfinite(value) or "e" in repr(value)
+        text = repr(value)
+        return value.is_integer() or not math.isfinite(value) or "e" in text or _is_tie(value, text)
     if kind is int:
         return not _INTEGER_MIN <= value <= _INTEGER_MAX
     if kind is str and not value.isascii():
         return not value.replace("\n", "").replace("\t", "").replace("\r", "").isprintable()
     return False
+
+
+def _is_tie(value: float, shortest: str) -> bool:
+    """Whether it lies between two shortest forms: Python takes the even one, Rust the larger one
+    (98277423282436.125 is ``98277423282436.12`` or ``.13``)."""
+    exact = format(Decimal(value), "f")
+    return len(exact) == len(shortest) + 1 and exact.endswith("5")
 
 
 # Template arguments that affect more than the template in the engine, or shadow functions of templates.

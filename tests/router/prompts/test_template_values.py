@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import minijinja
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from kvatlas.router.prompts.chat.template import (
     UNLIKE,
     ChatTemplate,
     chat_context,
+    is_unlike,
     message_shape,
     parse_tools,
     value_kinds,
@@ -27,7 +29,21 @@ from kvatlas.router.prompts.settings import PromptStats
 from tests.support.examples import examples
 from tests.support.prompts.readers import local_reader, model_dir, read_exact
 
-ODD = (1.0, 0.0, -0.0, 1e16, 1e22, 1e-7, -3.0, 2**64, -(2**63) - 1, 10**40, "\xa0", "a\u2028b")
+ODD = (
+    98277423282436.125,
+    1.0,
+    0.0,
+    -0.0,
+    1e16,
+    1e22,
+    1e-7,
+    -3.0,
+    2**64,
+    -(2**63) - 1,
+    10**40,
+    "\xa0",
+    "a\u2028b",
+)
 ARGUMENTS = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
     "{{ k }}={{ v | tojson }}/{{ v | string }}/{{ v }};{% endfor %}{% endfor %}{% endfor %}"
@@ -157,3 +173,9 @@ def test_any_values_are_written_as_jinja2_writes_them(where: str, values: list[A
     for value in values:
         if UNLIKE not in value_kinds(value):
             assert compiled.fast.render({"x": value}) == by_reference(compiled.reference, {"x": value})
+
+
+@pytest.mark.parametrize(("value", "unlike"), [(98277423282436.125, True), (0.1, False), (1.5, False)])
+def test_a_float_between_two_shortest_forms_is_written_by_jinja2(value: float, unlike: bool) -> None:
+    assert is_unlike(value) is unlike
+    assert unlike == (minijinja.Environment().render_str("{{ x }}", x=value) != repr(value))
