@@ -25,6 +25,7 @@ from kvatlas.router.proxy.events import (
     abort_mark,
     blocks,
     data_of,
+    ends_line_of,
     in_background,
     is_comment,
     last_event_end,
@@ -333,8 +334,7 @@ class SseRelay:
                 out += (*self._held, block)
                 self._held.clear()
                 continue
-            if block == b"\n" and self._held and self._held[-1].endswith(b"\r"):
-                # The other half of a line end that was cut within CR LF.
+            if self._held and ends_line_of(block, self._held[-1]):
                 self._held[-1] += block
                 continue
             if is_comment(block):

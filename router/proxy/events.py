@@ -60,6 +60,12 @@ def blocks(data: bytes) -> Iterator[bytes]:
         yield b"".join(lines)
 
 
+def ends_line_of(block: bytes, before: bytes) -> bool:
+    """Whether this is the LF of a line end that was cut within CR LF, the CR of which ends the event
+    ``before``."""
+    return block == b"\n" and before.endswith(b"\r")
+
+
 def data_of(block: bytes) -> bytes | None:
     """The data of one event: its ``data`` lines, joined by line feeds. None: it has none, and is no event."""
     if block.startswith(b"data: ") and block.find(b"\n") == len(block) - 2 and block.find(b"\r") < 0:

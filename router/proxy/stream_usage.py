@@ -15,7 +15,7 @@ import msgspec
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.members import with_first, with_value
 from kvatlas.router.openai.numbers import lax_true
-from kvatlas.router.proxy.events import blocks, data_of
+from kvatlas.router.proxy.events import blocks, data_of, ends_line_of
 
 ASKED: Final = frozenset({CHAT, COMPLETION})
 """APIs with ``stream_options``; the others report usage unasked."""
@@ -71,23 +71,22 @@ class UsageFilter:
     these wait for the usage, which follows at once. Several answers may end in another order than they came.
     """
 
-    __slots__ = ("_ended", "_halved")
+    __slots__ = ("_ended", "_last")
 
     def __init__(self) -> None:
         self._ended: list[bytes] = []
-        # The last event was not passed on, and ends with a CR, whose LF may come with the next piece.
-        self._halved = False
+        # The last event, if it was not passed on: the end of its line may come with the next piece.
+        self._last = b""
 
     def feed(self, data: bytes) -> bytes:
         """The events to be passed on now, of whole ones."""
         passed: list[bytes] = []
         for block in blocks(data):
-            if self._halved and block == b"\n":
+            last, self._last = self._last, b""
+            if ends_line_of(block, last):
                 if self._ended:
                     self._ended[-1] += block
-                self._halved = False
                 continue
-            self._halved = False
             value = data_of(block)
             if (
                 value is not None
@@ -95,10 +94,10 @@ class UsageFilter:
                 and (found := _usage_alone(value)) is not None
             ):
                 passed.append(self.rest(found))
-                self._halved = block.endswith(b"\r")
+                self._last = block
             elif value is not None and _FINISHED.search(value) is not None:
                 self._ended.append(block)
-                self._halved = block.endswith(b"\r")
+                self._last = block
             elif value is not None and value.strip() == b"[DONE]":
                 passed += (self.rest(), block)
             else:
