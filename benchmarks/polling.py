@@ -62,6 +62,7 @@ async def serve(pipe: Connection, size: int, *, by_name: bool) -> None:
 
     async def named(request: web.Request) -> web.Response:
         names = tuple(name.encode() for name in request.query.getall("name[]"))
+        names += tuple(b"# TYPE " + name for name in names)
         lines = (line for line in body.splitlines(keepends=True) if line.startswith(names))
         return web.Response(body=b"".join(lines), content_type="text/plain")
 

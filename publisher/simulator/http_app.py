@@ -445,7 +445,7 @@ class EngineApp:
         """prometheus_client's application: the query names samples, which ``/metrics`` ignores in vLLM."""
         page = self._metrics_page()
         if names := call.values("name[]"):
-            found = re.compile(rf"({'|'.join(map(re.escape, names))})[{{ ]".encode())
+            found = re.compile(rf"(# \w+ )?({'|'.join(map(re.escape, names))})[{{ ]".encode())
             page = b"".join(line for line in page.splitlines(keepends=True) if found.match(line))
         await call.reply(page, content_type=_METRICS)
 

@@ -382,7 +382,7 @@ class FleetPoller(Generic[E]):
 
         stated = self._informed.get(base_url)
         with contextlib.suppress(OSError, _BadAnswerError):
-            page = await self._get(f"{base_url}/metrics")
+            page = await self._get(base_url + METRICS)
             if not proof.tries:
                 # Later tries may meet another process, of which what is proven says nothing.
                 proof.started = read_started(page)

@@ -395,7 +395,7 @@ _READ_AS_BYTES = tuple(f"\n{name}".encode() for name in _READ)
 
 def names_read(text: bytes) -> frozenset[bytes]:
     """Return which of the samples that are read here the page of a vLLM engine has."""
-    return frozenset(name for name in _READ_AS_BYTES if name in text or text.startswith(name[1:]))
+    return frozenset(name for name in _READ_AS_BYTES if name in text)
 
 
 def _samples_of(pattern: re.Pattern[bytes], text: bytes) -> Iterator[re.Match[bytes]]:

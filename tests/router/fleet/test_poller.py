@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import ssl
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 import pytest
@@ -18,10 +20,14 @@ from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.statement import (
     METRICS_BY_NAME,
+    names_read,
     reachable,
     read_gauges,
+    read_obeys_hints,
+    read_pool_blocks,
     read_sleep,
     read_started,
+    read_statement,
     read_transfers,
 )
 from kvatlas.router.fleet.status import ModelCard
@@ -478,6 +484,36 @@ async def test_a_server_that_does_not_answer_by_name_is_asked_for_the_whole_page
             await watch.polls("/metrics")
         assert watch.server.count(METRICS_BY_NAME) == 1
         assert watch.listener.loads == {status.engine_id: (1, 2)}
+
+
+EVERY_SAMPLE = b"""# HELP of every sample that is read
+vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_waiting{engine="0"} 5.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="99"} 1.0
+vllm:spec_decode_num_drafts_total{engine="0"} 7.0
+vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0
+vllm:engine_sleep_state{engine="0",sleep_state="discard_all"} 1.0
+vllm:sleep_mode_operation_duration_seconds_count{operation="sleep"} 2.0
+vllm:sleep_mode_operation_duration_seconds_sum{operation="sleep"} 9.0
+vllm:nixl_num_failed_transfers_total{engine="0"} 1.0
+vllm:nixl_num_failed_notifications_total{engine="0"} 2.0
+vllm:nixl_num_kv_expired_reqs_total{engine="0"} 3.0
+vllm:nixl_num_notifications_after_expiry_total{engine="0"} 4.0
+kvatlas_offload_rows{engine="0",state="hinted"} 6.0
+process_start_time_seconds 1.7e+09
+"""
+
+
+def test_samples_asked_for_by_name_say_the_same_as_the_whole_page() -> None:
+    names = tuple(value.encode() for _, value in parse_qsl(urlsplit(METRICS_BY_NAME).query))
+    lines = EVERY_SAMPLE.splitlines(keepends=True)
+    named = b"".join(line for line in lines if re.split(rb"[{ ]", line)[0] in (b"#", *names))
+    assert len(names_read(named)) == len(names)
+    for fact in (read_gauges, read_pool_blocks, read_statement, read_sleep, read_obeys_hints, read_transfers):
+        assert fact(named, 0) == fact(EVERY_SAMPLE, 0)
+        assert fact(named, 0) != fact(b"", 0), fact
+    assert read_started(named) == read_started(EVERY_SAMPLE)
 
 
 async def test_another_process_is_asked_for_its_whole_page() -> None:
