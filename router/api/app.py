@@ -307,7 +307,7 @@ class Front:
         self._to_lead = to_lead
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        """OwnAnswer one request (ASGI 3, "http" or "websocket")."""
+        """Answer one request (ASGI 3, "http" or "websocket")."""
         cors, path = self._cors, scope["path"]
         # The most common paths need no further checks.
         for_clients = path in PROMPT_APIS

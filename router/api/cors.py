@@ -39,7 +39,7 @@ class Cors:
         self._credentials = settings.allow_credentials
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """OwnAnswer a preflight, or send the application's answer with the policy in its header."""
+        """Answer a preflight, or send the application's answer with the policy in its header."""
         fields = scope.get(HEADERS_BY_NAME) or dict(scope["headers"])
         origin = fields.get(b"origin")
         if origin is not None and scope.get("method") == "OPTIONS":
