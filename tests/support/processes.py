@@ -10,13 +10,24 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import IO, Any
 
 import msgspec
 
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from tests.support.ports import free_port
+
+
+@contextlib.contextmanager
+def standing_still(send_signal: Callable[[int], object]) -> Iterator[None]:
+    """A process, or a group of them, gets no time meanwhile; what is sent to it waits in its sockets."""
+    send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send_signal(signal.SIGCONT)
 
 
 class EngineProcess:
@@ -46,14 +57,9 @@ class EngineProcess:
             self._process.kill()
             await self._process.wait()
 
-    @contextlib.contextmanager
-    def standing_still(self) -> Iterator[None]:
-        """It gets no time meanwhile; what is sent to it waits in its sockets."""
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
+    def standing_still(self) -> AbstractContextManager[None]:
+        """It gets no time meanwhile."""
+        return standing_still(self._process.send_signal)
 
 
 class Replica:

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.support.paths import ROOT
 from tests.support.ports import free_ports
+from tests.support.processes import standing_still
 
 _START_DEADLINE_S = 240.0
 _STOP_DEADLINE_S = 120.0
@@ -84,14 +85,9 @@ class RouterProcess:
             lines = response.read().decode().splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
-    @contextmanager
-    def standing_still(self) -> Iterator[None]:
-        """The process gets no time meanwhile; what is sent to it waits in its sockets."""
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
+    def standing_still(self) -> AbstractContextManager[None]:
+        """The process gets no time meanwhile."""
+        return standing_still(self._process.send_signal)
 
     def wait_until_seen(self, engine_id: str, seq: int, *, deadline_s: float = 120.0) -> None:
         """Block until the router has applied batch ``seq`` of this engine."""

@@ -16,11 +16,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.support.ports import free_ports
+from tests.support.processes import standing_still
 from tests.vllm.forked import Forked, popen
 
 START_DEADLINE_S = 600.0
@@ -117,15 +119,10 @@ class VllmServer:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    @contextlib.contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def standing_still(self) -> contextlib.AbstractContextManager[None]:
         """The server and all its children are stopped meanwhile, and go on afterwards."""
         assert self._process is not None, "start() comes first"
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.killpg(self._process.pid, signal.SIGCONT)
+        return standing_still(partial(os.killpg, self._process.pid))
 
     def kill(self) -> None:
         """``kill -9`` of the server and all its children, as when the system runs out of memory."""

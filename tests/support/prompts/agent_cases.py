@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from tests.support.prompts import cases
+
 Body = dict[str, Any]
 
 WEATHER: Body = {
@@ -298,23 +300,7 @@ BATCHES: list[Body] = [
     {"model": "m", "messages": []},
 ]
 
-PIECES = (
-    "Hello",
-    " world",
-    "\n",
-    "  ",
-    "é",
-    "日本",
-    "<|im_end|>",
-    "{}",
-    "'s",
-    "12345",
-    "</think>",
-    "<b>",
-    "😀",
-    "[INST]",
-    "x-anthropic-billing-header",
-)
+PIECES = (*cases.PIECES, "x-anthropic-billing-header")
 
 
 def _words(rng: random.Random, most: int = 10) -> str:

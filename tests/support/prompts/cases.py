@@ -116,28 +116,31 @@ COMPLETIONS: list[dict[str, Any]] = [
 ]
 
 
+# Of which odd texts are made.
+PIECES = (
+    "Hello",
+    " world",
+    "\n",
+    "  ",
+    "é",
+    "日本",
+    "<|im_end|>",
+    "{}",
+    "'s",
+    "12345",
+    "</think>",
+    "<b>",
+    "😀",
+    "[INST]",
+)
+
+
 def random_chats(count: int, seed: int = 7) -> list[dict[str, Any]]:
     """Chats of random turns, with tools, parts and odd text in random places."""
     rng = random.Random(seed)
-    pieces = [
-        "Hello",
-        " world",
-        "\n",
-        "  ",
-        "é",
-        "日本",
-        "<|im_end|>",
-        "{}",
-        "'s",
-        "12345",
-        "</think>",
-        "<b>",
-        "😀",
-        "[INST]",
-    ]
 
     def text() -> str:
-        return "".join(rng.choice(pieces) for _ in range(rng.randint(0, 12)))
+        return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 12)))
 
     def content() -> Any:
         return (

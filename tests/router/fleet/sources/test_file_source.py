@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -17,37 +15,14 @@ from kvatlas.router.fleet.engines import DiscoveredEngine, EngineAddress
 from kvatlas.router.fleet.file_source import FileSource
 from kvatlas.router.fleet.settings import FileSettings
 from kvatlas.router.fleet.sources import BadListError, read_list
-from tests.support.waiting import until
+from tests.support.seen_sources import Seeing, at_work
 
 ONE = '[[engines]]\nbase_url = "http://a:1"\n'
 TWO = ONE + '[[engines]]\nbase_url = "http://b:2/"\nevents = "tcp://b:5557"\ndrain = true\n'
 
 
-class Seeing:
-    def __init__(self, source: FileSource) -> None:
-        self.source = source
-        self.told: list[dict[str, str]] = []
-
-    def tell(self, sightings: Sequence[DiscoveredEngine]) -> None:
-        self.told.append({one.engine.base_url: one.held for one in sightings})
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        await until(condition, lambda: f"{what}; {self.told} {self.source.stats}")
-
-    async def sees(self, wanted: dict[str, str]) -> None:
-        await self.until(lambda: bool(self.told) and self.told[-1] == wanted, f"{wanted}")
-
-
-@asynccontextmanager
-async def seeing(path: Path) -> AsyncIterator[Seeing]:
-    source = FileSource(FileSettings(path=str(path), interval_s=0.01))
-    seen = Seeing(source)
-    task = asyncio.create_task(source.run(seen.tell))
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+def seeing(path: Path) -> AbstractAsyncContextManager[Seeing]:
+    return at_work(Seeing(FileSource(FileSettings(path=str(path), interval_s=0.01))))
 
 
 def replace(path: Path, text: str) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import gc
 import random
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,23 @@ from kvatlas.router.fleet.engines import DiscoveredEngine, EngineAddress
 from kvatlas.router.fleet.settings import DnsSettings, parse_server
 from kvatlas.router.services.dns_source import DnsSource, ResolveError, Resolver
 from tests.router.services.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
-from tests.support.waiting import run, until
+from tests.support.seen_sources import Seeing, at_work
+from tests.support.waiting import run
 
 pytestmark = pytest.mark.real  # UDP
 
 
-class Seeing:
-    def __init__(self, source: DnsSource) -> None:
-        self.source = source
-        self.told: list[list[str]] = []
-        self.latest: Sequence[DiscoveredEngine] = ()
+class SeenUrls(Seeing):
+    """Sightings as base URLs, in order."""
 
-    def tell(self, sightings: Sequence[DiscoveredEngine]) -> None:
-        self.latest = sightings
-        self.told.append([one.engine.base_url for one in sightings])
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        await until(condition, lambda: f"{what}; {self.told} {self.source.stats}")
+    def shown(self, sightings: Sequence[DiscoveredEngine]) -> list[str]:
+        return [one.engine.base_url for one in sightings]
 
     async def sees(self, *urls: str) -> None:
-        await self.until(lambda: bool(self.told) and self.told[-1] == list(urls), f"{urls}")
+        await super().sees(list(urls))
 
 
-@asynccontextmanager
-async def seeing(server: DnsServer, *names: str, **changes: Any) -> AsyncIterator[Seeing]:
+def seeing(server: DnsServer, *names: str, **changes: Any) -> AbstractAsyncContextManager[SeenUrls]:
     defaults: dict[str, Any] = {
         "names": names,
         "servers": (f"127.0.0.1:{server.port}",),
@@ -51,14 +44,7 @@ async def seeing(server: DnsServer, *names: str, **changes: Any) -> AsyncIterato
         "timeout_s": 1.0,
     }
     source = DnsSource(DnsSettings(**{**defaults, **changes}), jitter=random.Random(1))
-    seen = Seeing(source)
-    task = asyncio.create_task(source.run(seen.tell))
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
+    return at_work(SeenUrls(source))
 
 
 async def ask(server: DnsServer, name: str, kind: RdataType, **changes: Any) -> tuple[list[str], int] | None:

@@ -5,46 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvatlas.router.fleet.engines import DiscoveredEngine
 from kvatlas.router.fleet.settings import KubernetesSettings
 from kvatlas.router.services.kubernetes.pool_engines import DELETION_COST
 from kvatlas.router.services.kubernetes.source import KubernetesSource
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod
 from tests.support.pki import make_authority, make_certificate
+from tests.support.seen_sources import Seeing, at_work
 from tests.support.waiting import until
 
 Told = dict[str, str]
-
-
-class Seeing:
-    """A source at work: what it told last, by base URL, with why each engine is held."""
-
-    def __init__(self, source: KubernetesSource) -> None:
-        self.source = source
-        self.told: list[Told] = []
-        self.latest: Sequence[DiscoveredEngine] = ()
-
-    def tell(self, sightings: Sequence[DiscoveredEngine]) -> None:
-        self.latest = sightings
-        self.told.append({one.engine.base_url: one.held for one in sightings})
-
-    @property
-    def now(self) -> Told | None:
-        return self.told[-1] if self.told else None
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        await until(condition, lambda: f"{what}; {self.now} {self.source.stats}")
-
-    async def sees(self, wanted: Told) -> None:
-        await self.until(lambda: self.now == wanted, f"{wanted}")
 
 
 @asynccontextmanager
@@ -60,16 +37,10 @@ async def seeing(
     }
     settings = KubernetesSettings(**{**defaults, **changes})
     source = KubernetesSource(settings, costs=lambda: costs or {}, jitter=random.Random(7))
-    seen = Seeing(source)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvatlas.router.services.kubernetes.source.RETRY_S_MAX", 0.2)
-        task = asyncio.create_task(source.run(seen.tell))
-        try:
+        async with at_work(Seeing(source)) as seen:
             yield seen
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert task.cancelled()
 
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
