@@ -264,6 +264,11 @@ class SseRelay:
         return data
 
     @property
+    def passing(self) -> bool:
+        """Something of an answer has been passed on, or ends what was held: an opening, a token, an error."""
+        return self.begun or self.exposed
+
+    @property
     def done(self) -> bool:
         """The stream's own end mark has been passed on: nothing is missing."""
         return _ENDED.search(self._last.replace(b"\r", b"\n")) is not None

@@ -118,14 +118,14 @@ class StreamRelay(msgspec.Struct, eq=False):
     def _pass_on(self, data: bytes) -> None:
         """Pass a piece on."""
         events = self._events
-        begun = events.begun
+        begun, passing = events.begun, events.passing
         out = events.feed(data) if data else events.end()
         if self._connection.complete:
             self._more = False
             out += events.end()
-        if not begun and (events.begun or events.exposed):
+        if not begun and events.passing:
             self._begin()
-            if self._attempt.request.response_id and self._success and not events.failed:
+            if not passing and self._success and not events.failed:
                 tell_named(self._attempt, out)
         if events.aborted or events.failed or events.given_up:
             self._failed(out)
@@ -149,7 +149,7 @@ class StreamRelay(msgspec.Struct, eq=False):
                 # Events may be added to it, or left out.
                 fields, length = [field for field in fields if field[0] != b"content-length"], b""
             self._answer.start(self._connection.status, fields, length)
-        self.had = Had.ANSWER if self._events.begun or self._events.exposed else Had.COMMENTS
+        self.had = Had.ANSWER if self._events.passing else Had.COMMENTS
         self._waits = self._answer.write(out, more=self._more)
 
     def _begin(self) -> None:
@@ -205,6 +205,8 @@ class StreamRelay(msgspec.Struct, eq=False):
 
 def tell_named(attempt: Attempt, begin: bytes) -> None:
     """Tell the attempt whether its answer of success, which begins so, has the id that was chosen for it."""
+    if not attempt.request.response_id:
+        return
     chosen = of_engine(attempt.request.response_id, attempt.engine_id)
     attempt.named(obeyed=begin.find(chosen.encode()) >= 0)
 
@@ -315,15 +317,12 @@ class AnswerRelay(msgspec.Struct, eq=False):
             if not self._seen_end and aborted(attempt.request.path, body):
                 # It was too long to be kept back, or a gateway's.
                 broke_off(attempt, self._record, UpstreamError("aborted"), self._stats)
-            if attempt.request.response_id:
-                tell_named(attempt, body)
+            tell_named(attempt, body)
             try:
                 usage = read_usage(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._stats.usage_unreadable += 1
-            if attempt.handoff is not None or attempt.watched:
-                usage = attempt.corrected(usage)
-            self._record.usage = usage
+            self._record.usage = usage = attempt.corrected(usage)
         attempt.finished(usage)
 
     async def _pass_body(self, data: bytes) -> None:
