@@ -195,7 +195,7 @@ def _work(config: Config, worker: WorkerContext) -> int:
     )
     server = make_server(router)
     server.worker = worker
-    return run_server(server, lambda: ends_within_s(router), worker.public)
+    return run_server(server, router, worker.public)
 
 
 def _inherited(worker: WorkerContext) -> Decided:
@@ -257,7 +257,7 @@ def serve(config: Config, load: Callable[[], Config]) -> int:
         router.discard()
         return Parent(config, load, min(workers, WORKERS_MAX)).run()
     reloads_of(router, lambda running: decide(running, load), on_log=configure_logging)
-    return run_server(make_server(router), lambda: ends_within_s(router))
+    return run_server(make_server(router), router)
 
 
 def pick(config: Config, load: Callable[[], Config]) -> int:

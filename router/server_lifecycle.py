@@ -16,8 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
@@ -175,14 +174,9 @@ def make_server(router: Router) -> RouterServer:
         )
     )
     router.draining = lambda: server.draining
-    router.on_listen = lambda listen: configure(server, listen)
+    router.on_listen = lambda listen: server.configure(_within_descriptors(listen))
     server.on_drain = router.retire
     return server
-
-
-def configure(server: RouterServer, listen: ListenSettings) -> None:
-    """Apply changed limits."""
-    server.configure(_within_descriptors(listen))
 
 
 def _within_descriptors(listen: ListenSettings) -> ListenSettings:
@@ -190,11 +184,9 @@ def _within_descriptors(listen: ListenSettings) -> ListenSettings:
     return msgspec.structs.replace(listen, connections_max=held)
 
 
-def run_server(
-    server: RouterServer, ends_within_s: Callable[[], float], sockets: list[socket.socket] | None = None
-) -> int:
-    """Serve until a signal; returns the exit status. ``ends_within_s``: time limit of the shutdown."""
-    server.guard = ShutdownGuard(ends_within_s)
+def run_server(server: RouterServer, router: Router, sockets: list[socket.socket] | None = None) -> int:
+    """Serve until a signal; returns the exit status."""
+    server.guard = ShutdownGuard(lambda: ends_within_s(router))
     try:
         server.run(sockets)
     except ListenError as error:
@@ -206,14 +198,9 @@ def run_server(
 
 def ends_within_s(router: Router) -> float:
     """Return the time limit of a router's shutdown after a signal."""
-    picker = router.config.epp
+    listen, picker = router.config.listen, router.config.epp
     drain_s = 0.0 if router.picker is None else picker.drain_delay_s + picker.drain_s_max
-    return max(server_ends_within_s(router.config.listen), drain_s + STOP_S)
-
-
-def server_ends_within_s(listen: ListenSettings) -> float:
-    """Return the time limit of a shutdown that only closes the port."""
-    return listen.drain_delay_s + listen.drain_s_max + STOP_S
+    return max(listen.drain_delay_s + listen.drain_s_max, drain_s) + STOP_S
 
 
 # Tries everything of a configuration that can fail, before anything listens.
@@ -294,19 +281,12 @@ class Decided(msgspec.Struct, frozen=True):
     waiting: int = 0
 
 
-def usable(config: Config) -> None:
-    """Raise ``ConfigError`` or ``ValueError`` if a router cannot run with this configuration."""
-    check_engines(config)
-    policy(config.policy.policy)
-
-
-def decide(
-    running: Config, load: Callable[[], Config], check: Callable[[Config], object] = usable
-) -> Decided:
-    """Read the configuration again and log the result. ``check``: as ``usable``."""
+def decide(running: Config, load: Callable[[], Config]) -> Decided:
+    """Read the configuration again and log the result."""
     try:
         change = changes(running, load())
-        check(change.config)
+        check_engines(change.config)
+        policy(change.config.policy.policy)
     except (ConfigError, ValueError) as error:
         return refused(error)
     _tell(change)
@@ -345,22 +325,11 @@ def hold_back() -> None:
 
 
 class Reloads:
-    """Reloads of one serving process. ``running``: its configuration; ``take`` applies another one; ``renew``
-    reads its files again; ``on_log`` is called with a level and a format."""
+    """Reloads of one serving process; ``on_log`` is called with a level and a format."""
 
-    def __init__(
-        self,
-        running: Callable[[], Config],
-        decide: Decide,
-        take: Callable[[Config], Awaitable[None]],
-        renew: Callable[[], None],
-        *,
-        on_log: Callable[[str, str], None],
-    ) -> None:
-        self._running = running
+    def __init__(self, router: Router, decide: Decide, *, on_log: Callable[[str, str], None]) -> None:
+        self._router = router
         self._decide = decide
-        self._take = take
-        self._renew = renew
         self._on_log = on_log
         self._asked = asyncio.Event()
         self.stats = ReloadStats()
@@ -382,10 +351,10 @@ class Reloads:
     async def once(self) -> None:
         """Reload once."""
         try:
-            running = self._running()
+            running = self._router.config
             decided = await asyncio.to_thread(self._decide, running)
             if decided.config not in (None, running):
-                await self._take(decided.config)
+                await apply(self._router, decided.config)
                 self._on_log(decided.config.server.log_level, decided.config.server.log_format)
         except (KeyFileError, ModelDirError) as error:
             decided = refused(error)
@@ -398,19 +367,19 @@ class Reloads:
             self.stats.waiting = decided.waiting
         _log.info("configuration reload done", outcome=decided.outcome, pid=os.getpid())
 
+    def _renew(self) -> None:
+        """Read certificates and keys again."""
+        self._router.certificates.reload_changed()
+        if self._router.gate is not None:
+            self._router.gate.keys.reload()
+
 
 def reloads_of(
     router: Router, decide: Decide, *, on_log: Callable[[str, str], None], counts: bool = True
 ) -> Reloads:
     """Make and install the reloads of a router; ``counts``: this process counts them (of workers, the
     lead)."""
-
-    def renew() -> None:
-        router.certificates.reload_changed()
-        if router.gate is not None:
-            router.gate.keys.reload()
-
-    made = Reloads(lambda: router.config, decide, partial(apply, router), renew, on_log=on_log)
+    made = Reloads(router, decide, on_log=on_log)
     if counts:
         router.sources.reloads = made.stats
     router.works.append(made.run)
