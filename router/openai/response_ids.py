@@ -48,11 +48,8 @@ class ResponseIds:
     def make(self, tenant: str, key_id: str = "") -> str:
         """The id of a response to come, but for its engine (``of_engine``)."""
         nonce = f"{random.getrandbits(4 * _NONCE_DIGITS):0{_NONCE_DIGITS}x}"
-        return (
-            PREFIX
-            + nonce
-            + _proof(next(iter(self._secrets(tenant, key_id)), random.randbytes(32)), tenant, nonce)
-        )
+        secrets = self._secrets(tenant, key_id)
+        return PREFIX + nonce + _proof(secrets[0] if secrets else random.randbytes(32), tenant, nonce)
 
     def is_of(self, response_id: str, tenant: str) -> bool:
         """Whether a router made this id for this tenant."""

@@ -114,11 +114,15 @@ _Pooling = msgspec.json.Decoder(
 )
 
 
+def _pools(request: InboundRequest) -> bool:
+    return request.method == "POST" and request.path.rstrip("/").rpartition("/")[2] in _POOLING
+
+
 def pooled(request: InboundRequest) -> tuple[int, int]:
     """Prompts of a request that pools, at least 1, and the tokens of its query for each document but the
     first; (1, 0) for other requests, and for what cannot be read."""
     body = request.body
-    if request.method != "POST" or request.path.rstrip("/").rpartition("/")[2] not in _POOLING:
+    if not _pools(request):
         return 1, 0
     if len(body) > _DECODED_BYTES_MAX or body.count(b",") > _COMMAS_MAX:
         # Of a list of texts, rather above it. Token ids are counted as one prompt.
@@ -137,7 +141,7 @@ def longest_input(request: InboundRequest) -> tuple[int, int]:
     those given as token ids. (0, 0) for other requests, for what cannot be read, and where engines shorten
     inputs."""
     body = request.body
-    if request.method != "POST" or request.path.rstrip("/").rpartition("/")[2] not in _POOLING:
+    if not _pools(request):
         return 0, 0
     if len(body) > _DECODED_BYTES_MAX or body.find(b'"truncate_') >= 0:
         return 0, 0

@@ -272,9 +272,8 @@ class Attempt:
     def finished(self, usage: Usage | None) -> None:
         """The answer ended (also when the client went away: ``usage`` is None then)."""
         if self.open:
-            if self._heard and not self._works:
-                self._works = True
-                self._breaker.record(True, self.now())
+            if self._heard:
+                self._succeeded(self.now())
             self.open = False
             self._ended(usage, "")
 

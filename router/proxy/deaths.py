@@ -92,7 +92,7 @@ class Suspects:
             self._by_digest.move_to_end(digest)
         else:
             return False
-        self._stats.suspects_current = len(self._by_digest) + self._waiting
+        self._count()
         return True
 
     def waits(self, bodies: int) -> bool:
@@ -101,7 +101,7 @@ class Suspects:
             self._stats.suspects_forgotten += bodies
             return False
         self._waiting += bodies
-        self._stats.suspects_current = len(self._by_digest) + self._waiting
+        self._count()
         return True
 
     def find(self, digest: bytes, now: float, kept_s: float) -> Suspect | None:
@@ -109,12 +109,15 @@ class Suspects:
         suspects = self._by_digest
         while suspects and now - next(iter(suspects.values())).at_s >= kept_s:
             suspects.popitem(last=False)
-        self._stats.suspects_current = len(suspects) + self._waiting
+        self._count()
         return suspects.get(digest)
 
     def clear(self, digest: bytes) -> None:
         """An engine has answered it, to the end."""
         self._by_digest.pop(digest, None)
+        self._count()
+
+    def _count(self) -> None:
         self._stats.suspects_current = len(self._by_digest) + self._waiting
 
 
@@ -235,29 +238,35 @@ class Deaths:
 
     def holds(self, digest: bytes, kept_s: float) -> bool:
         """Whether ``check`` would refuse this body, or ask an engine."""
-        if any(digest in look.bodies for look in self._pending()):
-            return True
-        known = self.suspects.find(digest, self._clock(), kept_s)
-        return known is not None and (known.deaths >= _DEATHS_MAX or not known.came_back)
+        return bool(self._looked_at(digest)) or self._against(digest, self._clock(), kept_s) is not None
 
     async def check(self, digest: bytes, kept_s: float) -> None:
         """Raise ``ApiError`` if this body must be given to no engine now."""
-        for look in [one for one in self._pending() if digest in one.bodies]:
+        for look in self._looked_at(digest):
             await look.done.wait()
         now = self._clock()
-        known = self.suspects.find(digest, now, kept_s)
+        known = self._against(digest, now, kept_s)
         if known is None:
             return
         if known.deaths >= _DEATHS_MAX:
             self._refuse("twice")
             raise ends_engines(known.at_s + kept_s - now)
-        if known.came_back:
-            return
         # One that has left, as a pod that was replaced, never comes back under its id.
         gone = self._fleet.base_url(known.engine_id) is None
         if not gone and not await _alive(self._look(known.engine_id)):
             raise self.held_back()
         known.came_back = True
+
+    def _looked_at(self, digest: bytes) -> list[_Look]:
+        """The looks at engines that this body may have ended."""
+        return [one for one in self._pending() if digest in one.bodies]
+
+    def _against(self, digest: bytes, now: float, kept_s: float) -> Suspect | None:
+        """Return what speaks against giving this body to an engine now."""
+        known = self.suspects.find(digest, now, kept_s)
+        if known is not None and known.came_back and known.deaths < _DEATHS_MAX:
+            return None
+        return known
 
     def held_back(self) -> ApiError:
         """Return the error for a suspect whose engine is not known to be alive."""

@@ -160,7 +160,7 @@ class Forwarder:
             await self._end_stream(error, out, send)
         deaths = self._deaths
         if deaths is not None and (out.lost or self._stats.suspects_current):
-            if out.lost and out.carrier is None and self._settings.suspect_s:
+            if out.lost and self._deaths_of(out) is not None:
                 # No task waits for the look: an answer that broke off is cut by returning from here.
                 deaths.failed(out.digest(), out.lost, out.asked_s)
             elif not out.record.broken and 200 <= out.record.status < 300:
@@ -344,9 +344,12 @@ class Forwarder:
     def _note_death(self, out: Outbound, engine_id: str) -> None:
         """The process that had the request is gone, and perhaps of it: another engine may get it now, and a
         second death counts."""
-        deaths = self._deaths
-        if deaths is not None and out.carrier is None and self._settings.suspect_s:
+        if (deaths := self._deaths_of(out)) is not None:
             deaths.restarted(out.digest(), engine_id, out.asked_s)
+
+    def _deaths_of(self, out: Outbound) -> Deaths | None:
+        """Return the account of engines that this request may have ended; None: it is in none."""
+        return self._deaths if out.carrier is None and self._settings.suspect_s else None
 
     async def _note_harm(self, out: Outbound, again: AgainError) -> None:
         """Raise ``ApiError`` if an engine died of the request, and no other one may be asked now."""
@@ -358,10 +361,8 @@ class Forwarder:
     async def _hold_if_dead(self, out: Outbound, engine_id: str) -> None:
         """Before another engine is asked: raise ``ApiError`` if the one that had the request died of it, or
         may have."""
-        deaths = self._deaths
-        if deaths is None or out.carrier is not None or not self._settings.suspect_s:
-            return
-        if await deaths.ended(out.digest(), engine_id, out.asked_s):
+        deaths = self._deaths_of(out)
+        if deaths is not None and await deaths.ended(out.digest(), engine_id, out.asked_s):
             out.record.tracker.warn("engine died", out.record, engine_id, engine=engine_id)
             raise deaths.held_back()
 

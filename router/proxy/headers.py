@@ -301,8 +301,6 @@ class Verdict(Enum):
     UNKNOWN = "unknown"
 
 
-# Paths that routers and probes request for themselves.
-OBSERVED = frozenset({"/health", "/kv_event_sources", "/load", "/metrics", "/ping", "/version"})
 CacheReset = Literal["", "gpu", "all"]
 """Caches that a call empties: none, the GPU's, or also those of vLLM's connector."""
 
