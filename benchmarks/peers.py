@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -210,6 +210,16 @@ def _lowest(values: Iterable[float]) -> list[int]:
 TREE_TOKENS_MAX = 4 << 20
 
 
+def _leading(held: Container[BlockHash], hashes: Sequence[BlockHash]) -> int:
+    """Number of leading blocks that are held."""
+    count = 0
+    for block_hash in hashes:
+        if block_hash not in held:
+            break
+        count += 1
+    return count
+
+
 class History:
     """A prefix tree of sent prompts, as kept by routers without events: full attention, no groups.
 
@@ -222,18 +232,10 @@ class History:
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
 
-    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
+    def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
         most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
-        found = []
-        for held in self._held:
-            count = 0
-            for block_hash in hashes:
-                if block_hash not in held:
-                    break
-                count += 1
-            tokens = min(count * self._block_tokens, most)
-            found.append(PrefixHit(tokens, tokens))
-        return found
+        lengths = [min(_leading(held, hashes) * self._block_tokens, most) for held in self._held]
+        return [PrefixHit(tokens, tokens) for tokens in lengths]
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         held = self._held[engine]
@@ -353,21 +355,12 @@ class PeerRouter(OtherRouter):
         self, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit]
     ) -> list[int]:
         if self._tree is not None:
-            return [one.shared_prefix for one in self._tree.look(prompt_tokens, hashes, 0.0)]
+            return [one.shared_prefix for one in self._tree.look(prompt_tokens, hashes)]
         found = [one.shared_prefix for one in seen]
         if self._counts_in_flight:
-            flying = [self._leading(engine.active, hashes) for engine in self._engines]
+            flying = [_leading(engine.active, hashes) * self._block_tokens for engine in self._engines]
             return [max(one, other) for one, other in zip(found, flying, strict=True)]
         return found
-
-    def _leading(self, active: Counter[BlockHash], hashes: Sequence[BlockHash]) -> int:
-        """Return the number of tokens at the prompt's start that prompts in flight share."""
-        count = 0
-        for block in hashes:
-            if block not in active:
-                break
-            count += 1
-        return count * self._block_tokens
 
     def _views(self, prefixes: Sequence[int], hashes: Sequence[BlockHash]) -> list[PeerView]:
         sizes = [0] * len(self._engines) if self._tree is None else self._tree.sizes()

@@ -163,13 +163,13 @@ class HybridBlockPool:
 
     def find_hit(self, request: PoolRequest) -> int:
         """Tokens that a lookup now would take from the cache; changes nothing."""
-        return self._used(self._finder.find(request.known_hashes(), request.num_tokens - 1)).length
+        return self._used_length(self._finder.find(request.known_hashes(), request.num_tokens - 1).length)
 
     def find_prefix(self, request: PoolRequest) -> tuple[int, int]:
         """The hit, and the longest prefix that a single lookup class could serve (full attention if the
         model has it), both in tokens; changes nothing."""
         found = self._finder.find(request.known_hashes(), request.num_tokens - 1)
-        return self._used(found).length, max(found.length, found.boundary)
+        return self._used_length(found.length), max(found.length, found.boundary)
 
     def find_prefix_of(self, hashes: Sequence[WireHash], num_tokens: int) -> tuple[int, int]:
         """The same for a prompt of this length, by its hashes, which may go on beyond its end."""
@@ -177,7 +177,7 @@ class HybridBlockPool:
         if len(hashes) > num_tokens // size:
             hashes = hashes[: num_tokens // size]
         length, boundary = self._finder.find_lengths(hashes, num_tokens - 1)
-        return 0 if length <= self.layout.replay else length, max(length, boundary)
+        return self._used_length(length), max(length, boundary)
 
     def start(
         self,
@@ -417,13 +417,17 @@ class HybridBlockPool:
         self._started(request, local)
         return local
 
-    def _used(self, hit: Hit) -> Hit:
-        """The hit, or an empty one if bounded replay would recompute all of it.
+    def _used_length(self, length: int) -> int:
+        """The length of a hit, or 0 if bounded replay would recompute all of it.
 
         Source: ``Scheduler.schedule``, vLLM 0.32.
         """
         # A hit shorter than the replayed window would be computed again entirely, so vLLM ignores it.
-        if not 0 < hit.length <= self.layout.replay:
+        return 0 if length <= self.layout.replay else length
+
+    def _used(self, hit: Hit) -> Hit:
+        """The hit, or an empty one where ``_used_length`` is 0."""
+        if self._used_length(hit.length) == hit.length:
             return hit
         return hit._replace(length=0, columns=[[] for _ in hit.columns])
 

@@ -107,21 +107,25 @@ SINGLE_PROTOCOLS = frozenset(
 
 CALLED_FROM_OUTSIDE = frozenset(
     {
+        # httptools
         "on_message_begin",
         "on_url",
-        "on_header",  # httptools
+        "on_header",
         "on_headers_complete",
-        "on_message_complete",  # httptools
+        "on_message_complete",
+        # asyncio
         "eof_received",
-        "pause_writing",  # asyncio
+        "pause_writing",
+        # uvicorn
         "handle_exit",
         "capture_signals",
-        "main_loop",  # uvicorn
+        "main_loop",
         "index_verify",  # cyclopts
         "get_cached_block",  # vLLM's managers
+        # vLLM's connectors
         "wait_for_layer_load",
         "save_kv_layer",
-        "_get_connector_classes_and_configs",  # its connectors
+        "_get_connector_classes_and_configs",
     }
 )
 """Names that a framework calls."""

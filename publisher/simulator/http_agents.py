@@ -204,7 +204,7 @@ class AgentEndpoints:
         answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), body.previous_response_id)
         running = self._begin(answer, prepared, runs_tools=body.runs_tools)
 
-        async def store(whole: Json, text: str) -> None:
+        def store(whole: Json, text: str) -> None:
             said = {"role": "assistant", "content": text}
             self._stored[response_id] = StoredResponse(whole, [*chat.messages, said])
             while len(self._stored) > KEPT_MAX:
@@ -268,7 +268,7 @@ class AgentEndpoints:
         running: _RunningAnswer,
         *,
         stream: bool,
-        store: Callable[[Json, str], Awaitable[None]] | None = None,
+        store: Callable[[Json, str], None] | None = None,
     ) -> None:
         """Generate and send an answer; ``store`` gets the body and its text before the client does."""
         try:
@@ -285,7 +285,7 @@ class AgentEndpoints:
                     await running.break_off(call, error)
                     return
                 if store is not None:
-                    await store(running.whole(), running.text)
+                    store(running.whole(), running.text)
                 if stream:
                     await call.write(running.closing(), more=False)
                 else:

@@ -17,7 +17,7 @@ import msgspec
 
 from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.admission.others_use import Use
-from kvatlas.router.admission.token_bucket import _ROUNDING, TokenBucket
+from kvatlas.router.admission.token_bucket import ROUNDING, TokenBucket
 from kvatlas.router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
 from kvatlas.router.openai.request import Usage
 from kvatlas.router.openai.work import NO_WORK, Work
@@ -85,7 +85,7 @@ class Tenant:
     def used_elsewhere(self, other: Hashable, before: Use | None, use: Use, now: float) -> bool:
         """Count the use at another process; False: refused. ``LimitKeeper``."""
         pairs = ((self._requests, use.requests_used), (self._tokens, use.tokens_used))
-        if any(bucket is not None and used > bucket.capacity * (1 + _ROUNDING) for bucket, used in pairs):
+        if any(bucket is not None and used > bucket.capacity * (1 + ROUNDING) for bucket, used in pairs):
             return False
         share = self._elsewhere.setdefault(other, _Elsewhere())
         share.active = use.active

@@ -6,7 +6,7 @@ since what a request costs is known only after it was let in; the debt is paid b
 
 from __future__ import annotations
 
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 
 
 class TokenBucket:
@@ -45,7 +45,7 @@ class TokenBucket:
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until ``amount`` (at most the capacity) can be taken without debt; 0: now."""
         missing = min(amount, self.capacity) - self.left(now)
-        return 0.0 if missing <= _ROUNDING else missing * 60 / self.capacity
+        return 0.0 if missing <= ROUNDING else missing * 60 / self.capacity
 
     def resize(self, per_minute: float, now: float) -> None:
         """The limit changed: what was used stays used."""

@@ -303,15 +303,10 @@ def choose(
     return make_choice(scored, *_pick(scored, prompt_key))
 
 
-def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:
-    """Whether the queue at ``chosen`` is not too long for what it saves against ``least``, the cheapest of
+def within_bound(scored: ScoredCandidates, places: list[int]) -> list[int]:
+    """Return those of these engines whose queue is not too long for what they save against the cheapest of
     the engines with the shortest queue."""
     # A queue that is longer by no more than the other parts of the cost are less: the sum is not more.
-    return chosen.queue_s - least.queue_s <= settings.queue_gap_s or chosen.total_s <= least.total_s
-
-
-def _within_bound(scored: ScoredCandidates, places: list[int]) -> list[int]:
-    """Return those of these engines that ``within_bound`` allows."""
     totals, queues, gap_s = scored.totals, scored.queues, scored.settings.queue_gap_s
     shortest_s = min(queues)
     if max([queues[at] for at in places]) - shortest_s <= gap_s:
@@ -330,7 +325,7 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
         # Engines without work for long. A warm prompt is no probe: its saving is not given up.
         idle, dearest = scored.candidates.idle(scored.settings.probe_interval_s), best + PROBE_COST_MAX_S
         due = [at for at in idle if totals[at] <= dearest]
-        if due and (due := _within_bound(scored, due)):
+        if due and (due := within_bound(scored, due)):
             return _settle(scored, due, key), "probe"
     limit_s = best + _tie_s(scored)
     equals = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
@@ -338,7 +333,7 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
         return equals[0], "cheapest"
     # The usual case costs no call: queues are short.
     if max([scored.queues[at] for at in equals]) > scored.settings.queue_gap_s:
-        equals = _within_bound(scored, equals)
+        equals = within_bound(scored, equals)
     return _settle(scored, equals, key), "tie"
 
 

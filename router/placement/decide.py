@@ -482,8 +482,8 @@ class Planner:
             )
         asked.order = order
         found: Sequence[Candidate] = self._snapshots.of(engines).candidates(asked, now)
-        # An explanation must not advance round robin or the random numbers.
-        state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
+        # An explanation must not advance round robin.
+        state = copy.copy(self._arm_state) if rehearsal else self._arm_state
         due_s, forecast = request.claim.due_s, None
         left_s = math.inf if due_s is None else due_s - now
         if apart is None:

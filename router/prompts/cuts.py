@@ -172,20 +172,23 @@ _GPT2: Final = (
 )
 _BRANCHES: Final = (
     *_GPT2,
+    # cl100k, Llama 3, Qwen.
     _MARKED,
     r"[^\r\n\p{L}\p{N}]?\p{L}+",
     r"\p{N}{1,3}",
-    r"\p{N}",  # cl100k, Llama 3, Qwen
+    r"\p{N}",
     r" ?[^\s\p{L}\p{N}]+[\r\n]*",
     r"\s*[\r\n]+",
+    # Qwen 3.5.
     r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
-    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",  # Qwen 3.5
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
     # o200k, Llama 4; tekken has them without the contractions.
     *_O200K_WORDS,
     *(word + _MARKED + "?" for word in _O200K_WORDS),
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+    # DeepSeek V3.
     "[一-龥\u3040-ゟ\u30a0-ヿ]+",
-    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",  # DeepSeek V3
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+",
     r" ?[\p{P}\p{S}]+[\r\n]*",
 )

@@ -3,7 +3,7 @@
 One hash in the shared index, one field per replica, written and read every ``EXCHANGE_S`` beside the
 requests, which never wait for it: a request is admitted by the local state. So replicas together admit at
 most what each of them can admit within ``EXCHANGE_S`` and two round trips more than a limit allows. The
-arithmetic is in ``kvatlas.router.admission.tenants``.
+arithmetic is in ``kvatlas.router.admission.others_use``.
 
 Invariants: without the server every replica uses its own counters, which is counted; a replica whose field is
 absent or unchanged for ``SILENCE_S`` has no active requests. Content of the server is untrusted: it can make
@@ -100,8 +100,11 @@ class OtherReplicas:
         for name, uses in received.items():
             self._uses.receive(name, uses, now)
         self._changes.keep_only(fields.keys())
-        changes = {name: self._changes.beat(name, hash(field), now) for name, field in fields.items()}
-        return [name for name, changes_still in changes.items() if not changes_still and name != self._name]
+        return [
+            name
+            for name, field in fields.items()
+            if not self._changes.beat(name, hash(field), now) and name != self._name
+        ]
 
     def age(self, now: float) -> None:
         """Expire usage, since the server may not have responded for some time."""

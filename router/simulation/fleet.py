@@ -335,7 +335,6 @@ class FleetSim:
             if order is not None:
                 rank_s = self._rank_s(order, candidates[place], choice, hashes)
             ticket = self._admit(place, choice, tokens, rank_s)
-        self._view.placed(place, tokens, hashes)
         prefix = None
         if leg is None or self._all_full:
             prefix = self._in_flight(candidates[place], tokens, hashes, rank_s)
@@ -459,7 +458,6 @@ class FleetSim:
         """Start a prompt at the engine that computes it for another."""
         tokens = request.input_tokens
         ticket = self._admit(place, choice, tokens)
-        self._view.placed(place, tokens, hashes)
         whole = block_hashes(request, self._scheme.hash_block_size)
         run = self._run(place, index, tokens, whole, 1)
         run.keeps = True

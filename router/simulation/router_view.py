@@ -1,8 +1,8 @@
 """A router's view of each engine's cache: exact, a shadow, or none.
 
 Each variant of a simulation has one view of the fleet. ``look`` returns, per engine, the hit and the shared
-prefix (``kvatlas.router.placement.candidate``) in tokens; the other methods pass on observations that every
-router makes. Only ``OracleView`` reads the engines."""
+prefix (``kvatlas.router.placement.candidate``) in tokens; ``prefilled`` passes on an
+observation that every router makes. Only ``OracleView`` reads the engines."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ class RouterView:
     def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
         return self._nothing
 
-    def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
-        pass
-
     def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 
@@ -79,7 +76,7 @@ class OracleView(RouterView):
 
 
 class ExactRules(RouterView):
-    """View of the router's own shadow pools (``kvatlas.router.placement.affinity``): the rules of engines,
+    """View of the router's own shadow pools (``kvatlas.router.placement.shadow``): the rules of engines,
     without events."""
 
     def __init__(self, engines: int, spec: ShadowSpec) -> None:

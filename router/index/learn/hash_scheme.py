@@ -192,7 +192,6 @@ class SchemeDetector:
         self._pending = PendingRoots()
         self._published = PublishedBlocks()
         self._search: Iterator[HashScheme | None] | None = None
-        self._given_up_after = Detection.LEARNED
         self._unmatched = 0
         self._evidence = SearchEvidence()
         self._offers = 0
@@ -311,8 +310,7 @@ class SchemeDetector:
         """Whether no scheme is proven or abandoned; a running search on weak evidence does not change
         that.
         """
-        weak = self._search is not None and self._given_up_after is Detection.WAITING
-        return self.state is Detection.WAITING or weak
+        return self.state in {Detection.WAITING, Detection.SEARCHING}
 
     @property
     def doubted(self) -> bool:
@@ -332,7 +330,9 @@ class SchemeDetector:
         if isinstance(found, HashScheme):
             self._found(found)
         elif found is _EXHAUSTED:
-            self._search, self.state = None, self._given_up_after
+            self._search = None
+            if self.state is Detection.SEARCHING:
+                self.state = Detection.WAITING
 
     def finish(self) -> None:
         """Run a search to its end (for tools without an event loop)."""
@@ -369,7 +369,7 @@ class SchemeDetector:
         evidence = self._evidence.take(self._pending, self._unmatched)
         if evidence is None:
             return False
-        self._start_search(evidence, unit, Detection.WAITING)
+        self._start_search(evidence, unit, Detection.SEARCHING)
         return True
 
     @property
@@ -392,11 +392,9 @@ class SchemeDetector:
             self._found(scheme)
         return scheme is not None
 
-    def _start_search(self, root: RootEvent, unit: int, given_up_after: Detection) -> None:
-        self._search = self._numeric(root, unit)
-        self._given_up_after = given_up_after
-        # A plain event has disproven what is likely: prefixes are learned while the seeds are searched.
-        self.state = Detection.LEARNED if given_up_after is Detection.LEARNED else Detection.SEARCHING
+    def _start_search(self, root: RootEvent, unit: int, state: Detection) -> None:
+        # After a plain event, which has disproven what is likely, prefixes are learned meanwhile (LEARNED).
+        self._search, self.state = self._numeric(root, unit), state
 
     def _numeric(self, root: RootEvent, unit: int) -> Iterator[HashScheme | None]:
         """Search the seeds for the scheme that gives the hashes of ``root``: with the usual hash block sizes

@@ -23,10 +23,9 @@ from kvatlas.router.placement.cost import (
     choose,
     cost,
     score,
-    within_bound,
     within_level,
 )
-from tests.router.placement.candidates import changed, make_candidate
+from tests.router.placement.candidates import changed, make_candidate, within_bound
 from tests.support.examples import examples
 
 DEFAULTS = PolicySettings()

@@ -10,12 +10,13 @@ import pytest
 from benchmarks.peers import COMPARED
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
-from kvatlas.router.placement.cost import Choice, within_bound
+from kvatlas.router.placement.cost import Choice
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import Request, continued
 from kvatlas.router.simulation.setup import FleetRun, FleetSetup, Timing
 from kvatlas.router.simulation.workload import agents, tenants
+from tests.router.placement.candidates import within_bound
 from tests.support.examples import examples
 
 KNOBS = PolicySettings()

@@ -189,7 +189,7 @@ def test_an_uncapped_history_is_every_prefix_that_was_sent(sent: list[tuple[int,
     history = History(2, 16, None)
     for engine, path in sent:
         history.placed(engine, 16 * len(path) + 1, hashes_of(path))
-    for engine, seen in enumerate(history.look(16 * len(asked) + 1, hashes_of(asked), 0.0)):
+    for engine, seen in enumerate(history.look(16 * len(asked) + 1, hashes_of(asked))):
         prefixes = {path[:end] for where, path in sent if where == engine for end in range(1, len(path) + 1)}
         longest = max((end for end in range(1, len(asked) + 1) if asked[:end] in prefixes), default=0)
         assert seen == PrefixHit(16 * longest, 16 * longest)
@@ -198,7 +198,7 @@ def test_an_uncapped_history_is_every_prefix_that_was_sent(sent: list[tuple[int,
 def test_the_last_token_is_always_computed() -> None:
     history = History(1, 16, None)
     history.placed(0, 32, hashes_of("ab"))
-    assert history.look(32, hashes_of("ab"), 0.0) == [PrefixHit(16, 16)]
+    assert history.look(32, hashes_of("ab")) == [PrefixHit(16, 16)]
 
 
 @given(st.lists(paths, min_size=1, max_size=30), st.integers(1, 6))
@@ -214,4 +214,4 @@ def test_a_capped_history_holds_the_latest_blocks_and_whole_prefixes(sent: list[
         used = used[-cap:]
     for path in sent:
         known = next((end for end in range(len(path)) if path[: end + 1] not in used), len(path))
-        assert history.look(16 * len(path) + 1, hashes_of(path), 0.0)[0].hit == 16 * known
+        assert history.look(16 * len(path) + 1, hashes_of(path))[0].hit == 16 * known
