@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -12,13 +11,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def versions() -> dict[str, str]:
     """Where a version stands -> the version."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    package = (ROOT / "kvatlas" / "__init__.py").read_text(encoding="utf-8")
     chart = (ROOT / "charts" / "kvatlas" / "Chart.yaml").read_text(encoding="utf-8")
-    found = {"pyproject.toml": str(project)}
+    found = {"kvatlas/__init__.py": _named(r"__version__ =", package)}
     for key in ("version", "appVersion"):
-        match = re.search(rf'^{key}: "?([^"\n]+)"?$', chart, re.MULTILINE)
-        found[f"Chart.yaml {key}"] = match.group(1) if match else ""
+        found[f"Chart.yaml {key}"] = _named(f"{key}:", chart)
     return found
+
+
+def _named(before: str, text: str) -> str:
+    match = re.search(rf'^{before} "?([^"\n]+)"?$', text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def main(wanted: str) -> int:

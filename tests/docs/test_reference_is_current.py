@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,16 +10,12 @@ import pytest
 
 from kvatlas.router.config.load import load
 from tests.support.paths import ROOT
+from tests.support.scripts import script
 
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import generate_reference  # noqa: PLC0415
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-    return generate_reference
+    return script("generate_reference")
 
 
 @pytest.mark.parametrize("name", ["cli.md", "configuration.md", "metrics.md"])

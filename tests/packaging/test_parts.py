@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.scripts import script
 
-sys.path.insert(0, str(ROOT / "scripts"))
-try:
-    import parts
-finally:
-    sys.path.remove(str(ROOT / "scripts"))
-
+parts = script("parts")
 OF_ROUTER = ("serve", "services", "tools", "simulation")
 CONTRACTS = {
     contract["name"]: contract

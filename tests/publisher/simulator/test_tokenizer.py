@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from kvatlas.publisher.simulator.model import TextSource
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from kvatlas.publisher.simulator.tokenizer import ChatTokenizer, TemplateError
-from tests.support.paths import ROOT
+from tests.support.scripts import script
 
 TOKENIZER = ChatTokenizer(DEMO_TOKENIZER_DIR)
 SOURCE = TextSource(TOKENIZER, seed=0, natural_tokens_max=64)
@@ -22,12 +21,7 @@ USER = {"role": "user", "content": "Hello there"}
 
 @pytest.mark.long
 def test_the_shipped_files_are_what_the_training_script_writes(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("train", ROOT / "scripts" / "train_demo_tokenizer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.main(tmp_path)
+    script("train_demo_tokenizer").main(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert json.loads((tmp_path / name).read_text()) == json.loads(
             (DEMO_TOKENIZER_DIR / name).read_text()
