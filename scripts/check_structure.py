@@ -45,7 +45,6 @@ LONE_TASKS = frozenset(
         "router/tools/doctor/listener.py",
         "router/tools/index.py",
         "router/tools/record.py",
-        "router/tools/replay.py",
         "router/tools/top.py",
         "publisher/simulator/http_agents.py",
         "publisher/simulator/server.py",

@@ -171,11 +171,6 @@ class Player:
         run.duplicates, run.late = feed.duplicate_batches, feed.late_batches
         run.rejected_events, run.unknown_events = feed.rejected_events, feed.unknown_events
 
-    def play_all(self, frames: Iterable[CapturedFrame]) -> None:
-        """Apply every frame."""
-        for frame in frames:
-            self.play(frame)
-
 
 def up_to(frames: Iterable[CapturedFrame], to_seq: int | None) -> Iterator[CapturedFrame]:
     """Yield the frames of each engine before its first one beyond ``to_seq``."""

@@ -39,15 +39,14 @@ def run_doctor(
 
     Returns 0, or 1 with warnings or errors. Raises ``ConfigError`` for unusable options.
     """
-    check_seconds(settings.seconds, settings.timeout_s)
+    _check_seconds(settings.seconds, settings.timeout_s)
     found = tuple(parse_engine(text) for text in engines)
     loaded = load(config, engines=found, models=any_model(tokenizer)).config
     if not loaded.engines and router is None:
         raise ConfigError("nothing to check: give --engine URL (repeatable), --router URL or --config FILE")
     configure_logging("error", "console")
-    seen = collect_evidence(
-        loaded, settings, router=None if router is None else router_url(router), quiet=as_json
-    )
+    url = None if router is None else router_url(router)
+    seen = uvloop.run(_examine(loaded, url, settings, quiet=as_json))
     findings = checks.run_checks(seen)
     if as_json:
         sys.stdout.write(report_json(findings))
@@ -56,7 +55,7 @@ def run_doctor(
     return exit_status(findings)
 
 
-def check_seconds(seconds: float, timeout_s: float) -> None:
+def _check_seconds(seconds: float, timeout_s: float) -> None:
     """Validate both options. Raises ``ConfigError``."""
     if not 0 <= seconds <= _SECONDS_MAX:
         raise ConfigError(f"--seconds: {seconds} is not in 0..{_SECONDS_MAX:g}")
@@ -64,14 +63,8 @@ def check_seconds(seconds: float, timeout_s: float) -> None:
         raise ConfigError(f"--timeout: {timeout_s} is not above 0 and up to {_SECONDS_MAX:g}")
 
 
-def collect_evidence(
-    config: Config, settings: ExamineSettings, *, router: str | None, quiet: bool
-) -> Evidence:
-    """Examine engines and show progress on a terminal. Raises ``ConfigError`` for a bad tokenizer."""
-    return uvloop.run(_examine(config, router, settings, quiet=quiet))
-
-
 async def _examine(config: Config, url: str | None, settings: ExamineSettings, *, quiet: bool) -> Evidence:
+    """Examine engines and show progress on a terminal. Raises ``ConfigError`` for a bad tokenizer."""
     console = Console(stderr=True)
     try:
         if quiet or not console.is_terminal:

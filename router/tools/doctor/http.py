@@ -127,11 +127,6 @@ class EngineGauges(msgspec.Struct, frozen=True):
             self.cache_config.get("num_gpu_blocks")
         )
 
-    @property
-    def pool_tokens(self) -> int | None:
-        blocks, size = self.pool_blocks, _size(self.cache_config.get("block_size"))
-        return blocks * size if blocks and size else None
-
 
 def _size(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() and len(text) < 12 else None

@@ -134,7 +134,8 @@ def test_a_recording_replays_to_the_engines_contents(tmp_path: Path) -> None:
 
     held: list[Any] = run(scenario())
     player = Player(facts_of([path]))
-    player.play_all(read_capture([path]))
+    for frame in read_capture([path]):
+        player.play(frame)
     (source,) = [played.source for played in player.runs]
     for plane in player.index.seen_planes(source):
         assert set(player.index.held(source, plane)) == held[plane.group_idx]
