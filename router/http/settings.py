@@ -144,7 +144,7 @@ class ClientStats(msgspec.Struct):
     engine_connects: Annotated[int, "kvatlas_proxy_engine_connects_total"] = 0
     """Connections opened to engines."""
     engine_pool_overflows: Annotated[int, "kvatlas_proxy_engine_pool_overflows_total"] = 0
-    """Requests that found ``engine_connections_max`` connections of an engine in use."""
+    """Requests that found all 4,096 connections of an engine in use."""
     descriptor_shortages: Annotated[int, "kvatlas_proxy_descriptor_shortages_total"] = 0
     """Connections to engines that this process had no file descriptor for."""
     read_pauses: Annotated[int, "kvatlas_proxy_read_pauses_total"] = 0

@@ -57,8 +57,7 @@ def round_robin(
 def hash_prefix(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Rendezvous hashing of the first blocks, skipping engines above ``bounded_load_factor`` times the mean
-    load.
+    """Rendezvous hashing of the first blocks, skipping engines above 1.25 times the mean load.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018), with requests as load.
     """
