@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import waiting
+from tests.support.paths import ROOT
 from tests.support.waiting import run_real, until
 
 _HANGS = """
@@ -70,14 +71,17 @@ def test_the_limit_of_a_whole_test_grows_too(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_hang_that_no_signal_interrupts_is_ended_and_named(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    root = Path(__file__).parents[1]
-    path = root / "tests" / "support" / f"hanging_{tmp_path.name}.py"
+    path = tmp_path / "test_hanging.py"
     path.write_text(_HANGS)
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *options, str(path)]
-    try:
-        done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False, timeout=200)
-    finally:
-        path.unlink()
+    words = ["-q", "-p", "no:randomly", "-p", "tests.conftest", "-c", "pyproject.toml", "--rootdir", "."]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, *options, str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
     output = done.stdout + done.stderr
     assert done.returncode != 0
     assert "test_hangs[lock-free] hangs; the process ends" in output
