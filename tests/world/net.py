@@ -513,8 +513,8 @@ class Transport(asyncio.Transport):
             self._buffer.clear()
             self._buffered = 0
             self._is_reset = True
-            if self.protocol is None:
-                self.gone = True
+            if self.protocol is None:  # not accepted yet
+                self._forget()
         if self.gone:
             if size and not self.peer.gone:  # the kernel of a closed connection resets it
                 self._send_reset()

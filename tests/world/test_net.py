@@ -198,3 +198,29 @@ def test_each_machine_has_its_own_loopback() -> None:
             writer.close()
 
     run(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_connection_reset_at_once_is_lost_at_both_ends(seed: int) -> None:
+    """Before or after the server's program accepted it: links give both orders."""
+    calls: list[str] = []
+
+    class Server(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            calls.append("made")
+
+        def connection_lost(self, error: Exception | None) -> None:
+            calls.append(type(error).__name__)
+
+    async def main(loop: VirtualLoop) -> None:
+        with loop.machine(B, process=True):
+            await loop.create_server(Server, None, 80)
+        with loop.machine(A):
+            transport, _ = await loop.create_connection(asyncio.Protocol, B, 80)
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.abort()
+        await asyncio.sleep(1)
+        assert not loop.net.transports
+
+    run_with(main, seed)
+    assert calls == ["made", "ConnectionResetError"]
