@@ -23,8 +23,10 @@ from benchmarks.routing import put
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.outcome import FleetRun
 from kvatlas.router.simulation.requests import Request
-from kvatlas.router.simulation.setup import FleetRun, FleetSetup, Timing, variants_of
+from kvatlas.router.simulation.setup import FleetSetup, Timing
+from kvatlas.router.simulation.variants import variants_of
 
 SECONDS = 60.0
 TIMING = Timing(chunk_tokens=2048)

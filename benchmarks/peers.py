@@ -28,7 +28,7 @@ from kvatlas.router.placement.candidate import Candidate, PlacementRequest, Poli
 from kvatlas.router.placement.cost import Choice, choose
 from kvatlas.router.placement.policies import ArmState
 from kvatlas.router.simulation.other_router import OtherRouter, PrefixHit
-from kvatlas.router.simulation.setup import VARIANTS, Variant, ViewName
+from kvatlas.router.simulation.variants import VARIANTS, Variant, ViewName
 
 REGRESSION = "ttft-regression"
 NO_HIT_NEUTRAL = 0.5

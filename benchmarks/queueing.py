@@ -36,7 +36,7 @@ from benchmarks.routing import (
     shares,
 )
 from benchmarks.routing_report import Run
-from kvatlas.router.simulation.study import MODELS
+from kvatlas.router.simulation.cache_layouts import MODELS
 
 BASE = "kvatlas"
 ARMS = (

@@ -35,18 +35,12 @@ import msgspec
 from benchmarks.peers import COMPARED, PEERS
 from benchmarks.routing_report import CLOSED, Run, report
 from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.simulation.cache_layouts import MODELS, groups_of, pool_blocks
+from kvatlas.router.simulation.outcome import result_of
 from kvatlas.router.simulation.requests import Request
-from kvatlas.router.simulation.setup import FleetSetup, variants_of
-from kvatlas.router.simulation.study import (
-    MODELS,
-    Job,
-    groups_of,
-    pool_blocks,
-    result_of,
-    round_robin,
-    run_one,
-    speed_for,
-)
+from kvatlas.router.simulation.setup import FleetSetup
+from kvatlas.router.simulation.study import Job, round_robin, run_one, speed_for
+from kvatlas.router.simulation.variants import variants_of
 from kvatlas.router.simulation.workload import GENERATORS, WorkloadSource
 
 TRACE_VARIABLE = "KVATLAS_CONVERSATION_TRACE"

@@ -23,17 +23,11 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.peers import COMPARED
-from kvatlas.router.simulation.setup import FleetSetup, variants_of
-from kvatlas.router.simulation.study import (
-    Job,
-    Outcome,
-    groups_of,
-    pool_blocks,
-    result_of,
-    round_robin,
-    run_one,
-    speed_for,
-)
+from kvatlas.router.simulation.cache_layouts import groups_of, pool_blocks
+from kvatlas.router.simulation.outcome import Outcome, result_of
+from kvatlas.router.simulation.setup import FleetSetup
+from kvatlas.router.simulation.study import Job, round_robin, run_one, speed_for
+from kvatlas.router.simulation.variants import variants_of
 from kvatlas.router.simulation.workload import WorkloadSource
 
 ENGINES, POOL, MODEL, FIRST_SEED = 8, 0.5, "gpt-oss-like", 11

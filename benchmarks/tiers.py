@@ -34,20 +34,14 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.router.placement.candidate import Candidate
 from kvatlas.router.placement.engine import EngineOrder
 from kvatlas.router.placement.pull import PullSources
+from kvatlas.router.simulation.cache_layouts import groups_of, pool_blocks
 from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.outcome import Outcome, result_of
 from kvatlas.router.simulation.requests import Request
-from kvatlas.router.simulation.setup import FleetSetup, variants_of
-from kvatlas.router.simulation.study import (
-    Job,
-    Outcome,
-    groups_of,
-    pool_blocks,
-    result_of,
-    round_robin,
-    run_one,
-    speed_for,
-)
+from kvatlas.router.simulation.setup import FleetSetup
+from kvatlas.router.simulation.study import Job, round_robin, run_one, speed_for
 from kvatlas.router.simulation.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from kvatlas.router.simulation.variants import variants_of
 from kvatlas.router.simulation.workload import WorkloadSource
 
 ENGINES, POOL, LOAD = 8, 0.25, 0.85

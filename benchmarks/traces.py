@@ -22,7 +22,7 @@ from aiohttp import web
 
 from benchmarks.routing import put
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
-from kvatlas.router.simulation.demo.run import engine_process
+from kvatlas.router.simulation.demo.engines import engine_process
 
 ENGINE = EngineSettings(prefill_s_per_token=1e-7, decode_s_per_token=1e-5)
 CLIENTS = 8

@@ -41,6 +41,7 @@ from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.serve import configure_logging
 from kvatlas.router.server_lifecycle import make_server
 from kvatlas.router.simulation.demo import run as demo
+from kvatlas.router.simulation.demo.engines import engine_process
 from kvatlas.router.simulation.demo.load import ChatLoad, ChatOutcome
 from kvatlas.router.simulation.requests import Request
 from kvatlas.router.simulation.workload import WorkloadSource
@@ -258,7 +259,7 @@ def main() -> None:
         for workers in map(int, args.workers.split(",")):
             with (
                 tempfile.TemporaryDirectory() as folder,
-                demo.engine_process([TRACE_ENGINE if trace else demo.ENGINE] * args.engines) as urls,
+                engine_process([TRACE_ENGINE if trace else demo.ENGINE] * args.engines) as urls,
             ):
                 found = uvloop.run(quality(workers, args.seconds, urls, Path(folder), trace))
             print(json.dumps(found), flush=True)

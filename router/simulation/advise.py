@@ -16,17 +16,16 @@ from rich.table import Table
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.fleet.statement import read_pool_blocks
+from kvatlas.router.simulation.advice import Advice, doubt, judge
 from kvatlas.router.simulation.advise_trials import (
     ALIKE,
     NO_PULL,
-    Advice,
     TrialResult,
-    doubt,
-    judge,
     results_of,
     reusable_share,
     trials,
 )
+from kvatlas.router.simulation.cache_layouts import ModelError, check_units, pool_blocks
 from kvatlas.router.simulation.command import (
     ENGINES,
     check_numbers,
@@ -38,23 +37,16 @@ from kvatlas.router.simulation.command import (
     refused,
     transfers,
 )
-from kvatlas.router.simulation.fit import FitError, fetch, fetch_from_router, fetch_usage, fit_capture
+from kvatlas.router.simulation.fetch import fetch, fetch_from_router, fetch_usage
+from kvatlas.router.simulation.fit import FitError, fit_capture
 from kvatlas.router.simulation.options import AdviseOptions
+from kvatlas.router.simulation.outcome import NothingServedError
 from kvatlas.router.simulation.report import retention_text
 from kvatlas.router.simulation.requests import WorkloadError
 from kvatlas.router.simulation.setup import FleetSetup, Timing
-from kvatlas.router.simulation.study import (
-    ModelError,
-    NothingServedError,
-    Workloads,
-    check_units,
-    pool_blocks,
-    round_robin,
-    run_all,
-    speed_for,
-)
+from kvatlas.router.simulation.study import Workloads, round_robin, run_all, speed_for
 from kvatlas.router.simulation.tiers import TierSetup, block_bytes
-from kvatlas.router.simulation.traces import is_capture, read_capture
+from kvatlas.router.simulation.usage_record import is_capture, read_capture
 from kvatlas.router.simulation.workload import WorkloadSource
 from kvatlas.router.tools.ops_client import output_console, router_url
 

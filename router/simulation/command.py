@@ -16,25 +16,24 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.pd.settings import PdSettings
-from kvatlas.router.simulation.fit import Fit, FitError, fetch, fit_capture, fit_metrics
-from kvatlas.router.simulation.options import AdviseOptions, SimulateOptions
-from kvatlas.router.simulation.report import facts_of, report_json, show
-from kvatlas.router.simulation.requests import WorkloadError
-from kvatlas.router.simulation.setup import FleetSetup, Timing, Variant, variants_of
-from kvatlas.router.simulation.study import (
+from kvatlas.router.simulation.cache_layouts import (
     POOL_BLOCKS_MIN,
     ModelError,
-    NothingServedError,
-    Plan,
-    Workloads,
-    check_layout,
     check_units,
     groups_of,
     pool_blocks,
-    run_plan,
 )
+from kvatlas.router.simulation.fetch import fetch
+from kvatlas.router.simulation.fit import Fit, FitError, fit_capture, fit_metrics
+from kvatlas.router.simulation.options import AdviseOptions, SimulateOptions
+from kvatlas.router.simulation.outcome import NothingServedError
+from kvatlas.router.simulation.report import facts_of, report_json, show
+from kvatlas.router.simulation.requests import WorkloadError
+from kvatlas.router.simulation.setup import FleetSetup, Timing
+from kvatlas.router.simulation.study import Plan, Workloads, check_layout, run_plan
 from kvatlas.router.simulation.tiers import TierSetup, block_bytes, read_host, read_store
-from kvatlas.router.simulation.traces import is_capture, read_capture
+from kvatlas.router.simulation.usage_record import is_capture, read_capture
+from kvatlas.router.simulation.variants import Variant, variants_of
 from kvatlas.router.simulation.workload import WorkloadSource
 from kvatlas.router.tools.ops_client import output_console
 

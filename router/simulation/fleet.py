@@ -19,7 +19,7 @@ from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.events import BlockHash
 from kvatlas.publisher.groups import Family
 from kvatlas.publisher.pool.host_tier import RetentionHint
-from kvatlas.router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
+from kvatlas.router.admission.fair_queue import GENERATED_WORTH
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.hit_rules import hits_behind
@@ -47,103 +47,22 @@ from kvatlas.router.placement.engine import (
     order_of,
 )
 from kvatlas.router.placement.inflight import InflightPrompt, kept_prefixes, kept_rule
-from kvatlas.router.placement.load import LoadAccount, Ticket
+from kvatlas.router.placement.load import Ticket
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import PullSources, link_busy_s, occupy_links, page_prices, with_pull
 from kvatlas.router.placement.rates import FleetRates, RateSettings
-from kvatlas.router.placement.saturation import gap_s, joins_sibling
-from kvatlas.router.simulation.engine import Arrivals, Calendar, SimEngine
+from kvatlas.router.simulation.disaggregation import Leg, Roles
+from kvatlas.router.simulation.engine import SimEngine
+from kvatlas.router.simulation.event_times import Arrivals, Calendar
+from kvatlas.router.simulation.holding import Holding
+from kvatlas.router.simulation.other_router import seen_of
+from kvatlas.router.simulation.outcome import FleetRun, Row
+from kvatlas.router.simulation.request_run import RequestRun
 from kvatlas.router.simulation.requests import Request, block_hashes
-from kvatlas.router.simulation.router_view import Leg, Roles, router_view, seen_of
-from kvatlas.router.simulation.setup import (
-    FleetRun,
-    FleetSetup,
-    HoldSetup,
-    RequestRun,
-    Row,
-    Variant,
-    simulated_layout,
-    simulated_scheme,
-)
+from kvatlas.router.simulation.router_view import router_view
+from kvatlas.router.simulation.setup import FleetSetup, simulated_layout, simulated_scheme
 from kvatlas.router.simulation.tiers import tiers_of
-
-# Requests held by a simulated router while every engine is saturated, in the router's own queue.
-#
-# An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or with
-# the maximum number of running requests; the rule of ``placement/saturation.py`` exempts siblings.
-
-
-_SOONEST_S = 0.001
-_POOL = "fleet"
-# Unlimited in a simulation: no request is rejected, so that all variants serve the same requests.
-_REQUESTS_MAX = 10_000_000
-
-Held = tuple[int, Request]
-
-
-class Holding:
-    """Held requests and their order. ``loads`` are the router's accounts of the engines."""
-
-    def __init__(self, hold: HoldSetup, loads: Sequence[LoadAccount], seqs_max: int) -> None:
-        self._hold = hold
-        self._loads = loads
-        self._seqs_max = seqs_max
-        self._queue: FairQueue[Held] = FairQueue(_REQUESTS_MAX, ageing=hold.ageing)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def room(self, now: float) -> bool:
-        """Whether an engine is not saturated."""
-        return self._gap_s(now) <= 0
-
-    def holds(self, request: Request, candidates: Sequence[Candidate], now: float) -> bool:
-        """Whether a request that arrives now has to wait."""
-        if not self._queue and self.room(now):
-            return False
-        share, hold_s = self._hold.siblings, self._hold.hold_s
-        if share is None or not self._queue.alone(request.tenant, _POOL):
-            return True
-        return not joins_sibling(candidates, request.input_tokens, share=share, saturation_s=hold_s)
-
-    def add(self, index: int, request: Request, candidates: Sequence[Candidate], now: float) -> None:
-        work_s = min(
-            (request.input_tokens - one.hit.whole_tokens) * one.prefill_s_per_token for one in candidates
-        )
-        tokens_per_s = sum(1 / one.prefill_s_per_token for one in candidates)
-        self._queue.add(
-            Waiting(
-                (index, request),
-                arrived_s=now,
-                work_s=work_s,
-                tenant=request.tenant,
-                pool=_POOL,
-                credit_tokens=self._hold.credit * tokens_per_s,
-            )
-        )
-
-    def release(self, now: float, place: Callable[[int, Request], None]) -> None:
-        while self._queue and self.room(now):
-            held = self._queue.take(lambda _: True)
-            if held is not None:
-                place(*held.item)
-
-    def charge(self, tenant: str, tokens: int) -> None:
-        self._queue.charge(tenant, Priority.NORMAL, _POOL, tokens)
-
-    def wake_s(self, now: float) -> float:
-        """Time at which there may be room without another event before; infinity: no request waits."""
-        return now + max(_SOONEST_S, self._gap_s(now)) if self._queue else float("inf")
-
-    def _gap_s(self, now: float) -> float:
-        """Return the seconds of work until an engine is no longer saturated; 0 or less if one is not."""
-        gaps = []
-        for account in self._loads:
-            load = account.current(now)
-            requests, hold_s = load.running + load.waiting, self._hold.hold_s
-            gaps.append(gap_s(load.queue_s, requests, saturation_s=hold_s, requests_max=self._seqs_max))
-        return min(gaps)
-
+from kvatlas.router.simulation.variants import Variant
 
 Progress = Callable[[int], None]
 PROGRESS_EVERY = 256

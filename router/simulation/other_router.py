@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvatlas.publisher.events import BlockHash
+from kvatlas.router.placement.candidate import Candidate
 
 
 class PrefixHit(NamedTuple):
@@ -60,3 +61,8 @@ class OtherRouter(ABC):
 
 MakeRouter = Callable[[int, int, random.Random], OtherRouter]
 """Makes one for a number of engines, tokens per block, and a generator that draws between equals."""
+
+
+def seen_of(candidates: Sequence[Candidate]) -> list[PrefixHit]:
+    """Return what events show of each engine, for other routers."""
+    return [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]

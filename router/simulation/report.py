@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich import box
@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas.router.simulation.fit import Fit
+from kvatlas.router.simulation.outcome import Outcome
+from kvatlas.router.simulation.split_verdict import verdict
 from kvatlas.router.simulation.study import (
-    Outcome,
     Plan,
     Study,
     VariantReport,
@@ -20,61 +21,6 @@ from kvatlas.router.simulation.study import (
     mean_prompt_tokens,
     over_seeds,
 )
-
-# Whether disaggregated prefill pays: the same fleet and requests, with and without roles.
-#
-# With roles, the first token mostly comes later (fewer engines prefill, and blocks are transferred), and the
-# following ones come faster (no prompt is computed beside them). It pays if answers complete earlier and
-# first tokens come no later; if one gets better and the other worse, it is a trade-off.
-
-
-GAIN_MIN = 0.05
-Word = Literal["pays", "is a trade", "does not pay"]
-
-
-class SplitVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative changes of means, over the seeds: negative is shorter."""
-
-    first_token: float
-    per_token: float
-    answer: float
-    every_seed: bool
-    """Whether answers complete earlier for every seed."""
-
-    @property
-    def word(self) -> Word:
-        if -self.answer < GAIN_MIN or not self.every_seed:
-            return "does not pay"
-        return "pays" if self.first_token < GAIN_MIN else "is a trade"
-
-    @property
-    def text(self) -> str:
-        return (
-            f"whole answers {self.answer:+.0%}, first tokens {self.first_token:+.0%}, "
-            f"time between tokens {self.per_token:+.0%}"
-        )
-
-
-def verdict(alike: Sequence[Outcome], apart: Sequence[Outcome]) -> SplitVerdict:
-    """Compare outcomes in the same order of seeds."""
-
-    def changes(name: str) -> list[float]:
-        pairs = zip(alike, apart, strict=True)
-        return [
-            getattr(other, name) / getattr(one, name) - 1 if getattr(one, name) else 0.0
-            for one, other in pairs
-        ]
-
-    def mean(name: str) -> float:
-        found = changes(name)
-        return sum(found) / len(found)
-
-    return SplitVerdict(
-        first_token=mean("ttft_mean_s"),
-        per_token=mean("per_token_mean_s"),
-        answer=mean("answer_mean_s"),
-        every_seed=all(change < 0 for change in changes("answer_mean_s")),
-    )
 
 
 class _Column(NamedTuple):

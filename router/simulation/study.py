@@ -18,174 +18,18 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from kvatlas.publisher.groups import Family, GroupSpec
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.pool.layout import pool_layout
 from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.outcome import FleetRun, Outcome, Result, compare, result_of
 from kvatlas.router.simulation.requests import Request, WorkloadError
-from kvatlas.router.simulation.setup import VARIANTS, FleetRun, FleetSetup, Row, Variant, simulated_scheme
+from kvatlas.router.simulation.setup import FleetSetup, simulated_scheme
+from kvatlas.router.simulation.variants import VARIANTS, Variant
 
-# Outcome of a run: hit share, time to first token, balance, prediction error, regret. Tokens and seconds.
-#
-# The first ``WARM_SHARE`` of the requests fills the caches: hits, times and predictions are counted from then
-# on; numbers of the engines (busy, imbalance, preemptions) cover the whole run. Variants that ran over the
-# same requests are compared request by request: the *regret* of a variant is how much later each first token
-# came than with the best variant, on average.
-
-
-WARM_SHARE = 0.2
-WINDOWS = 20
-Floats = npt.NDArray[np.float64]
-
-
-class NothingServedError(ValueError):
-    """No request of a run fits into an engine."""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of one variant. ``exact_share``: share of predictions that were right to the token."""
-
-    requests: int
-    refused: int
-    """Requests that fit into no engine's cache, or that ``admit`` refused; no other number includes them,
-    except ``within_1_s_share`` and ``within_3_s_share``."""
-    hit_share: float
-    host_share: float = 0.0
-    """Share of the prompt tokens that were hits loaded from host memory; ``store_share``: from the store."""
-    store_share: float = 0.0
-    pull_share: float = 0.0
-    """Share of the prompt tokens that were pulled from other engines; ``promised_share``: share that the
-    decisions expected to be pulled."""
-    promised_share: float = 0.0
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    ttft_p99_s: float
-    busy_share: float
-    """Share of the engines' time spent on prompts."""
-    imbalance: float
-    """Prompt seconds of the busiest engine over the mean."""
-    error_mean_tokens: float
-    """Mean of |predicted - hit|."""
-    exact_share: float
-    regret_s: float
-    preemptions: int
-    answer_mean_s: float = 0.0
-    """Time to the last token."""
-    per_token_mean_s: float = 0.0
-    """Time between two tokens of an answer, over answers with more than one."""
-    per_token_p99_s: float = 0.0
-    lasted_s: float = 0.0
-    """From the first arrival to the end of the last answer, over the whole run."""
-    apart_share: float = 0.0
-    """Share of the requests whose prompt another engine computed."""
-    within_1_s_share: float = 0.0
-    """Share of all requests, refused ones included, whose first token came within 1 s; ``within_3_s_share``:
-    within 3 s."""
-    within_3_s_share: float = 0.0
-
-
-class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """Curves of the whole run, warm-up included: hit share in ``WINDOWS`` steps, prompt seconds per
-    engine."""
-
-    hit_shares: list[float]
-    busy_s: list[float]
-    lasted_s: float
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a run. ``ttft_s``: per measured request, -1 for one that was refused."""
-
-    outcome: Outcome
-    ttft_s: Floats
-    curves: Curves
-
-
-def result_of(run: FleetRun) -> Result:
-    """Sum up one run; ``regret_s`` is 0 until it is compared. Raises ``NothingServedError``."""
-    rows = run.rows[int(WARM_SHARE * len(run.rows)) :]
-    served = [row for row in rows if row.ttft_s >= 0]
-    if not served:
-        raise NothingServedError("no request fits into the engines' caches: give them more blocks")
-    waits = np.array([row.ttft_s for row in served])
-    errors = np.array([abs(row.predicted - row.hit) for row in served])
-    p50, p90, p99 = (float(value) for value in np.percentile(waits, [50, 90, 99]))
-    paces = np.array([row.per_token_s for row in served if row.per_token_s >= 0] or [0.0])
-    busy = np.array(run.busy_s)
-    lasted_s = run.ended_s - min(row.arrived_s for row in run.rows)
-    outcome = Outcome(
-        requests=len(served),
-        refused=len(rows) - len(served),
-        hit_share=_hit_share(served),
-        host_share=_share(served, "cpu"),
-        store_share=_share(served, "storage"),
-        pull_share=_share(served, "pulled"),
-        promised_share=_share(served, "promised"),
-        ttft_mean_s=float(waits.mean()),
-        ttft_p50_s=p50,
-        ttft_p90_s=p90,
-        ttft_p99_s=p99,
-        busy_share=float(busy.mean() / lasted_s) if lasted_s else 0.0,
-        imbalance=float(busy.max() / busy.mean()) if busy.mean() else 1.0,
-        error_mean_tokens=float(errors.mean()),
-        exact_share=float((errors == 0).mean()),
-        regret_s=0.0,
-        preemptions=run.preemptions,
-        answer_mean_s=float(np.mean([row.answer_s for row in served])),
-        per_token_mean_s=float(paces.mean()),
-        per_token_p99_s=float(np.percentile(paces, 99)),
-        lasted_s=lasted_s,
-        apart_share=sum(row.fetched > 0 for row in served) / len(served),
-        within_1_s_share=float((waits <= 1.0).sum() / len(rows)),
-        within_3_s_share=float((waits <= 3.0).sum() / len(rows)),
-    )
-    curves = Curves(hit_shares=_over_time(run), busy_s=list(run.busy_s), lasted_s=lasted_s)
-    return Result(outcome=outcome, ttft_s=np.array([row.ttft_s for row in rows]), curves=curves)
-
-
-def best_ttft(results: Mapping[str, Result]) -> Floats:
-    """Return the shortest time over all variants per measured request; -1 if none served it."""
-    times = np.array([result.ttft_s for result in results.values()])
-    times[times < 0] = np.inf
-    best: Floats = times.min(axis=0)
-    best[np.isinf(best)] = -1.0
-    return best
-
-
-def compare(results: Mapping[str, Result]) -> dict[str, Outcome]:
-    """Return the outcomes of variants that ran over the same requests, by name, with their regret."""
-    best = best_ttft(results)
-    compared = {}
-    for name, result in results.items():
-        served = result.ttft_s >= 0
-        regret_s = float((result.ttft_s - best)[served].mean())
-        compared[name] = msgspec.structs.replace(result.outcome, regret_s=regret_s)
-    return compared
-
-
-def _hit_share(rows: list[Row]) -> float:
-    return _share(rows, "hit")
-
-
-def _share(rows: list[Row], tokens: str) -> float:
-    found: int = sum(getattr(row, tokens) for row in rows)
-    return found / sum(row.prompt_tokens for row in rows)
-
-
-def _over_time(run: FleetRun) -> list[float]:
-    rows = [row for row in run.rows if row.ttft_s >= 0]
-    parts = np.array_split(np.arange(len(rows)), min(WINDOWS, len(rows)))
-    return [_hit_share(rows[part[0] : part[-1] + 1]) for part in parts]
-
-
-POOL_BLOCKS_MIN = 64
 PROGRESS_S = 0.2
 # Is called with the number of requests placed since the last call, over all jobs.
 Placed = Callable[[int], None]
@@ -200,18 +44,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     variant: Variant
     setup: FleetSetup
     workload: int = 0
-
-
-def pool_blocks(
-    requests: Sequence[Request], groups: tuple[GroupSpec, ...], engines: int, share: float
-) -> int:
-    """Return the pages of each engine so that the fleet's pools hold ``share`` of what the workload's prompts
-    and answers would fill if each was kept once, in the full-attention group (else the group with the
-    smallest blocks)."""
-    units = {identifier for request in requests for identifier in request.ids}
-    unit_tokens = requests[0].unit_tokens
-    sizes = [g.block_size for g in groups if g.family is Family.FULL] or [g.block_size for g in groups]
-    return max(POOL_BLOCKS_MIN, int(share * len(units) * unit_tokens / min(sizes) / engines))
 
 
 def mean_prompt_tokens(requests: Sequence[Request]) -> float:
@@ -415,81 +247,3 @@ def _setup(plan: Plan, retention: int | None, factor: float, seed: int) -> Fleet
 def _job(plan: Plan, retention: int | None, factor: float, name: str, seed: int, speed: float) -> Job:
     setup = msgspec.structs.replace(_setup(plan, retention, factor, seed), speed=speed)
     return Job(name=name, variant=plan.variants[name], setup=setup, workload=seed)
-
-
-# Cache layouts known by name, and those in a file. Sizes in tokens.
-#
-# Pages are counted as in vLLM: a block of any group takes one page of the pool, whatever the group.
-
-
-# Divides vLLM's own block sizes (16 to 64 on GPUs), and is an eighth of Mooncake's unit.
-BLOCK_TOKENS = 64
-
-
-class ModelError(ValueError):
-    """A layout that cannot be simulated."""
-
-
-def _full(block: int) -> tuple[GroupSpec, ...]:
-    return (GroupSpec(0, "full_attention", block),)
-
-
-def _gpt_oss(block: int) -> tuple[GroupSpec, ...]:
-    """Every other layer attends to 128 tokens (gpt-oss)."""
-    return (GroupSpec(0, "full_attention", block), GroupSpec(1, "sliding_window", block, sliding_window=128))
-
-
-def _gemma3(block: int) -> tuple[GroupSpec, ...]:
-    """Five of six layers attend to 1,024 tokens (Gemma 3)."""
-    windows = [GroupSpec(i, "sliding_window", block, sliding_window=1024) for i in range(5)]
-    return (*windows, GroupSpec(5, "full_attention", block))
-
-
-def _mamba_hybrid(block: int) -> tuple[GroupSpec, ...]:
-    """Three of four layers keep a state; their blocks, and the full group's, are eight times as long."""
-    states = [GroupSpec(i, "mamba", 8 * block, mamba_cache_mode="align") for i in range(1, 4)]
-    return (GroupSpec(0, "full_attention", 8 * block), *states)
-
-
-MODELS = {"full": _full, "gpt-oss-like": _gpt_oss, "gemma3-like": _gemma3, "mamba-hybrid": _mamba_hybrid}
-
-
-class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON file: ``{"groups": [{"group_idx": 0, "kind": "full_attention", "block_size": 16}, ..]}``."""
-
-    groups: list[GroupSpec]
-
-
-def groups_of(model: str, block_tokens: int = BLOCK_TOKENS) -> tuple[GroupSpec, ...]:
-    """Return the groups of a named layout, or of a file's. Raises ``ModelError``."""
-    make = MODELS.get(model)
-    groups = _of_file(Path(model)) if make is None else make(block_tokens)
-    for group in groups:
-        if group.block_size < 1:
-            raise ModelError(f"group {group.group_idx}: block_size = {group.block_size}: expected at least 1")
-    return groups
-
-
-def check_units(groups: tuple[GroupSpec, ...], unit_tokens: int) -> None:
-    """Check the block size.
-
-    Raises ``ModelError`` if a workload with several tokens per id cannot represent it.
-    """
-    for group in groups:
-        if unit_tokens % group.block_size and group.block_size % unit_tokens:
-            raise ModelError(
-                f"group {group.group_idx}: block_size = {group.block_size}; a workload identifies tokens in "
-                f"units of {unit_tokens}, so a block must divide that or be a multiple of it"
-            )
-
-
-def _of_file(path: Path) -> tuple[GroupSpec, ...]:
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=ModelFile).groups
-    except FileNotFoundError:
-        raise ModelError(f"{path}: neither a file nor one of {', '.join(MODELS)}") from None
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not found:
-        raise ModelError(f"{path}: groups: expected at least one")
-    return tuple(found)

@@ -28,12 +28,6 @@ from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.publisher.pool.host_tier import HeldKey, HostTier, RetentionHint
 from kvatlas.publisher.pool.layout import PoolLayout
 
-# Settings of memory outside the GPUs: its size, its speed, its cost for the engine; also parsed from flags.
-#
-# ``64GiB``, ``20000`` (blocks) or ``400%`` (of the GPUs' memory: of an engine's pool for host memory, of the
-# fleet's for a store) is the size; options of the link follow a colon: ``400%:gbit_s=25+latency_ms=2``.
-
-
 Medium = Literal["CPU", "STORAGE", "PEER"]
 # The router's own default (``policy.load_s_per_token``).
 KV_KIB_PER_TOKEN = 100.0
@@ -42,7 +36,13 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """``blocks`` of host memory per engine, or of the whole store. Rates in bytes per second."""
+    """``blocks`` of host memory per engine, or of the whole store. Rates in bytes per second.
+
+    Settings of memory outside the GPUs: its size, its speed, its cost for the engine; also parsed from flags.
+
+    ``64GiB``, ``20000`` (blocks) or ``400%`` (of the GPUs' memory: of an engine's pool for host memory, of
+    the fleet's for a store) is the size; options of the link follow a colon: ``400%:gbit_s=25+latency_ms=2``.
+    """
 
     blocks: int
     bytes_per_s: float

@@ -21,22 +21,10 @@ import msgspec
 import numpy as np
 
 from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
-from kvatlas.router.simulation.requests import (
-    Asked,
-    Request,
-    WorkloadError,
-    by_time,
-    continued,
-    spread,
-)
-from kvatlas.router.simulation.traces import (
-    asked_in,
-    is_capture,
-    is_session,
-    read,
-    read_capture,
-    read_sessions,
-)
+from kvatlas.router.simulation.requests import Asked, Request, WorkloadError, by_time, continued, spread
+from kvatlas.router.simulation.session_files import is_session, read_sessions
+from kvatlas.router.simulation.traces import read
+from kvatlas.router.simulation.usage_record import asked_in, is_capture, read_capture
 
 TURN_TOKENS_MAX = 6000
 ANSWER_TOKENS_MAX = 1500

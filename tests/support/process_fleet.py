@@ -16,7 +16,7 @@ from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.settings import IndexSettings
-from kvatlas.router.simulation.demo.run import engine_process
+from kvatlas.router.simulation.demo.engines import engine_process
 from kvatlas.router.tools.index import EngineDiff, read_scope, verify_scope
 from tests.support.processes import Replica, replicas
 from tests.support.waiting import until

@@ -40,7 +40,11 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Until it listens."""
-        words = ["-m", "kvatlas.router.simulation.demo.run", msgspec.json.encode([self.settings]).decode()]
+        words = [
+            "-m",
+            "kvatlas.router.simulation.demo.engines",
+            msgspec.json.encode([self.settings]).decode(),
+        ]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
         assert await self._process.stdout.readline(), "the engine did not start; its error is above"

@@ -19,8 +19,9 @@ from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.engine import SimEngine
+from kvatlas.router.simulation.request_run import RequestRun
 from kvatlas.router.simulation.requests import Request, block_hashes
-from kvatlas.router.simulation.setup import RequestRun, Timing
+from kvatlas.router.simulation.setup import Timing
 
 NUM_GPU_BLOCKS = 220
 CHUNK_TOKENS = 16

@@ -18,10 +18,11 @@ import pytest
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
 from kvatlas.publisher.groups import GroupSpec
+from kvatlas.router.simulation.cache_layouts import MODELS, POOL_BLOCKS_MIN, groups_of, pool_blocks
 from kvatlas.router.simulation.engine import SimEngine
+from kvatlas.router.simulation.request_run import RequestRun
 from kvatlas.router.simulation.requests import Request, block_hashes, continued
-from kvatlas.router.simulation.setup import RequestRun, Timing
-from kvatlas.router.simulation.study import MODELS, POOL_BLOCKS_MIN, groups_of, pool_blocks
+from kvatlas.router.simulation.setup import Timing
 from kvatlas.router.simulation.workload import GENERATORS
 from tests.vllm.forked import driven
 

@@ -27,8 +27,9 @@ from kvatlas.router.simulation.advise import ObservedFleet, see
 from kvatlas.router.simulation.fit import fit_capture
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import Asked
-from kvatlas.router.simulation.setup import VARIANTS, FleetSetup, Timing
-from kvatlas.router.simulation.traces import Captured
+from kvatlas.router.simulation.setup import FleetSetup, Timing
+from kvatlas.router.simulation.usage_record import Captured
+from kvatlas.router.simulation.variants import VARIANTS
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.chat_load import Request as ChatRequest
 from tests.vllm.router_process import RouterProcess

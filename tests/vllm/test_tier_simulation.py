@@ -24,8 +24,9 @@ from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.simulation.advise import see
 from kvatlas.router.simulation.engine import SimEngine
+from kvatlas.router.simulation.request_run import RequestRun
 from kvatlas.router.simulation.requests import block_hashes
-from kvatlas.router.simulation.setup import RequestRun, Timing
+from kvatlas.router.simulation.setup import Timing
 from kvatlas.router.simulation.tiers import TierSetup, TierSpec, tiers_of
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.observed_fleet import running

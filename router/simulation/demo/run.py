@@ -4,12 +4,10 @@ gateway, an Envoy forwards the requests and the routers are its endpoint pickers
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +15,6 @@ import uvloop
 from rich.console import Console
 from rich.live import Live
 
-from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
@@ -34,25 +31,13 @@ from kvatlas.router.replication.settings import IndexSettings, SettingsError, re
 from kvatlas.router.serve import configure_logging
 from kvatlas.router.server_lifecycle import RouterServer, make_server
 from kvatlas.router.services.epp.settings import EppSettings
+from kvatlas.router.simulation.demo.baseline import RoundRobinBaseline
+from kvatlas.router.simulation.demo.engines import engine_process
 from kvatlas.router.simulation.demo.gateway import find_envoy, free_port, gateway_process
-from kvatlas.router.simulation.demo.load import (
-    ANSWER_TOKENS,
-    ChatLoad,
-    ChatOutcome,
-    LegCounts,
-    RoundRobinBaseline,
-    Tally,
-    live_table,
-    store_process,
-)
+from kvatlas.router.simulation.demo.load import ANSWER_TOKENS, ChatLoad, ChatOutcome
+from kvatlas.router.simulation.demo.store import store_process
+from kvatlas.router.simulation.demo.table import LegCounts, Tally, live_table
 from kvatlas.router.tools.ops_client import output_console
-
-# Roles of the demo's engines with disaggregated prefill, and the transfer of blocks between them.
-#
-# As with pods, the router knows one port for all bootstrap servers of Mooncake, and one for all side channels
-# of offloading. So prefill engines of these kinds have addresses of their own on this machine: 127.0.0.1,
-# 127.0.0.2 and so on, which Linux routes to the loopback interface.
-
 
 KvConnector = Literal["nixl", "mooncake", "offloading"]
 # Setting of a prefill engine, and setting of the router.
@@ -66,7 +51,14 @@ def apart(
     engine: EngineSettings, count: int, connector: KvConnector | None
 ) -> tuple[list[EngineSettings], PdSettings]:
     """Return the settings of several engines like this one, and their connector for the router; None: engines
-    without roles."""
+    without roles.
+
+    Roles of the demo's engines with disaggregated prefill, and the transfer of blocks between them.
+
+    As with pods, the router knows one port for all bootstrap servers of Mooncake, and one for all side
+    channels of offloading. So prefill engines of these kinds have addresses of their own on this machine:
+    127.0.0.1, 127.0.0.2 and so on, which Linux routes to the loopback interface.
+    """
     if connector is None:
         return [engine] * count, PdSettings()
     prefills = max(1, count // 3)
@@ -163,35 +155,6 @@ def _check_store(index: IndexSettings) -> None:
         problem = str(error)
     if problem:
         raise ConfigError(f"--index {redacted(index.url)}: {problem}")
-
-
-@contextmanager
-def engine_process(settings: Sequence[EngineSettings]) -> Iterator[list[str]]:
-    """Run simulated engines with these settings in a process; yields their base URLs."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvatlas.router.simulation.demo.run",
-        msgspec.json.encode(settings).decode(),
-    ]
-    process = subprocess.Popen(  # noqa: S603  # our own module
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    if process.stdin is None or process.stdout is None:
-        raise AssertionError("both were asked for")
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise ConfigError("the simulated engines did not start; their error is above")
-        yield msgspec.json.decode(line, type=list[str])
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
 
 
 class _Demo:
@@ -377,28 +340,3 @@ def _say(console: Console, demo: _Demo, base_url: str, ops_url: str, *, keep: bo
         body = '{"model": "kvatlas-demo", "messages": [{"role": "user", "content": "hello"}]}'
         for url in (f"{base_url}/v1/chat/completions", f"{ops_url}/kvatlas/explain"):
             console.print(f"  curl {url} -H 'content-type: application/json' -d '{body}'")
-
-
-# The demo's engines: a separate process that runs simulated engines until its input closes.
-#
-# Started by ``kvatlas.router.simulation.demo.run``; prints one JSON line with the base URLs once all of them
-# listen. Since it depends on its standard input, it also ends when the demo is killed.
-
-
-async def _serve(settings: list[EngineSettings]) -> None:
-    engines = [SimulatedEngine(each) for each in settings]
-    for engine in engines:
-        await engine.start()
-    print(msgspec.json.encode([engine.base_url for engine in engines]).decode(), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    for engine in engines:
-        await engine.stop()
-
-
-def main() -> None:
-    """Run engines; the argument is their settings as JSON."""
-    uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=list[EngineSettings])))
-
-
-if __name__ == "__main__":
-    main()

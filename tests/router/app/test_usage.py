@@ -19,8 +19,8 @@ from kvatlas.router.admission.key_file import KeySettings, digest_of
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.traces import TraceSettings
 from kvatlas.router.observe.usage import UsageSettings
-from kvatlas.router.simulation.fit import fetch_usage
-from kvatlas.router.simulation.traces import read_capture
+from kvatlas.router.simulation.fetch import fetch_usage
+from kvatlas.router.simulation.usage_record import read_capture
 from tests.support.pairs import busy, connected
 from tests.support.sidecars import completion
 from tests.support.waiting import until, until_thread

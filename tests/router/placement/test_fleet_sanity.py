@@ -13,8 +13,9 @@ from kvatlas.router.placement.candidate import Candidate, PlacementRequest, Poli
 from kvatlas.router.placement.cost import Choice
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.outcome import FleetRun
 from kvatlas.router.simulation.requests import Request, continued
-from kvatlas.router.simulation.setup import FleetRun, FleetSetup, Timing
+from kvatlas.router.simulation.setup import FleetSetup, Timing
 from kvatlas.router.simulation.workload import agents, tenants
 from tests.router.placement.candidates import within_bound
 from tests.support.examples import examples

@@ -12,9 +12,12 @@ from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.simulation.engine import SimEngine
 from kvatlas.router.simulation.fleet import FleetSim
+from kvatlas.router.simulation.outcome import FleetRun
+from kvatlas.router.simulation.request_run import RequestRun
 from kvatlas.router.simulation.requests import Request, block_hashes
-from kvatlas.router.simulation.setup import FleetRun, FleetSetup, RequestRun, Timing, variants_of
+from kvatlas.router.simulation.setup import FleetSetup, Timing
 from kvatlas.router.simulation.tiers import TierSetup, tiers_of
+from kvatlas.router.simulation.variants import variants_of
 
 FULL = (GroupSpec(0, "full_attention", 64),)
 HYBRID = (GroupSpec(0, "full_attention", 64), GroupSpec(1, "sliding_window", 64, sliding_window=128))

@@ -12,19 +12,11 @@ import pytest
 
 from kvatlas.router.cli import app
 from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.simulation.advice import REQUESTS_MIN, Advice, doubt, judge
 from kvatlas.router.simulation.advise import see
-from kvatlas.router.simulation.advise_trials import (
-    REQUESTS_MIN,
-    Advice,
-    TrialResult,
-    doubt,
-    judge,
-    results_of,
-    reusable_share,
-    trials,
-)
+from kvatlas.router.simulation.advise_trials import TrialResult, results_of, reusable_share, trials
+from kvatlas.router.simulation.outcome import Outcome
 from kvatlas.router.simulation.setup import FleetSetup
-from kvatlas.router.simulation.study import Outcome
 from kvatlas.router.simulation.tiers import TierSetup, TierSpec
 from tests.router.simulation.support import FULL, HYBRID, line, request, write_lines
 from tests.support.paths import DATA

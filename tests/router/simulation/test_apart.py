@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from kvatlas.router.cli import app
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.pd.settings import PdSettings
-from kvatlas.router.simulation.advise_trials import ALIKE, REQUESTS_MIN, judge, splits, trials
+from kvatlas.router.simulation.advice import REQUESTS_MIN, judge
+from kvatlas.router.simulation.advise_trials import ALIKE, splits, trials
 from kvatlas.router.simulation.fleet import FleetSim
-from kvatlas.router.simulation.report import SplitVerdict, verdict
+from kvatlas.router.simulation.outcome import FleetRun, Outcome
+from kvatlas.router.simulation.request_run import Fetch, RequestRun
 from kvatlas.router.simulation.requests import Request, block_hashes
-from kvatlas.router.simulation.setup import Fetch, FleetRun, FleetSetup, RequestRun, Timing, variants_of
-from kvatlas.router.simulation.study import Outcome
+from kvatlas.router.simulation.setup import FleetSetup, Timing
+from kvatlas.router.simulation.split_verdict import SplitVerdict, verdict
+from kvatlas.router.simulation.variants import variants_of
 from tests.router.simulation.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.router.simulation.test_advise import BASE, SETUP
 from tests.support.examples import examples

@@ -15,7 +15,7 @@ from kvatlas.router.observe.usage import UsageLine
 from kvatlas.router.simulation.fit import FitError, fit_capture, fit_metrics
 from kvatlas.router.simulation.requests import WorkloadError
 from kvatlas.router.simulation.setup import Timing
-from kvatlas.router.simulation.traces import asked_in, is_capture, read_capture
+from kvatlas.router.simulation.usage_record import asked_in, is_capture, read_capture
 from tests.router.simulation.support import line, write_lines
 
 ASKED_S = 0.25

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.router.simulation.engine import Arrivals
+from kvatlas.router.simulation.event_times import Arrivals
 from kvatlas.router.simulation.requests import Follows, Request, by_time, continued
 from kvatlas.router.simulation.setup import Timing
 from kvatlas.router.simulation.workload import agents, tenants

@@ -11,7 +11,8 @@ from benchmarks.peers import COMPARED
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import continued
-from kvatlas.router.simulation.setup import VARIANTS, FleetSetup
+from kvatlas.router.simulation.setup import FleetSetup
+from kvatlas.router.simulation.variants import VARIANTS
 from kvatlas.router.simulation.workload import agents, chat
 from tests.router.simulation.support import FAST, HYBRID, fleet_run, request
 from tests.support.examples import some

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from kvatlas.router.simulation.outcome import FleetRun
 from kvatlas.router.simulation.requests import Request
-from kvatlas.router.simulation.setup import VARIANTS, FleetRun, HoldSetup, variants_of
+from kvatlas.router.simulation.variants import VARIANTS, HoldSetup, variants_of
 from tests.router.simulation.support import fleet_run, request
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvatlas.router.simulation.setup import FleetRun, Row
-from kvatlas.router.simulation.study import NothingServedError, compare, over_seeds, result_of
+from kvatlas.router.simulation.outcome import FleetRun, NothingServedError, Row, compare, result_of
+from kvatlas.router.simulation.study import over_seeds
 
 
 def row(index: int, ttft_s: float, *, hit: int = 0, predicted: int = 0, tokens: int = 100) -> Row:

@@ -25,7 +25,7 @@ from benchmarks.peers import (
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.simulation.other_router import PrefixHit
 from kvatlas.router.simulation.router_view import NOTHING
-from kvatlas.router.simulation.setup import variants_of
+from kvatlas.router.simulation.variants import variants_of
 from tests.router.simulation.support import FULL, fleet_run, request
 
 

@@ -7,23 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvatlas.router.simulation.cache_layouts import ModelError, check_units, groups_of, pool_blocks
+from kvatlas.router.simulation.outcome import result_of
 from kvatlas.router.simulation.requests import Request, WorkloadError
-from kvatlas.router.simulation.setup import FleetSetup, variants_of
+from kvatlas.router.simulation.setup import FleetSetup
 from kvatlas.router.simulation.study import (
     Job,
-    ModelError,
     Plan,
     check_layout,
-    check_units,
-    groups_of,
-    pool_blocks,
-    result_of,
     round_robin,
     run_all,
     run_one,
     run_plan,
     speed_for,
 )
+from kvatlas.router.simulation.variants import variants_of
 from kvatlas.router.simulation.workload import WorkloadSource
 from tests.router.simulation.support import FAST, HYBRID, line, request, write_lines
 

@@ -15,7 +15,7 @@ from kvatlas.publisher.pool.host_tier import RetentionHint
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.simulation.command import read_tiers
 from kvatlas.router.simulation.requests import continued
-from kvatlas.router.simulation.setup import Timing, variants_of
+from kvatlas.router.simulation.setup import Timing
 from kvatlas.router.simulation.tiers import (
     WRITES_MAX,
     Link,
@@ -27,6 +27,7 @@ from kvatlas.router.simulation.tiers import (
     read_store,
     tiers_of,
 )
+from kvatlas.router.simulation.variants import variants_of
 from kvatlas.router.simulation.workload import agents
 from tests.router.simulation.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.support.examples import examples

@@ -10,13 +10,8 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.router.placement.shadow import ShadowSpec
 from kvatlas.router.simulation.other_router import PrefixHit
 from kvatlas.router.simulation.requests import block_hashes
-from kvatlas.router.simulation.router_view import (
-    NOTHING,
-    ExactRules,
-    OracleView,
-    RouterView,
-)
-from kvatlas.router.simulation.setup import VARIANTS, variants_of
+from kvatlas.router.simulation.router_view import NOTHING, ExactRules, OracleView, RouterView
+from kvatlas.router.simulation.variants import VARIANTS, variants_of
 from tests.router.simulation.support import HYBRID, request
 
 

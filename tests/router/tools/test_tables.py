@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.simulation.demo.load import Tally, _compare
+from kvatlas.router.simulation.demo.table import Tally, _compare
 from kvatlas.router.tools.capture import CaptureWriter
 from kvatlas.router.tools.event_order import RecordStats
 from kvatlas.router.tools.index import addressed

@@ -19,8 +19,8 @@ from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.__main__ import run
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.simulation.demo.gateway import find_envoy, gateway_process
-from kvatlas.router.simulation.demo.load import Tally
 from kvatlas.router.simulation.demo.run import KvConnector, apart
+from kvatlas.router.simulation.demo.table import Tally
 from tests.support.envoy import program
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
