@@ -100,18 +100,11 @@ EXTRA_TESTS = {
 """Files ``tests/router/app/test_NAME.py``, or others below ``tests``, that show the work of a part through
 what uses it."""
 
-COPIED = [
-    "kvatlas",
-    "router",
-    "publisher",
-    "connectors",
-    "tests",
-    "docs",
-    "examples",
-    "pyproject.toml",
-    "README.md",
-]
-"""Import path of the tests: the links in ``kvatlas`` lead to the copied folders that mutations change."""
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "build", "dist"
+)
+"""All else is: tests read pages and scripts, and the links in ``kvatlas`` lead to the copied folders that
+mutations change."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -347,14 +340,7 @@ def main() -> int:
         parser.error(f"{own}: {part} has no tests of its own")
     with tempfile.TemporaryDirectory(prefix="kvatlas-power-") as folder:
         tree = Path(folder).resolve()
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(
-                    source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-                )
-            else:
-                shutil.copy(source, tree / name)
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=NOT_COPIED, dirs_exist_ok=True)
         executed = tests_by_line(tree, part, paths)
         survivors = []
         for number, one in enumerate(chosen, start=1):

@@ -98,13 +98,11 @@ def test_valkeys_password_is_in_no_argument_and_is_the_password(tmp_path: Path) 
 
 def ask(port: int, *commands: tuple[str, ...]) -> list[Any]:
     """The replies, once the server is there; errors as text."""
-    end = time.monotonic() + 30
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+            connection = socket.create_connection(("127.0.0.1", port))
             break
         except OSError:
-            assert time.monotonic() < end, "the server does not answer"
             time.sleep(0.01)
     parser = hiredis.Reader(encoding="utf-8", notEnoughData=Ellipsis)
     replies = []

@@ -18,6 +18,7 @@ import msgspec
 
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from tests.support.ports import free_port
+from tests.support.waiting import WAIT_S, patience
 
 
 @contextlib.contextmanager
@@ -28,6 +29,15 @@ def standing_still(send_signal: Callable[[int], object]) -> Iterator[None]:
         yield
     finally:
         send_signal(signal.SIGCONT)
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """Its exit status, once it has ended; killed where it does not, so that no failure leaves it running."""
+    try:
+        return process.wait(WAIT_S * patience())
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 class EngineProcess:
@@ -130,13 +140,9 @@ class Replica:
         return self._ended()
 
     def _ended(self) -> int:
-        try:
-            status = self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
+        status = ended(self.process)
         if self._reader is not None:
-            self._reader.join(60)
+            self._reader.join()
         self.process.stderr.close()
         return status
 

@@ -91,7 +91,7 @@ class Server:
 
     def command(self, *args: str | bytes | int) -> Any:
         """One command over a connection of its own; errors are returned, not raised."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", self.port)) as connection:
             connection.sendall(hiredis.pack_command(args))  # type: ignore[arg-type]
             parser = hiredis.Reader(notEnoughData=Ellipsis)
             while (reply := parser.gets()) is Ellipsis:

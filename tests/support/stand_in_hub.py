@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             self._send(200, b"", headers, len(data))
             return
-        self.server.hub.hold.wait(30)
+        self.server.hub.hold.wait()
         self._send(200, data[: repository.truncated.get(name, len(data))], headers, len(data))
         self.close_connection = name in repository.truncated
 

@@ -24,6 +24,9 @@ WAIT_S = 60.0
 RUN_S = 100.0
 """Below the time-out of a test, so that what hangs is seen in its own traceback."""
 PATIENCE_MAX = 4.0
+HANG_S = WAIT_S * PATIENCE_MAX
+"""For a wait in a thread or in compiled code, which cannot grow meanwhile and which nothing interrupts: it is
+given so much from its begin. All other waits have no limit of their own: the test's ends them, and grows."""
 _LOOK_S = 0.002
 _LOOK_S_MAX = 0.05
 

@@ -12,8 +12,7 @@ import pytest
 from kvatlas.connectors.store.base import StoreUnavailable
 from kvatlas.connectors.store.file import FileSettings, FileStore
 from tests.support.paths import ROOT
-
-WAIT_S = 30.0
+from tests.support.waiting import HANG_S
 
 
 def store_in(folder: Path, max_bytes: int = 10_000, **others: float) -> FileStore:
@@ -21,7 +20,7 @@ def store_in(folder: Path, max_bytes: int = 10_000, **others: float) -> FileStor
 
 
 def put(store: FileStore, key: bytes, size: int = 1000) -> None:
-    assert store.put([(key, memoryview(bytes(size)))], WAIT_S) == [True]
+    assert store.put([(key, memoryview(bytes(size)))], HANG_S) == [True]
 
 
 def age(store: FileStore, key: bytes, seconds: float) -> None:
@@ -41,8 +40,8 @@ def test_a_sweep_keeps_the_cap_and_what_was_used_last(tmp_path: Path) -> None:
         put(store, b"%03d" % i)
         age(store, b"%03d" % i, 1000 - i)
     # Use renews, whether by asking, reading or putting again.
-    assert store.exists([b"000"], WAIT_S) == [True]
-    assert store.get_into([(b"001", memoryview(bytearray(1000)))], WAIT_S) == [True]
+    assert store.exists([b"000"], HANG_S) == [True]
+    assert store.get_into([(b"001", memoryview(bytearray(1000)))], HANG_S) == [True]
     put(store, b"002")
     assert store.sweep() == 9000
     assert there(store, range(15)) == [0, 1, 2, *range(9, 15)]
@@ -72,7 +71,7 @@ store.put([(b"key", memoryview(bytes(1000)))], 30.0)
     assert died.returncode == -signal.SIGKILL
     [leftover] = [path for path in tmp_path.rglob("*") if path.name.startswith(".tmp-")]
     store = store_in(tmp_path)
-    assert store.exists([b"key"], WAIT_S) == [False]
+    assert store.exists([b"key"], HANG_S) == [False]
     store.sweep()
     assert leftover.exists()
     os.utime(leftover, (0, 0))
@@ -88,13 +87,13 @@ def test_of_two_that_sweep_one_leaves_it_to_the_other(tmp_path: Path) -> None:
 
     def held_up() -> int:
         inside.set()
-        assert go_on.wait(WAIT_S)
+        assert go_on.wait(HANG_S)
         return sweep()
 
     one._sweep_locked = held_up  # type: ignore[method-assign]
     thread = threading.Thread(target=one.sweep)
     thread.start()
-    assert inside.wait(WAIT_S)
+    assert inside.wait(HANG_S)
     assert other.sweep() is None
     go_on.set()
     thread.join()
@@ -143,7 +142,7 @@ def test_the_background_sweep_keeps_the_cap(tmp_path: Path) -> None:
     for i in range(40):
         put(store, b"%03d" % i)
     # A large write wakes the sweeper before its hourly run.
-    assert swept.wait(WAIT_S)
+    assert swept.wait(HANG_S)
     store.close()
 
 
@@ -167,9 +166,9 @@ def test_a_directory_that_vanished_cannot_be_asked(tmp_path: Path) -> None:
     (tmp_path / "blocks").rename(tmp_path / "elsewhere")
     (tmp_path / "blocks").write_text("")
     for call in (
-        lambda: store.exists([b"key"], WAIT_S),
-        lambda: store.put([(b"key", memoryview(bytes(10)))], WAIT_S),
-        lambda: store.get_into([(b"key", memoryview(bytearray(10)))], WAIT_S),
+        lambda: store.exists([b"key"], HANG_S),
+        lambda: store.put([(b"key", memoryview(bytes(10)))], HANG_S),
+        lambda: store.get_into([(b"key", memoryview(bytearray(10)))], HANG_S),
     ):
         with pytest.raises(StoreUnavailable):
             call()

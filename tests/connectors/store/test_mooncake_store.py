@@ -7,8 +7,8 @@ import pytest
 from kvatlas.connectors.store.base import StoreUnavailable
 from kvatlas.connectors.store.mooncake import MooncakeSettings, MooncakeStore
 from tests.connectors.store.mooncake_double import Cluster, DoubleClient
+from tests.support.waiting import HANG_S
 
-WAIT_S = 30.0
 SETTINGS = MooncakeSettings(
     master="host:50051",
     metadata="http://host:8080/metadata",
@@ -41,17 +41,17 @@ def test_a_master_that_went_silent_cannot_be_asked() -> None:
     store, _ = opened(cluster)
     cluster.silent = True
     with pytest.raises(StoreUnavailable, match="-1"):
-        store.exists([b"key"], WAIT_S)
+        store.exists([b"key"], HANG_S)
 
 
 def test_memory_that_was_not_registered_is_refused() -> None:
     store, _ = opened(Cluster())
     buffer = memoryview(bytearray(100))
     store.register_buffer(buffer[:50])
-    assert store.put([(b"key", buffer[10:50])], WAIT_S) == [True]
+    assert store.put([(b"key", buffer[10:50])], HANG_S) == [True]
     for wrong in (buffer[40:60], buffer[60:]):
         with pytest.raises(ValueError, match="register_buffer"):
-            store.put([(b"key", wrong)], WAIT_S)
+            store.put([(b"key", wrong)], HANG_S)
 
 
 def test_closing_gives_memory_back_once_and_ends_all_calls() -> None:
@@ -61,7 +61,7 @@ def test_closing_gives_memory_back_once_and_ends_all_calls() -> None:
     store.close()
     assert client.regions == {}
     with pytest.raises(StoreUnavailable, match="closed"):
-        store.exists([b"key"], WAIT_S)
+        store.exists([b"key"], HANG_S)
 
 
 def test_a_deadline_that_passed_ends_a_call() -> None:

@@ -15,8 +15,7 @@ from kvatlas.connectors.store.redis import RedisAddress, RedisSettings, RedisSto
 from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_port
 from tests.support.redis_servers import Server, any_program
-
-WAIT_S = 30.0
+from tests.support.waiting import HANG_S
 
 
 def store_at(port: int, **others: int) -> RedisStore:
@@ -82,25 +81,25 @@ def test_an_unreadable_answer_ends_the_connection_only(reply: bytes) -> None:
     thread.start()
     store = store_at(listener.getsockname()[1], connections=1)
     with pytest.raises(StoreUnavailable):
-        store.get_into([(b"key", memoryview(bytearray(5)))], WAIT_S)
+        store.get_into([(b"key", memoryview(bytearray(5)))], HANG_S)
     thread.join()
     listener.close()
     with pytest.raises(StoreUnavailable, match="refused"):
-        store.exists([b"key"], WAIT_S)
+        store.exists([b"key"], HANG_S)
 
 
 def test_it_comes_back_with_the_server() -> None:
     server = Server(any_program())
     try:
         store = store_at(server.port)
-        assert store.put([(b"key", memoryview(b"value"))], WAIT_S) == [True]
+        assert store.put([(b"key", memoryview(b"value"))], HANG_S) == [True]
         server.kill()
-        for call in calls(store, WAIT_S):
+        for call in calls(store, HANG_S):
             with pytest.raises(StoreUnavailable):
                 call()
         server.start()
-        assert store.exists([b"key"], WAIT_S) == [False]
-        assert store.put([(b"key", memoryview(b"value"))], WAIT_S) == [True]
+        assert store.exists([b"key"], HANG_S) == [False]
+        assert store.put([(b"key", memoryview(b"value"))], HANG_S) == [True]
         store.close()
     finally:
         server.close()
@@ -110,13 +109,13 @@ def test_a_frozen_server_does_not_hold_a_caller() -> None:
     server = Server(any_program())
     try:
         store = store_at(server.port)
-        assert store.exists([b"key"], WAIT_S) == [False]
+        assert store.exists([b"key"], HANG_S) == [False]
         server.freeze()
         for call in calls(store, 0.2):
             with pytest.raises(StoreUnavailable):
                 call()
         server.thaw()
-        assert store.put([(b"key", memoryview(b"value"))], WAIT_S) == [True]
+        assert store.put([(b"key", memoryview(b"value"))], HANG_S) == [True]
         store.close()
     finally:
         server.thaw()
@@ -129,8 +128,8 @@ def test_more_threads_than_connections_take_turns(any_server: Server) -> None:
     def work(at: int) -> bool:
         key, buffer = b"turn-%d" % at, memoryview(bytearray(50_000))
         value = memoryview(os.urandom(50_000))
-        store.put([(key, value)], WAIT_S)
-        return store.get_into([(key, buffer)], WAIT_S) == [True] and buffer == value
+        store.put([(key, value)], HANG_S)
+        return store.get_into([(key, buffer)], HANG_S) == [True] and buffer == value
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(40)))
@@ -152,11 +151,11 @@ def test_a_full_server_refuses_and_serves_on() -> None:
     try:
         store = store_at(server.port)
         value = memoryview(bytes(1_000_000))
-        done = store.put([(b"%d" % i, value) for i in range(8)], WAIT_S)
+        done = store.put([(b"%d" % i, value) for i in range(8)], HANG_S)
         assert False in done
         assert store.counters()["full"] == done.count(False)
         held = [i for i, ok in enumerate(done) if ok]
-        assert all(store.exists([b"%d" % i for i in held], WAIT_S))
+        assert all(store.exists([b"%d" % i for i in held], HANG_S))
         store.close()
     finally:
         server.close()
@@ -164,7 +163,7 @@ def test_a_full_server_refuses_and_serves_on() -> None:
 
 def test_unused_values_are_evicted_where_configured(any_server: Server) -> None:
     store = store_at(any_server.port, ttl_s=1000)
-    store.put([(b"key", memoryview(b"value"))], WAIT_S)
+    store.put([(b"key", memoryview(b"value"))], HANG_S)
     assert 0 < any_server.command("TTL", b"kvatlas:key") <= 1000
     store.close()
 
@@ -176,16 +175,16 @@ def test_password_from_a_file_and_never_in_an_error(tmp_path: Path) -> None:
     wrong.write_text("wr0ng-word\n")
     try:
         store = RedisStore(RedisSettings(RedisAddress(port=server.port, password_file=right, db=2)))
-        assert store.put([(b"key", memoryview(b"value"))], WAIT_S) == [True]
-        assert store.exists([b"key"], WAIT_S) == [True]
+        assert store.put([(b"key", memoryview(b"value"))], HANG_S) == [True]
+        assert store.exists([b"key"], HANG_S) == [True]
         store.close()
         bad = RedisStore(RedisSettings(RedisAddress(port=server.port, password_file=wrong)))
         with pytest.raises(StoreUnavailable, match="refused AUTH") as refusal:
-            bad.exists([b"key"], WAIT_S)
+            bad.exists([b"key"], HANG_S)
         assert "w0rd" not in str(refusal.value)
         assert "wr0ng" not in str(refusal.value)
         none = store_at(server.port)
-        assert none.exists([b"key"], WAIT_S) == [False]
+        assert none.exists([b"key"], HANG_S) == [False]
         assert none.counters()["refused"] == 1
         none.close()
     finally:
@@ -198,9 +197,9 @@ def test_over_a_unix_socket(tmp_path: Path) -> None:
     try:
         store = RedisStore(RedisSettings(RedisAddress(unix_path=path)))
         value = os.urandom(200_000)
-        assert store.put([(b"key", memoryview(value))], WAIT_S) == [True]
+        assert store.put([(b"key", memoryview(value))], HANG_S) == [True]
         buffer = bytearray(200_000)
-        assert store.get_into([(b"key", memoryview(buffer))], WAIT_S) == [True]
+        assert store.get_into([(b"key", memoryview(buffer))], HANG_S) == [True]
         assert bytes(buffer) == value
         store.close()
     finally:
@@ -226,16 +225,16 @@ def test_over_tls_with_a_certificate_and_only_to_the_given_authority(
     try:
         store = open_store(given | {"ca_file": ca})
         value = os.urandom(300_000)
-        assert store.put([(b"key", memoryview(value))], WAIT_S) == [True]
+        assert store.put([(b"key", memoryview(value))], HANG_S) == [True]
         buffer = bytearray(300_000)
-        assert store.get_into([(b"key", memoryview(buffer))], WAIT_S) == [True]
+        assert store.get_into([(b"key", memoryview(buffer))], HANG_S) == [True]
         assert bytes(buffer) == value
         store.close()
         with pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
-            open_store(given).exists([b"key"], WAIT_S)
+            open_store(given).exists([b"key"], HANG_S)
         monkeypatch.setenv("SSL_CERT_FILE", ca)  # what the system trusts
-        assert open_store(given).exists([b"key"], WAIT_S) == [True]
+        assert open_store(given).exists([b"key"], HANG_S) == [True]
         with pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
-            open_store(given | {"ca_file": other}).exists([b"key"], WAIT_S)
+            open_store(given | {"ca_file": other}).exists([b"key"], HANG_S)
     finally:
         server.close()

@@ -15,8 +15,8 @@ from kvatlas.connectors.tier.base import StoreTierSettings
 from kvatlas.connectors.tier.store import StoreTier
 from tests.connectors.store.store_kit import MemoryStore
 from tests.support.examples import examples
+from tests.support.waiting import HANG_S
 
-WAIT_S = 30.0
 ONE_RANK = Namespace({"model": "m"}, ((0, 0, 0),), "engine-1")
 TWO_RANKS = Namespace({"model": "m"}, ((0, 0, 0), (1, 0, 0)), "engine-1")
 SETTINGS = StoreTierSettings(lookup_deadline_s=10.0)
@@ -50,7 +50,7 @@ class Rig:
     def ask(self, *keys: bytes, request: str = "r") -> frozenset[bytes]:
         """Until there is an answer, as the scheduler does in later steps."""
         while (held := self.tier.held(request, keys)) is None:
-            self.tier._open[request].query.done.wait(WAIT_S)
+            self.tier._open[request].query.done.wait(HANG_S)
         return held
 
     def store_done(self, *keys: bytes) -> None:
@@ -121,7 +121,7 @@ def test_after_the_deadline_what_was_not_answered_is_absent(rigs: Any) -> None:
     assert rig.tier.held("r", [key(1)]) == frozenset()
     late = rig.tier._late[0].query
     rig.store.gate.set()
-    assert late.done.wait(WAIT_S)
+    assert late.done.wait(HANG_S)
     assert rig.tier.held("next", [key(1)]) == {key(1)}
 
 
@@ -141,7 +141,7 @@ def test_a_late_answer_counts_as_far_as_it_goes(rigs: Any) -> None:
     assert rig.tier.held("r", keys) is None
     question = rig.tier._open["r"].query
     for _ in range(3):
-        assert rig.store.entered.acquire(timeout=WAIT_S)
+        assert rig.store.entered.acquire(timeout=HANG_S)
     assert len(question.answers()) == 2048
     rig.clock.now += SETTINGS.lookup_deadline_s
     assert rig.tier.held("r", keys) == set(keys[:2048])
@@ -158,7 +158,7 @@ def test_a_store_may_take_longer_to_connect_than_a_question_may_take(rigs: Any) 
 
     rig.store.exists = exists
     assert rig.tier.held("r", [key(1)]) is None
-    assert rig.tier._open["r"].query.done.wait(WAIT_S)
+    assert rig.tier._open["r"].query.done.wait(HANG_S)
     assert given == [1.0]
 
 
@@ -183,7 +183,7 @@ def test_too_many_questions_are_answered_by_absent(rigs: Any) -> None:
     rig.store.gate = threading.Event()
     rig.write(*[key(i) for i in range(9)])
     assert rig.tier.held("r0", [key(0)]) is None
-    assert rig.store.entered.acquire(timeout=WAIT_S)
+    assert rig.store.entered.acquire(timeout=HANG_S)
     assert [rig.tier.held(f"r{i}", [key(i)]) for i in range(1, 5)] == [None, None, frozenset(), frozenset()]
     assert rig.tier.counters["questions_left_out"] == 2
 
@@ -299,7 +299,7 @@ def test_events_tell_of_this_engines_stores_only(rigs: Any) -> None:
 def test_an_answer_from_before_a_store_does_not_undo_it(rigs: Any) -> None:
     rig = rigs()
     assert rig.tier.held("r", [key(1)]) is None
-    assert rig.tier._open["r"].query.done.wait(WAIT_S)
+    assert rig.tier._open["r"].query.done.wait(HANG_S)
     rig.clock.now += 0.1
     rig.store_done(key(1))
     assert rig.tier.held("r", [key(1)]) == {key(1)}

@@ -24,8 +24,8 @@ from kvatlas.connectors.transfer.base import (
     TransferResult,
 )
 from tests.connectors.transfer.handmade import CASES, SHAPES, UNIFORM, Bytes, HandmadeCache
+from tests.support.waiting import HANG_S
 
-WAIT_S = 30.0
 NUM_BLOCKS = 24
 NUM_SLOTS = 20
 MARGIN_BYTES = 4096
@@ -110,7 +110,7 @@ class Rig:
     def run(self, direction: Direction, *groups: GroupMoves) -> TransferResult:
         """Submit one job and return how it ended."""
         job_id = self.submit(direction, *groups)
-        assert self.engine.wait([job_id], WAIT_S)
+        assert self.engine.wait([job_id], HANG_S)
         [result] = self.engine.poll()
         assert (result.job_id, result.direction) == (job_id, direction)
         return result
@@ -246,7 +246,7 @@ class TransferEngineContract:
             direction = Direction.STORE if i % 2 else Direction.LOAD
             wanted.append(rig.submit(direction, move(0, [1 + i % 20], [i % NUM_SLOTS])))
             seen += [result.job_id for result in rig.engine.poll()]
-        assert rig.engine.wait(wanted, WAIT_S)
+        assert rig.engine.wait(wanted, HANG_S)
         seen += [result.job_id for result in rig.engine.poll()]
         assert sorted(seen) == wanted
         assert rig.engine.poll() == []

@@ -12,7 +12,6 @@ from kvatlas.connectors.layout import CacheView
 from kvatlas.connectors.transfer.base import Direction, TransferJob
 from kvatlas.connectors.transfer.host import CopyFault, HostTransferEngine
 from tests.connectors.transfer.contract import (
-    WAIT_S,
     ArrayMemory,
     PoolPart,
     TransferEngineContract,
@@ -20,6 +19,7 @@ from tests.connectors.transfer.contract import (
     move,
 )
 from tests.connectors.transfer.handmade import UNIFORM, HandmadeCache
+from tests.support.waiting import HANG_S
 
 
 class TestHostTransferEngine(TransferEngineContract):
@@ -36,7 +36,7 @@ class Gate:
 
     def __call__(self, job: TransferJob, copy: Callable[[], None]) -> None:
         self.reached.set()
-        assert self.open.wait(WAIT_S)
+        assert self.open.wait(HANG_S)
         copy()
 
 
@@ -80,7 +80,7 @@ def test_a_failed_copy_fails_only_its_job(setup: Setup) -> None:
     engine = setup.engine(FailJob(2))
     for i in (1, 2, 3):
         engine.submit(job(i, Direction.STORE, move(0, [i], [i])))
-    assert engine.wait([1, 2, 3], WAIT_S)
+    assert engine.wait([1, 2, 3], HANG_S)
     results = {result.job_id: result for result in engine.poll()}
     assert [results[i].ok for i in (1, 2, 3)] == [True, False, True]
     assert "fell off the bus" in results[2].error
@@ -96,7 +96,7 @@ def test_a_fault_may_alter_bytes_after_the_copy(setup: Setup) -> None:
 
     engine = setup.engine(corrupt)
     engine.submit(job(1, Direction.LOAD, move(1, [6], [0])))
-    assert engine.wait([1], WAIT_S)
+    assert engine.wait([1], HANG_S)
     assert engine.poll()[0].ok
     for layer in setup.cache.blocks(setup.device.read(), 1, np.array([6])):
         assert (layer == 0xAB).all()
@@ -106,12 +106,12 @@ def test_submit_and_poll_return_while_a_copy_hangs(setup: Setup) -> None:
     gate = Gate()
     engine = setup.engine(gate)
     engine.submit(job(1, Direction.LOAD, move(0, [1], [1])))
-    assert gate.reached.wait(WAIT_S)
+    assert gate.reached.wait(HANG_S)
     engine.submit(job(2, Direction.LOAD, move(0, [2], [2])))
     assert engine.poll() == []
     assert not engine.wait([2], 0.0)
     gate.open.set()
-    assert engine.wait([1, 2], WAIT_S)
+    assert engine.wait([1, 2], HANG_S)
     assert [result.job_id for result in engine.poll()] == [1, 2]
 
 
@@ -119,7 +119,7 @@ def test_stores_beyond_the_bound_fail_immediately_and_loads_do_not(setup: Setup)
     gate = Gate()
     engine = setup.engine(gate, queued_stores_max=3)
     engine.submit(job(1, Direction.LOAD, move(0, [1], [1])))
-    assert gate.reached.wait(WAIT_S)
+    assert gate.reached.wait(HANG_S)
     for i in range(2, 8):
         engine.submit(job(i, Direction.STORE, move(0, [i], [i])))
     for i in range(8, 20):
@@ -139,7 +139,7 @@ def test_stores_are_taken_again_once_others_are_done(setup: Setup) -> None:
     engine = setup.engine(FailJob(0), queued_stores_max=1)
     for i in range(1, 6):
         engine.submit(job(i, Direction.STORE, move(0, [i], [i])))
-        assert engine.wait([i], WAIT_S)
+        assert engine.wait([i], HANG_S)
     assert [result.ok for result in engine.poll()] == [True] * 5
     assert engine.stores_dropped == 0
 

@@ -17,8 +17,9 @@ from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob,
 from kvatlas.connectors.transfer.host import HostTransferEngine
 from kvatlas.connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes
 from tests.connectors.store.store_kit import MemoryStore
-from tests.connectors.transfer.contract import NUM_BLOCKS, WAIT_S, PoolPart, TransferEngineContract
+from tests.connectors.transfer.contract import NUM_BLOCKS, PoolPart, TransferEngineContract
 from tests.connectors.transfer.handmade import UNIFORM, Bytes, HandmadeCache
+from tests.support.waiting import HANG_S
 
 NAMESPACE = Namespace({"model": "m"}, ((0, 0, 0), (1, 0, 0)), "engine-1")
 TICKET = NAMESPACE.ticket(0)
@@ -136,7 +137,7 @@ class Rig:
     def run(self, engine: StagedTransfers, direction: Direction, *args: Any, **others: Any) -> TransferResult:
         job = self.job(direction, *args, **others)
         engine.submit(job)
-        assert engine.wait([job.job_id], WAIT_S)
+        assert engine.wait([job.job_id], HANG_S)
         [result] = engine.poll()
         assert result.job_id == job.job_id
         return result
@@ -301,7 +302,7 @@ def test_submit_and_poll_never_wait_for_a_store_that_hangs(rig: Rig) -> None:
     load, store = rig.job(Direction.LOAD, BLOCKS), rig.job(Direction.STORE, [11, 12])
     engine.submit(load)
     engine.submit(store)
-    assert engine.wait([load.job_id, store.job_id], WAIT_S)
+    assert engine.wait([load.job_id, store.job_id], HANG_S)
     results = {result.job_id: result for result in engine.poll()}
     assert set(results[load.job_id].failed_keys) == {b"key-%d" % block for block in BLOCKS}
     assert set(results[store.job_id].failed_keys) == {b"key-11", b"key-12"}
@@ -356,7 +357,7 @@ def test_loads_do_not_wait_behind_stores(rig: Rig) -> None:
 
     def slow(items: Any, deadline_s: float) -> list[bool]:
         putting.set()
-        assert hold.wait(WAIT_S)
+        assert hold.wait(HANG_S)
         return put(items, deadline_s)
 
     rig.store.put = slow  # type: ignore[method-assign]
@@ -366,11 +367,11 @@ def test_loads_do_not_wait_behind_stores(rig: Rig) -> None:
         engine.poll()
     load = rig.job(Direction.LOAD, BLOCKS)
     engine.submit(load)
-    assert engine.wait([load.job_id], WAIT_S)
+    assert engine.wait([load.job_id], HANG_S)
     [result] = engine.poll()
     assert (result.job_id, result.ok) == (load.job_id, True)
     hold.set()
-    assert engine.wait([stores.job_id], WAIT_S)
+    assert engine.wait([stores.job_id], HANG_S)
 
 
 def test_a_pool_in_use_by_a_hanging_store_is_not_freed(rig: Rig) -> None:
@@ -405,7 +406,7 @@ def test_a_late_chunk_does_not_end_a_job_whose_other_chunk_is_still_copied(rig: 
 
     def slow(job: TransferJob, copy: Callable[[], None]) -> None:
         copying.set()
-        assert go_on.wait(WAIT_S)
+        assert go_on.wait(HANG_S)
         copy()
 
     engine = rig.open(fault=slow, rows=4, threads=2, load_deadline_s=0.2)
@@ -413,7 +414,7 @@ def test_a_late_chunk_does_not_end_a_job_whose_other_chunk_is_still_copied(rig: 
 
     def hangs_for_one(items: Any, deadline_s: float) -> list[bool]:
         if items[0][0].endswith(b"key-1"):
-            assert hold.wait(WAIT_S)
+            assert hold.wait(HANG_S)
         return get_into(items, deadline_s)
 
     rig.store.get_into = hangs_for_one  # type: ignore[method-assign]
@@ -428,7 +429,7 @@ def test_a_late_chunk_does_not_end_a_job_whose_other_chunk_is_still_copied(rig: 
         assert engine.poll() == []
     assert not engine.wait([job.job_id], 0.0)
     go_on.set()
-    assert engine.wait([job.job_id], WAIT_S)
+    assert engine.wait([job.job_id], HANG_S)
     [result] = engine.poll()
     assert result.failed_keys == (b"key-1",)
 

@@ -13,7 +13,6 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import EngineSettings
 from tests.support.clients import openai_client
 
-DEADLINE_S = 10.0
 QUICK: dict[str, Any] = {"prefill_s_per_token": 1e-7, "decode_s_per_token": 1e-5, "num_blocks": 2048}
 LONG_TEXT = "The quick engine reads a long story about a small router and its famous garden. " * 12
 

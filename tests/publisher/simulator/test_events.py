@@ -19,7 +19,7 @@ from kvatlas.router.feeds.subscriber import Feed
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
-from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, client, engine, request
+from tests.publisher.simulator.support import LONG_TEXT, client, engine, request
 from tests.support.waiting import until
 
 Residency = list[Counter[int | bytes]]
@@ -34,12 +34,11 @@ async def replayed(running: SimulatedEngine) -> list[tuple[int, bytes]]:
     try:
         socket.connect(running.replay_endpoint)
         await socket.send_multipart([b"", (0).to_bytes(8, "big")])
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                _, _, seq, payload = await socket.recv_multipart()
-                if seq == END_SEQ:
-                    return batches
-                batches.append((int.from_bytes(seq, "big"), payload))
+        while True:
+            _, _, seq, payload = await socket.recv_multipart()
+            if seq == END_SEQ:
+                return batches
+            batches.append((int.from_bytes(seq, "big"), payload))
     finally:
         socket.close()
         context.term()
@@ -110,13 +109,12 @@ async def test_live_batches_carry_the_rank_and_arrive_in_order() -> None:
             socket.connect(running.events_endpoint)
             await socket.send(b"\x01")
             payloads: list[bytes] = []
-            async with asyncio.timeout(DEADLINE_S):
-                while not payloads:  # the subscription takes effect some time after it was sent
-                    await load(running)
-                    while await socket.poll(20):
-                        topic, _, payload = await socket.recv_multipart()
-                        assert topic == b""
-                        payloads.append(payload)
+            while not payloads:  # the subscription takes effect some time after it was sent
+                await load(running)
+                while await socket.poll(20):
+                    topic, _, payload = await socket.recv_multipart()
+                    assert topic == b""
+                    payloads.append(payload)
         finally:
             socket.close()
             context.term()

@@ -27,7 +27,7 @@ from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp.settings import EppSettings
 from tests.router.services.epp.test_exchange import POST, PROCESS
 from tests.support.loop_pauses import Pauses, elsewhere, pauses
-from tests.support.waiting import run_real, until
+from tests.support.waiting import HANG_S, run_real, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routed, routing, running
 from tests.support.worst_bodies import worst_bodies
 
@@ -58,7 +58,7 @@ async def paused_router(**changes: object) -> AsyncIterator[tuple[Rig, Pauses]]:
 def talk(port: int, *pieces: bytes, until_said: bytes = b"HTTP/1.1 ") -> bytes:
     """Send all, and read until this has come, or the end; blocking."""
     said = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=100) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as sock:
         with contextlib.suppress(ConnectionError):  # it may be refused before its end
             for piece in pieces:
                 sock.sendall(piece)

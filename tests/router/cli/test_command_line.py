@@ -27,7 +27,6 @@ def started(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **environ},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 
@@ -49,7 +48,6 @@ def loads_none_of(modules: set[str], code: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert told.returncode == 0, told.stderr
@@ -176,11 +174,11 @@ def test_serve_logs_its_address_and_ends_cleanly(number: int) -> None:
         said = {}
         while said.get("event") != "listening":
             said = json.loads(log.readline())
-        with urllib.request.urlopen(f"{said['url']}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"{said['url']}/health") as answer:
             assert json.load(answer) == {"status": "ok"}
         process.send_signal(number)
         rest = log.read()
-        assert process.wait(60) == 0
+        assert process.wait() == 0
         assert "Traceback" not in rest
 
 
@@ -198,7 +196,7 @@ def test_a_router_with_a_closed_log_pipe_ends_at_sigterm() -> None:
             pass
         router.stderr.close()
         router.send_signal(signal.SIGTERM)
-        assert router.wait(60) in {0, 120}  # 120: Python's own word for a standard stream it could not flush
+        assert router.wait() in {0, 120}  # 120: Python's own word for a standard stream it could not flush
 
 
 @pytest.mark.process

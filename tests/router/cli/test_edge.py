@@ -186,9 +186,7 @@ def into(opened: Callable[[], int], *words: str) -> subprocess.CompletedProcess[
     command = [sys.executable, "-m", "kvatlas", *words]
     out = opened()
     try:
-        return subprocess.run(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
+        return subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     finally:
         os.close(out)
 

@@ -286,10 +286,9 @@ async def test_a_burst_is_worked_off_in_slices(context: zmq.Context, monkeypatch
     publisher.start()
     publish(publisher, 3000)
     async with following(publisher.endpoint, publisher.replay_endpoint, sink):
-        async with asyncio.timeout(20):
-            while len(sink.batches) < 3000:
-                turn += 1
-                await asyncio.sleep(0)
+        while len(sink.batches) < 3000:
+            turn += 1
+            await asyncio.sleep(0)
     publisher.close()
     assert len(sink.turns_seen) > 1000
 

@@ -23,7 +23,7 @@ from tests.support.proxy_rig import (
     routing,
     says,
 )
-from tests.support.waiting import WAIT_S, run, until
+from tests.support.waiting import run, until
 
 GOOD = says(200, b"{}")
 CHUNKED = (
@@ -51,8 +51,7 @@ async def test_body_of_tiny_chunks_costs_no_more_than_its_bytes() -> None:
         reader, writer = await rig.connect()
         body = b'{"model":"m","pad":"' + b"x" * 1_000_000 + b'"}'
         writer.write(CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
-        async with asyncio.timeout(20):
-            assert (await read_answer(reader)).status == 200
+        assert (await read_answer(reader)).status == 200
         assert engine.calls[0].body == body
 
 
@@ -161,7 +160,7 @@ async def test_endless_trailer_of_an_engine_is_bounded(piece: bytes, monkeypatch
     async with Engine(script) as engine, routing(engine.url) as rig:
         got = await ask(rig, request(STREAM))
         assert b"engine_stream_broken" in got.body
-        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        await engine.calls[0].closed.wait()
         assert sent < 50_000_000
 
 

@@ -31,7 +31,7 @@ from tests.support.proxy_rig import (
     routing,
     writes,
 )
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import until
 
 STAGES: dict[str, tuple[Script, bytes]] = {
     "before the head": (writes(then="hang"), CHAT),
@@ -58,7 +58,7 @@ async def test_upstream_is_closed(stage: str, how: str) -> None:
             writer.write_eof()
         else:
             reset(writer)
-        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        await engine.calls[0].closed.wait()
         placement = rig.planner.placements[0]
         await until(lambda: placement.over, "the placement ends")
         assert placement.told[-1] == "finished"
@@ -82,7 +82,7 @@ async def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered(
         rig.app._outbound = look  # type: ignore[assignment, method-assign]
         _, writer = await rig.connect()
         writer.write(request(CHAT))
-        await asyncio.wait_for(looked.wait(), WAIT_S)
+        await looked.wait()
         writer.close()
         await until(lambda: rig.stats.requests_active == 0, "the request ends")
         assert rig.stats.clients_gone == 1
@@ -138,7 +138,7 @@ async def test_client_that_leaves_while_the_planner_thinks() -> None:
         writer.write(request())
         await until(lambda: bool(rig.planner.requests), "the planner is asked")
         writer.close()
-        await asyncio.wait_for(cancelled.wait(), WAIT_S)
+        await cancelled.wait()
         await until(lambda: rig.stats.clients_gone == 1, "counted")
 
 
@@ -168,7 +168,7 @@ async def test_under_a_foreign_asgi_server() -> None:
         writer.write(request(STREAM))
         await until(lambda: bool(engine.calls), "the engine is asked")
         writer.close()
-        await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
+        await engine.calls[0].closed.wait()
         await until(lambda: app.stats.clients_gone == 1, "counted")
         assert planner.placements[0].told == ["finished"]
         await server.shutdown()
@@ -208,4 +208,4 @@ async def test_app_that_fails_after_the_client_left_harms_no_other_request() -> 
         writer.write(request(target="/v1/slow"))
         await until(lambda: rig.listen_stats.requests == 1, "begun")
         writer.close()
-        await asyncio.wait_for(left.wait(), WAIT_S)
+        await left.wait()

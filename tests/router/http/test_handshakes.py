@@ -19,7 +19,7 @@ from kvatlas.router.http.settings import ListenSettings, ListenStats
 from kvatlas.router.services.epp.settings import EppSettings
 from tests.support.loop_pauses import pauses
 from tests.support.pki import make_authority, make_certificate
-from tests.support.waiting import run, until
+from tests.support.waiting import HANG_S, run, until
 from tests.support.whole_router import Rig, configure, number, routing, running
 
 pytestmark = pytest.mark.real  # TLS
@@ -140,7 +140,10 @@ JUNK = {
 
 def sends(port: int, data: bytes) -> None:
     """Blocking, so that nothing of it is in the loop that is looked at."""
-    with socket.create_connection(("127.0.0.1", port)) as sock, contextlib.suppress(ConnectionError):
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as sock,
+        contextlib.suppress(ConnectionError),
+    ):
         sock.sendall(data)
         sock.recv(1)
 

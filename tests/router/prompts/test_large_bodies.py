@@ -35,6 +35,7 @@ from tests.support.prompts.readers import (
     reader,
     say,
 )
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ async def test_the_loop_can_turn_at_every_window_of_a_large_odd_body(
         for start, window in windows(body):
             turned = threading.Event()
             loop.call_soon_threadsafe(turned.set)
-            assert turned.wait(60)
+            assert turned.wait(HANG_S)
             sizes.append(len(window))
             yield start, window
 

@@ -39,7 +39,7 @@ async def talk(answer: Answer, body: Callable[[PipelinedConnection], Awaitable[N
             await body(link)
         finally:
             link.abort()
-            await asyncio.wait_for(done.wait(), 10)
+            await done.wait()
     server.close()
     await server.wait_closed()
 

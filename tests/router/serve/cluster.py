@@ -23,7 +23,7 @@ import msgspec
 from tests.support.kube_api import PODS, FakeKube, kube_api
 from tests.support.kube_objects import pod
 from tests.support.ports import free_port
-from tests.support.processes import Replica
+from tests.support.processes import Replica, ended
 from tests.support.waiting import until
 
 LOOK_S = 0.1
@@ -64,11 +64,7 @@ class EnginePod:
         """SIGTERM, and the exit status."""
         assert self.process is not None
         self.process.terminate()
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        return ended(self.process)
 
 
 class LoadBalancer:

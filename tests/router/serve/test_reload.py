@@ -67,7 +67,7 @@ class Serving:
         assert self.process is not None
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), 60)
+        return await self.process.wait()
 
     @property
     def log(self) -> str:

@@ -14,8 +14,8 @@ from kvatlas.connectors.transfer.calibrate import Calibration
 from kvatlas.connectors.transfer.cuda import CudaTransferEngine
 from tests.connectors.transfer.contract import ArrayMemory
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver, FakeEvent
+from tests.support.waiting import HANG_S
 
-WAIT_S = 30.0
 DMA_ONLY = Calibration()
 KERNEL = Calibration(kernel_max_piece_bytes=1 << 20, kernel_min_pieces=2, note="")
 PAGE = 64
@@ -76,7 +76,7 @@ class SlowDriver(FakeDriver):
     def copy(self, *arguments: Any) -> None:
         super().copy(*arguments)
         self.called.set()
-        assert self.go_on.wait(WAIT_S)
+        assert self.go_on.wait(HANG_S)
 
 
 class LongPass:

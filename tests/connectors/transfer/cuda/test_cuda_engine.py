@@ -17,9 +17,10 @@ from kvatlas.connectors.transfer.calibrate import Calibration
 from kvatlas.connectors.transfer.cuda import CudaTransferEngine
 from kvatlas.connectors.transfer.host import HostTransferEngine
 from tests.connectors.transfer.contract import ArrayMemory, PoolPart, Rig, TransferEngineContract
-from tests.connectors.transfer.cuda.bench import DMA_ONLY, KERNEL, PAGE, WAIT_S, Bench, SlowDriver, engine_on
+from tests.connectors.transfer.cuda.bench import DMA_ONLY, KERNEL, PAGE, Bench, SlowDriver, engine_on
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 from tests.support.examples import examples
+from tests.support.waiting import HANG_S
 
 
 class TestByCopyEngine(TransferEngineContract):
@@ -65,7 +66,7 @@ def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: i
     for block in (2, 3, 4):
         device.enqueue(compute, lambda block=block: bench.write_block(block, 0), "zero")  # type: ignore[misc]
     bench.submit(2, Direction.LOAD, [2, 3, 4], [2, 3, 4])
-    assert bench.engine.wait([1, 2], WAIT_S)
+    assert bench.engine.wait([1, 2], HANG_S)
     assert [result.ok for result in bench.engine.poll()] == [True, True]
     assert bench.row(7) == {41}
     assert [bench.block(block) for block in (2, 3, 4)] == [{2}, {3}, {4}]
@@ -76,9 +77,9 @@ def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: i
 def test_each_direction_waits_for_the_computing_stream_on_a_stream_of_its_own(benches: Any) -> None:
     bench = benches()
     bench.submit(1, Direction.STORE, [1], [1])
-    assert bench.engine.wait([1], WAIT_S)
+    assert bench.engine.wait([1], HANG_S)
     bench.submit(2, Direction.LOAD, [2], [2])
-    assert bench.engine.wait([2], WAIT_S)
+    assert bench.engine.wait([2], HANG_S)
     assert bench.device.log == [
         ("record", "compute"), ("wait", "low2"), ("copy store", "low2"), ("record", "low2"),
         ("record", "compute"), ("wait", "low1"), ("copy load", "low1"), ("record", "low1"),
@@ -96,7 +97,7 @@ def test_a_job_is_not_reported_before_its_last_part_has_arrived(
     assert bench.engine.poll() == []
     assert not bench.engine.wait([1], 0.0)
     bench.device.held = False
-    assert bench.engine.wait([1], WAIT_S)
+    assert bench.engine.wait([1], HANG_S)
     [result] = bench.engine.poll()
     assert (result.ok, result.bytes_by_group) == (True, {0: 3 * PAGE})
 
@@ -106,12 +107,12 @@ def test_loads_go_before_stores_that_came_earlier_and_submitting_never_waits(ben
     driver = SlowDriver(device)
     bench = benches(device=device, driver=driver)
     bench.submit(1, Direction.STORE, [1], [1])
-    assert driver.called.wait(WAIT_S)
+    assert driver.called.wait(HANG_S)
     bench.submit(2, Direction.STORE, [2], [2])
     bench.submit(3, Direction.LOAD, [3], [3])
     assert bench.engine.poll() == []
     driver.go_on.set()
-    assert bench.engine.wait([1, 2, 3], WAIT_S)
+    assert bench.engine.wait([1, 2, 3], HANG_S)
     assert [direction for direction, _ in driver.copies] == [Direction.STORE, Direction.LOAD, Direction.STORE]
 
 
@@ -123,10 +124,10 @@ def test_a_load_goes_between_the_parts_of_a_large_store(
     driver = SlowDriver(device)
     bench = benches(device=device, driver=driver)
     bench.submit(1, Direction.STORE, [1, 3, 5], [1, 3, 5])
-    assert driver.called.wait(WAIT_S)
+    assert driver.called.wait(HANG_S)
     bench.submit(2, Direction.LOAD, [7], [7])
     driver.go_on.set()
-    assert bench.engine.wait([1, 2], WAIT_S)
+    assert bench.engine.wait([1, 2], HANG_S)
     assert [direction for direction, _ in driver.copies].index(Direction.LOAD) == 1
 
 
@@ -139,7 +140,7 @@ def test_bytes_on_their_way_are_bounded(benches: Any) -> None:
     assert not bench.engine.wait([1], 0.02)
     assert [entry[0] for entry in bench.device.log].count("copy store") == 2
     bench.device.held = False
-    assert bench.engine.wait(list(range(1, 7)), WAIT_S)
+    assert bench.engine.wait(list(range(1, 7)), HANG_S)
     assert bench.engine.throttled > 0
 
 
@@ -156,7 +157,7 @@ def test_stores_beyond_the_bound_fail_immediately_and_loads_are_taken(benches: A
     assert (refused.job_id, refused.ok, bench.engine.stores_dropped) == (3, False, 1)
     assert "1 stores are waiting" in refused.error
     bench.device.held = False
-    assert bench.engine.wait([1, 2, 4, 5], WAIT_S)
+    assert bench.engine.wait([1, 2, 4, 5], HANG_S)
     assert all(result.ok for result in bench.engine.poll())
 
 
@@ -164,26 +165,26 @@ def test_events_are_used_again(benches: Any) -> None:
     bench = benches()
     for job_id in range(1, 60):
         bench.submit(job_id, Direction.STORE, [1], [1])
-        assert bench.engine.wait([job_id], WAIT_S)
+        assert bench.engine.wait([job_id], HANG_S)
     assert bench.device.events_made <= 4
 
 
 def test_neighbours_go_as_one_piece_but_not_across_chunks(benches: Any) -> None:
     bench = benches(host_chunk_bytes=2 * PAGE)
     bench.submit(1, Direction.STORE, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
-    assert bench.engine.wait([1], WAIT_S)
+    assert bench.engine.wait([1], HANG_S)
     assert bench.driver.copies == [(Direction.STORE, [PAGE, 2 * PAGE, 2 * PAGE])]
 
 
 def test_only_loads_go_by_kernel_and_only_enough_small_pieces(benches: Any) -> None:
     bench = benches(calibration=Calibration(kernel_max_piece_bytes=PAGE, kernel_min_pieces=3, note=""))
     bench.submit(1, Direction.STORE, [1, 3, 5], [1, 3, 5])
-    assert bench.engine.wait([1], WAIT_S)
+    assert bench.engine.wait([1], HANG_S)
     bench.submit(2, Direction.LOAD, [1, 3], [1, 3])
-    assert bench.engine.wait([2], WAIT_S)
+    assert bench.engine.wait([2], HANG_S)
     assert (bench.engine.counts.dma_pieces, bench.engine.counts.kernel_pieces) == (5, 0)
     bench.submit(3, Direction.LOAD, [1, 2, 4, 6, 7], [1, 2, 4, 6, 0])
-    assert bench.engine.wait([3], WAIT_S)
+    assert bench.engine.wait([3], HANG_S)
     # Blocks 1 and 2 became one piece, too large for the kernel.
     assert (bench.engine.counts.dma_pieces, bench.engine.counts.kernel_pieces) == (6, 3)
 
@@ -195,7 +196,7 @@ def test_odd_sizes_do_not_go_by_kernel() -> None:
     engine = engine_on(device, view, rows, KERNEL)
     ids = np.array([1, 2, 3, 4], np.int64)
     engine.submit(TransferJob(1, Direction.LOAD, (GroupMoves(0, ids, ids),)))
-    assert engine.wait([1], WAIT_S)
+    assert engine.wait([1], HANG_S)
     assert engine.poll()[0].ok
     assert engine.counts.kernel_pieces == 0
     engine.close()
@@ -220,7 +221,7 @@ class TestDeadEngine:
         device.held = False
         bench.submit(2, Direction.STORE, [2], [2])
         bench.submit(3, Direction.LOAD, [3], [3])
-        assert bench.engine.wait([1, 2, 3], WAIT_S)
+        assert bench.engine.wait([1, 2, 3], HANG_S)
         results = {result.job_id: result for result in bench.engine.poll()}
         assert sorted(results) == [1, 2, 3]
         assert not results[2].ok or not results[3].ok
@@ -240,7 +241,7 @@ class TestDeadEngine:
         bench.until_sent("copy store")
         device.held = False
         bench.submit(2, Direction.STORE, [2], [2])
-        assert bench.engine.wait([1, 2], WAIT_S)
+        assert bench.engine.wait([1, 2], HANG_S)
         assert bench.row(1) == {9}
         assert {entry for entry in device.log if entry[0] == "synchronize"} == {
             ("synchronize", "low1"), ("synchronize", "low2"),
@@ -251,7 +252,7 @@ class TestDeadEngine:
         bench = benches()
         bench.device.failing |= {method, "synchronize"}
         bench.submit(1, Direction.STORE, [1], [1])
-        assert bench.engine.wait([1], WAIT_S)
+        assert bench.engine.wait([1], HANG_S)
         [result] = bench.engine.poll()
         assert not result.ok
         assert f"{method} hit an illegal address" in result.error
@@ -264,7 +265,7 @@ class TestDeadEngine:
 def test_the_thread_that_copies_has_the_device(benches: Any) -> None:
     bench = benches()
     bench.submit(1, Direction.STORE, [1], [1])
-    assert bench.engine.wait([1], WAIT_S)
+    assert bench.engine.wait([1], HANG_S)
     assert bench.engine._thread.ident in bench.device.bound_threads
     assert threading.get_ident() not in bench.device.bound_threads
 

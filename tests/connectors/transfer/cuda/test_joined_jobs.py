@@ -11,8 +11,9 @@ from benchmarks import virtual_link
 from kvatlas.connectors.transfer import cuda
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult, joined
 from kvatlas.connectors.worker.staged import JoinedStores
-from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass, SlowDriver
+from tests.connectors.transfer.cuda.bench import PAGE, LongPass, SlowDriver
 from tests.connectors.transfer.cuda.fakes import FakeDevice
+from tests.support.waiting import HANG_S
 
 
 def busy(benches: Any) -> tuple[Any, SlowDriver]:
@@ -21,7 +22,7 @@ def busy(benches: Any) -> tuple[Any, SlowDriver]:
     driver = SlowDriver(device)
     bench = benches(device=device, driver=driver)
     bench.submit(1, Direction.STORE, [1], [1])
-    assert driver.called.wait(WAIT_S)
+    assert driver.called.wait(HANG_S)
     return bench, driver
 
 
@@ -35,7 +36,7 @@ def test_jobs_that_wait_behind_one_on_its_way_are_one_call(benches: Any) -> None
     driver.go_on.set()
     bench.until_sent("copy store", 2)
     bench.device.held = False
-    assert bench.engine.wait([1, 2, 4, 6], WAIT_S)
+    assert bench.engine.wait([1, 2, 4, 6], HANG_S)
     assert [result.job_id for result in bench.engine.poll()] == [1, 2, 4, 6]
     assert [len(sizes) for _, sizes in driver.copies] == [1, 3]
     assert [bench.row(row) for row in (2, 4, 6)] == [{12}, {14}, {16}]
@@ -51,7 +52,7 @@ def test_no_more_are_joined_than_fit_into_one_part(benches: Any, monkeypatch: py
     driver.go_on.set()
     bench.until_sent("copy store", 3)
     bench.device.held = False
-    assert bench.engine.wait([1, 2, 4, 6], WAIT_S)
+    assert bench.engine.wait([1, 2, 4, 6], HANG_S)
     assert [len(sizes) for _, sizes in driver.copies] == [1, 2, 1]
 
 
@@ -62,10 +63,10 @@ def test_a_job_is_not_made_to_wait_for_a_later_ones_forward_pass(benches: Any) -
     forward = LongPass(bench.device)
     bench.submit(3, Direction.STORE, [3], [3])
     driver.go_on.set()
-    assert bench.engine.wait([1, 2], WAIT_S)
+    assert bench.engine.wait([1, 2], HANG_S)
     assert not bench.engine.wait([3], 0.05)
     forward.end()
-    assert bench.engine.wait([3], WAIT_S)
+    assert bench.engine.wait([3], HANG_S)
 
 
 def moves(group: int, *blocks: int) -> GroupMoves:

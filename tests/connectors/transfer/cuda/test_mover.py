@@ -12,7 +12,8 @@ from kvatlas.connectors.transfer import cuda
 from kvatlas.connectors.transfer.base import Direction, Pieces, StepJobs, TransferJob, merge_adjacent
 from kvatlas.connectors.transfer.cuda import PreparedJobs, QueuedJob, cut_at_chunks
 from kvatlas.connectors.worker.worker import OffloadWorker
-from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass
+from tests.connectors.transfer.cuda.bench import PAGE, LongPass
+from tests.support.waiting import HANG_S
 
 BASE = 1 << 20
 
@@ -84,11 +85,11 @@ def test_a_load_runs_beside_a_forward_pass_that_was_launched_after_its_mark(benc
     bench.submit(1, Direction.LOAD, [3], [3], after=before)
     bench.submit(2, Direction.LOAD, [4], [4], after=before)
     bench.submit(3, Direction.LOAD, [5], [5])
-    assert bench.engine.wait([1, 2], WAIT_S)
+    assert bench.engine.wait([1, 2], HANG_S)
     assert [bench.block(block) for block in (3, 4)] == [{3}, {4}]
     assert not bench.engine.wait([3], 0.05), "a job without a mark waits for what was launched before it"
     forward.end()
-    assert bench.engine.wait([3], WAIT_S)
+    assert bench.engine.wait([3], HANG_S)
 
 
 def test_the_connectors_worker_has_its_loads_run_beside_the_forward_pass(benches: Any) -> None:
@@ -104,11 +105,11 @@ def test_the_connectors_worker_has_its_loads_run_beside_the_forward_pass(benches
     bench.device.enqueue(bench.device.compute, lambda: bench.write_block(4, 9), "compute")
     worker.start_load_kv(step)
     worker.wait_for_save(step)
-    assert bench.engine.wait([1], WAIT_S)
+    assert bench.engine.wait([1], HANG_S)
     assert worker.poll() == ({"a"}, set())
     assert not bench.engine.wait([2], 0.05), "a store reads what the pass computes"
     forward.end()
-    assert bench.engine.wait([2], WAIT_S)
+    assert bench.engine.wait([2], HANG_S)
     assert bench.row(4) == {9}
 
 
@@ -117,5 +118,5 @@ def test_marks_give_their_events_back(benches: Any) -> None:
     for turn in range(1, 41):
         mark = bench.engine.mark()
         bench.submit(turn, Direction.LOAD, [1], [1], after=mark)
-        assert bench.engine.wait([turn], WAIT_S)
+        assert bench.engine.wait([turn], HANG_S)
     assert bench.device.events_made <= 5

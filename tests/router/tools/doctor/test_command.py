@@ -26,7 +26,6 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,
         text=True,
-        timeout=90,
         check=False,
     )
 

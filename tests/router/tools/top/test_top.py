@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -191,9 +190,7 @@ def test_whatever_a_router_answers_is_a_picture(
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TOP, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run([*TOP, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -247,26 +244,18 @@ class Terminal:
         self.seen = b""
 
     def until(self, condition: Callable[[bytes], bool]) -> None:
-        end = time.monotonic() + 30
         while not condition(self.seen):
-            assert time.monotonic() < end, self.seen
-            if select.select([self._main], [], [], 0.2)[0]:
-                self.seen += os.read(self._main, 65536)
+            self.seen += os.read(self._main, 65536)
 
     def press(self, key: bytes) -> None:
         os.write(self._main, key)
 
     def wait(self) -> int:
         """The exit status; reads on, so that the process can write its end."""
-        end = time.monotonic() + 30
-        while self.process.poll() is None:
-            assert time.monotonic() < end
-            if select.select([self._main], [], [], 0.05)[0]:
-                try:
-                    self.seen += os.read(self._main, 65536)
-                except OSError:  # the other side has closed
-                    break
-        return self.process.wait(60)
+        with contextlib.suppress(OSError):  # the other side has closed
+            while data := os.read(self._main, 65536):
+                self.seen += data
+        return self.process.wait()
 
     def close(self) -> None:
         if self.process.poll() is None:
