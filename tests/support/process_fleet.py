@@ -19,7 +19,7 @@ from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.simulation.demo.engines import engine_process
 from kvatlas.router.tools.index import EngineDiff, read_scope, verify_scope
 from tests.support.processes import Replica, replicas
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, patience, until
 
 WORDS = ("the", "quick", "router", "reads", "a", "long", "story", "about", "an", "engine")
 MODEL = "kvatlas-demo"
@@ -86,7 +86,9 @@ class Clients:
             member = self.members[self._turn % len(self.members)]
             self._turn += 1
             try:
-                timeout = aiohttp.ClientTimeout(total=20, connect=2, sock_read=1.5)
+                # Short: a replica that stands still is left for another one.
+                slow = patience()
+                timeout = aiohttp.ClientTimeout(total=20 * slow, connect=2 * slow, sock_read=1.5 * slow)
                 url = f"{member.url}/v1/chat/completions"
                 async with self._session.post(url, json=body, timeout=timeout) as answer:
                     payload = await answer.read()
@@ -182,10 +184,10 @@ class Fleet:
         """``kvatlas index verify`` on a fleet at work; every difference that stays."""
         client = Client(IndexSettings(url=self.index))
         try:
-            assert await client.start(5.0)
+            assert await client.start(WAIT_S)
             snapshot = await read_scope(client, MODEL)
             assert snapshot is not None
-            return await verify_scope(client, snapshot, {}, 5.0)
+            return await verify_scope(client, snapshot, {}, settle_s=5.0 * patience())
         finally:
             await client.close()
 

@@ -65,17 +65,26 @@ async def status(rig: Rig, pki: Path, path: str) -> int:
     return int(said.split()[1])
 
 
-async def test_they_take_places_until_their_time_is_over(pki: Path) -> None:
-    limits = {"connections_max": 4, "client_share_max": 1.0, "header_timeout_s": 1.0}
+async def test_they_take_places_until_they_leave(pki: Path) -> None:
+    limits = {"connections_max": 4, "client_share_max": 1.0, "header_timeout_s": HANG_S}
     async with serving(pki, **limits) as (rig, line, stats):
         assert await status(rig, pki, "/v1/models") == 200
         writers = await half_open(number(rig.url), 5)
         await until(lambda: len(line.open) == 5, "they are seen")
         assert await status(rig, pki, "/health") == 200  # a spare one
         assert await status(rig, pki, "/v1/models") == 503
-        await until(lambda: stats.handshakes_failed == 5, "their time is over")
+        for writer in writers:
+            writer.close()
+        await until(lambda: stats.handshakes_failed == 5, "they have left")
         assert not line.open
         assert await status(rig, pki, "/v1/models") == 200
+
+
+async def test_their_time_is_bounded(pki: Path) -> None:
+    async with serving(pki, header_timeout_s=0.1) as (rig, line, stats):
+        writers = await half_open(number(rig.url), 5)
+        await until(lambda: stats.handshakes_failed == 5, "their time is over")
+        assert not line.open
         for writer in writers:
             writer.close()
 

@@ -17,6 +17,7 @@ from kvatlas.router.replication.mirror import MirroredIndex
 from kvatlas.router.replication.reader import SharedReader, SharedRows
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.settings import SharedSettings
+from tests.support.waiting import WAIT_S
 
 MODEL = "org/model-{7b} instruct"
 _NAMESPACES = count()
@@ -26,8 +27,8 @@ T = TypeVar("T")
 
 def make_settings(url: str, **changes: Any) -> SharedSettings:
     """Patient settings, in a namespace of their own."""
-    defaults = {"namespace": f"t{next(_NAMESPACES)}", "lookup_timeout_s": 10.0, "write_timeout_s": 10.0}
-    return SharedSettings(url=url, **(defaults | changes))
+    patient = dict.fromkeys(("lookup_timeout_s", "write_timeout_s", "connect_timeout_s"), WAIT_S)
+    return SharedSettings(url=url, **({"namespace": f"t{next(_NAMESPACES)}"} | patient | changes))
 
 
 class SharedIndex:
@@ -41,8 +42,8 @@ class SharedIndex:
 
     async def _open(self) -> None:
         self.writing, self.reading = Client(self.settings), Client(self.settings)
-        assert await self.writing.start(10)
-        assert await self.reading.start(10)
+        assert await self.writing.start(WAIT_S)
+        assert await self.reading.start(WAIT_S)
         self.mirror = MirroredIndex(self.writing, MODEL)
         self.leases = Leases(self.writing, MODEL, "replica-1")
         self.reader = SharedReader(self.reading)

@@ -56,7 +56,7 @@ class Replicas:
     async def __aenter__(self) -> Replicas:
         self.clients = [Client(self.settings) for _ in range(len(self._names) + 1)]
         for client in self.clients:
-            assert await client.start(10), client.last_error
+            assert await client.start(waiting.WAIT_S), client.last_error
         self.writers = {n: Writer(n, c) for n, c in zip(self._names, self.clients[1:], strict=True)}
         self.reader = SharedReader(self.clients[0])
         return self

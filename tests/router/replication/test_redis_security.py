@@ -168,7 +168,7 @@ async def test_an_authority_given_in_the_url_replaces_those_of_the_system(
     as_sentinel = url.replace("rediss://", "rediss+sentinel://").replace("/0", "/main")
 
     async def problem(form: str) -> str:
-        client = Client(make_settings(form, connect_timeout_s=5.0))
+        client = Client(make_settings(form))
         await client.start()
         await until(lambda: client.last_error or client.masters(), "an answer", ignoring=(IndexUnavailable,))
         await client.close()

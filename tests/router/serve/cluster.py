@@ -24,7 +24,7 @@ from tests.support.kube_api import PODS, FakeKube, kube_api
 from tests.support.kube_objects import pod
 from tests.support.ports import free_port
 from tests.support.processes import Replica, ended
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, WAIT_S, patience, until
 
 LOOK_S = 0.1
 """How often the load balancer asks /ready."""
@@ -137,7 +137,7 @@ class Load:
             began = False
             try:
                 url = f"{router.url}/v1/chat/completions"
-                timeout = aiohttp.ClientTimeout(total=60)
+                timeout = aiohttp.ClientTimeout(total=HANG_S)
                 async with self._session.post(url, json=body, timeout=timeout) as answer:
                     if answer.status != 200:
                         self.failed.append(f"{router.name}: {answer.status} {await answer.text()}")
@@ -258,8 +258,9 @@ class Cluster:
             "fleet.kubernetes.selector=app=vllm",
             "fleet.kubernetes.namespaces=serving",
             f"fleet.kubernetes.api={self.kube.url}",
-            "listen.drain_delay_s=1.5",
-            "listen.drain_s_max=30",
+            # In which the load balancer, that looks every ``LOOK_S``, has to notice.
+            f"listen.drain_delay_s={1.5 * patience()}",
+            f"listen.drain_s_max={WAIT_S}",
             *self._settings,
         ]
         router = Replica(f"router-{next(self._names)}", [], self._index, *settings)

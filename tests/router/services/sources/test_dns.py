@@ -20,7 +20,7 @@ from kvatlas.router.fleet.settings import DnsSettings, parse_server
 from kvatlas.router.services.dns_source import DnsSource, ResolveError, Resolver
 from tests.router.services.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
 from tests.support.seen_sources import Seeing, at_work
-from tests.support.waiting import run
+from tests.support.waiting import WAIT_S, run
 
 pytestmark = pytest.mark.real  # UDP
 
@@ -41,7 +41,7 @@ def seeing(server: DnsServer, *names: str, **changes: Any) -> AbstractAsyncConte
         "servers": (f"127.0.0.1:{server.port}",),
         "interval_s_min": 0.01,
         "interval_s_max": 0.05,
-        "timeout_s": 1.0,
+        "timeout_s": WAIT_S,
     }
     source = DnsSource(DnsSettings(**{**defaults, **changes}), jitter=random.Random(1))
     return at_work(SeenUrls(source))
@@ -49,7 +49,7 @@ def seeing(server: DnsServer, *names: str, **changes: Any) -> AbstractAsyncConte
 
 async def ask(server: DnsServer, name: str, kind: RdataType, **changes: Any) -> tuple[list[str], int] | None:
     """Records as text, and for how long they are good."""
-    resolver = Resolver([f"127.0.0.1:{server.port}"], **{"timeout_s": 1.0, **changes})
+    resolver = Resolver([f"127.0.0.1:{server.port}"], **{"timeout_s": WAIT_S, **changes})
     answer = await resolver.ask(name, kind)
     if answer is None:
         return None
