@@ -16,7 +16,7 @@ import pytest
 
 from kvatlas.router.simulation.demo import gateway as config
 from tests.support.ports import free_ports
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 Json = dict[str, Any]
 LISTENERS = (
@@ -159,7 +159,7 @@ def _config(
     picker = config.picker_cluster([f"127.0.0.1:{port}" for port in pickers])
     picker["health_checks"] = [
         {
-            "timeout": "5s",
+            "timeout": f"{HANG_S}s",
             "interval": "0.1s",
             "no_traffic_interval": "0.1s",
             "unhealthy_threshold": 1,

@@ -36,7 +36,7 @@ from tests.support.envoy import envoy, program
 from tests.support.h2_peer import H2Peer, h2_peer
 from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_ports
-from tests.support.waiting import until
+from tests.support.waiting import patience, until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 pytestmark = pytest.mark.envoy
@@ -155,7 +155,8 @@ def picker_process(port: int, ops_port: int, *engines: str) -> Iterator[subproce
     """``kvatlas epp`` in a process of its own."""
     command = [sys.executable, "-m", "kvatlas", "epp", "--listen", f"127.0.0.1:{port}", "--no-tls"]
     command += ["--tokenizer", str(DEMO_TOKENIZER_DIR), "--set", f"server.ops_port={ops_port}"]
-    command += ["--set", "epp.drain_delay_s=3", "--set", "fleet.poll_interval_s=0.2"]
+    # In which Envoy, that asks every 0.1 s, has to notice.
+    command += ["--set", f"epp.drain_delay_s={3 * patience()}", "--set", "fleet.poll_interval_s=0.2"]
     for engine in engines:
         command += ["--engine", engine]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
