@@ -60,13 +60,13 @@ class RouterProcess:
 
     def engines(self) -> list[dict[str, Any]]:
         """Answer of ``GET /kvatlas/engines``."""
-        with urllib.request.urlopen(f"{self.ops_url}/kvatlas/engines", timeout=60) as response:
+        with urllib.request.urlopen(f"{self.ops_url}/kvatlas/engines") as response:
             answer: list[dict[str, Any]] = json.load(response)
         return answer
 
     def receipts(self) -> list[dict[str, Any]]:
         """Answer of ``GET /kvatlas/receipts``: the latest ones."""
-        with urllib.request.urlopen(f"{self.ops_url}/kvatlas/receipts", timeout=60) as response:
+        with urllib.request.urlopen(f"{self.ops_url}/kvatlas/receipts") as response:
             answer: list[dict[str, Any]] = json.load(response)
         return answer
 
@@ -75,13 +75,13 @@ class RouterProcess:
         headers = {"content-type": "application/json"}
         data = json.dumps(body).encode()
         asked = urllib.request.Request(f"{self.ops_url}/kvatlas/explain", data, headers)
-        with urllib.request.urlopen(asked, timeout=60) as response:
+        with urllib.request.urlopen(asked) as response:
             answer: dict[str, Any] = json.load(response)
         return answer
 
     def metric(self, name: str) -> float:
         """A metric without labels."""
-        with urllib.request.urlopen(f"{self.ops_url}/metrics", timeout=60) as response:
+        with urllib.request.urlopen(f"{self.ops_url}/metrics") as response:
             lines = response.read().decode().splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 

@@ -45,7 +45,7 @@ def told(url: str, path: str, body: dict[str, Any]) -> tuple[list[int], list[tup
     """Tokens and items of images, as vLLM says them."""
     headers = {"content-type": "application/json"}
     asked = urllib.request.Request(f"{url}{path}/render", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(asked) as answer:
         found = json.loads(answer.read())
     features = found["features"]
     places = [(place["offset"], place["length"]) for place in features["mm_placeholders"]["image"]]

@@ -36,7 +36,7 @@ class Clients:
 
     def __init__(self, base_url: str, clients: int, seed: int) -> None:
         self._client = openai.AsyncOpenAI(
-            base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120
+            base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=600
         )
         self._rng = random.Random(seed)
         # The lengths, in blocks, are those of the simulated engine in crowded_engine.py.

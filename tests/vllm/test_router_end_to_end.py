@@ -58,7 +58,7 @@ def test_engines_give_the_samples_that_are_read_by_name(fleet: Fleet) -> None:
 
 
 def read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as page:
+    with urllib.request.urlopen(url) as page:
         return bytes(page.read())
 
 

@@ -143,7 +143,7 @@ def _drive(router: RouterProcess, round_: int, *, seed: int, count: int) -> list
 def empty(url: str) -> None:
     """Of its prefix cache, and of what a connector holds, by vLLM's own endpoint."""
     asked = urllib.request.Request(f"{url}/reset_prefix_cache?reset_external=true", method="POST")
-    with urllib.request.urlopen(asked, timeout=30) as answer:
+    with urllib.request.urlopen(asked) as answer:
         assert json.load(answer) == {"success": True}
 
 

@@ -60,7 +60,7 @@ def forget(base_url: str, *, connector: bool = False) -> None:
 
     def done() -> bool:
         request = urllib.request.Request(url, method="POST")
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request) as response:
             return bool(json.load(response)["success"])
 
     until(done, "the prefix cache is empty")
@@ -68,7 +68,7 @@ def forget(base_url: str, *, connector: bool = False) -> None:
 
 def preemptions(base_url: str) -> float:
     """How often the engine took a running request's blocks away."""
-    with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"{base_url}/metrics") as response:
         lines = response.read().decode().splitlines()
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_preemptions_total")
