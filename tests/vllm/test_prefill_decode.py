@@ -566,7 +566,8 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(
     else:
         raise AssertionError("never split")
     added = {name: count - before[name] for name, count in watched.counts().items()}
-    assert (added["pd_split"], added["proxy_streams_broken"]) == (1, 1)
+    assert added["proxy_streams_broken"] == 1
+    assert added["pd_split"] == 1 or any(added[name] for name in REPEATED), "a slow machine's was made again"
     watched.wait_until_free()
     engine, answer = watched.ask(later)
     _same(answer, alone)
