@@ -26,8 +26,9 @@ from benchmarks.layouts import LAYOUTS
 from kvatlas.publisher.groups import hash_unit
 from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.requests import continued
-from kvatlas.router.simulation.setup import VARIANTS, FleetSetup, Timing, variants_of
+from kvatlas.router.simulation.setup import FleetSetup, Timing
 from kvatlas.router.simulation.tiers import TierSetup, block_bytes, read_host, read_store
+from kvatlas.router.simulation.variants import VARIANTS, variants_of
 from kvatlas.router.simulation.workload import GENERATORS
 
 HERE: Final = Path(__file__).resolve().parent.parent
