@@ -188,7 +188,7 @@ class Bench:
 
     async def settle(self) -> None:
         """Apply what was deferred."""
-        self.router.accounts.deferred.apply()
+        self.router.accounts.books.settle()
 
     async def _receive(self) -> dict[str, Any]:
         return {"type": "http.request", "body": self.body}

@@ -142,7 +142,7 @@ class Conversation:
         await asyncio.create_task(self.bench.ask())
         await asyncio.sleep(0)
         with steps.step():
-            self.bench.router.accounts.deferred.apply()
+            self.bench.router.accounts.books.settle()
         for _ in range(self._tokens // 8192 + 8):  # a shadow takes it in chunk by chunk
             await asyncio.sleep(0)
         receipt = self.bench.router.accounts.receipts.latest[-1]

@@ -348,7 +348,7 @@ class Router:
             log=self.config.server.log_requests,
             traces=self.traces,
             sessions=self.accounts.sessions,
-            deferred=self.accounts.deferred,
+            books=self.accounts.books,
         )
         if self.usage is not None:
             requests.on_end = self.usage.add

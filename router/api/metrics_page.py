@@ -152,7 +152,7 @@ class RouterCollector:
         yield from _funnel(s.accounts.receipts.funnel)
         yield from of_stats(s.requests.sessions.stats)
         yield from of_stats(s.accounts.load_stats)
-        yield from of_stats(s.accounts.deferred.stats)
+        yield from of_stats(s.accounts.books.stats)
         yield from of_stats(s.accounts.admission_stats)
         yield from of_stats(s.accounts.slo_stats)
         yield from of_stats(s.accounts.retention.stats)

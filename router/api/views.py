@@ -30,7 +30,7 @@ from kvatlas.router.index.base import GPU, Plane
 from kvatlas.router.index.query_plan import EngineHit
 from kvatlas.router.observe.findings import Finding
 from kvatlas.router.observe.history import Counts, Gauges, RecentHistory
-from kvatlas.router.observe.receipts import COMPARED
+from kvatlas.router.observe.receipts import COMPARED, Receipt
 from kvatlas.router.observe.requests import BROKEN, RequestRecord, RequestTracker
 from kvatlas.router.openai.members import run_cooperatively
 from kvatlas.router.placement.candidate import Candidate, Hit
@@ -307,10 +307,11 @@ class LocalView:
         return await run_cooperatively(current_findings(self._sources))
 
     async def receipts(self, request_id: str = "") -> list[ReceiptView]:
-        kept = self._sources.accounts.receipts.latest
-        if request_id:
-            return [view_receipt(receipt) for receipt in kept if is_named(receipt.request_id, request_id)]
-        return [view_receipt(receipt) for receipt in last(kept, LATEST_SHOWN)]
+        log = self._sources.accounts.receipts.kept
+        found = (
+            [one for one in log if is_named(one[0], request_id)] if request_id else last(log, LATEST_SHOWN)
+        )
+        return [view_receipt(Receipt(*kept)) for kept in found]
 
     async def answers(self, request_id: str = "") -> list[EndedRequest]:
         return ended_requests(self._sources.requests, LATEST_SHOWN, request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvatlas.router.observe.first_token import OTHER
-from kvatlas.router.observe.receipts import Receipt
+from kvatlas.router.observe.receipts import FUNNEL_FIELDS, KeptReceipt
 
 # Pairs of model and tenant with separate counts.
 FUNNELS_MAX = 1024
@@ -31,39 +31,37 @@ class CacheFunnel:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], FunnelCounts] = {}
 
-    def add(self, receipt: Receipt) -> None:
+    def add(self, kept: KeptReceipt) -> None:
         """Count one receipt, if its hit was predicted and reported."""
-        chosen, delivered, prompt = receipt.predicted_tokens, receipt.actual_tokens, receipt.prompt_tokens
+        model, prompt, chosen, delivered, reported = kept[2], kept[5], kept[6], kept[9], kept[10]
         if chosen is None or delivered is None or prompt is None:
             return
-        held = receipt.held_tokens if receipt.held_tokens > chosen else chosen  # noqa: FURB136
-        held = prompt if prompt < held else held  # noqa: FURB136
-        counts = self.counts.get((receipt.model, receipt.tenant)) or self._of(receipt.model, receipt.tenant)
+        tenant, held, why, elsewhere_s, seen, isolated, salted = kept[FUNNEL_FIELDS]
+        held = min(prompt, max(held, chosen))
+        counts = self.counts.get((model, tenant)) or self._of(model, tenant)
         counts.prompt += prompt
         counts.held += held
         counts.chosen += chosen
         counts.delivered += delivered
         missed = counts.missed
         if held < prompt:
-            new, seen = prompt - held, receipt.seen_tokens
+            new = prompt - held
             if seen > held:
                 evicted = min(seen, prompt) - held
                 new -= evicted
                 missed["evicted"] = missed.get("evicted", 0) + evicted
-            if receipt.isolated_tokens:
-                isolated = min(receipt.isolated_tokens, new)
+            if isolated:
+                isolated = min(isolated, new)
                 new -= isolated
                 missed["isolated"] = missed.get("isolated", 0) + isolated
-            why = "salted" if receipt.salted else "new"
-            missed[why] = missed.get(why, 0) + new
+            cold = "salted" if salted else "new"
+            missed[cold] = missed.get(cold, 0) + new
         if chosen < held:
-            why = receipt.missed or "choice"
-            missed[why] = missed.get(why, 0) + held - chosen
-            counts.elsewhere_s += receipt.elsewhere_s
+            missed[why or "choice"] = missed.get(why or "choice", 0) + held - chosen
+            counts.elsewhere_s += elsewhere_s
         if delivered < chosen:
-            reported = receipt.reported_prompt_tokens
-            why = "lost" if reported is None or reported == prompt else "template"
-            missed[why] = missed.get(why, 0) + chosen - delivered
+            lost = "lost" if reported is None or reported == prompt else "template"
+            missed[lost] = missed.get(lost, 0) + chosen - delivered
 
     def _of(self, model: str, tenant: str) -> FunnelCounts:
         key = (model, tenant) if len(self.counts) < FUNNELS_MAX else (OTHER, OTHER)

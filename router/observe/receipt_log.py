@@ -6,24 +6,29 @@ from collections import deque
 from collections.abc import Callable
 
 from kvatlas.router.observe.cache_funnel import CacheFunnel
-from kvatlas.router.observe.receipts import Receipt
+from kvatlas.router.observe.receipts import KeptReceipt, Receipt
 
 # Found by request id; pages show the latest few.
 RECEIPTS_KEPT = 4096
 
 
 class ReceiptLog:
-    """The latest receipts of this router, of all engines."""
+    """The latest receipts of this router, of all engines, as they are kept."""
 
     def __init__(self) -> None:
-        self.latest: deque[Receipt] = deque(maxlen=RECEIPTS_KEPT)
+        self.kept: deque[KeptReceipt] = deque(maxlen=RECEIPTS_KEPT)
         self.funnel = CacheFunnel()
         self.listener: Callable[[Receipt], None] | None = None
         """Called with every receipt."""
 
-    def add(self, receipt: Receipt) -> None:
+    def add(self, kept: KeptReceipt) -> None:
         """Keep one receipt."""
-        self.latest.append(receipt)
-        self.funnel.add(receipt)
+        self.kept.append(kept)
+        self.funnel.add(kept)
         if self.listener is not None:
-            self.listener(receipt)
+            self.listener(Receipt(*kept))
+
+    @property
+    def latest(self) -> list[Receipt]:
+        """All that are kept, oldest first."""
+        return [Receipt(*kept) for kept in self.kept]

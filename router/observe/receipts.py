@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from typing import Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -43,7 +43,7 @@ Missed = Literal["", "load", "pages", "choice", "slo"]
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Receipt(msgspec.Struct, frozen=True, gc=False):
     """One request on one engine; tokens.
 
     ``predicted_tokens`` is the whole hit; ``cpu_tokens`` and ``storage_tokens`` are its parts that would be
@@ -51,6 +51,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     ``mode``: where the prediction came from; ``fallback``: there was none, because the index shared with
     other replicas did not answer in time.
+
+    It is kept as a tuple (``KeptReceipt``), and made when someone asks.
     """
 
     request_id: str
@@ -62,21 +64,37 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     predicted_tokens: int | None
     cpu_tokens: int = 0
     storage_tokens: int = 0
+    actual_tokens: int | None = None
+    reported_prompt_tokens: int | None = None
+    ttft_s: float | None = None
+    """Measured seconds from asking the engine to the first token of a stream."""
+    predicted_ttft_s: float | None = None
+    """Its prediction: the sum of the five parts below. None if no hit was predicted."""
+    pulled_tokens: int = 0
+    """Part of ``predicted_tokens`` that the engine was to pull from another one's host memory."""
+    tenant: str = ""
+    held_tokens: int = 0
+    """Most tokens of the prompt that any eligible engine had in its caches."""
+    missed: Missed = ""
+    """Why the request did not go to that engine."""
+    elsewhere_s: float = 0.0
+    """Seconds to compute the tokens that are held there."""
+    seen_tokens: int = 0
+    """Longest prefix known from earlier prompts (one in four is kept, at powers of two) if it is longer than
+    the hit; else 0."""
+    isolated_tokens: int = 0
+    """Prompt tokens that no cache held for its isolation group, and that another group sent before."""
+    salted: bool = False
+    """Whether it has a cache salt."""
     shared_prefix_tokens: int = 0
     evicted_tokens: int = 0
     """Tokens present or in transit when the request was sent, but expected to be evicted for prompts ahead of
     it; not part of ``predicted_tokens``."""
-    actual_tokens: int | None = None
-    reported_prompt_tokens: int | None = None
     api: str = ""
     """API of the request: chat, completions, messages, responses, ..."""
     read: str = ""
     """Tokenizer of the prompt: ``local`` or ``engine``."""
     reason: str = ""
-    ttft_s: float | None = None
-    """Measured seconds from asking the engine to the first token of a stream."""
-    predicted_ttft_s: float | None = None
-    """Its prediction: the sum of the five parts below. None if no hit was predicted."""
     queue_s: float = 0.0
     pages_s: float = 0.0
     load_s: float = 0.0
@@ -94,41 +112,19 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Target for the time to first token, from the request's last byte; None without a service level."""
     waited_s: float = 0.0
     """Seconds that the request waited in the router before an engine was asked."""
-    tenant: str = ""
-    held_tokens: int = 0
-    """Most tokens of the prompt that any eligible engine had in its caches."""
-    missed: Missed = ""
-    """Why the request did not go to that engine."""
-    elsewhere_s: float = 0.0
-    """Seconds to compute the tokens that are held there."""
-    seen_tokens: int = 0
-    """Longest prefix known from earlier prompts (one in four is kept, at powers of two) if it is longer than
-    the hit; else 0."""
-    isolated_tokens: int = 0
-    """Prompt tokens that no cache held for its isolation group, and that another group sent before."""
-    salted: bool = False
-    """Whether it has a cache salt."""
-    pulled_tokens: int = 0
-    """Part of ``predicted_tokens`` that the engine was to pull from another one's host memory."""
+    index_problem: str = ""
+    """Why the index shared with other replicas could not be used; "" if it answered, or if there is none."""
     pulled_from: str = ""
-    """That engine."""
+    """Engine that ``pulled_tokens`` were to come from."""
     came_tokens: int | None = None
     """Tokens of it that came by the engine's report; None without a report."""
     pull_s: float = 0.0
     """Predicted seconds of the transfer, with its wait for the link; a part of ``load_s``."""
-    index_problem: str = ""
-    """Why the index shared with other replicas could not be used; "" if it answered, or if there is none."""
 
     @property
     def outcome(self) -> Outcome:
         """Outcome of the prediction; unreported if the engine reported no ``cached_tokens``."""
-        if self.predicted_tokens is None:
-            return "unpredicted"
-        if self.actual_tokens is None:
-            return "unreported"
-        if self.predicted_tokens == self.actual_tokens:
-            return "exact"
-        return "over" if self.predicted_tokens > self.actual_tokens else "under"
+        return outcome_of(self.predicted_tokens, self.actual_tokens)
 
     @property
     def by_medium(self) -> dict[str, int]:
@@ -137,6 +133,23 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             return {}
         gpu = self.predicted_tokens - self.cpu_tokens - self.storage_tokens
         return {GPU: gpu, CPU: self.cpu_tokens, STORAGE: self.storage_tokens}
+
+
+KeptReceipt = tuple[Any, ...]
+"""The fields of a ``Receipt``, in their order."""
+FUNNEL_FIELDS: Final = slice(14, 21)
+"""Those from ``tenant`` to ``salted``."""
+
+
+def outcome_of(predicted: int | None, actual: int | None) -> Outcome:
+    """Return the outcome of a prediction, in tokens."""
+    if predicted is None:
+        return "unpredicted"
+    if actual is None:
+        return "unreported"
+    if predicted == actual:
+        return "exact"
+    return "over" if predicted > actual else "under"
 
 
 class Contradiction(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,66 +190,61 @@ class EngineReceipts(msgspec.Struct):
     first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
     worth: CacheWorth = msgspec.field(default_factory=CacheWorth)
 
-    def add(self, receipt: Receipt) -> None:
+    def add(self, kept: KeptReceipt) -> None:
         """Count one receipt of this engine."""
+        actual: int | None
+        request_id, _, model, mode, feed, prompt, predicted = kept[:7]
+        cpu, storage, actual, reported, ttft_s, due_s, pulled = kept[7:14]
         # It says more of another engine's cache and of the link (``PullStats``).
-        if receipt.pulled_tokens:
+        if pulled:
             return
-        outcome, reported = receipt.outcome, receipt.reported_prompt_tokens
+        outcome = outcome_of(predicted, actual)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        if reported is not None and reported != receipt.prompt_tokens:
-            self.prompt_mismatches += 1
-        if receipt.actual_tokens is not None:
+        same_length = reported is None or reported == prompt
+        self.prompt_mismatches += not same_length
+        if actual is not None:
             self.undetailed = 0
         elif reported is not None:
             self.undetailed += 1
-        if receipt.predicted_ttft_s is not None and receipt.ttft_s is not None:
-            self.first_tokens.add(receipt.model, receipt.predicted_ttft_s, receipt.ttft_s)
-        predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
+        if due_s is not None and ttft_s is not None:
+            self.first_tokens.add(model, due_s, ttft_s)
         if predicted is None or actual is None:
             return
         error = predicted - actual
         self.predicted_tokens += predicted
         self.actual_tokens += actual
-        self.prompt_tokens += receipt.prompt_tokens or 0
+        self.prompt_tokens += prompt or 0
         self.abs_error_tokens += abs(error)
         self.errors[bisect_left(ERROR_BUCKETS, error)] += 1
-        cpu, storage = receipt.cpu_tokens, receipt.storage_tokens
         key = STORAGE if storage else CPU if cpu else GPU, outcome
         self.by_medium[key] = self.by_medium.get(key, 0) + 1
-        if predicted:
-            for medium, tokens in receipt.by_medium.items():
-                if tokens:
-                    self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
+        for medium, tokens in (GPU, predicted - cpu - storage), (CPU, cpu), (STORAGE, storage):
+            if tokens:
+                self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
         # Errors of the others are no drift of the index.
-        if not storage and receipt.mode not in {"pending", "partial"}:
+        if not storage and mode not in {"pending", "partial"}:
             self.window.append(error == 0)
-        self._check(receipt, predicted, actual)
-
-    def _check(self, receipt: Receipt, predicted: int, actual: int) -> None:
-        """Check the report, only if the index was complete: exact hashes, a feed without gaps, the same
-        prompt length, and no tokens from a store, whose evictions are not reported."""
-        reported = receipt.reported_prompt_tokens
-        impossible = reported is not None and actual > reported
-        complete = receipt.mode == "native" and receipt.feed == "ready" and not receipt.storage_tokens
-        if not impossible and (not complete or reported not in {None, receipt.prompt_tokens}):
+        # A report contradicts the engine's events only if the index was complete: exact hashes, a feed
+        # without gaps, the same prompt length, and no tokens from a store, whose evictions are not reported.
+        kind: Literal["", "more", "fewer", "impossible"]
+        if reported is not None and actual > reported:
+            kind = "impossible"
+        elif mode == "native" and feed == "ready" and not storage and same_length:
+            kind = "" if error == 0 else "more" if error < 0 else "fewer"
+        else:
             return
-        if not impossible and predicted == actual:
-            self.checked.append("")
-            return
-        kind: Literal["more", "fewer", "impossible"] = "more" if actual > predicted else "fewer"
-        kind = "impossible" if impossible else kind
         self.checked.append(kind)
-        self.contradictions[kind] = self.contradictions.get(kind, 0) + 1
-        self.evidence.append(
-            Contradiction(
-                request_id=receipt.request_id,
-                kind=kind,
-                predicted_tokens=predicted,
-                reported_tokens=actual,
-                prompt_tokens=reported or receipt.prompt_tokens,
+        if kind:
+            self.contradictions[kind] = self.contradictions.get(kind, 0) + 1
+            self.evidence.append(
+                Contradiction(
+                    request_id=request_id,
+                    kind=kind,
+                    predicted_tokens=predicted,
+                    reported_tokens=actual,
+                    prompt_tokens=reported or prompt,
+                )
             )
-        )
 
     @property
     def contradicting(self) -> list[Contradiction]:

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.observe.deferred import DeferredUpdates
+from kvatlas.router.observe.books import Books
 from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.observe.traces import RequestTrace, Traces
@@ -183,10 +183,10 @@ class RequestTracker:
         log: bool = False,
         traces: Traces | None = None,
         sessions: SessionLedger | None = None,
-        deferred: DeferredUpdates | None = None,
+        books: Books | None = None,
     ) -> None:
         self.clock = clock
-        self.deferred = deferred or DeferredUpdates()
+        self.books = Books() if books is None else books
         self._sessions = sessions or SessionLedger()
         self.log = log
         self.traces = traces
@@ -206,25 +206,25 @@ class RequestTracker:
     @property
     def counts(self) -> dict[tuple[str, str, str], int]:
         """(model, engine, status) -> number of ended requests."""
-        self.deferred.apply()
+        self.books.settle()
         return self._counts
 
     @property
     def models(self) -> dict[str, ModelTimes]:
         """Histograms by model label."""
-        self.deferred.apply()
+        self.books.settle()
         return self.times_by_model
 
     @property
     def ended(self) -> deque[RequestRecord]:
         """Latest ended requests, oldest first."""
-        self.deferred.apply()
+        self.books.settle()
         return self._ended
 
     @property
     def sessions(self) -> SessionLedger:
         """Sessions of ended requests."""
-        self.deferred.apply()
+        self.books.settle()
         return self._sessions
 
     def begin(self, method: str, path: str) -> RequestRecord:
@@ -265,26 +265,23 @@ class RequestTracker:
             record.trace.end(record.facts(), failed=failed)
         if self.log:
             _log.info("request", **record.log_fields(now))
+        record.retire()
         if self.on_end is not None:
-            record.retire()
             self.on_end(record, now)
-        self.deferred.add(self._count, (record, now))
+        self.books.add(self._settle, record, now)
 
-    def _count(self, record: RequestRecord, now: float) -> None:
-        engine = record.engine
-        engine = engine if engine and self._here(engine) else ""
-        outcome = record.outcome
+    def _settle(self, record: RequestRecord, now: float) -> None:
+        engine = record.engine if record.engine and self._here(record.engine) else ""
+        outcome, times = record.outcome, record.times
         key = record.label, engine, outcome
-        if key not in self._counts:
-            self._counts[key] = 0
+        count = self._counts.get(key, 0)
+        if not count:
             self._counted.setdefault(engine, []).append(key)
-        self._counts[key] += 1
-        times = record.times
+        self._counts[key] = count + 1
         if times is not None:
             times.overhead.observe(record.overhead_s)
             if outcome[0] == "2":
                 times.whole.observe(now - record.arrived_s)
-        record.retire()
         record.placement_facts = _no_facts
         self._ended.append(record)
         if record.session is not None and record.engine:
@@ -292,7 +289,7 @@ class RequestTracker:
 
     def forget(self, engine_id: str) -> None:
         """Drop the counts of an engine that left the fleet."""
-        self.deferred.apply()
+        self.books.settle()
         for key in self._counted.pop(engine_id, ()):
             del self._counts[key]
 

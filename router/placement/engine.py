@@ -31,7 +31,7 @@ from kvatlas.router.index.base import PoolListener, Rows
 from kvatlas.router.index.learn.layout import CacheLayout, retained_tokens
 from kvatlas.router.index.model import HashedPrompt, Residency
 from kvatlas.router.index.query_plan import EngineHit, Holders
-from kvatlas.router.observe.deferred import DeferredUpdates
+from kvatlas.router.observe.books import Books
 from kvatlas.router.observe.first_token import SloStats
 from kvatlas.router.observe.group_prefixes import GroupPrefixes
 from kvatlas.router.observe.hot_prefixes import HotPrefixes
@@ -206,9 +206,9 @@ class Accounts:
         self.admission_stats = AdmissionStats()
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
-        self.deferred = DeferredUpdates()
+        self.books = Books()
         self.hot_so_far = HotPrefixes()
-        """Those of ``hot`` that are counted already: for deferred updates themselves."""
+        """Those of ``hot`` that are counted already: for entries themselves."""
         self.retention = RetentionHints()
         self.sessions = SessionLedger()
         self.group_prefixes = GroupPrefixes()
@@ -229,13 +229,13 @@ class Accounts:
     @property
     def receipts(self) -> ReceiptLog:
         """Receipts of all engines."""
-        self.deferred.apply()
+        self.books.settle()
         return self.receipts_so_far
 
     @property
     def hot(self) -> HotPrefixes:
         """Hot prefixes of placed prompts."""
-        self.deferred.apply()
+        self.books.settle()
         return self.hot_so_far
 
     def breaker_changed(self, free_until: float) -> None:
@@ -245,7 +245,7 @@ class Accounts:
 
     def leave(self, engine_id: EngineId) -> None:
         """Drop an engine that left the fleet."""
-        self.deferred.apply()
+        self.books.settle()
         self.inflight.forget(engine_id)
         self.affinity.forget(engine_id)
         self.sessions.forget(engine_id)
@@ -363,7 +363,7 @@ class Engine(EngineStatus):
     @property
     def receipts(self) -> EngineReceipts:
         """Sums over its receipts."""
-        self._accounts.deferred.apply()
+        self._accounts.books.settle()
         return self.receipts_so_far
 
     @property

@@ -17,7 +17,7 @@ from kvatlas.router.admission.claims import ENGINE_PRIORITY
 from kvatlas.router.admission.fair_queue import Charge, Priority
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.observe.first_token import FirstTokenParts
-from kvatlas.router.observe.receipts import Leg, Missed, Receipt
+from kvatlas.router.observe.receipts import KeptReceipt, Leg, Missed
 from kvatlas.router.observe.requests import REQUEST_ID_CHARS_MAX
 from kvatlas.router.observe.usage import PlacementFacts
 from kvatlas.router.openai.apis import PROMPT_APIS
@@ -29,8 +29,7 @@ from kvatlas.router.placement.cost import Choice, LongWait, predicted_wait_s
 from kvatlas.router.placement.eligible import SloForecast
 from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder
 from kvatlas.router.placement.evictions import PooledPrompt
-from kvatlas.router.placement.inflight import InflightPrompt, Kept
-from kvatlas.router.placement.load import Ticket
+from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.pull import PullOrder
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.proxy.attempt import Answer, Attempt, Fields
@@ -141,8 +140,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             if late > most:
                 return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
-        if most > self.hit.whole_tokens:
-            holder, chosen = candidates[index], self.candidate
+        chosen = candidates[self.choice.index]
+        if most > (chosen.hit if self.pull is None else self.pull.hit).whole_tokens:
+            holder = candidates[index]
             if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
                 missed = "pages"
             else:
@@ -231,22 +231,21 @@ class Placement(Attempt):
     _is_answer: ClassVar[bool] = True
     """Whether the client gets this engine's answer."""
     _leg: ClassVar[Leg] = ""
+    _gap_s: float | None = None
+    """Seconds between the answer of the prefill engine and this request."""
     __slots__ = (
         "_accounts",
         "_answered",
+        "_block_tokens",
         "_candidate",
         "_charged",
-        "_cost",
         "_first_token",
-        "_first_token_s",
         "_flying",
-        "_group_tokens",
+        "_hashes",
         "_hit",
         "_pooled",
         "_predicted",
         "_prefilled",
-        "_rank_s",
-        "_seen_tokens",
         "_streamed_tokens",
         "_ticket",
         "_ttft_s",
@@ -269,19 +268,20 @@ class Placement(Attempt):
         engine, candidate = decision.engines[choice.index], decision.candidates[choice.index]
         address = engine.engine
         rank, cost = address.dp_rank, choice.cost
-        self._cost = cost
         fields: Fields = () if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),)
         hit = candidate.hit if decision.pull is None else decision.pull.hit
         order = decision.order if engine.takes_order else None
         work = decision.work(request)
         more_s = 0.0 if work.uncached_tokens == choice.uncached_tokens else decision.more_s(work)
         # Of several prompts, that of the last one.
-        self._first_token_s = first_token_s = cost.first_token_s + more_s
+        first_token_s = cost.first_token_s + more_s
         work_s = cost.prefill_s + more_s
         place = float(request.priority) if order is None else order.rank_s(work_s)
+        self._hashes: Sequence[BlockHash] | None = None
         if isinstance(read, Prompt):
             scheme = engine.scheme
-            unit, hashes = scheme.hash_block_size, read.hashes(scheme)
+            self._block_tokens = unit = scheme.hash_block_size
+            self._hashes = hashes = read.hashes(scheme)
             passed = accounts.inflight.passed(engine.engine_id, hashes, hit, unit, place)
             if passed is not None and order is not None:
                 work_s = order.work_behind(work_s, passed)
@@ -308,13 +308,27 @@ class Placement(Attempt):
         self._candidate = candidate
         self._hit = hit
         self._accounts = accounts
-        self._rank_s = 0.0 if order is None else place
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
-        self._first_token = (
-            None if self._leg == "decode" else predicted_first_token(read, candidate, cost, engine)
-        )
-        self._ticket = self._admit()
+        self._first_token: FirstTokenParts | None = None
+        decodes, now = self._leg == "decode", self.asked_s
+        if decodes:
+            self._ticket = engine.load.reserve(now, decision.prompt_tokens)
+        else:
+            self._first_token = predicted_first_token(read, candidate, cost, engine)
+            self._ticket = engine.load.admit(
+                uncached_tokens=work.uncached_tokens,
+                now=now,
+                # The first token of several prompts says nothing of the others.
+                streams=request.stream and work.prompts == 1,
+                load_s=cost.load_s,
+                expected_s=first_token_s,
+                running=candidate.running,
+                waiting=candidate.waiting,
+                prompt_tokens=work.prompt_tokens,
+                rank_s=0.0 if order is None else place,
+                sequences=work.prompts * work.answers,
+            )
         accounts.load_stats.admitted_silent += not engine.up
         # Of two engines for one request the one that answers is charged, until the request's end.
         self._charged: Charge | None = None
@@ -323,51 +337,19 @@ class Placement(Attempt):
             self._charged = accounts.room.charge(request.claim, base_model, work.uncached_tokens)
         self._flying: InflightPrompt | None = None
         self._pooled: PooledPrompt | None = None
-        self._seen_tokens = self._streamed_tokens = 0
-        self._group_tokens = 0, 0
+        self._streamed_tokens = 0
         # Whether the hit of this engine was predicted, for a single prompt with one answer.
         self._predicted = False
         if isinstance(read, Prompt):
             known = candidate.hit.confidence != "none"
             single = read.num_prompts == read.num_answers == 1
-            self._predicted = known and self._leg != "decode" and single
-            now, kept = self.asked_s, self._keeps(read)
+            self._predicted = known and single and not decodes
+            kept = () if decodes else engine.kept(read.num_tokens, candidate.hit)
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept, place)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
-            accounts.deferred.add(self._note_prefix, (hashes, scheme.hash_block_size))
-            if request.cache_group and self._leg != "decode" and not read.extras.multimodal:
-                adapter = read.extras.lora_name or ""
-                groups = accounts.group_prefixes
-                self._group_tokens = groups.add(
-                    request.cache_group, engine.base_model or "", adapter, read.token_ids
-                )
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
-
-    def _note_prefix(self, hashes: Sequence[BlockHash], block_tokens: int) -> None:
-        """Look the prompt up among hot prefixes, and count it there."""
-        hot = self._accounts.hot_so_far
-        self._seen_tokens = hot.longest(hashes, block_tokens, self._hit.whole_tokens)
-        if self._is_answer:
-            hot.add(self.request.model or "", hashes, block_tokens, self.asked_s)
-
-    def _admit(self) -> Ticket:
-        """Open its entry in the load account."""
-        cost, candidate, work = self._cost, self._candidate, self.work
-        return self.engine.load.admit(
-            uncached_tokens=work.uncached_tokens,
-            now=self.asked_s,
-            # The first token of several prompts says nothing of the others.
-            streams=self.request.stream and work.prompts == 1,
-            load_s=cost.load_s,
-            expected_s=self._first_token_s,
-            running=candidate.running,
-            waiting=candidate.waiting,
-            prompt_tokens=work.prompt_tokens,
-            rank_s=self._rank_s,
-            sequences=work.prompts * work.answers,
-        )
 
     def streamed(self, events: int) -> None:
         """Implement ``Attempt``."""
@@ -378,10 +360,6 @@ class Placement(Attempt):
     def order_refused(self) -> None:
         """Implement ``Attempt``."""
         self.engine.takes_order = False
-
-    def _keeps(self, read: Prompt) -> Kept:
-        """Prefixes of the prompt that the engine will be able to hit."""
-        return self.engine.kept(read.num_tokens, self._candidate.hit)
 
     def facts(self) -> dict[str, Any]:
         """Implement ``Attempt``."""
@@ -508,24 +486,92 @@ class Placement(Attempt):
         if self._pooled is not None:
             tokens = None if usage is None else usage.completion_tokens
             engine.evictions.end(self._pooled, tokens, computed=self._answered)
-        if not self._answered:
+        if not isinstance(self.decision.read, Prompt):
             return
-        if not engine.closed and isinstance(self.decision.read, Prompt):
+        feed: str | None = None
+        if self._answered and not engine.closed:
             if not self._prefilled and engine.shadow is not None:
                 self._served()
             if not self._unseen:
                 feed = engine.feed_state
                 self._learn(usage, feed)
-                accounts.deferred.add(self._count, (usage, feed, now))
+        accounts.books.add(self._book, usage, feed, now)
 
-    def _count(self, usage: Usage | None, feed: str, now: float) -> None:
-        """Make the receipt. ``feed``: state of the feed at the end of the request, the time ``now``."""
-        held = self.decision.most_held() if self._predicted else NOTHING_HELD
-        if held.sole is not None:
-            held.sole.receipts_so_far.worth.add(held.sole_s, now)
-        receipt = self._receipt(usage, held, feed)
-        self.engine.receipts_so_far.add(receipt)
-        self._accounts.receipts_so_far.add(receipt)
+    def _book(self, usage: Usage | None, feed: str | None, now: float) -> None:
+        """Enter it in the books, once per tick. ``feed``: state of the feed at the end of the request, the
+        time ``now``; None: it has no receipt."""
+        accounts, decision, request, engine = self._accounts, self.decision, self.request, self.engine
+        read, hit, hashes = decision.read, self._hit, self._hashes
+        if hashes is None or not isinstance(read, Prompt):
+            return
+        block_tokens = self._block_tokens
+        hot, model, extras, whole = accounts.hot_so_far, request.model or "", read.extras, hit.whole_tokens
+        seen = hot.longest(hashes, block_tokens, whole)
+        if self._is_answer:
+            hot.add(model, hashes, block_tokens, self.asked_s)
+        own = other = 0
+        if request.cache_group and self._leg != "decode" and not extras.multimodal:
+            groups, base_model = accounts.group_prefixes, engine.base_model or ""
+            own, other = groups.add(request.cache_group, base_model, extras.lora_name or "", read.token_ids)
+        if feed is None:
+            return
+        held = NOTHING_HELD
+        predicted, soon, near = None, whole, whole
+        if self._predicted:
+            held = decision.most_held()
+            # Nothing is loaded that is not predicted.
+            predicted, soon, near = whole, hit.soon_tokens, hit.near_tokens
+            if held.sole is not None:
+                held.sole.receipts_so_far.worth.add(held.sole_s, now)
+        parts = self._first_token or _NO_FIRST_TOKEN
+        read_s, due_s, order = request.read_s, request.claim.due_s, decision.pull
+        kept: KeptReceipt = (
+            request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
+            self.engine_id,
+            model,
+            # Without the index's answer: its problem, not a prediction of nothing.
+            "fallback" if decision.index_problem and hit.confidence == "none" else hit.mode,
+            feed,
+            decision.prompt_tokens,
+            predicted,
+            near - soon,
+            whole - near,
+            None if usage is None else usage.cached_tokens,
+            # Usage is the sum over all prompts.
+            None if usage is None or read.num_prompts > 1 else usage.prompt_tokens,
+            self._ttft_s,
+            None if self._first_token is None else parts.total_s,
+            0 if order is None else order.pull.tokens,
+            request.tenant,
+            held.tokens,
+            held.missed,
+            self._candidate.prefill_s_per_token * (held.tokens - whole) if held.missed else 0.0,
+            seen,
+            max(0, other - max(own, held.tokens)) if other and self._predicted else 0,
+            # Isolated: as all prompts of its tenant are.
+            extras.cache_salt is not None and not request.isolated,
+            hit.shared_prefix_tokens,
+            hit.evicted_tokens,
+            PROMPT_APIS.get(request.path, ""),
+            read.source,
+            decision.choice.reason,
+            parts.queue_s,
+            parts.pages_s,
+            parts.load_s,
+            parts.prefill_s,
+            parts.engine_s,
+            0.0 if read_s is None else max(0.0, self.asked_s - read_s - self.waited_s),
+            self._leg,
+            self._gap_s,
+            None if due_s is None or read_s is None else due_s - read_s,
+            self.waited_s,
+            decision.index_problem,
+        )
+        if order is not None:
+            came = None if usage is None or predicted is None else order.came_tokens(usage.cached_tokens)
+            kept += (order.source.engine_id, came, order.pull.link_s)
+        engine.receipts_so_far.add(kept)
+        accounts.receipts_so_far.add(kept)
 
     def _learn(self, usage: Usage | None, feed: str) -> None:
         """Learn from the engine's report."""
@@ -584,67 +630,6 @@ class Placement(Attempt):
         return "" if self.handoff is None else self.handoff.source
 
     @property
-    def _gap_s(self) -> float | None:
-        """Implement ``Receipt``."""
-        return None
-
-    @property
     def _reported_hit(self) -> Hit:
         """Predicted part of the answer's ``cached_tokens``."""
         return self._hit
-
-    def _receipt(self, usage: Usage | None, held: MostHeld, feed: str) -> Receipt:
-        decision, request, waited_s = self.decision, self.request, self.waited_s
-        read = decision.read if isinstance(decision.read, Prompt) else None
-        hit, predicted, missed = self._hit, self._predicted, held.missed
-        first_token = self._first_token
-        parts = first_token or _NO_FIRST_TOKEN
-        read_s, due_s = request.read_s, request.claim.due_s
-        whole = hit.whole_tokens
-        # Nothing is loaded that is not predicted.
-        soon, near = (hit.soon_tokens, hit.near_tokens) if predicted else (whole, whole)
-        own, other = self._group_tokens
-        router_s = 0.0 if read_s is None else self.asked_s - read_s - waited_s
-        # Usage is the sum over all prompts.
-        reported = usage if read is not None and read.num_prompts == 1 else None
-        # Without the index's answer: its problem, not a prediction of nothing.
-        fallback = decision.index_problem and hit.confidence == "none"
-        return Receipt(
-            request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
-            engine_id=self.engine_id,
-            model=request.model or "",
-            mode="fallback" if fallback else hit.mode,
-            feed=feed,
-            prompt_tokens=decision.prompt_tokens,
-            predicted_tokens=whole if predicted else None,
-            cpu_tokens=near - soon,
-            storage_tokens=whole - near,
-            shared_prefix_tokens=hit.shared_prefix_tokens,
-            evicted_tokens=hit.evicted_tokens,
-            actual_tokens=None if usage is None else usage.cached_tokens,
-            reported_prompt_tokens=None if reported is None else reported.prompt_tokens,
-            api=PROMPT_APIS.get(request.path, ""),
-            read="" if read is None else read.source,
-            reason=decision.choice.reason,
-            index_problem=decision.index_problem,
-            waited_s=waited_s,
-            ttft_s=self._ttft_s,
-            predicted_ttft_s=None if first_token is None else first_token.total_s,
-            queue_s=parts.queue_s,
-            pages_s=parts.pages_s,
-            load_s=parts.load_s,
-            prefill_s=parts.prefill_s,
-            engine_s=parts.engine_s,
-            slo_ttft_s=None if due_s is None or read_s is None else due_s - read_s,
-            router_s=router_s if router_s > 0.0 else 0.0,  # noqa: FURB136  # a call less
-            leg=self._leg,
-            gap_s=self._gap_s,
-            tenant=request.tenant,
-            held_tokens=held.tokens,
-            missed=missed,
-            elsewhere_s=self._candidate.prefill_s_per_token * (held.tokens - whole) if missed else 0.0,
-            seen_tokens=self._seen_tokens,
-            isolated_tokens=max(0, other - max(own, held.tokens)) if other and predicted else 0,
-            # Isolated: as all prompts of its tenant are.
-            salted=read is not None and read.extras.cache_salt is not None and not request.isolated,
-        )

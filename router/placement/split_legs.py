@@ -19,16 +19,12 @@ import msgspec
 from kvatlas.publisher.groups import Family
 from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.index.learn.layout import CacheLayout
-from kvatlas.router.observe.receipts import Receipt
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
 from kvatlas.router.placement.candidate import Hit
 from kvatlas.router.placement.engine import Accounts, Engine
-from kvatlas.router.placement.inflight import Kept
-from kvatlas.router.placement.load import Ticket
-from kvatlas.router.placement.placement import Decision, MostHeld, Placement, Split
+from kvatlas.router.placement.placement import Decision, Placement, Split
 from kvatlas.router.placement.pull import PullOrder, PullOutcome, Pulls
-from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.proxy.attempt import Fields
 
 _OK = 200
@@ -97,7 +93,7 @@ class DecodePlacement(Placement):
         super().__init__(request, decision, accounts, client_headers=client_headers, later=True)
         self.body = split.body
         self.prefill = prefill
-        self.expected_s = self._cost.queue_s + split.transfer_s
+        self.expected_s = decision.choice.cost.queue_s + split.transfer_s
 
     def handed_over(self, gap_s: float) -> None:
         """Implement ``Attempt``."""
@@ -110,12 +106,6 @@ class DecodePlacement(Placement):
             "kvatlas.transfer_tokens": self._split.lacks_tokens,
             "kvatlas.gap_s": self._gap_s,
         }
-
-    def _admit(self) -> Ticket:
-        return self.engine.load.reserve(self.asked_s, self.decision.prompt_tokens)
-
-    def _keeps(self, read: Prompt) -> Kept:
-        return ()
 
     @property
     def _reported_hit(self) -> Hit:
@@ -246,26 +236,14 @@ class PullPlacement(Placement):
             outcome: PullOutcome = "unsent" if self.blameless else "failed"
             self._pulls.end(self.engine.engine_id, self._order, outcome, self.now())
 
-    def _receipt(self, usage: Usage | None, held: MostHeld, feed: str) -> Receipt:
-        order = self._order
-        return msgspec.structs.replace(
-            super()._receipt(usage, held, feed),
-            pulled_tokens=order.pull.tokens,
-            pulled_from=order.source.engine_id,
-            came_tokens=self._came_tokens(usage),
-            pull_s=order.pull.link_s,
-        )
-
-    def _came_tokens(self, usage: Usage | None) -> int | None:
-        known = usage is not None and self._predicted
-        return self._order.came_tokens(usage.cached_tokens) if known and usage is not None else None
-
     def _learn(self, usage: Usage | None, feed: str) -> None:
         super()._learn(usage, feed)
         # At once, unlike the receipt: the next decision must not choose a bad pair again.
         predicted_s = None if self._first_token is None else self._first_token.total_s
         self._judged = True
-        outcome = self._pulls.judge(self._order, self._came_tokens(usage), predicted_s, self._ttft_s)
+        known = usage is not None and self._predicted
+        came = self._order.came_tokens(usage.cached_tokens) if known and usage is not None else None
+        outcome = self._pulls.judge(self._order, came, predicted_s, self._ttft_s)
         self._pulls.end(self.engine.engine_id, self._order, outcome, self.now())
 
 

@@ -162,7 +162,7 @@ class ProxyApp:
 
     def close(self) -> None:
         """Close all connections to engines, and count all ended requests."""
-        self.requests.deferred.apply()
+        self.requests.books.settle()
         if self.deaths is not None:
             self.deaths.close()
         self.client.close()

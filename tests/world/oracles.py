@@ -584,7 +584,7 @@ def outcomes(fleet: Fleet) -> Counter[str]:
     """Receipts by outcome, of all routers that run."""
     found = Counter[str]()
     for serving in fleet.serving.values():
-        serving.router.accounts.deferred.apply()
+        serving.router.accounts.books.settle()
         for engine in serving.router.fleet:
             found.update({str(word): number for word, number in engine.receipts.outcomes.items()})
     return found

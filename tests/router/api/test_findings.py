@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import astuple
 from structlog.testing import capture_logs
 
 from kvatlas.router.admission.admission_queue import QueueSettings
@@ -62,7 +63,7 @@ def receipt(**fields: Any) -> Receipt:
 def receipts(number: int, **fields: Any) -> Callable[[Engine], None]:
     def change(one: Engine) -> None:
         for _ in range(number):
-            one.receipts.add(receipt(**fields))
+            one.receipts.add(astuple(receipt(**fields)))
 
     return change
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -191,7 +192,7 @@ def test_one_feed_state_is_set_at_a_time(sources: Sources) -> None:
 
 def test_receipts_are_counted_by_outcome_with_a_histogram_of_errors(sources: Sources) -> None:
     for predicted, actual in ((0, 0), (64, 64), (100, 0), (0, 3000)):
-        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], predicted, actual))
+        engine_of(sources.fleet, 0).receipts.add(astuple(receipt(IDS[0], predicted, actual)))
     assert values(sources, "kvatlas_receipts") == {
         (IDS[0], "exact"): 2,
         (IDS[0], "over"): 1,
@@ -228,7 +229,7 @@ def test_an_open_breaker_shows(sources: Sources) -> None:
 
 
 def test_engines_that_left_are_in_no_label(sources: Sources) -> None:
-    engine_of(sources.fleet, 1).receipts.add(receipt(IDS[1], 1, 1))
+    engine_of(sources.fleet, 1).receipts.add(astuple(receipt(IDS[1], 1, 1)))
     assert IDS[1] in {label for labels in values(sources, "kvatlas_receipts") for label in labels}
     sources.fleet.replace(IDS[1], [])
     for name, family in families(sources).items():
@@ -241,10 +242,10 @@ def test_the_number_of_series_does_not_grow_with_requests(sources: Sources) -> N
         return sum(len(family.samples) for family in families(sources).values())
 
     for outcome in ((0, 0), (1, 0), (0, 1)):
-        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], *outcome))
+        engine_of(sources.fleet, 0).receipts.add(astuple(receipt(IDS[0], *outcome)))
     before = series()
     for n in range(500):
-        engine_of(sources.fleet, 0).receipts.add(receipt(IDS[0], n, n % 7))
+        engine_of(sources.fleet, 0).receipts.add(astuple(receipt(IDS[0], n, n % 7)))
         load = engine_of(sources.fleet, 0).load
         load.finish(load.admit(uncached_tokens=n, now=100.0), 100.0)
     assert series() == before

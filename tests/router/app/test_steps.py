@@ -82,7 +82,7 @@ async def placed(layout: Layout, path: str, body: bytes, steps: Steps, *, events
     with contextlib.suppress(AssertionError):  # an error of the request's own
         await asyncio.create_task(bench.ask())
     with steps.step():
-        bench.router.accounts.deferred.apply()
+        bench.router.accounts.books.settle()
     bench.close()
 
 

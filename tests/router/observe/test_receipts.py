@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple, replace
 
 from kvatlas.router.observe.cache_funnel import FUNNELS_MAX, CacheFunnel
 from kvatlas.router.observe.cache_worth import WORTH_HALF_LIFE_S, CacheWorth
@@ -57,8 +57,9 @@ class Book:
         self.engines: dict[str, EngineReceipts] = {}
 
     def add(self, one: Receipt) -> None:
-        self.log.add(one)
-        self.engines.setdefault(one.engine_id, EngineReceipts()).add(one)
+        kept = astuple(one)
+        self.log.add(kept)
+        self.engines.setdefault(one.engine_id, EngineReceipts()).add(kept)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +114,21 @@ def test_the_bucket_of_zero_holds_the_exact_ones_alone() -> None:
 def test_reports_that_contradict_the_engines_events_are_shown_with_evidence() -> None:
     sums = EngineReceipts()
     for number in range(DRIFT_MIN):
-        sums.add(
-            msgspec.structs.replace(receipt(512, 0 if number % 3 == 0 else 512), request_id=f"r{number}")
-        )
+        one = receipt(512, 0 if number % 3 == 0 else 512)
+        sums.add(astuple(replace(one, request_id=f"r{number}")))
     assert sums.contradictions == {"fewer": 7}
     assert [one.request_id for one in sums.contradicting] == ["r9", "r12", "r15", "r18"]
     assert sums.contradicting[0] == Contradiction(
         request_id="r9", kind="fewer", predicted_tokens=512, reported_tokens=0, prompt_tokens=1000
     )
     for _ in range(WINDOW):
-        sums.add(receipt(512, 512))
+        sums.add(astuple(receipt(512, 512)))
     assert sums.contradicting == []
 
 
 def test_more_cached_tokens_than_the_prompt_has_are_evidence_immediately() -> None:
     sums = EngineReceipts()
-    sums.add(msgspec.structs.replace(receipt(512, 900), reported_prompt_tokens=800, mode="learned"))
+    sums.add(astuple(replace(receipt(512, 900), reported_prompt_tokens=800, mode="learned")))
     assert [one.kind for one in sums.contradicting] == ["impossible"]
 
 
@@ -145,7 +145,7 @@ def test_more_cached_tokens_than_the_prompt_has_are_evidence_immediately() -> No
 def test_possible_faults_of_the_router_are_no_evidence(doubt: dict[str, Any]) -> None:
     sums = EngineReceipts()
     for _ in range(WINDOW):
-        sums.add(msgspec.structs.replace(receipt(512, 0), **doubt))
+        sums.add(astuple(replace(receipt(512, 0), **doubt)))
     assert (sums.contradicting, sums.contradictions) == ([], {})
 
 
@@ -184,7 +184,7 @@ def test_a_listener_gets_every_receipt() -> None:
 
 
 def loaded(predicted: int, actual: int, *, cpu: int = 0, storage: int = 0) -> Receipt:
-    return msgspec.structs.replace(receipt(predicted, actual), cpu_tokens=cpu, storage_tokens=storage)
+    return replace(receipt(predicted, actual), cpu_tokens=cpu, storage_tokens=storage)
 
 
 def test_predictions_are_reported_by_medium() -> None:
@@ -207,7 +207,7 @@ def test_predictions_are_reported_by_medium() -> None:
 def test_reordering_by_the_engine_is_no_drift() -> None:
     book = Book()
     for _ in range(2 * DRIFT_MIN):
-        book.add(msgspec.structs.replace(loaded(160, 32), mode="pending"))
+        book.add(replace(loaded(160, 32), mode="pending"))
     sums = book.engines[ENGINE]
     assert not sums.drifting
     assert (sums.outcomes, sums.contradictions) == ({"over": 2 * DRIFT_MIN}, {})
@@ -225,7 +225,7 @@ def test_evictions_of_a_store_are_no_drift() -> None:
 
 
 def funnel_receipt(predicted: int, actual: int | None, **more: Any) -> Receipt:
-    return msgspec.structs.replace(receipt(predicted, actual), reported_prompt_tokens=1000, **more)
+    return replace(receipt(predicted, actual), reported_prompt_tokens=1000, **more)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def funnel_receipt(predicted: int, actual: int | None, **more: Any) -> Receipt:
         (funnel_receipt(0, 0, held_tokens=512, missed="pages"), 512, {"pages": 512, "new": 488}),
         (funnel_receipt(512, 128, held_tokens=512), 512, {"lost": 384, "new": 488}),
         (
-            msgspec.structs.replace(funnel_receipt(512, 0), reported_prompt_tokens=990),
+            replace(funnel_receipt(512, 0), reported_prompt_tokens=990),
             512,
             {"template": 512, "new": 488},
         ),
@@ -247,7 +247,7 @@ def funnel_receipt(predicted: int, actual: int | None, **more: Any) -> Receipt:
 )
 def test_the_funnel_says_why_tokens_were_missed(one: Receipt, held: int, missed: dict[str, int]) -> None:
     funnel = CacheFunnel()
-    funnel.add(one)
+    funnel.add(astuple(one))
     counts = funnel.counts["m", ""]
     assert (counts.prompt, counts.held, counts.missed) == (1000, held, missed)
     assert (counts.chosen, counts.delivered) == (one.predicted_tokens, one.actual_tokens)
@@ -255,15 +255,15 @@ def test_the_funnel_says_why_tokens_were_missed(one: Receipt, held: int, missed:
 
 def test_the_funnel_counts_what_was_predicted_and_reported() -> None:
     funnel = CacheFunnel()
-    funnel.add(receipt(None, 64))
-    funnel.add(receipt(64, None))
+    funnel.add(astuple(receipt(None, 64)))
+    funnel.add(astuple(receipt(64, None)))
     assert funnel.counts == {}
 
 
 def test_pairs_of_model_and_tenant_beyond_the_bound_are_counted_together() -> None:
     funnel = CacheFunnel()
     for number in range(2 * FUNNELS_MAX):
-        funnel.add(msgspec.structs.replace(receipt(0, 0), tenant=f"t{number}"))
+        funnel.add(astuple(replace(receipt(0, 0), tenant=f"t{number}")))
     assert len(funnel.counts) == FUNNELS_MAX + 1
     assert funnel.counts[OTHER, OTHER].prompt == FUNNELS_MAX * 1000
 
@@ -274,7 +274,7 @@ TOKENS = st.integers(0, 1000)
 @given(held=TOKENS, chosen=TOKENS, delivered=TOKENS, seen=st.integers(0, 2000))
 def test_missed_tokens_add_up(held: int, chosen: int, delivered: int, seen: int) -> None:
     funnel = CacheFunnel()
-    funnel.add(funnel_receipt(chosen, delivered, held_tokens=held, seen_tokens=seen))
+    funnel.add(astuple(funnel_receipt(chosen, delivered, held_tokens=held, seen_tokens=seen)))
     counts = funnel.counts["m", ""]
     assert counts.prompt >= counts.held >= counts.chosen
     assert sum(counts.missed.values()) == 1000 - min(chosen, delivered)
@@ -294,8 +294,8 @@ def test_the_worth_of_a_steady_rate_is_that_rate(seconds: float, interval_s: flo
 def test_a_pull_says_nothing_of_the_engine_s_own_cache() -> None:
     sums = EngineReceipts()
     for _ in range(2 * DRIFT_MIN):
-        one = msgspec.structs.replace(receipt(900, 100), pulled_tokens=800, predicted_ttft_s=0.1, ttft_s=30.0)
-        sums.add(one)
+        one = replace(receipt(900, 100), pulled_tokens=800, predicted_ttft_s=0.1, ttft_s=30.0)
+        sums.add(astuple(one))
     assert not sums.drifting
     assert not sums.contradicting
     assert sums.outcomes == {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.observe import requests as requests_module
-from kvatlas.router.observe.deferred import DEFERRED_MAX, DeferredUpdates
+from kvatlas.router.observe.books import ENTRIES_MAX, Books
 from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.requests import (
     ENDED_KEPT,
@@ -238,62 +238,63 @@ def test_blocks_of_sessions_are_the_latest_within_the_bounds(steps: list[tuple[s
         assert added == sum(left) + forgotten + ledger.stats.blocks_dropped
 
 
-async def test_deferred_updates_are_applied_in_order_after_a_while() -> None:
-    deferred, seen, done = DeferredUpdates(), list[int](), asyncio.Event()
+async def test_entries_are_settled_in_order_after_a_while() -> None:
+    books, seen, done = Books(), list[int](), asyncio.Event()
     for number in range(3):
-        deferred.add(seen.append, (number,))
-    deferred.add(done.set)
-    assert (seen, len(deferred)) == ([], 4)
+        books.add(seen.append, number)
+    books.add(done.set)
+    assert (seen, len(books)) == ([], 4)
     await done.wait()
-    assert (seen, len(deferred)) == ([0, 1, 2], 0)
+    assert (seen, len(books)) == ([0, 1, 2], 0)
     # Later ones too.
     done.clear()
-    deferred.add(done.set)
+    books.add(done.set)
     await done.wait()
 
 
 async def test_no_more_updates_wait_than_the_bound() -> None:
-    deferred, seen = DeferredUpdates(), list[int]()
-    for number in range(DEFERRED_MAX + 1):
-        deferred.add(seen.append, (number,))
-    assert (seen, len(deferred), deferred.stats.full) == (list(range(DEFERRED_MAX)), 1, 1)
+    books, seen = Books(), list[int]()
+    for number in range(ENTRIES_MAX + 1):
+        books.add(seen.append, number)
+    assert (seen, len(books), books.stats.full) == (list(range(ENTRIES_MAX)), 1, 1)
 
 
 async def test_an_update_may_read_what_others_change_and_a_failed_one_stops_no_other() -> None:
-    deferred, seen = DeferredUpdates(), list[str]()
+    books, seen = Books(), list[str]()
 
     def read() -> None:
-        deferred.apply()
+        books.settle()
         seen.append("read")
 
-    deferred.add(read)
-    deferred.add(seen.append, ("next",))
-    deferred.apply()
+    books.add(read)
+    books.add(seen.append, "next")
+    books.settle()
     assert seen == ["read", "next"]
-    deferred.add([].pop)
-    deferred.add(seen.append, ("last",))
-    deferred.apply()
+    books.add([].pop)
+    books.add(seen.append, "last")
+    books.settle()
     assert seen[2:] == ["last"]
 
 
 def test_without_an_event_loop_updates_are_applied_immediately() -> None:
-    deferred, seen = DeferredUpdates(), list[int]()
-    deferred.add(seen.append, (1,))
+    books, seen = Books(), list[int]()
+    books.add(seen.append, 1)
     assert seen == [1]
 
 
 async def test_counts_are_read_with_what_was_deferred() -> None:
-    clock = Clock()
-    tracker = RequestTracker(clock)
+    clock, books = Clock(), Books()
+    tracker = RequestTracker(clock, books=books)
+    assert tracker.books is books  # also while they are empty
     answered(tracker, clock)
-    assert len(tracker.deferred) == 1
+    assert len(tracker.books) == 1
     assert list(tracker.counts.values()) == [1]
-    assert len(tracker.deferred) == 0
+    assert len(tracker.books) == 0
     ended = answered(tracker, clock)
     assert tracker.ended[-1] is ended
     answered(tracker, clock)
     assert tracker.models["m"].whole.total > 0
-    assert [len(tracker.deferred), len(tracker.ended)] == [0, 3]
+    assert [len(tracker.books), len(tracker.ended)] == [0, 3]
 
 
 def test_after_an_update_that_ends_the_program_the_next_reader_applies_the_rest() -> None:
@@ -303,13 +304,13 @@ def test_after_an_update_that_ends_the_program_the_next_reader_applies_the_rest(
         def interrupt() -> None:
             raise KeyboardInterrupt
 
-        deferred, seen = DeferredUpdates(), list[int]()
-        deferred.add(interrupt)
-        deferred.add(seen.append, (1,))
+        books, seen = Books(), list[int]()
+        books.add(interrupt)
+        books.add(seen.append, 1)
         with pytest.raises(KeyboardInterrupt):
-            deferred.apply()
-        deferred.add(seen.append, (2,))
-        deferred.apply()
-        assert (seen, len(deferred)) == ([1, 2], 0)
+            books.settle()
+        books.add(seen.append, 2)
+        books.settle()
+        assert (seen, len(books)) == ([1, 2], 0)
 
     asyncio.run(interrupted())
