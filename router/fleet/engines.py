@@ -86,8 +86,8 @@ class EngineAddress(msgspec.Struct, frozen=True):
 def endpoint_of(base_url: str) -> str:
     """Return ``host:port`` of a base URL, IPv6 addresses in brackets, as gateways name it."""
     url = urlsplit(base_url)
-    host = url.hostname or ""
-    return f"[{host}]:{url.port or 80}" if ":" in host else f"{host}:{url.port or 80}"
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 NOT_READY = "not ready"

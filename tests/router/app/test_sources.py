@@ -134,6 +134,7 @@ async def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
         ("[fleet.dns]\nnames = ['_http.vllm']", "fleet.dns.names: '_http.vllm' is neither"),
         ("[fleet.dns]\nreplay_port = 5", "fleet.dns.replay_port: needs events_port"),
         ("[fleet.dns]\nevents_port = 0", "fleet.dns.events_port: 0 is not a port number"),
+        ("[fleet.dns]\nevents_port = 65536", "fleet.dns.events_port: 65536 is not a port number"),
         ("[fleet.dns]\nservers = ['a:b']", "fleet.dns.servers: 'a:b' is not ADDRESS or"),
         ("[fleet]\nengines_max = 0", "fleet.engines_max = 0: expected a finite number, more than 0"),
         ("[fleet]\nfile = 'engines.toml'", "fleet.file: expected a table of settings, got 'engines.toml'"),
@@ -152,11 +153,13 @@ def test_flags_and_variables_reach_the_sources(tmp_path: Path) -> None:
         "KVATLAS_FLEET_KUBERNETES_SELECTOR": "app=vllm,tier in (a)",
         "KVATLAS_FLEET_KUBERNETES_NAMESPACES": "a, b",
     }
-    flags = {"fleet.dns.names": "h:80,i:81", "fleet.engines_max": "7"}
+    flags = {"fleet.dns.names": "h:1,i:65535,_http._tcp.i", "fleet.engines_max": "7"}
+    flags |= {"fleet.dns.events_port": "1", "fleet.dns.replay_port": "65535"}
     fleet = load(None, environ=environ, flags=flags).config.fleet
     assert fleet.kubernetes.selector == "app=vllm,tier in (a)"
     assert fleet.kubernetes.namespaces == ("a", "b")
-    assert fleet.dns.names == ("h:80", "i:81")
+    assert fleet.dns.names == ("h:1", "i:65535", "_http._tcp.i")
+    assert (fleet.dns.events_port, fleet.dns.replay_port) == (1, 65535)
     assert fleet.engines_max == 7
     with pytest.raises(ConfigError, match="is not a known setting"):
         load(None, environ={"KVATLAS_FLEET_KUBERNETES": "x"})

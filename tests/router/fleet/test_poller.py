@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from kvatlas.router.fleet.engine_calls import EngineCalls
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
@@ -149,7 +150,10 @@ async def test_a_silent_engine_that_answers_a_client_is_up_again() -> None:
         (status,) = watch.fleet
         await watch.until(lambda: status.up)
         watch.server.answers["/v1/models"] = HANG
-        await watch.until(lambda: status.silent)
+        with capture_logs() as lines:
+            await watch.until(lambda: status.silent)
+        (told,) = [line for line in lines if line["event"].startswith("no engine of the model answers polls")]
+        assert (told["model"], told["engines"]) == ("m", 1)
         assert watch.fleet.ready("m") == [status]
         status.answers += 1
         await watch.until(lambda: status.up, "up")

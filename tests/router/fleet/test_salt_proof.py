@@ -20,6 +20,7 @@ from kvatlas.router.fleet.salt_proof import (
     TOKENS_MAX,
     SaltProof,
     SaltProver,
+    _numbers,
 )
 from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
 from tests.world.seams import run
@@ -44,6 +45,8 @@ class FakeEngine:
         self.drops: tuple[str, ...] = ()
         self.serves: tuple[str, ...] = PROMPTS
         self.block = 16
+        self.dropped = 0
+        """Blocks at the end of a hit that it computes again, as for a drafter."""
         self.reports = True
         """``cached_tokens`` are in answers."""
         self.omits_zero = False
@@ -87,7 +90,7 @@ class FakeEngine:
         if len(self.asked) == self.evicts:
             self._cache.clear()
         known = entry in self._cache
-        hit = words - words % self.block if known else 0
+        hit = max(0, words - words % self.block - self.dropped * self.block) if known else 0
         if self.caches:
             self._cache.add(entry)
         self.queries += words + self.others
@@ -129,12 +132,21 @@ async def test_one_api_that_drops_it_is_found_and_no_other_is_blamed(path: str, 
     assert proof.proven == {*PROMPTS, *POOLED} - {path}
 
 
+@pytest.mark.parametrize("depth", [0, 6, 7, 500])
+def test_numbers_deeper_than_any_usage_are_left_out(depth: int) -> None:
+    told: Any = {"n": 1}
+    for _ in range(depth):
+        told = {"in": told}
+    assert list(_numbers(told)) == [("n", 1)] * (depth <= 6)
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
 @pytest.mark.parametrize("block", [1, 16, 128, 544, 1056])
-async def test_large_blocks_are_met_by_longer_prompts(block: int) -> None:
-    engine = FakeEngine(block=block, serves=PROMPTS)
+async def test_large_blocks_are_met_by_longer_prompts(block: int, dropped: int) -> None:
+    engine = FakeEngine(block=block, dropped=dropped, serves=PROMPTS)
     assert (await prove(engine)).proven == set(PROMPTS)
     assert max(words for _, words in engine.asked) <= TOKENS_MAX + 8
-    told = FakeEngine(block=block, serves=PROMPTS)
+    told = FakeEngine(block=block, dropped=dropped, serves=PROMPTS)
     assert (await prove(told, block_tokens=block)).proven == set(PROMPTS)
     assert len(told.asked) == 2 * FOREIGN * len(PROMPTS)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress, endpoint_of
 from kvatlas.router.fleet.status import Fleet, ModelCard, Reassigned
 
 URL = "http://h:1"
@@ -129,3 +130,17 @@ def test_replacing_always_ends_with_what_was_asked_for(
         assert set(changed) == {i for i, e in wanted.items() if i in before and before[i] != e}
     assert [s.engine for s in fleet if s.engine.base_url == "http://b"] == others
     assert len({s.engine_id for s in fleet}) == len(fleet)
+
+
+@pytest.mark.parametrize(
+    ("base_url", "endpoint"),
+    [
+        ("http://h:8000", "h:8000"),
+        ("http://h", "h:80"),
+        ("https://h", "h:443"),
+        ("http://[::1]:1", "[::1]:1"),
+        ("https://[::1]", "[::1]:443"),
+    ],
+)
+def test_the_name_that_a_gateway_has_for_an_engine(base_url: str, endpoint: str) -> None:
+    assert endpoint_of(base_url) == endpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from contextlib import AbstractAsyncContextManager
@@ -44,6 +45,14 @@ async def test_the_file_is_followed(tmp_path: Path) -> None:
         replace(path, "engines = []")
         await seen.sees({})
         assert not seen.source.stats.failing
+
+
+async def test_it_is_read_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[bytes] = []
+    monkeypatch.setattr(FileSource, "_read", lambda source: reads.append(b"") or b"")
+    async with seeing(tmp_path):
+        await asyncio.sleep(1.0)
+    assert 50 < len(reads) <= 101
 
 
 async def test_a_change_of_the_same_size_and_time_is_seen(tmp_path: Path) -> None:
