@@ -11,10 +11,12 @@ from kvatlas.router.http.settings import ListenStats
 def test_errors_are_5xx_broken_streams_and_refused_connections() -> None:
     router = Router(Config())
     try:
+        router.listen_stats = ListenStats(connections_refused=20, bodies_refused=10)
+        (interval,) = show_history(router.sources).intervals
+        assert (interval.requests, interval.errors, interval.unavailable) == (20, 30, 30)
         statuses = {"200": 50, "404": 7, "429": 6, "client_gone": 5, "unseen": 4, "500": 3, "503": 2}
         router.proxy.requests.counts.update({("m", "", status): count for status, count in statuses.items()})
         router.proxy.requests.counts["m", "", "broken_stream"] = 1
-        router.listen_stats = ListenStats(connections_refused=20, bodies_refused=10)
         (interval,) = show_history(router.sources).intervals
         # A request whose body found no room is among those that ended; a refused connection is not.
         assert (interval.requests, interval.errors, interval.unavailable) == (78 + 20, 6 + 30, 2 + 30)

@@ -53,6 +53,27 @@ def test_turns_come_one_after_the_other_and_few_may_wait() -> None:
     assert turns.take("a", 200.0) == 0.0
 
 
+def test_the_turns_of_those_that_came_last_are_kept() -> None:
+    turns = Turns()
+    turns.take("a", 100.0)
+    for number in range(limit._NAMES_MAX - 1):
+        turns.take(str(number), 100.0)
+    assert turns.take("a", 100.0) == TURN_S
+    turns.take("one too many", 100.0)
+    assert turns.take("a", 100.0) == 2 * TURN_S
+    assert turns.take("0", 100.0) == 0.0, "it came first, and was forgotten"
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "Basic", ""])
+async def test_a_token_of_another_scheme_is_none(tmp_path: Path, scheme: str) -> None:
+    door = Authenticator(
+        TokenFile(Path(token_file(tmp_path))), mutual=False, per_minute=40.0, clock=lambda: 0.0
+    )
+    headers = [(b"authorization", f"{scheme} {OTHER}".encode())]
+    expected = 200 if scheme.lower() == "bearer" else 401
+    assert await outcome(door, {**asking(OTHER), "headers": headers}) == expected
+
+
 def test_messages_that_clients_cause_are_logged_once_an_interval_with_the_number_left_out() -> None:
     seldom = LogThrottle(1.0)
     assert [seldom.due("x", now) for now in (5.0, 5.1, 5.9, 6.0, 6.5, 9.0)] == [0, None, None, 2, None, 1]
