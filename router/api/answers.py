@@ -17,10 +17,10 @@ from kvatlas.router.fleet.status import Frontend, ModelCard
 from kvatlas.router.index.learn.facts import Fact
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.observe.findings import Finding
-from kvatlas.router.observe.first_token import FirstTokenSummary
 from kvatlas.router.observe.history import HistoryInterval, RecentHistory
 from kvatlas.router.observe.receipts import Contradiction, Receipt
 from kvatlas.router.observe.requests import TURNS_MAX
+from kvatlas.router.placement.first_token import FirstTokenSummary
 from kvatlas.router.placement.load import EngineLoad
 
 # Probes ask often, also in a fleet of a thousand engines.

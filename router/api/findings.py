@@ -15,8 +15,8 @@ from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from kvatlas.router.observe.findings import ROUTER, Finding, Severity
-from kvatlas.router.observe.first_token import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.first_token import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.placement.shadow import Shadow
 
@@ -293,7 +293,7 @@ def _predictions(engine: Engine) -> Iterator[Finding]:
             cause="tokenizer or chat template differ from the engine's",
             remedy="see tokens.parity of kvatlas doctor; give the router the engine's tokenizer and template",
         )
-    first = receipts.first_tokens
+    first = engine.first_tokens
     if first.compared >= ACCURATE_OF_MIN and first.accurate < ACCURATE_SHARE_MIN * first.compared:
         yield _warning(
             "predictions.first_token",

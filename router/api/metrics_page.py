@@ -27,6 +27,7 @@ from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.tenants import TenantStats
 from kvatlas.router.api.admin_auth import AdminStats
 from kvatlas.router.api.metrics_tables import (
+    FIRST_TOKENS,
     INDEX,
     RECEIPTS,
     RESIDENCY,
@@ -48,12 +49,13 @@ from kvatlas.router.observe.cache_funnel import CacheFunnel
 from kvatlas.router.observe.findings import FindingLog
 from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.history import HistoryLog
-from kvatlas.router.observe.receipts import ERROR_BUCKETS, EngineReceipts
+from kvatlas.router.observe.receipts import EngineReceipts
 from kvatlas.router.observe.requests import RequestTracker
 from kvatlas.router.observe.traces import TraceStats
 from kvatlas.router.observe.usage import UsageLog
 from kvatlas.router.pd.settings import PdStats
 from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.first_token import FirstTokenErrors
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.prompts.settings import PromptStats
@@ -148,7 +150,9 @@ class RouterCollector:
         receipts = {e: one.receipts for e, one in engines.items() if one.receipts.outcomes}
         yield from table("engine", RECEIPTS, receipts)
         yield from _prediction_errors(receipts)
-        yield from _first_token_errors(receipts)
+        compared = {engine_id: engines[engine_id].first_tokens for engine_id in receipts}
+        yield from table("engine", FIRST_TOKENS, compared)
+        yield from _first_token_errors(compared)
         yield from _funnel(s.accounts.receipts.funnel)
         yield from of_stats(s.requests.sessions.stats)
         yield from of_stats(s.accounts.load_stats)
@@ -339,7 +343,7 @@ def of_requests(requests: RequestTracker) -> Iterator[Metric]:
 def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Iterator[Metric]:
     def add(errors: HistogramMetricFamily, row: tuple[str, EngineReceipts]) -> None:
         engine_id, sums = row
-        errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
+        errors.add_metric([engine_id], sums.errors.buckets(), sums.predicted_tokens - sums.actual_tokens)
 
     errors = partial(
         HistogramMetricFamily,
@@ -350,10 +354,10 @@ def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Iterator[Metri
     return in_parts(errors, receipts.items(), add)
 
 
-def _first_token_errors(receipts: Mapping[str, EngineReceipts]) -> Iterator[Metric]:
-    def add(errors: HistogramMetricFamily, row: tuple[str, EngineReceipts]) -> None:
-        engine_id, sums = row
-        for model, histogram in sums.first_tokens.by_model.items():
+def _first_token_errors(compared: Mapping[str, FirstTokenErrors]) -> Iterator[Metric]:
+    def add(errors: HistogramMetricFamily, row: tuple[str, FirstTokenErrors]) -> None:
+        engine_id, found = row
+        for model, histogram in found.by_model.items():
             errors.add_metric([model, engine_id], histogram.buckets(), histogram.total)
 
     errors = partial(
@@ -362,7 +366,7 @@ def _first_token_errors(receipts: Mapping[str, EngineReceipts]) -> Iterator[Metr
         "Measured minus predicted time to first token of streams, from asking the engine; below 0: early",
         labels=["model", "engine"],
     )
-    return in_parts(errors, receipts.items(), add)
+    return in_parts(errors, compared.items(), add)
 
 
 def _funnel(funnel: CacheFunnel) -> Iterator[Metric]:
@@ -390,11 +394,3 @@ def _funnel(funnel: CacheFunnel) -> Iterator[Metric]:
             missed.add_metric([*key, reason], count)
         seconds.add_metric([*key], counts.elsewhere_s)
     yield from (tokens, missed, seconds)
-
-
-def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
-    buckets, running = [], 0
-    for bound, count in zip((*ERROR_BUCKETS, "+Inf"), sums.errors, strict=True):
-        running += count
-        buckets.append((str(bound), float(running)))
-    return buckets

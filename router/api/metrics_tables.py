@@ -17,6 +17,7 @@ from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.observe.field_texts import field_texts
 from kvatlas.router.observe.receipts import EngineReceipts
 from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.first_token import FirstTokenErrors
 from kvatlas.router.placement.others import OthersLoad, others_at
 
 # Metric families from plain numbers: columns of a table of objects, or the fields of stats structs. None
@@ -340,16 +341,20 @@ RECEIPTS: tuple[Column[EngineReceipts], ...] = (
         "1 if more than a quarter of the latest predictions for the engine were wrong",
         lambda r: r.drifting,
     ),
+)
+
+# Times to first token, predicted and measured.
+FIRST_TOKENS: tuple[Column[FirstTokenErrors], ...] = (
     counter(
         "time_to_first_token_predictions",
         "Predicted times to first token, measured from asking the engine, by outcome: held (within 50 ms or "
         "10 % of the prediction, whichever is more), late, early",
-        lambda r: r.first_tokens.outcomes if any(r.first_tokens.outcomes.values()) else None,
+        lambda r: r.outcomes if any(r.outcomes.values()) else None,
         "outcome",
     ),
     gauge(
         "time_to_first_token_margin_seconds",
         "Seconds on top of a predicted time to first token within which 95 of the latest 100 came",
-        lambda r: r.first_tokens.margin_s,
+        lambda r: r.margin_s,
     ),
 )

@@ -381,7 +381,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,
         contradicting=status.receipts.contradicting,
-        first_tokens=status.receipts.first_tokens.summary(),
+        first_tokens=status.first_tokens.summary(),
         cache_worth_s_per_minute=status.receipts.worth.per_minute(now),
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kvatlas.router.observe.first_token import OTHER
 from kvatlas.router.observe.receipts import FUNNEL_FIELDS, KeptReceipt
 
+OTHER = "other"
 # Pairs of model and tenant with separate counts.
 FUNNELS_MAX = 1024
 

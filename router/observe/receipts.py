@@ -13,7 +13,6 @@ and bounded.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from typing import Any, Final, Literal
 
@@ -21,9 +20,10 @@ import msgspec
 
 from kvatlas.publisher.events import MEDIA
 from kvatlas.router.observe.cache_worth import CacheWorth
-from kvatlas.router.observe.first_token import WINDOW, FirstTokenErrors
+from kvatlas.router.observe.histogram import Histogram
 
 GPU, CPU, STORAGE = MEDIA
+WINDOW = 100
 # One in four wrong over the window. Load alone makes about one in ten wrong in the demo: a prompt's hit is
 # decided when the engine reaches it, not when it is placed.
 DRIFT_SHARE = 0.25
@@ -66,10 +66,6 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     storage_tokens: int = 0
     actual_tokens: int | None = None
     reported_prompt_tokens: int | None = None
-    ttft_s: float | None = None
-    """Measured seconds from asking the engine to the first token of a stream."""
-    predicted_ttft_s: float | None = None
-    """Its prediction: the sum of the five parts below. None if no hit was predicted."""
     pulled_tokens: int = 0
     """Part of ``predicted_tokens`` that the engine was to pull from another one's host memory."""
     tenant: str = ""
@@ -95,6 +91,10 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     read: str = ""
     """Tokenizer of the prompt: ``local`` or ``engine``."""
     reason: str = ""
+    ttft_s: float | None = None
+    """Measured seconds from asking the engine to the first token of a stream."""
+    predicted_ttft_s: float | None = None
+    """Its prediction: the sum of the next five. None if no hit was predicted."""
     queue_s: float = 0.0
     pages_s: float = 0.0
     load_s: float = 0.0
@@ -137,7 +137,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 KeptReceipt = tuple[Any, ...]
 """The fields of a ``Receipt``, in their order."""
-FUNNEL_FIELDS: Final = slice(14, 21)
+FUNNEL_FIELDS: Final = slice(12, 19)
 """Those from ``tenant`` to ``salted``."""
 
 
@@ -179,22 +179,20 @@ class EngineReceipts(msgspec.Struct):
     """Prompts with another length at the engine than here: tokenizer or chat template differ."""
     undetailed: int = 0
     """Latest consecutive reports of usage that say nothing of cached tokens."""
-    errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
-    """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
+    errors: Histogram = msgspec.field(default_factory=lambda: Histogram(ERROR_BUCKETS))
+    """Predicted - actual."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
     contradictions: dict[str, int] = msgspec.field(default_factory=dict)
     """Receipts in which engine and index cannot both be right, by kind."""
     checked: deque[str] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
     """Latest receipts that can contradict the engine: the kind, or ""."""
     evidence: deque[Contradiction] = msgspec.field(default_factory=lambda: deque(maxlen=EVIDENCE_KEPT))
-    first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
     worth: CacheWorth = msgspec.field(default_factory=CacheWorth)
 
     def add(self, kept: KeptReceipt) -> None:
         """Count one receipt of this engine."""
         actual: int | None
-        request_id, _, model, mode, feed, prompt, predicted = kept[:7]
-        cpu, storage, actual, reported, ttft_s, due_s, pulled = kept[7:14]
+        request_id, _, _, mode, feed, prompt, predicted, cpu, storage, actual, reported, pulled = kept[:12]
         # It says more of another engine's cache and of the link (``PullStats``).
         if pulled:
             return
@@ -206,8 +204,6 @@ class EngineReceipts(msgspec.Struct):
             self.undetailed = 0
         elif reported is not None:
             self.undetailed += 1
-        if due_s is not None and ttft_s is not None:
-            self.first_tokens.add(model, due_s, ttft_s)
         if predicted is None or actual is None:
             return
         error = predicted - actual
@@ -215,7 +211,7 @@ class EngineReceipts(msgspec.Struct):
         self.actual_tokens += actual
         self.prompt_tokens += prompt or 0
         self.abs_error_tokens += abs(error)
-        self.errors[bisect_left(ERROR_BUCKETS, error)] += 1
+        self.errors.observe(error)
         key = STORAGE if storage else CPU if cpu else GPU, outcome
         self.by_medium[key] = self.by_medium.get(key, 0) + 1
         for medium, tokens in (GPU, predicted - cpu - storage), (CPU, cpu), (STORAGE, storage):

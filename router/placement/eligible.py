@@ -35,7 +35,6 @@ from kvatlas.router.index.hit_rules import hits_behind
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit
-from kvatlas.router.observe.first_token import SloStats
 from kvatlas.router.openai.apis import SALTED
 from kvatlas.router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
 from kvatlas.router.openai.request import InboundRequest
@@ -44,6 +43,7 @@ from kvatlas.router.openai.work import estimated_tokens, longest_input
 from kvatlas.router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
 from kvatlas.router.placement.cost import Choice, within_level
 from kvatlas.router.placement.engine import Accounts, Engine, EngineChanges, PromptView
+from kvatlas.router.placement.first_token import SloStats
 from kvatlas.router.placement.load import HeadProgress
 from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity

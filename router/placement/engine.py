@@ -32,7 +32,6 @@ from kvatlas.router.index.learn.layout import CacheLayout, retained_tokens
 from kvatlas.router.index.model import HashedPrompt, Residency
 from kvatlas.router.index.query_plan import EngineHit, Holders
 from kvatlas.router.observe.books import Books
-from kvatlas.router.observe.first_token import SloStats
 from kvatlas.router.observe.group_prefixes import GroupPrefixes
 from kvatlas.router.observe.hot_prefixes import HotPrefixes
 from kvatlas.router.observe.receipt_log import ReceiptLog
@@ -43,6 +42,7 @@ from kvatlas.router.placement.affinity import AffinityMap
 from kvatlas.router.placement.candidate import Confidence, Hit
 from kvatlas.router.placement.cost import AdmissionStats
 from kvatlas.router.placement.evictions import EvictionForecast
+from kvatlas.router.placement.first_token import FirstTokenErrors, SloStats
 from kvatlas.router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import LoadAccount, LoadStats
 from kvatlas.router.placement.others import OthersLoad
@@ -288,6 +288,7 @@ class Engine(EngineStatus):
         "closed",
         "evictions",
         "feed",
+        "first_tokens",
         "has_unseen_caches",
         "ignores_ids",
         "load",
@@ -321,6 +322,7 @@ class Engine(EngineStatus):
         self.load = LoadAccount(self.rates, stats=accounts.load_stats)
         self.evictions = EvictionForecast()
         """Forecast of evictions from its pool for prompts in flight."""
+        self.first_tokens = FirstTokenErrors()
         self.receipts_so_far = EngineReceipts()
         """Sums over those of ``receipts`` that are counted already."""
         self.residency: Residency | None = None
@@ -379,7 +381,7 @@ class Engine(EngineStatus):
     @property
     def own_s(self) -> float:
         """Addition to predictions of its first tokens: its overhead, and the margin for errors."""
-        return self.rates.overhead_s + (self.receipts.first_tokens.margin_s or 0.0)
+        return self.rates.overhead_s + (self.first_tokens.margin_s or 0.0)
 
     def close(self) -> None:
         """Remove it from the fleet. Later reports of its open placements have no effect."""

@@ -16,7 +16,6 @@ from kvatlas.router.admission.admission_queue import AdmissionQueue
 from kvatlas.router.admission.claims import ENGINE_PRIORITY
 from kvatlas.router.admission.fair_queue import Charge, Priority
 from kvatlas.router.http.upstream import UpstreamError
-from kvatlas.router.observe.first_token import FirstTokenParts
 from kvatlas.router.observe.receipts import KeptReceipt, Leg, Missed
 from kvatlas.router.observe.requests import REQUEST_ID_CHARS_MAX
 from kvatlas.router.observe.usage import PlacementFacts
@@ -29,13 +28,14 @@ from kvatlas.router.placement.cost import Choice, LongWait, predicted_wait_s
 from kvatlas.router.placement.eligible import SloForecast
 from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder
 from kvatlas.router.placement.evictions import PooledPrompt
+from kvatlas.router.placement.first_token import FirstTokenParts
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.pull import PullOrder
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.proxy.attempt import Answer, Attempt, Fields
 from kvatlas.router.proxy.headers import cache_reset
 
-_NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0)
+_NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -216,13 +216,10 @@ def predicted_first_token(
     if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
         return None
     queue_s = candidate.queue_s
-    return FirstTokenParts(
-        queue_s,
-        cost.wait_s - queue_s,
-        cost.load_s,
-        cost.prefill_s,
-        engine.rates.overhead_s + candidate.interference_s,
-    )
+    pages_s, load_s, prefill_s = cost.wait_s - queue_s, cost.load_s, cost.prefill_s
+    engine_s = engine.rates.overhead_s + candidate.interference_s
+    total_s = queue_s + pages_s + load_s + prefill_s + engine_s
+    return FirstTokenParts(queue_s, pages_s, load_s, prefill_s, engine_s, total_s)
 
 
 class Placement(Attempt):
@@ -233,6 +230,8 @@ class Placement(Attempt):
     _leg: ClassVar[Leg] = ""
     _gap_s: float | None = None
     """Seconds between the answer of the prefill engine and this request."""
+    _untimed: bool = False
+    """Its first byte does not show the end of the prefill."""
     __slots__ = (
         "_accounts",
         "_answered",
@@ -441,7 +440,11 @@ class Placement(Attempt):
             # Only a stream's first byte shows the end of the prefill.
             return
         self._prefilled = True
-        self._ttft_s = now - self.asked_s
+        if not self._untimed:
+            self._ttft_s = now - self.asked_s
+            # A pull's says more of another engine and of the link.
+            if self._first_token is not None and self.decision.pull is None and not engine.closed:
+                engine.first_tokens.add(self.request.model or "", self._first_token.total_s, self._ttft_s)
         due_s = self.request.claim.due_s
         if due_s is not None and self._is_answer:
             stats = self._accounts.slo_stats
@@ -539,8 +542,6 @@ class Placement(Attempt):
             None if usage is None else usage.cached_tokens,
             # Usage is the sum over all prompts.
             None if usage is None or read.num_prompts > 1 else usage.prompt_tokens,
-            self._ttft_s,
-            None if self._first_token is None else parts.total_s,
             0 if order is None else order.pull.tokens,
             request.tenant,
             held.tokens,
@@ -555,6 +556,8 @@ class Placement(Attempt):
             PROMPT_APIS.get(request.path, ""),
             read.source,
             decision.choice.reason,
+            self._ttft_s,
+            None if self._first_token is None else parts.total_s,
             parts.queue_s,
             parts.pages_s,
             parts.load_s,

@@ -58,11 +58,6 @@ class PrefillPlacement(Placement):
         self._untimed = True
         self.engine.load.unseen(self._ticket, self.now(), lambda: None)
 
-    def _begun(self, now: float) -> None:
-        super()._begun(now)
-        if self._untimed:
-            self._ttft_s = None
-
     def nothing_held(self) -> None:
         """Implement ``Attempt``."""
         self.engine.rests_until = self.now() + self._rest_s

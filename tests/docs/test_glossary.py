@@ -21,11 +21,11 @@ from kvatlas.router.fleet.engines import NOT_READY
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.removals import Removals
 from kvatlas.router.index.query_plan import Mode
-from kvatlas.router.observe.first_token import FirstTokenSummary
 from kvatlas.router.observe.receipts import Outcome
 from kvatlas.router.observe.usage import UsageStats
 from kvatlas.router.openai.request import FAILURES
 from kvatlas.router.placement.candidate import Cost, Reason
+from kvatlas.router.placement.first_token import FirstTokenSummary
 from kvatlas.router.placement.load import EngineLoad
 from kvatlas.router.prompts.settings import REASONS as NOT_LOCAL
 from kvatlas.router.services.kubernetes import pool_engines

@@ -68,6 +68,11 @@ def receipts(number: int, **fields: Any) -> Callable[[Engine], None]:
     return change
 
 
+def late_tokens(one: Engine) -> None:
+    for _ in range(30):
+        one.first_tokens.add("m", 1.0, 3.0)
+
+
 CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
     (down, "engine.down", Severity.ERROR, "down: refused"),
     (held, "engine.on_hold", Severity.INFO, "gets no new requests: drained by ann"),
@@ -83,7 +88,7 @@ CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
         "request r9: 0 reported of 700, 512 by its events",
     ),
     (
-        receipts(30, predicted_ttft_s=1.0, ttft_s=3.0),
+        late_tokens,
         "predictions.first_token",
         Severity.WARNING,
         "30 of 30 times to first token differ",

@@ -101,7 +101,7 @@ async def test_an_answer_without_a_stream_has_a_prediction_and_no_measured_time(
         assert only.predicted_ttft_s is not None
         assert only.ttft_s is None
         (engine,) = rig.router.fleet
-        assert engine.receipts.first_tokens.summary().compared == 0
+        assert engine.first_tokens.summary().compared == 0
 
 
 async def test_of_several_prompts_in_one_request_no_time_is_predicted() -> None:

@@ -236,6 +236,7 @@ async def test_streams_tell_the_time_and_a_late_pull_rests() -> None:
             await world.ask(completion(stream=True, stream_options={"include_usage": True}))
         await until(lambda: world.rig.idle, "it has ended")
         assert world.pulls == {"late": 1}
+        assert not any(world.named(one).first_tokens.compared for one in world.engines), "not their own work"
 
 
 async def test_reloading_the_configuration_switches_pulls_on_and_off() -> None:

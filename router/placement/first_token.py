@@ -2,7 +2,8 @@
 
 A prediction is accurate if the measured time differs from it by at most ``HOLDS_S`` or ``HOLDS_SHARE`` of
 the prediction, whichever is more. Errors are measured minus predicted seconds: above 0 the token came late.
-Pure and bounded: at most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
+Decisions add their margin to predictions, so they are counted at once, not by the books. Pure and bounded: at
+most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
 """
 
 from __future__ import annotations
@@ -44,11 +45,8 @@ class FirstTokenParts(msgspec.Struct, frozen=True, gc=False):
     """Computing the uncached tokens."""
     engine_s: float
     """The engine's own overhead per request, and the delay by its running requests."""
-
-    @property
-    def total_s(self) -> float:
-        """Sum of the parts."""
-        return self.queue_s + self.pages_s + self.load_s + self.prefill_s + self.engine_s
+    total_s: float
+    """Sum of the parts."""
 
 
 class FirstTokenSummary(msgspec.Struct, kw_only=True):

@@ -1,0 +1,86 @@
+"""Predicted against measured times to first token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvatlas.router.placement.first_token import (
+    HOLDS_S,
+    HOLDS_SHARE,
+    MODELS_MAX,
+    OTHER,
+    WINDOW,
+    FirstTokenErrors,
+)
+from tests.support.examples import examples
+
+SECONDS = st.floats(0, 1000, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "measured_s", "outcome"),
+    [
+        (0.0, 0.04, "accurate"),
+        (0.0, 0.06, "late"),
+        (10.0, 10.9, "accurate"),
+        (10.0, 11.1, "late"),
+        (10.0, 9.1, "accurate"),
+        (10.0, 8.9, "early"),
+        (0.2, 0.16, "accurate"),
+        (0.2, 0.14, "early"),
+    ],
+)
+def test_a_prediction_holds_within_50_ms_or_a_tenth(
+    predicted_s: float, measured_s: float, outcome: str
+) -> None:
+    errors = FirstTokenErrors()
+    errors.add("m", predicted_s, measured_s)
+    assert {name for name, count in errors.outcomes.items() if count} == {outcome}
+    assert errors.summary().accurate == (outcome == "accurate")
+
+
+def test_the_margin_covers_nineteen_of_twenty() -> None:
+    errors = FirstTokenErrors()
+    assert errors.margin_s is None
+    for late_ms in range(WINDOW):
+        errors.add("m", 1.0, 1.0 + late_ms / 1000)
+    assert errors.margin_s == pytest.approx(0.094)
+
+
+def test_early_tokens_need_no_margin() -> None:
+    errors = FirstTokenErrors()
+    errors.add("m", 1.0, 0.5)
+    assert errors.margin_s == 0.0
+
+
+def test_the_margin_follows_the_latest_window() -> None:
+    errors = FirstTokenErrors()
+    for measured_s in [6.0] * WINDOW + [1.0] * WINDOW:
+        errors.add("m", 1.0, measured_s)
+    assert errors.margin_s == 0.0
+    assert errors.summary().measured_s == 1.0
+
+
+def test_models_of_an_engine_beyond_the_bound_share_a_histogram() -> None:
+    errors = FirstTokenErrors()
+    for number in range(3 * MODELS_MAX):
+        errors.add(f"adapter-{number}", 1.0, 1.0)
+    assert len(errors.by_model) == MODELS_MAX + 1
+    assert sum(errors.by_model[OTHER].counts) == 2 * MODELS_MAX
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(pairs=st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=150))
+def test_sums_are_those_of_the_pairs(pairs: list[tuple[float, float]]) -> None:
+    errors = FirstTokenErrors()
+    for predicted_s, measured_s in pairs:
+        errors.add("m", predicted_s, measured_s)
+    latest = pairs[-WINDOW:]
+    held = sum(abs(real - told) <= max(HOLDS_S, HOLDS_SHARE * told) for told, real in latest)
+    summary = errors.summary()
+    assert (summary.accurate, summary.compared) == (held, len(latest))
+    histogram = errors.by_model["m"]
+    assert sum(histogram.counts) == sum(errors.outcomes.values()) == len(pairs)
+    assert histogram.total == pytest.approx(sum(real - told for told, real in pairs))
