@@ -103,6 +103,7 @@ EXTRA_TESTS = {
         "router/http/test_cors.py",
     ],
     "router/fleet": ["engines", "scaling", "reload", "sources", "isolation_proof"],
+    "router/http": ["router/proxy/test_deaths.py", "router/services/epp/test_exchange.py"],
     "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],
     "publisher/pool": ["publisher/simulator/test_pull.py", "publisher/test_sglang_events.py"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],

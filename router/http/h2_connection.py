@@ -381,15 +381,13 @@ class H2Connection(asyncio.Protocol):
             self._abort_stream(stream, error.code)
 
     def _on_data(self, received: H2Frame) -> None:
-        data = received.payload
-        size = len(data)
+        size = len(received.payload)
         self._work += _DATA_WORK + size // _DATA_BYTES
         self._unacknowledged_bytes += size
         if self._unacknowledged_bytes * 2 >= _WINDOW_BYTES:
             self._scheduler.write_control(h2.window_update_frame(0, self._unacknowledged_bytes))
             self._unacknowledged_bytes = 0
-        if received.flags & h2.PADDED:
-            data = h2.strip_padding(received)
+        data = h2.strip_padding(received)
         ends = received.flags & h2.END_STREAM
         if not data and not ends:
             self._budget.spend(1)

@@ -163,7 +163,11 @@ async def test_a_pipeline_without_end_is_not_read_ahead(body: bytes) -> None:
 
 
 @pytest.mark.real  # descriptors
-def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_out_of_descriptors_is_no_engines_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descriptors, "_LOG_INTERVAL_S", 3600.0)
+
     async def main() -> None:
         async with Engine(GOOD) as engine, routing(engine.url) as rig:
             reader, writer = await rig.connect()
@@ -193,6 +197,17 @@ def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFi
     run(main())
     out = capsys.readouterr()
     assert (out.out + out.err).count("out of file descriptors") == 1
+
+
+@pytest.mark.real  # descriptors
+@pytest.mark.parametrize("last", [0, 1 << 40])
+async def test_connections_that_have_the_last_descriptors_are_counted(
+    last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descriptors, "_LAST_DESCRIPTORS", last)  # of all that there are, none or each
+    async with Engine(GOOD) as engine, routing(engine.url) as rig:
+        assert (await ask(rig)).status == 200
+        assert rig.listen_stats.descriptor_shortages == (last > 0)
 
 
 def test_soft_limit_is_raised_and_a_shortage_is_logged(

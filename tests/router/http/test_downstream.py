@@ -186,6 +186,44 @@ def test_application_cannot_split_or_misframe_its_answer(headers: list[tuple[byt
     assert "x-b" not in got.head
 
 
+@pytest.mark.parametrize(
+    ("value", "closes"), [(b"close", True), (b"Keep-Alive, CLOSE", True), (b"keep-alive", False)]
+)
+async def test_application_that_says_whether_the_connection_stays(value: bytes, closes: bool) -> None:
+    headers = [(b"content-length", b"2"), (b"Connection", value)]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async with routing(wrap=lambda _: app) as rig:
+        reader, writer = await rig.connect()
+        for _ in range(1 if closes else 2):
+            writer.write(request())
+            assert (await read_answer(reader)).body == b"ok"
+        if closes:
+            assert await reader.read() == b""
+
+
+async def test_application_that_waits_for_the_end_of_a_request_hears_of_it() -> None:
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert not (await receive())["more_body"]
+        waiting = asyncio.create_task(receive())
+        await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+        heard.append((await waiting)["type"])
+
+    async with routing(wrap=lambda _: app) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request())
+        assert (await read_answer(reader)).body == b"ok"
+        await until(lambda: heard == ["http.disconnect"], "it is told")
+        writer.close()
+
+
 async def test_application_that_ignores_the_body_keeps_the_connection() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

@@ -210,6 +210,7 @@ async def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.Monke
             frames += found.feed(await reader.read(65536))
         (refused,) = [each for each in frames if each.kind == h2.RST_STREAM]
         assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
+        assert (echo.stats.streams, echo.stats.streams_refused) == (2, 1)
         writer.close()
 
 
@@ -296,6 +297,15 @@ async def test_unknown_frames_and_priorities_are_ignored() -> None:
         assert peer.data[number] == b"x"
 
 
+async def test_a_head_may_come_in_several_frames() -> None:
+    async with echoing() as echo:
+        _, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+        begin = frame(h2.HEADERS, h2.END_STREAM, 1, HEAD[:3]) + frame(h2.CONTINUATION, 0, 1, HEAD[3:9])
+        writer.write(HELLO + begin + frame(h2.CONTINUATION, h2.END_HEADERS, 1, HEAD[9:]))
+        await until(lambda: echo.heads == [[(b":method", b"POST"), (b":path", b"/")]], "the head is whole")
+        writer.close()
+
+
 async def test_a_silent_peer_is_disconnected() -> None:
     async with echoing() as echo:
         _, writer = await asyncio.open_connection("127.0.0.1", echo.port)
@@ -342,6 +352,7 @@ async def test_a_drain_lets_streams_end_that_were_opened_before_the_peer_knew() 
         writer.write(frame(h2.HEADERS, h2.END_HEADERS, 5, HEAD))
         refused = await read_until(h2.RST_STREAM)
         assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
+        assert (echo.stats.streams, echo.stats.streams_refused) == (2, 1)
         writer.write(frame(h2.DATA, h2.END_STREAM, 1, b"a") + frame(h2.DATA, h2.END_STREAM, 3, b"b"))
         assert await reader.read() != b""  # what is left, and then the end
         writer.close()

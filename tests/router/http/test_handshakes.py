@@ -127,6 +127,7 @@ def test_the_last_file_descriptors_are_counted_and_told(
 ) -> None:
     monkeypatch.setattr(descriptors, "_LAST_DESCRIPTORS", 1 << 40)  # as if all there are were the last ones
     monkeypatch.setattr(descriptors._LastLog, "next_at", 0.0)
+    monkeypatch.setattr(descriptors, "_LOG_INTERVAL_S", 3600.0)
 
     async def main() -> None:
         async with serving(pki) as (rig, _, stats):

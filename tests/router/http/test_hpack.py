@@ -72,6 +72,14 @@ def test_the_same_block_means_another_thing_once_the_table_has_changed() -> None
     assert decoder.decode(again) == [(b"x-b", b"2")]
 
 
+@pytest.mark.parametrize("first", [0x01, 0x11], ids=["without indexing", "never indexed"])
+def test_a_field_that_is_not_to_be_kept_is_not(first: int) -> None:
+    decoder = HeaderDecoder(LIMIT)
+    assert decoder.decode(bytes((first, 1)) + b"a") == [(b":authority", b"a")]
+    with pytest.raises(H2Error):
+        decoder.decode(b"\xbe")  # the newest entry of the table
+
+
 def test_a_list_of_fields_is_bounded_however_small_its_block() -> None:
     decoder = HeaderDecoder(1000)
     with pytest.raises(H2Error, match="1000 bytes of header fields"):

@@ -230,6 +230,7 @@ async def test_an_engine_that_gives_no_connection_is_not_asked_for_ever() -> Non
             got = await ask(rig)
             assert (got.status, got.json()["error"]["code"]) == (504, "engine_timeout")
             assert [one.told for one in rig.planner.placements] == [["timeout"], ["timeout"]]
+            assert rig.app.client.origin(url).open == 0
 
 
 async def test_idle_connections_are_closed_before_the_engine_would() -> None:

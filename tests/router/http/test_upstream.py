@@ -68,6 +68,19 @@ async def test_engine_that_will_close_is_not_reused(raw: bytes) -> None:
     assert transport.aborted
 
 
+@pytest.mark.parametrize("error", [None, ConnectionResetError()])
+async def test_only_an_orderly_close_ends_a_body_without_a_length(error: Exception | None) -> None:
+    connection, _ = _made()
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nall")
+    assert await connection.read() == b"all"
+    connection.connection_lost(error)
+    if error is None:
+        assert await connection.read() == b""
+    else:
+        with pytest.raises(UpstreamError, match="broken_stream"):
+            await connection.read()
+
+
 async def test_answer_before_the_request_was_sent_whole_ends_the_connection() -> None:
     connection, transport = _made()
     transport.unsent = 5
