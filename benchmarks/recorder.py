@@ -31,8 +31,9 @@ import zmq
 
 from benchmarks.index import payloads
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
-from kvatlas.router.tools.capture import QUEUE_BYTES_MAX, CaptureWriter, read_capture
-from kvatlas.router.tools.record import RecordSource, SourceRecorder, record
+from kvatlas.router.tools.capture import read_capture
+from kvatlas.router.tools.capture_writer import QUEUE_BYTES_MAX, CaptureWriter
+from kvatlas.router.tools.recorder import RecordSource, SourceRecorder, record
 
 EVENTS_PER_BATCH = 16
 DISTINCT_BATCHES = 4096

@@ -29,7 +29,8 @@ from benchmarks.decision import Bench, cpu_us
 from benchmarks.index import payloads, resident_bytes
 from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, encode_batch
-from kvatlas.router.api.metrics_page import families, in_steps, page_steps, prepare
+from kvatlas.router.api.metrics_page import families, prepare
+from kvatlas.router.api.prometheus_text import in_steps, page_steps
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.replication.gossip import LoadGossip

@@ -366,7 +366,7 @@ class HybridOffloadConnector(TieredConnector):
         if self._tier is None:
             return {}
         used, hinted = self._tier.slots - self._tier.free_slots, self._tier.num_hinted
-        # Routers send hints only to engines that show rows/hinted (router/fleet/statement.py).
+        # Routers send hints only to engines that show rows/hinted (router/fleet/engine_metrics.py).
         own = {} if hinted is None else {"rows/hinted": hinted}
         return {**super().gauges(), "rows/all": self._tier.slots, "rows/used": used, **own}
 

@@ -20,7 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvatlas.router.admission.gate import Isolation, KeyGate, ids_secret
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.isolation import Isolation, ids_secret
 from kvatlas.router.admission.key_file import KeyFile, KeyStats
 from kvatlas.router.api.admin_actions import FleetActions
 from kvatlas.router.api.admin_app import AdminApi
@@ -28,7 +29,8 @@ from kvatlas.router.api.app import Front, OpsPort, create_control, ops_authentic
 from kvatlas.router.api.asgi import Application
 from kvatlas.router.api.findings import current_findings
 from kvatlas.router.api.metrics_page import Sources
-from kvatlas.router.api.views import Readiness, ReadinessCheck, sample_history
+from kvatlas.router.api.readiness import Readiness, ReadinessCheck
+from kvatlas.router.api.views import sample_history
 from kvatlas.router.config.checks import without_effect
 from kvatlas.router.config.schema import Config
 from kvatlas.router.engine_lifecycle import EngineLifecycle

@@ -18,8 +18,9 @@ import structlog
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.feeds.base import FeedStats
-from kvatlas.router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
-from kvatlas.router.feeds.sockets import LoadReading, LoadSockets
+from kvatlas.router.feeds.manager import FeedControl, FeedManager
+from kvatlas.router.feeds.residency_audit import ResidencyAudit
+from kvatlas.router.feeds.sglang_load import LoadReading, LoadSockets
 from kvatlas.router.fleet.engines import EngineAddress, EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement, load_source
 from kvatlas.router.fleet.status import Fleet

@@ -25,11 +25,11 @@ import msgspec
 import structlog
 
 from kvatlas.router.admission.key_file import KeyFile, KeyFileError
-from kvatlas.router.api.admin_auth import AdminFileError
+from kvatlas.router.api.admin_tokens import AdminFileError
 from kvatlas.router.api.metrics_page import ReloadStats
 from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.config.load import Change, changes
+from kvatlas.router.config.reload import Change, changes
 from kvatlas.router.config.schema import Config
 from kvatlas.router.http.descriptors import raise_descriptor_limit
 from kvatlas.router.http.server import ListenError, ProxyServer, listen_config

@@ -30,7 +30,8 @@ from kvatlas.router.api.admin_auth import AdminStats
 from kvatlas.router.api.metrics_page import ReloadStats, RouterCollector, Sources
 from kvatlas.router.app import Router
 from kvatlas.router.cli import app
-from kvatlas.router.config.load import ENV_PREFIX, LIVE, SECTIONS, plain_keys, variable
+from kvatlas.router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
+from kvatlas.router.config.reload import LIVE
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvatlas.router.api.admin_actions import FleetActions
-from kvatlas.router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator, TokenFile
+from kvatlas.router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator
+from kvatlas.router.api.admin_tokens import TokenFile
 from kvatlas.router.api.asgi import Application
 from kvatlas.router.http.downstream import DownstreamConnection
 from kvatlas.router.http.listener import ListenConfig

@@ -8,21 +8,14 @@ guessing, and delays a client with a valid token by a fraction of a second.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import math
-from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import msgspec
-import structlog
 
-from kvatlas.router.http.error_texts import describe_error
-from kvatlas.router.http.secret_files import warn_if_public
+from kvatlas.router.api.admin_tokens import TokenFile
+from kvatlas.router.api.rate_limit import RateLimit, Turns
 from kvatlas.router.http.tls import TlsFiles, check_tls_files
-from kvatlas.router.http.watched_file import WatchedFile
 from kvatlas.router.openai.errors import ApiError, too_often, unauthorized
 
 
@@ -71,138 +64,6 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     def tls(self) -> TlsFiles:
         """TLS settings of the own port."""
         return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
-
-
-# Bearer tokens and their names, from a file that may be replaced while the router runs.
-#
-# Invariants: a comparison takes the same time for every input and every matching entry; a file that becomes
-# invalid leaves the tokens unchanged, and a warning is logged.
-
-
-_log = structlog.get_logger()
-_LENGTH_MIN = 16
-_TOKENS_MAX = 64
-_FILE_BYTES_MAX = 64 * 1024
-# Name of a token without one.
-UNNAMED = "admin"
-
-
-class AdminFileError(ValueError):
-    """An unusable file of tokens or certificates; the message names the key."""
-
-
-class TokenFile:
-    """Load the file; ``key`` is the setting that names it. Raises ``AdminFileError`` if it is unusable."""
-
-    def __init__(self, path: Path, key: str = "admin.token_file") -> None:
-        self._watched = WatchedFile(path)
-        self._key = key
-        self._digests = read_tokens(path, key)
-
-    def who(self, token: bytes) -> str | None:
-        """Return the name a token belongs to; None for an unknown token."""
-        self._refresh()
-        digest = hashlib.sha256(token).digest()
-        found: str | None = None
-        for known, name in self._digests:
-            if hmac.compare_digest(known, digest):
-                found = name
-        return found
-
-    def _refresh(self) -> None:
-        if not self._watched.changed():
-            return
-        try:
-            self._digests = read_tokens(self._watched.path, self._key)
-            _log.info("admin tokens reloaded", key=self._key, tokens=len(self._digests))
-        except AdminFileError as error:
-            _log.warning("admin tokens not reloaded, the old ones stay valid", problem=str(error))
-
-
-def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, str]]:
-    """Return each token's digest and name. Raises ``AdminFileError`` naming the line, never a token."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_FILE_BYTES_MAX).decode("ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise AdminFileError(f"{key}: {path}: {describe_error(error)}") from None
-    warn_if_public(path, key)
-    found: list[tuple[bytes, str]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        entry = line.strip()
-        if not entry or entry.startswith("#"):
-            continue
-        name, separator, token = entry.partition(":")
-        if not separator:
-            name, token = UNNAMED, entry
-        if len(token) < _LENGTH_MIN or not token.isprintable() or " " in token:
-            raise AdminFileError(
-                f"{key}: {path}, line {number}: a token is at least {_LENGTH_MIN} printable "
-                "characters without spaces"
-            )
-        if not name or not name.isprintable() or len(name) > 64:
-            raise AdminFileError(f"{key}: {path}, line {number}: expected NAME:TOKEN or TOKEN")
-        found.append((hashlib.sha256(token.encode()).digest(), name))
-    if not 0 < len(found) <= _TOKENS_MAX:
-        raise AdminFileError(f"{key}: {path} has {len(found)} tokens; 1 to {_TOKENS_MAX} are possible")
-    return found
-
-
-# Rate limits: one token bucket per name, and turns of ``TURN_S`` once it is empty.
-#
-# Pure and bounded; the caller has the clock.
-
-
-_ROUNDING = 1e-6
-TURN_S = 0.25
-WAITING_MAX = 8
-# Names remembered; the least recently used is evicted, and starts with a full bucket the next time.
-_NAMES_MAX = 256
-
-
-class RateLimit:
-    """``per_minute`` requests on average, bursts of a quarter of it (at least one)."""
-
-    def __init__(self, per_minute: float) -> None:
-        self._per_s = per_minute / 60
-        self._burst = max(1.0, per_minute / 4)
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (tokens left, time)
-
-    def used_up(self, name: str, now: float) -> bool:
-        """Whether ``take`` would refuse."""
-        return self._left(name, now) < 1 - _ROUNDING
-
-    def take(self, name: str, now: float) -> int:
-        """Return 0 to continue, otherwise the seconds until the next request may succeed."""
-        left = self._left(name, now)
-        allowed = left >= 1 - _ROUNDING
-        self._buckets[name] = (max(0.0, left - 1) if allowed else left, now)
-        self._buckets.move_to_end(name)
-        if len(self._buckets) > _NAMES_MAX:
-            self._buckets.popitem(last=False)
-        return 0 if allowed else max(1, math.ceil((1 - left) / self._per_s))
-
-    def _left(self, name: str, now: float) -> float:
-        left, at = self._buckets.get(name, (self._burst, now))
-        return min(self._burst, left + max(0.0, now - at) * self._per_s)
-
-
-class Turns:
-    """One turn per ``TURN_S`` for each name; at most ``WAITING_MAX`` wait for theirs."""
-
-    def __init__(self) -> None:
-        self._free_at: OrderedDict[str, float] = OrderedDict()
-
-    def take(self, name: str, now: float) -> float | None:
-        """Take the next turn. Returns the seconds to wait for it; None if too many wait already."""
-        at = max(now, self._free_at.get(name, now))
-        if at - now > WAITING_MAX * TURN_S - _ROUNDING:
-            return None
-        self._free_at[name] = at + TURN_S
-        self._free_at.move_to_end(name)
-        if len(self._free_at) > _NAMES_MAX:
-            self._free_at.popitem(last=False)
-        return at - now
 
 
 # Key of the ASGI scope for the common name of a client certificate.

@@ -25,7 +25,8 @@ import msgspec
 from kvatlas import __version__
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.tenants import Tenant
-from kvatlas.router.api.admin_auth import Authenticator, TokenFile, header_of
+from kvatlas.router.api.admin_auth import Authenticator, header_of
+from kvatlas.router.api.admin_tokens import TokenFile
 from kvatlas.router.api.answers import (
     READY_PROBLEMS_MAX,
     EngineBrief,
@@ -39,7 +40,7 @@ from kvatlas.router.api.asgi import Application, OwnAnswer, error_answer, json_a
 from kvatlas.router.api.cors import Cors
 from kvatlas.router.api.findings import current_findings
 from kvatlas.router.api.metrics_page import Sources
-from kvatlas.router.api.views import Readiness
+from kvatlas.router.api.readiness import Readiness
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.http.request_cycle import HEADERS_BY_NAME
 from kvatlas.router.http.server import listen_config

@@ -9,18 +9,14 @@ loop for too long.
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
 from kvatlas import __version__
 from kvatlas.router.admission.gate import KeyGate
@@ -80,11 +76,8 @@ class ReloadStats(msgspec.Struct):
     """Settings that differ in the configuration file and take effect only after a restart."""
 
 
-T = TypeVar("T")
 # Counters that a page may have only after the start, and their part (``metrics_of``).
 _LATER = ((FeedStats, ""), (SourceStats, ""), (PdStats, ""), (TenantStats, ""), (ListenStats, "listen"))
-# CPU time between two pauses of a page; the longest step takes one part of a family more.
-_TURN_S = 0.0005
 
 
 class Sources(msgspec.Struct):
@@ -217,68 +210,6 @@ def prepare(sources: Sources) -> None:
         metrics_of(kind, part)
     for _ in families(sources):
         pass
-
-
-def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Generator[None, None, bytes]:
-    """Yield the steps that make the page of these families in Prometheus text format; each family is read in
-    its step. Other tasks may run (``kvatlas.router.openai.members.run_cooperatively``) after the first step
-    that ends this long after a pause."""
-    name = ""
-
-    def text(family: Metric) -> bytes:
-        nonlocal name
-        continued, name = family.name == name, family.name
-        lines = "".join(map(_line, family.samples)).encode()
-        # A further part of a family (``in_parts``) goes without HELP and TYPE lines.
-        return lines if continued else _head(family) + lines
-
-    texts = yield from in_steps(text, found, pause_every_s=pause_every_s)
-    return b"".join(texts)
-
-
-def in_steps(
-    work: Callable[[Metric], T], found: Iterable[Metric], *, pause_every_s: float = _TURN_S
-) -> Generator[None, None, list[T]]:
-    """Apply ``work`` to each family, in the same steps."""
-    made: list[T] = []
-    began_s = time.perf_counter()
-    for family in found:
-        made.append(work(family))
-        if time.perf_counter() - began_s >= pause_every_s:
-            yield
-            began_s = time.perf_counter()
-    return made
-
-
-class _Empty(Collector):
-    """A family without its samples."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = Metric(family.name, family.documentation, family.type)
-
-    def collect(self) -> list[Metric]:
-        return [self._family]
-
-
-def _head(family: Metric) -> bytes:
-    """Return the HELP and TYPE lines."""
-    return generate_latest(_Empty(family))
-
-
-def _line(sample: Sample) -> str:
-    """Return a sample's line as ``generate_latest`` writes it, in a third of its time: names are those of
-    this package, which need no check."""
-    value = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
-    if not sample.labels:
-        return f"{sample.name} {value}\n"
-    pairs = [f'{name}="{_escaped(text)}"' for name, text in sorted(sample.labels.items())]
-    return f"{sample.name}{{{','.join(pairs)}}} {value}\n"
-
-
-def _escaped(text: str) -> str:
-    if "\\" in text or '"' in text or "\n" in text:
-        return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-    return text
 
 
 def build_info() -> Iterator[Metric]:

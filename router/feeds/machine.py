@@ -23,9 +23,12 @@ seconds) and returns its actions.
 
 from __future__ import annotations
 
+from kvatlas.router.feeds.actions import Action, StateChanged
 from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
-from kvatlas.router.feeds.position import NOWHERE, Action, StateChanged
-from kvatlas.router.feeds.recovery import Recovery, RepairKind, ReplayAnswers, SnapshotAnswers
+from kvatlas.router.feeds.position import NOWHERE
+from kvatlas.router.feeds.recovery import Recovery, RepairKind
+from kvatlas.router.feeds.replay_answers import ReplayAnswers
+from kvatlas.router.feeds.snapshot_answers import SnapshotAnswers
 
 NEVER_OWED = float("-inf")
 

@@ -20,6 +20,15 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvatlas.publisher.events import GROUPS_MAX, UNKNOWN_TYPES_MAX, DecodedBatch
+from kvatlas.router.feeds.actions import (
+    Action,
+    Adopt,
+    Apply,
+    Forget,
+    RequestReplay,
+    RequestSnapshot,
+    StateChanged,
+)
 from kvatlas.router.feeds.base import (
     Cut,
     FeedSettings,
@@ -34,16 +43,8 @@ from kvatlas.router.feeds.base import (
     live_in_pieces,
 )
 from kvatlas.router.feeds.machine import FeedMachine
-from kvatlas.router.feeds.position import (
-    Action,
-    Adopt,
-    Apply,
-    Forget,
-    RequestReplay,
-    RequestSnapshot,
-    StateChanged,
-)
-from kvatlas.router.feeds.sockets import MessageReader, ReplayResync, Slice, SnapshotClient, live_socket
+from kvatlas.router.feeds.snapshot_client import SnapshotClient
+from kvatlas.router.feeds.sockets import MessageReader, ReplayResync, Slice, live_socket
 from kvatlas.router.index.engine import continues_series
 
 _log = structlog.get_logger()

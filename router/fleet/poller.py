@@ -20,17 +20,10 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import structlog
 
-from kvatlas.router.fleet.engines import DesiredFleet
-from kvatlas.router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
-from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
-from kvatlas.router.fleet.settings import FleetSettings
-from kvatlas.router.fleet.statement import (
+from kvatlas.router.fleet.engine_metrics import (
     METRICS,
     METRICS_BY_NAME,
-    SERVER_INFO,
-    EngineStatement,
     SleepState,
-    event_sources,
     names_read,
     read_gauges,
     read_obeys_hints,
@@ -39,17 +32,19 @@ from kvatlas.router.fleet.statement import (
     read_started,
     read_statement,
     read_transfers,
+)
+from kvatlas.router.fleet.engines import DesiredFleet
+from kvatlas.router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
+from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.fleet.statement import (
+    SERVER_INFO,
+    EngineStatement,
+    event_sources,
     server_info_statement,
     sglang_engines,
 )
-from kvatlas.router.fleet.status import (
-    E,
-    EngineStatus,
-    Fleet,
-    ModelCard,
-    Reassigned,
-    kind_of,
-)
+from kvatlas.router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned, kind_of
 from kvatlas.router.http.client import HttpClient, TooLongError
 from kvatlas.router.http.descriptors import is_out_of_descriptors
 from kvatlas.router.http.error_texts import NotConnectedError, describe_error

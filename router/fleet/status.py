@@ -14,9 +14,10 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
+from kvatlas.router.fleet.engine_metrics import SleepState
 from kvatlas.router.fleet.engines import NOT_READY, DesiredFleet, EngineAddress, EngineKind
 from kvatlas.router.fleet.salt_proof import DROPPED_BY_SGLANG, SaltProof, first_guess
-from kvatlas.router.fleet.statement import EngineStatement, SleepState
+from kvatlas.router.fleet.statement import EngineStatement
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
 Frontend = Literal["python", "rust", "sglang"]

@@ -37,9 +37,9 @@ from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit
 from kvatlas.router.openai.apis import SALTED
 from kvatlas.router.openai.errors import echoed, model_not_found, no_ready_engine, salt_not_accepted
+from kvatlas.router.openai.estimates import estimated_tokens, longest_input
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import digits_of, engine_digits
-from kvatlas.router.openai.work import estimated_tokens, longest_input
 from kvatlas.router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
 from kvatlas.router.placement.cost import Choice, within_level
 from kvatlas.router.placement.engine import Accounts, Engine, EngineChanges, PromptView

@@ -20,8 +20,9 @@ from kvatlas.router.observe.receipts import KeptReceipt, Leg, Missed
 from kvatlas.router.observe.requests import REQUEST_ID_CHARS_MAX
 from kvatlas.router.observe.usage import PlacementFacts
 from kvatlas.router.openai.apis import PROMPT_APIS
+from kvatlas.router.openai.estimates import estimated_tokens, pooled
 from kvatlas.router.openai.request import InboundRequest, Usage
-from kvatlas.router.openai.work import Work, estimated_tokens, pooled
+from kvatlas.router.openai.work import Work
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.placement.candidate import Candidate, Cost, Hit, columns
 from kvatlas.router.placement.cost import Choice, LongWait, predicted_wait_s

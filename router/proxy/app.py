@@ -23,7 +23,8 @@ from kvatlas.router.admission.claims import (
     lowest_priority,
     read_claim,
 )
-from kvatlas.router.admission.gate import Isolation, KeyGate
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.isolation import Isolation
 from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.http.request_cycle import (

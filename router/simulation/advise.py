@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.fleet.statement import read_pool_blocks
+from kvatlas.router.fleet.engine_metrics import read_pool_blocks
 from kvatlas.router.simulation.advice import Advice, doubt, judge
 from kvatlas.router.simulation.advise_trials import (
     ALIKE,

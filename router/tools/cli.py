@@ -132,7 +132,7 @@ def engine(
     ] = None,
 ) -> int:
     """Run one simulated engine: OpenAI HTTP API, vLLM metrics and real KV events, without GPU or model."""
-    from kvatlas.router.tools.ops_client import run_engine
+    from kvatlas.router.tools.engine import run_engine
 
     return run_engine(host, port, set_ or [])
 

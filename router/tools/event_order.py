@@ -11,10 +11,10 @@ import msgspec
 import xxhash
 
 from kvatlas.publisher.events import DecodedBatch
+from kvatlas.router.feeds.actions import Action, Apply, Forget, RequestReplay
 from kvatlas.router.feeds.base import FeedSettings, FeedStats, Frame
 from kvatlas.router.feeds.machine import FeedMachine
-from kvatlas.router.feeds.position import Action, Apply, Forget, RequestReplay
-from kvatlas.router.tools.capture import CaptureLine
+from kvatlas.router.tools.capture_writer import CaptureLine
 
 HOLD_BYTES_MAX = 64 << 20
 

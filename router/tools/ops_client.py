@@ -15,9 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvatlas.publisher.simulator.server import run
-from kvatlas.publisher.simulator.settings import EngineSettings
-from kvatlas.router.config.errors import ConfigError, meant, misfit
+from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.schema import OPS_PORT
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error
@@ -77,37 +75,6 @@ def ask(
         raise OSError(f"{url}: no complete answer within {timeout_s:g} s") from None
     except (OSError, ValueError) as error:
         raise OSError(f"{url}: {describe_error(error)}") from None
-
-
-# ``kvatlas engine``: settings from the command line, then one simulated engine until SIGTERM.
-
-
-def run_engine(host: str, port: int, assignments: list[str]) -> int:
-    """Run the engine. Raises ``ConfigError`` naming the setting, ``OSError`` if the port is in use."""
-    settings = engine_settings(host, port, assignments)
-    try:
-        run(settings)
-    except ValueError as error:
-        raise ConfigError(f"engine: {error}") from None
-    return 0
-
-
-def engine_settings(host: str, port: int, assignments: list[str]) -> EngineSettings:
-    """Parse settings from ``KEY=VALUE`` strings; ``none`` means no value."""
-    values: dict[str, object] = {"host": host, "port": port}
-    kinds = {field.name: field.type for field in msgspec.structs.fields(EngineSettings)}
-    for text in assignments:
-        key, separator, value = text.partition("=")
-        if not separator or key not in kinds:
-            known = ", ".join(kinds)
-            raise ConfigError(f"--set {text!r}: expected KEY=VALUE with a KEY of {known}{meant(key, kinds)}")
-        try:
-            values[key] = msgspec.convert(
-                None if value.lower() == "none" else value, kinds[key], strict=False
-            )
-        except (msgspec.ValidationError, ValueError):
-            raise ConfigError(f"--set {text!r}: {misfit(value, kinds[key])}") from None
-    return EngineSettings(**values)  # type: ignore[arg-type]  # each was checked above
 
 
 @contextmanager

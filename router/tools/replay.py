@@ -14,7 +14,7 @@ from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.tools.capture import CapturedFrame, is_trace, read_capture, with_progress
 from kvatlas.router.tools.ops_client import make_table, output_console
 from kvatlas.router.tools.replay_player import Player, Sample, SourceRun, samples_of, up_to
-from kvatlas.router.tools.trace_verification import RecordingError, trace_facts
+from kvatlas.router.tools.trace_file import RecordingError, trace_facts
 
 
 def stream_table(runs: Sequence[SourceRun]) -> Table:

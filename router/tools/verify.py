@@ -39,21 +39,18 @@ from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.registry import Registry
 from kvatlas.router.replication.settings import IndexSettings
-from kvatlas.router.tools.index import block_hashes, connect
+from kvatlas.router.tools.index import connect
+from kvatlas.router.tools.index_reader import block_hashes
 from kvatlas.router.tools.ops_client import make_table, output_console
+from kvatlas.router.tools.trace_file import RecordingError, TraceLine, read_trace, trace_facts, trace_files
 from kvatlas.router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,
-    RecordingError,
-    TraceLine,
     TraceResult,
     apply_line,
     detected,
     learn_trace,
-    read_trace,
     total,
-    trace_facts,
-    trace_files,
     verify_trace,
 )
 

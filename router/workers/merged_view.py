@@ -18,8 +18,9 @@ from prometheus_client.samples import Sample
 
 from kvatlas.router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
 from kvatlas.router.api.asgi import ClientLeftError, error_answer, read_body
-from kvatlas.router.api.metrics_page import Sources, families, in_steps, page_steps
+from kvatlas.router.api.metrics_page import Sources, families
 from kvatlas.router.api.metrics_tables import of_stats
+from kvatlas.router.api.prometheus_text import in_steps, page_steps
 from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error

@@ -54,7 +54,7 @@ def same(theirs: Any, events: list[Any], ours: list[Event]) -> None:
 
 
 def test_loads_of_the_wheel_are_written_and_read() -> None:
-    from kvatlas.router.feeds.sockets import LoadReading  # noqa: PLC0415  # imports structlog
+    from kvatlas.router.feeds.sglang_load import LoadReading  # noqa: PLC0415  # imports structlog
 
     theirs = classes("wheel", LOADS).LoadStat(3, 4, 50, 600, 1, 7, 8, 9, 10, 11)
     written = msgspec.msgpack.encode(theirs)

@@ -17,7 +17,7 @@ from kvatlas.publisher.events import (
     encode_batch,
     encode_tokens,
 )
-from kvatlas.router.tools.capture import CaptureLine, encode_lines
+from kvatlas.router.tools.capture_writer import CaptureLine, encode_lines
 from tests.support.paths import DATA
 
 CAPTURES = sorted((DATA / "captures").glob("*.jsonl.gz"))

@@ -17,7 +17,9 @@ from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.simulation.demo.engines import engine_process
-from kvatlas.router.tools.index import EngineDiff, read_scope, verify_scope
+from kvatlas.router.tools.index import verify_scope
+from kvatlas.router.tools.index_reader import read_scope
+from kvatlas.router.tools.index_verifier import EngineDiff
 from tests.support.processes import Replica, replicas
 from tests.support.waiting import WAIT_S, patience, until
 

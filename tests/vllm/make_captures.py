@@ -26,8 +26,8 @@ import aiohttp
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import EngineSettings
-from kvatlas.router.tools.capture import CaptureWriter
-from kvatlas.router.tools.record import RecordSource, SourceRecorder
+from kvatlas.router.tools.capture_writer import CaptureWriter
+from kvatlas.router.tools.recorder import RecordSource, SourceRecorder
 from tests.support.paths import DATA
 
 FOLDER = DATA / "captures"

@@ -26,7 +26,8 @@ from kvatlas.router.placement.candidate import Hit, PolicySettings
 from kvatlas.router.placement.decide import Planner
 from kvatlas.router.placement.eligible import candidate_set
 from kvatlas.router.placement.engine import Accounts, Engine
-from kvatlas.router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
+from kvatlas.router.tools.trace_file import TraceHeader, header_facts
+from kvatlas.router.tools.trace_verification import ProbePrompt
 from tests.support.paths import ROOT
 from tests.vllm.forked import run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from kvatlas.router.fleet.statement import (
+from kvatlas.router.fleet.engine_metrics import (
     METRICS,
     METRICS_BY_NAME,
     names_read,

@@ -15,9 +15,10 @@ import pytest
 from kvatlas.publisher.block_hash import NO_EXTRAS
 from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import AllBlocksCleared
-from kvatlas.router.fleet.statement import read_statement
+from kvatlas.router.fleet.engine_metrics import read_statement
 from kvatlas.router.index.model import FleetResidency
-from kvatlas.router.tools.trace_verification import ProbePrompt, TraceHeader, header_facts
+from kvatlas.router.tools.trace_file import TraceHeader, header_facts
+from kvatlas.router.tools.trace_verification import ProbePrompt
 from tests.vllm.forked import driven
 
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,7 @@ from kvatlas.publisher.simulator.model import EngineModel, TextSource
 from kvatlas.publisher.simulator.stepper import Stepper
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.admission.admission_queue import AdmissionQueue
-from kvatlas.router.admission.gate import Isolation
+from kvatlas.router.admission.isolation import Isolation
 from kvatlas.router.admission.tenants import Tenant
 from kvatlas.router.http.downstream import DownstreamConnection
 from kvatlas.router.http.request_cycle import RequestCycle

@@ -18,8 +18,9 @@ from kvatlas.router.observe.findings import Finding, Severity
 from kvatlas.router.prompts.model_dir import ModelDirError
 from kvatlas.router.serve import configure_logging
 from kvatlas.router.tools.doctor import checks
+from kvatlas.router.tools.doctor.evidence import Evidence
 from kvatlas.router.tools.doctor.examine import ExamineSettings, examine
-from kvatlas.router.tools.doctor.findings import Evidence, exit_status
+from kvatlas.router.tools.doctor.findings import exit_status
 from kvatlas.router.tools.ops_client import make_table, output_console, router_url
 
 STYLES = {Severity.OK: "green", Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}

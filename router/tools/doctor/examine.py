@@ -19,15 +19,10 @@ from msgspec.structs import replace
 
 from kvatlas.router.config.schema import Config
 from kvatlas.router.engine_lifecycle import complete, setup_evidence
+from kvatlas.router.fleet.engine_metrics import read_statement
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
-from kvatlas.router.fleet.statement import (
-    SERVER_INFO,
-    event_sources,
-    read_statement,
-    server_info_statement,
-    sglang_engines,
-)
+from kvatlas.router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
 from kvatlas.router.fleet.status import ModelCard, kind_of
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error
@@ -44,7 +39,8 @@ from kvatlas.router.prompts.reader import PromptReader
 from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts
 from kvatlas.router.prompts.tokenizer_finder import locate
 from kvatlas.router.prompts.trial import Trials
-from kvatlas.router.tools.doctor.findings import (
+from kvatlas.router.tools.doctor.engine_gauges import read_engine_gauges, series
+from kvatlas.router.tools.doctor.evidence import (
     EngineEvidence,
     EventSource,
     Evidence,
@@ -53,9 +49,10 @@ from kvatlas.router.tools.doctor.findings import (
     RouterEvidence,
     ServerEvidence,
 )
-from kvatlas.router.tools.doctor.http import Http, HttpAnswer, read_engine_gauges, series
+from kvatlas.router.tools.doctor.http import Http, HttpAnswer
 from kvatlas.router.tools.doctor.listener import EventListener
-from kvatlas.router.tools.doctor.prober import EngineProber, compare, probe
+from kvatlas.router.tools.doctor.prober import EngineProber, probe
+from kvatlas.router.tools.doctor.tokenizer_parity import compare
 from kvatlas.router.tools.ops_client import ops_headers
 from kvatlas.router.tools.replay_player import CountingIndex
 

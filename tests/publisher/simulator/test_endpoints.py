@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvatlas.publisher.simulator.scheduler import Step
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import EngineSettings
-from kvatlas.router.fleet.statement import read_pool_blocks
+from kvatlas.router.fleet.engine_metrics import read_pool_blocks
 from tests.publisher.simulator.support import LONG_TEXT, all_blocks_free, engine, request
 from tests.support.paths import ROOT
 from tests.support.waiting import HANG_S, until

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.admission.gate import Isolation
+from kvatlas.router.admission.isolation import Isolation
 from kvatlas.router.admission.key_file import KeyFileError, KeySettings, KeyStats, TenantRules
 from kvatlas.router.openai.apis import CHAT, COHERE
 from kvatlas.router.openai.errors import ApiError

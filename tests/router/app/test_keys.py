@@ -16,7 +16,8 @@ import openai
 import pytest
 import structlog
 
-from kvatlas.router.admission.gate import KeyGate, read_secret
+from kvatlas.router.admission.gate import KeyGate
+from kvatlas.router.admission.isolation import read_secret
 from kvatlas.router.admission.key_file import KeyFile
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.log_throttle import LogThrottle

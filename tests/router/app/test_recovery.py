@@ -6,8 +6,8 @@ import pytest
 
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.feeds.base import FeedSettings, FeedState
+from kvatlas.router.fleet.engine_metrics import read_pool_blocks
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.fleet.statement import read_pool_blocks
 from kvatlas.router.index.base import Plane
 from kvatlas.router.proxy.headers import Verdict, cache_reset, judge
 from kvatlas.router.proxy.settings import REFUSED_PATHS, ProxySettings

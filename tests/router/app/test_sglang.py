@@ -239,7 +239,7 @@ async def test_gauges_count_once_the_socket_is_silent(monkeypatch: pytest.Monkey
             asked = front.asked("/metrics")
             await until(lambda: front.asked("/metrics") > asked + 2, "gauges were read")
             assert load_of(known).running == 0
-            monkeypatch.setattr("kvatlas.router.feeds.sockets.LOAD_FRESH_S", -1.0)
+            monkeypatch.setattr("kvatlas.router.feeds.sglang_load.LOAD_FRESH_S", -1.0)
             await until(lambda: load_of(known).running == 7, "the gauges count")
 
 

@@ -13,16 +13,8 @@ from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.admission.key_file import KeySettings
 from kvatlas.router.api.admin_auth import AdminSettings
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.config.load import (
-    LIVE,
-    SECTIONS,
-    changes,
-    describe,
-    load,
-    parse_engine,
-    plain_keys,
-    start,
-)
+from kvatlas.router.config.load import SECTIONS, describe, load, parse_engine, plain_keys, start
+from kvatlas.router.config.reload import LIVE, changes
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FileSettings, FleetSettings

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import xxhash
 
 from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, Event
+from kvatlas.router.feeds.actions import Apply, Forget, RequestReplay
 from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.machine import FeedMachine
-from kvatlas.router.feeds.position import Apply, Forget, RequestReplay
 
 SETTINGS = FeedSettings(
     hold_batches_max=64,

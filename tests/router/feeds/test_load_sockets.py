@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvatlas.publisher.simulator.server import LoadStat
-from kvatlas.router.feeds.sockets import LOAD_FRESH_S, LoadReading, LoadSockets
+from kvatlas.router.feeds.sglang_load import LOAD_FRESH_S, LoadReading, LoadSockets
 from tests.support.waiting import until
 
 

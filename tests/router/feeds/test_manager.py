@@ -14,7 +14,8 @@ from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.feeds import manager as module
 from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats
-from kvatlas.router.feeds.manager import FeedManager, ResidencyAudit
+from kvatlas.router.feeds.manager import FeedManager
+from kvatlas.router.feeds.residency_audit import ResidencyAudit
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.status import EngineStatus
 from kvatlas.router.index.base import GPU

@@ -16,13 +16,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvatlas.router.fleet.engine_calls import EngineCalls
-from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
-from kvatlas.router.fleet.salt_proof import SaltProof
-from kvatlas.router.fleet.settings import FleetSettings
-from kvatlas.router.fleet.statement import (
+from kvatlas.router.fleet.engine_metrics import (
     METRICS_BY_NAME,
     names_read,
-    reachable,
     read_gauges,
     read_obeys_hints,
     read_pool_blocks,
@@ -31,6 +27,10 @@ from kvatlas.router.fleet.statement import (
     read_statement,
     read_transfers,
 )
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.salt_proof import SaltProof
+from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.fleet.statement import reachable
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.tools.doctor.http import Http
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching

@@ -7,16 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvatlas.router.fleet.engine_metrics import read_gauges, read_pool_blocks, read_statement
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.fleet.statement import (
-    SERVER_INFO,
-    EngineStatement,
-    read_gauges,
-    read_pool_blocks,
-    read_statement,
-    server_info_statement,
-    sglang_engines,
-)
+from kvatlas.router.fleet.statement import SERVER_INFO, EngineStatement, server_info_statement, sglang_engines
 from tests.router.fleet.misbehaving import HANG, page, watching
 from tests.support.waiting import until
 

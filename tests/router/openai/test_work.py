@@ -10,8 +10,9 @@ import pytest
 from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.admission.tenants import Tenant, TenantRequest
 from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.openai.estimates import estimated_tokens, pooled
 from kvatlas.router.openai.request import InboundRequest, Usage
-from kvatlas.router.openai.work import NO_WORK, Work, estimated_tokens, pooled
+from kvatlas.router.openai.work import NO_WORK, Work
 from kvatlas.router.prompts.bodies import answers_beside
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from kvatlas.publisher.block_hash import HashScheme, block_hashes
 from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engine_metrics import read_statement
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
-from kvatlas.router.fleet.statement import EngineStatement, read_statement
+from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts

@@ -15,14 +15,8 @@ from kvatlas.router.index.query_plan import EngineQuery, query_hits
 from kvatlas.router.replication import write_queue
 from kvatlas.router.replication.registry import EngineFacts
 from kvatlas.router.replication.settings import SharedSettings
-from kvatlas.router.tools.trace_verification import (
-    RECORDED,
-    ProbePrompt,
-    apply_line,
-    learn_trace,
-    read_trace,
-    trace_facts,
-)
+from kvatlas.router.tools.trace_file import read_trace, trace_facts
+from kvatlas.router.tools.trace_verification import RECORDED, ProbePrompt, apply_line, learn_trace
 from tests.router.replication.backend import SharedIndex, make_settings
 from tests.support.examples import examples, some
 from tests.support.index_contract import IndexContract, IndexMachine

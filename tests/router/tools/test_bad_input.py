@@ -24,13 +24,14 @@ from kvatlas.publisher.events import EventDecodeError, encode_batch
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.replication.settings import IndexSettings
-from kvatlas.router.tools.capture import CapturedFrame, read_capture, redact
+from kvatlas.router.tools.capture import CapturedFrame, read_capture
 from kvatlas.router.tools.explain import ExplainOptions, run_explain
 from kvatlas.router.tools.index import run_index_verify
 from kvatlas.router.tools.record import resolve
+from kvatlas.router.tools.redaction import redact
 from kvatlas.router.tools.replay import ReplayOptions, run_replay
 from kvatlas.router.tools.replay_player import Player
-from kvatlas.router.tools.trace_verification import RecordingError, read_trace
+from kvatlas.router.tools.trace_file import RecordingError, read_trace
 from kvatlas.router.tools.verify import run_verify
 from tests.support.captures import BLOCK, CAPTURES, removed, stored, tokens, write
 from tests.support.examples import examples

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.simulation.demo.table import Tally, _compare
-from kvatlas.router.tools.capture import CaptureWriter
+from kvatlas.router.tools.capture_writer import CaptureWriter
 from kvatlas.router.tools.event_order import RecordStats
 from kvatlas.router.tools.index import addressed
 from kvatlas.router.tools.ops_client import WIDTH_PIPED, output_console

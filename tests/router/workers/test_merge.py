@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvatlas.router.api.metrics_page import page_steps
+from kvatlas.router.api.prometheus_text import page_steps
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.workers.merged_view import (
     CounterStore,

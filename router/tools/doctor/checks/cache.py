@@ -15,18 +15,10 @@ from kvatlas.router.index.base import GPU
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.index.learn.hash_scheme import SEEDS_MAX, Detection
 from kvatlas.router.prompts.model_config import ModelConfigFile
-from kvatlas.router.tools.doctor.findings import (
-    FIXED_SEED_SINCE,
-    CheckResult,
-    EngineEvidence,
-    Evidence,
-    check,
-    error,
-    info,
-    ok,
-    warning,
-)
-from kvatlas.router.tools.doctor.listener import GroupStores
+from kvatlas.router.tools.doctor.event_counts import GroupStores
+from kvatlas.router.tools.doctor.evidence import EngineEvidence, Evidence
+from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
+from kvatlas.router.tools.doctor.missing_features import FIXED_SEED_SINCE
 
 # Fewer stored events of a group are no evidence about retention.
 _STORES_MIN = 20

@@ -6,19 +6,10 @@ from collections.abc import Iterator
 
 from kvatlas.router.fleet.statement import EVENTS_OPTION
 from kvatlas.router.index.base import ON_GPU, medium_named
-from kvatlas.router.tools.doctor.findings import (
-    EVENT_SOURCES_SINCE,
-    NEWEST_KNOWN,
-    CheckResult,
-    EngineEvidence,
-    check,
-    error,
-    info,
-    missing_features,
-    ok,
-    warning,
-)
+from kvatlas.router.tools.doctor.evidence import EngineEvidence
+from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
 from kvatlas.router.tools.doctor.listener import Connectivity, ReplayState
+from kvatlas.router.tools.doctor.missing_features import EVENT_SOURCES_SINCE, NEWEST_KNOWN, missing_features
 
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"
 

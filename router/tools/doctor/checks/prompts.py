@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvatlas.router.prompts.settings import ANY_MODEL
-from kvatlas.router.tools.doctor.findings import (
-    CheckResult,
-    EngineEvidence,
-    ProbeRequest,
-    PromptParity,
-    check,
-    error,
-    info,
-    ok,
-    warning,
-)
+from kvatlas.router.tools.doctor.evidence import EngineEvidence, ProbeRequest, PromptParity
+from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
 
 
 @check("tokens.parity")

@@ -9,18 +9,9 @@ import msgspec
 
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.observe.findings import BAD, Finding
-from kvatlas.router.tools.doctor.findings import (
-    CheckResult,
-    EngineEvidence,
-    Evidence,
-    RouterEvidence,
-    check,
-    error,
-    info,
-    ok,
-    warning,
-)
-from kvatlas.router.tools.doctor.http import series
+from kvatlas.router.tools.doctor.engine_gauges import series
+from kvatlas.router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
+from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
 
 _SOURCE_REMEDIES = {
     "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",

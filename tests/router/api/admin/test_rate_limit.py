@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.api import admin_auth as limit
-from kvatlas.router.api.admin_auth import TURN_S, WAITING_MAX, Authenticator, RateLimit, TokenFile, Turns
+from kvatlas.router.api import rate_limit as limit
+from kvatlas.router.api.admin_auth import Authenticator
+from kvatlas.router.api.admin_tokens import TokenFile
+from kvatlas.router.api.rate_limit import TURN_S, WAITING_MAX, RateLimit, Turns
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.errors import ApiError
 from tests.router.api.admin.admin_rig import OTHER, administered, audited, token_file

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from kvatlas.publisher.events import BlockRemoved, DecodedBatch
+from kvatlas.router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
 from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.machine import FeedMachine
-from kvatlas.router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
 from tests.support.examples import some
 from tests.support.feed_world import run
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.feeds.base import FeedSettings
-from kvatlas.router.feeds.manager import FeedManager, ResidencyAudit
+from kvatlas.router.feeds.manager import FeedManager
+from kvatlas.router.feeds.residency_audit import ResidencyAudit
 from kvatlas.router.index.learn import hash_scheme
 from kvatlas.router.index.learn import learning_budget as module
 from kvatlas.router.index.learn.hash_scheme import Detection

@@ -15,14 +15,8 @@ from kvatlas.router.fleet.statement import EngineStatement, metrics_statement
 from kvatlas.router.index.learn.facts import DropReceipts, Fact, SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
-from kvatlas.router.tools.trace_verification import (
-    RECORDED,
-    ProbePrompt,
-    apply_line,
-    learn_trace,
-    read_trace,
-    trace_facts,
-)
+from kvatlas.router.tools.trace_file import read_trace, trace_facts
+from kvatlas.router.tools.trace_verification import RECORDED, ProbePrompt, apply_line, learn_trace
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 from tests.support.paths import ROOT
 

@@ -15,14 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.fleet.settings import KubernetesSettings
-from kvatlas.router.services.kubernetes.transport import (
-    AccessError,
-    BadAnswerError,
-    LineSplitter,
-    find_access,
-    make_client,
-    read_kubeconfig,
-)
+from kvatlas.router.services.kubernetes.access import AccessError, find_access, read_kubeconfig
+from kvatlas.router.services.kubernetes.transport import BadAnswerError, LineSplitter, make_client
 from tests.router.services.sources.test_kube_source import certificates, seeing
 from tests.support.kube_api import PODS, kube_api
 from tests.support.kube_objects import pod

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.fleet.settings import KubernetesSettings
+from kvatlas.router.services.kubernetes.object_store import ObjectStore
 from kvatlas.router.services.kubernetes.objects import Pod
 from kvatlas.router.services.kubernetes.pool_engines import read_cluster
-from kvatlas.router.services.kubernetes.source import ObjectStore
 from tests.support.examples import examples
 from tests.support.kube_objects import Json, pod
 

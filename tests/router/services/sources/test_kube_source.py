@@ -38,7 +38,7 @@ async def seeing(
     settings = KubernetesSettings(**{**defaults, **changes})
     source = KubernetesSource(settings, costs=lambda: costs or {}, jitter=random.Random(7))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvatlas.router.services.kubernetes.source.RETRY_S_MAX", 0.2)
+        patched.setattr("kvatlas.router.services.kubernetes.reflector.RETRY_S_MAX", 0.2)
         async with at_work(Seeing(source)) as seen:
             yield seen
 
@@ -140,7 +140,7 @@ async def test_the_api_server_restarts(tmp_path: Path) -> None:
 async def test_a_connection_that_died_unnoticed_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.services.kubernetes.source._SILENCE_S", 0.1)
+    monkeypatch.setattr("kvatlas.router.services.kubernetes.reflector._SILENCE_S", 0.1)
 
     async with kube_api() as kube:
         kube.dumb = 1
@@ -321,7 +321,7 @@ async def test_its_own_namespace_where_none_is_given(tmp_path: Path) -> None:
 async def test_too_many_objects_are_an_error_and_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.services.kubernetes.source.OBJECTS_MAX", 2)
+    monkeypatch.setattr("kvatlas.router.services.kubernetes.reflector.OBJECTS_MAX", 2)
 
     async with kube_api() as kube:
         await kube.put(PODS, pod("a", "10.0.0.1"))

@@ -10,7 +10,8 @@ from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.findings import Finding, Severity
 from kvatlas.router.tools.doctor import findings
-from kvatlas.router.tools.doctor.findings import CheckResult, Evidence, exit_status, info, run_checks
+from kvatlas.router.tools.doctor.evidence import Evidence
+from kvatlas.router.tools.doctor.findings import CheckResult, exit_status, info, run_checks
 from tests.router.tools.doctor.rig import Answers, at, examined, http_server, publishing, server, stored
 from tests.support.examples import some
 from tests.support.whole_router import configure, routing, running

@@ -20,11 +20,14 @@ from kvatlas.publisher.events import BlockStored, encode_batch, encode_tokens
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.feeds.base import FeedSettings
-from kvatlas.router.tools.capture import CaptureLine, CaptureWriter, read_capture, redact
-from kvatlas.router.tools.record import RecordOptions, RecordSource, SourceRecorder, resolve, run_record
+from kvatlas.router.tools.capture import read_capture
+from kvatlas.router.tools.capture_writer import CaptureLine, CaptureWriter
+from kvatlas.router.tools.record import RecordOptions, resolve, run_record
+from kvatlas.router.tools.recorder import RecordSource, SourceRecorder
+from kvatlas.router.tools.redaction import redact
 from kvatlas.router.tools.replay import facts_of
 from kvatlas.router.tools.replay_player import Player
-from kvatlas.router.tools.trace_verification import RecordingError
+from kvatlas.router.tools.trace_file import RecordingError
 from tests.support.captures import BLOCK, CAPTURES, stored, tokens
 from tests.support.examples import some
 from tests.support.paths import ROOT, TRACES

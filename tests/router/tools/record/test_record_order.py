@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.router.feeds.position import RequestReplay
-from kvatlas.router.tools.capture import CaptureLine
+from kvatlas.router.feeds.actions import RequestReplay
+from kvatlas.router.tools.capture_writer import CaptureLine
 from kvatlas.router.tools.event_order import CaptureOrder, RecordStats
 from tests.support.examples import examples
 

@@ -21,7 +21,8 @@ from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.tools.capture import TRACE_SOURCE, read_capture
 from kvatlas.router.tools.replay import ReplayOptions, facts_of, run_replay
 from kvatlas.router.tools.replay_player import CountingIndex, Player
-from kvatlas.router.tools.trace_verification import ProbePrompt, read_trace
+from kvatlas.router.tools.trace_file import read_trace
+from kvatlas.router.tools.trace_verification import ProbePrompt
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, removed, stored, tokens, truth, write
 from tests.support.examples import examples
 from tests.support.paths import TRACES

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvatlas.router.tools.top import EngineRow, RouterSnapshot, make_snapshot, render, snapshots
+from kvatlas.router.tools.top import render, snapshots
+from kvatlas.router.tools.top_snapshot import EngineRow, RouterSnapshot, make_snapshot
 from tests.router.tools.doctor.rig import http_server
 from tests.support.examples import examples
 from tests.support.paths import ROOT
