@@ -1,4 +1,4 @@
-"""A router process for the drain tests: its arguments are ENGINE_URL DRAIN_S DELAY_S; prints its port."""
+"""A router process for the drain tests: its argument is ENGINE_URL; prints its port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Announcing(ProxyServer):
 
 
 if __name__ == "__main__":
-    listen = ListenSettings(drain_s_max=float(sys.argv[2]), drain_delay_s=float(sys.argv[3]))
+    listen = ListenSettings(drain_s_max=60.0)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     app = ProxyApp(FakePlanner(sys.argv[1]))
     server = Announcing(listen_config(app, port=0, listen=listen, lifespan="off"))

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -20,6 +20,7 @@ from tests.support.proxy_rig import (
     STREAM,
     Call,
     Engine,
+    Rig,
     chunk,
     event,
     read_answer,
@@ -38,30 +39,29 @@ class Process:
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
-    async def refuses(self) -> None:
-        """Wait until new connections are refused."""
 
-        async def refused() -> bool:
-            try:
-                _, writer = await self.connect()
-            except ConnectionRefusedError:
-                return True
-            writer.close()
-            return False
+async def refused(port: int) -> None:
+    """Wait until new connections are refused."""
 
-        # A reset connection was still waiting to be accepted when the listener closed.
-        await until(refused, "refused", ignoring=(ConnectionResetError,))
+    async def it_is() -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            return True
+        writer.close()
+        return False
+
+    # A reset connection was still waiting to be accepted when the listener closed.
+    await until(it_is, "refused", ignoring=(ConnectionResetError,))
 
 
 @contextlib.asynccontextmanager
-async def router(engine: Engine, drain_s: float, delay_s: float = 0.0) -> AsyncIterator[Process]:
+async def router(engine: Engine) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tests.router.http.drained_router",
         engine.url,
-        str(drain_s),
-        str(delay_s),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         cwd=ROOT,
@@ -75,6 +75,24 @@ async def router(engine: Engine, drain_s: float, delay_s: float = 0.0) -> AsyncI
         process._transport.close()  # type: ignore[attr-defined]
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    engine: Engine, drain_s: float, delay_s: float = 0.0
+) -> AsyncIterator[tuple[Rig, Callable[[int], None]]]:
+    """Here, as in a process of kvatlas: until a signal, and to the end of its drain. Signals come by the
+    function that is given too."""
+    listen = ListenSettings(drain_s_max=drain_s, drain_delay_s=delay_s)
+    async with routing(engine.url, listen=listen) as rig:
+
+        async def serve() -> None:
+            await rig.server.main_loop()
+            await rig.server.shutdown()
+
+        running = asyncio.create_task(serve())
+        yield rig, lambda number: rig.server.handle_exit(number, None)
+        await running
+
+
 async def _slow(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
     writer.write(SSE_HEAD + chunk(event("a")))
     await engine.go.wait()
@@ -83,7 +101,7 @@ async def _slow(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> Non
 
 @pytest.mark.real  # a process of kvatlas
 async def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
-    async with Engine(_slow) as engine, router(engine, 30) as process:
+    async with Engine(_slow) as engine, router(engine) as process:
         reader, writer = await process.connect()
         idle, idle_writer = await process.connect()
         writer.write(request(STREAM))
@@ -91,7 +109,7 @@ async def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
         await reader.readexactly(len(chunk(event("a"))))
         for _ in range(3):  # repeating it changes nothing
             process.process.send_signal(signal.SIGTERM)
-        await process.refuses()
+        await refused(process.port)
         assert await idle.read() == b""
         engine.go.set()
         assert await reader.read() == chunk(event("b") + DONE) + END
@@ -100,116 +118,98 @@ async def test_running_stream_finishes_and_nothing_new_is_taken() -> None:
         idle_writer.close()
 
 
-@pytest.mark.process
 async def test_answers_begun_while_draining_close_their_connection() -> None:
     async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
         await engine.go.wait()
         await says(200, b"{}")(engine, call, writer)
 
-    async with Engine(script) as engine, router(engine, 30) as process:
-        reader, writer = await process.connect()
+    async with Engine(script) as engine, serving(engine, 30) as (rig, signalled):
+        reader, writer = await rig.connect()
         writer.write(request())
         await until(lambda: engine.calls, "the engine is asked")
-        process.process.send_signal(signal.SIGTERM)
-        await process.refuses()
+        signalled(signal.SIGTERM)
+        await refused(rig.port)
         engine.go.set()
         got = await read_answer(reader)
         assert (got.status, got.head["connection"]) == (200, "close")
-        assert await process.process.wait() == 0
-        writer.close()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("how", ["time", "second SIGINT"])
 async def test_drain_does_not_last_for_ever(how: str) -> None:
-    async with Engine(_slow) as engine, router(engine, 0.3 if how == "time" else 60) as process:
-        reader, writer = await process.connect()
-        writer.write(request(STREAM))
-        await reader.readuntil(b"\r\n\r\n")
-        process.process.send_signal(signal.SIGINT)
-        await process.refuses()
-        if how != "time":
-            process.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(ConnectionError):
-            rest = await reader.read()
-            assert not rest.endswith(END)  # cut, not ended
-        assert await process.process.wait() == 0
+    clock = asyncio.get_running_loop().time
+    async with Engine(_slow) as engine:
+        async with serving(engine, 60) as (rig, signalled):
+            reader, writer = await rig.connect()
+            writer.write(request(STREAM))
+            await reader.readuntil(b"\r\n\r\n")
+            signalled(signal.SIGINT)
+            began = clock()
+            await refused(rig.port)
+            if how != "time":
+                signalled(signal.SIGINT)
+            with contextlib.suppress(ConnectionError):
+                rest = await reader.read()
+                assert not rest.endswith(END)  # cut, not ended
+            assert (clock() - began > 59) == (how == "time")
         await engine.calls[0].closed.wait()
-        writer.close()
 
 
-@pytest.mark.real  # a process of kvatlas
-async def test_idle_router_ends_immediately() -> None:
-    async with Engine(_slow) as engine, router(engine, 60) as process:
-        process.process.send_signal(signal.SIGTERM)
-        assert await process.process.wait() == 0
-        assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
-
-
-@pytest.mark.process
 async def test_during_the_delay_requests_are_answered_and_connections_closed_with_them() -> None:
     """Load balancers that have not noticed yet lose nothing, and clients with idle connections move on."""
-
-    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-        await says(200, b"{}")(engine, call, writer)
-
-    async with Engine(script) as engine, router(engine, 30, delay_s=60) as process:
-        idle, idle_writer = await process.connect()
+    async with Engine(says(200, b"{}")) as engine, serving(engine, 30, delay_s=60) as (rig, signalled):
+        idle, idle_writer = await rig.connect()
         idle_writer.write(request())
         assert "connection" not in (await read_answer(idle)).head
-        process.process.send_signal(signal.SIGTERM)
-        while b"draining" not in await process.process.stderr.readline():
-            pass
-        late, late_writer = await process.connect()
+        signalled(signal.SIGTERM)
+        await until(lambda: rig.server.draining, "draining")
+        late, late_writer = await rig.connect()
         for reader, writer in ((idle, idle_writer), (late, late_writer)):
             writer.write(request())
             got = await read_answer(reader)
             assert (got.status, got.head["connection"]) == (200, "close")
             assert await reader.read() == b""
-            writer.close()
-        process.process.send_signal(signal.SIGTERM)  # repeating it changes nothing
-        _, writer = await process.connect()
-        writer.close()
-        process.process.send_signal(signal.SIGINT)  # a person who will not wait
-        await process.refuses()
-        assert await process.process.wait() == 0
+        signalled(signal.SIGTERM)  # repeating it changes nothing
+        await rig.connect()
+        signalled(signal.SIGINT)  # a person who will not wait
+        await refused(rig.port)
 
 
-@pytest.mark.process
 async def test_an_answer_that_began_before_the_delay_and_said_nothing_leaves_its_connection_open() -> None:
     """Its client may be sending the next request, which would stay unanswered."""
-    async with Engine(_slow) as engine, router(engine, 30, delay_s=60) as process:
-        reader, writer = await process.connect()
+    async with Engine(_slow) as engine, serving(engine, 30, delay_s=60) as (rig, signalled):
+        reader, writer = await rig.connect()
         writer.write(request(STREAM))
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"connection" not in head
-        process.process.send_signal(signal.SIGTERM)
-        while b"draining" not in await process.process.stderr.readline():
-            pass
+        signalled(signal.SIGTERM)
+        await until(lambda: rig.server.draining, "draining")
         engine.go.set()
         await reader.readuntil(END)
         writer.write(request(STREAM))
         assert b"connection: close" in await reader.readuntil(b"\r\n\r\n")
         assert (await reader.read()).endswith(END)
-        writer.close()
 
 
-@pytest.mark.process
 async def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> None:
-    async with Engine(_slow) as engine, router(engine, 30, delay_s=0.2) as process:
-        reader, writer = await process.connect()
-        idle, idle_writer = await process.connect()
+    async with Engine(_slow) as engine, serving(engine, 30, delay_s=5) as (rig, signalled):
+        reader, writer = await rig.connect()
+        idle, _ = await rig.connect()
         writer.write(request(STREAM))
         await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(len(chunk(event("a"))))
-        process.process.send_signal(signal.SIGTERM)
-        await process.refuses()
+        signalled(signal.SIGTERM)
+        await refused(rig.port)
         assert await idle.read() == b""
         engine.go.set()
         assert await reader.read() == chunk(event("b") + DONE) + END
+
+
+@pytest.mark.real  # a process of kvatlas
+async def test_idle_router_ends_immediately() -> None:
+    async with Engine(_slow) as engine, router(engine) as process:
+        process.process.send_signal(signal.SIGTERM)
         assert await process.process.wait() == 0
-        writer.close()
-        idle_writer.close()
+        assert (await process.process.stdout.read()).splitlines()[-1] == b"True"
 
 
 @pytest.mark.real  # sockets of the kernel
