@@ -215,6 +215,19 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         size = self._digest_bytes()
         return [bytes(self._whole[at : at + size]) for at in range(start * size, len(self._whole), size or 1)]
 
+    def packed(self) -> tuple[HashScheme, int, memoryview]:
+        """The chain as values: its scheme, the number of blocks, and the full hashes in one piece."""
+        return self.scheme, len(self.hashes), memoryview(self._whole)
+
+    @classmethod
+    def unpacked(
+        cls, scheme: HashScheme, num_blocks: int, whole: memoryview, extras: PromptExtras
+    ) -> HashChain:
+        """The chain of a prompt with these extras, from values of ``packed``."""
+        copy = bytearray(whole)
+        words = _words_of(copy, len(copy) // num_blocks, 0 if scheme.algo == SGLANG else -1)
+        return cls(scheme, extras, None, PromptHashes(words), copy)
+
     def extend(self, token_ids: Sequence[int]) -> PromptHashes:
         """Hash the blocks of ``token_ids`` (the whole prompt) that are not hashed yet; returns all hashes.
 
@@ -320,7 +333,7 @@ def _page_root(extras: PromptExtras) -> bytes:
     return sha256(_SGLANG_SALT + extras.cache_salt.encode()) if extras.cache_salt else b""
 
 
-def _words_of(whole: bytes, digest_bytes: int, position: int) -> array[int]:
+def _words_of(whole: bytes | bytearray, digest_bytes: int, position: int) -> array[int]:
     """The eight bytes at ``position`` (0: the first, -1: the last) of each of these hashes, as big-endian
     numbers.
     """

@@ -228,6 +228,7 @@ class Router:
             frontends=self.fleet.frontends,
             is_adapter=self.fleet.is_adapter,
             clock=clock,
+            records=lambda stats: None if worker is None else worker.shared_records(stats),
         )
         self.finder = TokenizerFinder(
             self.fleet,

@@ -151,7 +151,13 @@ class Parent:
         own_admin = config.admin.enabled and config.admin.port is not None
         admin = (config.admin.host, config.admin.port or 0) if own_admin else None
         try:
-            sockets = WorkerSockets(self._workers, (server.host, server.port), ops=ops, admin=admin)
+            sockets = WorkerSockets(
+                self._workers,
+                (server.host, server.port),
+                ops=ops,
+                admin=admin,
+                memory_bytes_max=config.prompts.prefix_cache_bytes_max,
+            )
         except OSError as error:
             _log.error("not started", problem=str(error))
             return 1

@@ -44,6 +44,7 @@ from kvatlas.router.prompts.request import (
     num_values,
 )
 from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.shared_prompts import CHARS_MIN, SharedPrompts
 from kvatlas.router.prompts.tokenizer import PromptTokenizer
 from kvatlas.router.prompts.truncation import ids_of, truncated
 from kvatlas.router.prompts.worker_threads import Workers
@@ -92,16 +93,18 @@ class LocalModel:
         cache: PrefixCache,
         workers: Workers,
         settings: PromptSettings,
+        shared: SharedPrompts | None = None,
         frontend: Frontend = "python",
         tokenizer: TextTokenizer | None = None,
     ) -> None:
-        """``tokenizer``: of the same directory, if it is loaded already."""
+        """``shared``: prompts of all workers; ``tokenizer``: of this directory, if it is loaded already."""
         self._config = config
         self._stats = stats
         self._cache = cache
         self._workers = workers
         self._settings = settings
         self._directory = directory
+        self._shared = shared if directory.identity else None
         self._unlike = directory.config_tokens if frontend == "rust" else None
         """Texts that this frontend splits otherwise."""
         self._others: dict[Frontend, LocalModel] = {}
@@ -132,6 +135,7 @@ class LocalModel:
                 cache=self._cache,
                 workers=self._workers,
                 settings=self._settings,
+                shared=self._shared,
                 frontend=frontend,
                 tokenizer=self.tokenizer,
             )
@@ -160,10 +164,10 @@ class LocalModel:
             kind = await self._kind_of(body, scope, long=long)
         if len(body.messages) > _MESSAGES_MAX:
             raise NotLocalError("too_complex")
-        form, scope, special, _, by_the_clock = kind
-        keys = message_keys(scope, body.messages)
+        form, whole_scope, special, _, by_the_clock = kind
+        keys = message_keys(whole_scope, body.messages)
         parent, shared = self._cache.find(keys) or (None, 0)
-        if parent is None or not parent.begins_as(scope, body.messages[:shared]):
+        if parent is None or not parent.begins_as(whole_scope, body.messages[:shared]):
             self._stats.prefix_misses += 1
             parent, shared = None, 0
         else:
@@ -190,14 +194,16 @@ class LocalModel:
             raise NotLocalError("multimodal")
         if isinstance(text, list):  # the family's own ids, complete
             return self._keep(
-                Entry(tuple(keys), scope, ids_of(text), extras, tuple(messages), media), parent, 0
+                Entry(tuple(keys), whole_scope, ids_of(text), extras, tuple(messages), media), parent, 0
             )
-        cut, ids, known_tokens = await self._tokenize(text, parent, special=special)
+        shared_scope = self._shared_scope(scope, special=special)
+        parent, kept = self._best_known(text, parent, shared_scope, extras)
+        cut, ids, known_tokens = await self._tokenize(text, parent, kept, special=special)
         if not whole:
             ids = self._truncated(ids, body, special)
-        kept = cut if whole else None  # its ids are no longer there
-        entry = Entry(tuple(keys), scope, ids, extras, tuple(messages), media, kept)
-        return self._keep(entry, parent, known_tokens)
+        pieces = cut if whole else None  # its ids are no longer there
+        entry = Entry(tuple(keys), whole_scope, ids, extras, tuple(messages), media, pieces)
+        return self._keep(entry, parent, known_tokens, shared_scope)
 
     async def completion(
         self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
@@ -212,8 +218,9 @@ class LocalModel:
             return self.entry_of_ids(ids, extras, scope)
         special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
         if body.truncate_prompt_tokens is not None:
-            _, ids, _ = await self._tokenize(prompt, None, special=special)
+            _, ids, _ = await self._tokenize(prompt, None, 0, special=special)
             return self.entry_of_ids(self._truncated(ids, body, special), extras, scope)
+        shared_scope = self._shared_scope(scope, special=special)
         form = (_ENCODER.encode(special), self.tokenizer.name.encode(), self._serial)
         scope = compact(b"\0".join((scope, *form)))
         keys = text_keys(scope, prompt)
@@ -221,8 +228,9 @@ class LocalModel:
         if parent is not None and parent.cut is not None and parent.cut.text == prompt:
             self._stats.tokens_reused += len(parent.ids)
             return parent
-        cut, ids, known_tokens = await self._tokenize(prompt, parent, special=special)
-        return self._keep(Entry(tuple(keys), scope, ids, extras, cut=cut), parent, known_tokens)
+        parent, kept = self._best_known(prompt, parent, shared_scope, extras)
+        cut, ids, known_tokens = await self._tokenize(prompt, parent, kept, special=special)
+        return self._keep(Entry(tuple(keys), scope, ids, extras, cut=cut), parent, known_tokens, shared_scope)
 
     def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
         """Return the cached prompt of given ids."""
@@ -270,8 +278,34 @@ class LocalModel:
         made_by = (self.tokenizer.name.encode(), self._serial, stamp)
         return compact(b"\0".join((scope, form.context.key, limits, *made_by)))
 
-    async def _tokenize(self, text: str, parent: Entry | None, *, special: bool) -> tuple[CutText, Ids, int]:
-        """Cut and tokenize a text, reusing the ids of ``parent`` up to the last common cut.
+    def _shared_scope(self, scope: bytes, *, special: bool) -> bytes:
+        """Inputs of tokens and hashes besides the text, equal in all workers; empty: nothing is shared."""
+        if self._shared is None:
+            return b""
+        return compact(
+            b"\0".join((scope, self._directory.identity, self.tokenizer.name.encode(), b"%d" % special))
+        )
+
+    def _best_known(
+        self, text: str, parent: Entry | None, shared_scope: bytes, extras: PromptExtras
+    ) -> tuple[Entry | None, int]:
+        """``parent``, or another worker's prompt if that has more of this text; also how many of its pieces
+        the text begins with."""
+        before = None if parent is None else parent.cut
+        kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
+        begin = 0 if before is None else before.starts[kept]
+        if self._shared is not None and len(text) - begin >= CHARS_MIN:
+            found = self._shared.find(shared_scope, text, begin, extras)
+            if found is not None and found.cut is not None:
+                more = found.cut.num_shared(text, self.tokenizer.may_cut)
+                if found.cut.starts[more] > begin:
+                    return found, more
+        return parent, kept
+
+    async def _tokenize(
+        self, text: str, parent: Entry | None, kept: int, *, special: bool
+    ) -> tuple[CutText, Ids, int]:
+        """Cut and tokenize a text, reusing the ids of the first ``kept`` pieces of ``parent``.
 
         The last number is the number of reused tokens. ``special``: with special tokens around the text.
         """
@@ -281,7 +315,6 @@ class LocalModel:
             raise NotLocalError("frontend")
         prefix, suffix = self._frame(special=special)
         before = None if parent is None else parent.cut
-        kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
         if parent is not None and before is not None and kept:
             begin, reused = before.starts[kept], before.counts[kept]
             starts, counts, known = before.starts[:kept], list(before.counts[:kept]), parent.ids
@@ -319,9 +352,13 @@ class LocalModel:
         frame = sum(map(len, self._frame(special=special)))
         return truncated(ids, body, max_model_len=self._config.max_model_len, from_text=True, frame=frame)
 
-    def _keep(self, entry: Entry, parent: Entry | None, known: int) -> Entry:
+    def _keep(self, entry: Entry, parent: Entry | None, known: int, shared_scope: bytes = b"") -> Entry:
         if not entry.ids:
             raise NotLocalError("empty")
+        if parent is not None:
+            entry.shared_tokens = min(parent.shared_tokens, known)
+        if self._shared is not None:
+            self._shared.offer(shared_scope, entry)
         if parent is None:
             self._cache.put(entry)
             return entry

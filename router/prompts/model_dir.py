@@ -57,6 +57,8 @@ class ModelDir(msgspec.Struct):
     rebuilt: bool = False
     """Engines make another tokenizer of this one: transformers 5 builds ``LlamaTokenizer`` by its own code
     and takes only vocabulary and merges of ``tokenizer.json``."""
+    identity: bytes = b""
+    """Digest of all that makes the tokens of a text; empty: the family makes them."""
     config_tokens: re.Pattern[str] | None = None
     """Tokens that ``tokenizer.json`` lacks; None: there are none."""
 
@@ -95,7 +97,8 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
     named = _named_tokens(folder, config)
     model_type, architecture = _model_kind(_read_json(folder / "config.json"))
     listed = _listed_tokens(config, named)
-    tokenizer = _load_tokenizer(_TokenizerFile(sha256, json.dumps(listed), file))
+    tokens = json.dumps(listed)
+    tokenizer = _load_tokenizer(_TokenizerFile(sha256, tokens, file))
     # The vocabulary is skipped: it may have 20 MB.
     parts = msgspec.json.decode(content, type=_Parts)
     return ModelDir(
@@ -108,6 +111,7 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
         model_type,
         architecture,
         _is_rebuilt(parts, config, model_type),
+        sha256 + hashlib.sha256(tokens.encode()).digest(),
         _missing_tokens(parts, tokenizer, listed),
     )
 

@@ -67,6 +67,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     """None: the ids are not those of a text alone, or the family makes them."""
     chains: dict[HashScheme, HashChain] = {}
     size_bytes: int = 0
+    shared_tokens: int = 0
+    """Number of leading tokens that all workers find, with their hashes."""
 
     def begins_as(self, scope: bytes, raws: list[msgspec.Raw]) -> bool:
         """Whether its first messages are these, byte by byte."""

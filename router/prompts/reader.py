@@ -65,6 +65,8 @@ from kvatlas.router.prompts.request import (
     rest_of,
 )
 from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.shared_prompts import SharedPrompts
+from kvatlas.router.prompts.shared_records import SharedRecords
 from kvatlas.router.prompts.truncation import ids_of, truncated
 from kvatlas.router.prompts.worker_threads import Workers
 
@@ -114,8 +116,8 @@ class PromptReader:
     own ``Authorization`` or with none.
 
     ``engine_url`` names an engine that serves a model behind a frontend (None: there is none), ``frontends``
-    those of its engines, ``is_adapter`` tells LoRA names. Loading happens here and takes up to seconds per
-    tokenizer. Raises ``ModelDirError`` for an unusable directory.
+    those of its engines, ``is_adapter`` tells LoRA names, ``records`` makes those that workers share. Loading
+    happens here and takes up to seconds per tokenizer. Raises ``ModelDirError`` for an unusable directory.
     """
 
     def __init__(
@@ -129,8 +131,11 @@ class PromptReader:
         is_adapter: Callable[[str], bool] = lambda _model: False,
         clock: Callable[[], float] = time.monotonic,
         stats: PromptStats | None = None,
+        records: Callable[[PromptStats], SharedRecords | None] = lambda _stats: None,
     ) -> None:
         self.stats = stats or PromptStats()
+        shared = records(self.stats)
+        self._shared = None if shared is None else SharedPrompts(shared, self.stats)
         self._settings = settings
         self.renderers = Renderers(
             settings.renderers, EngineSide(post, settings, self.stats, clock, who="renderer")
@@ -163,6 +168,7 @@ class PromptReader:
                 cache=self._cache,
                 workers=self._workers,
                 settings=self._settings,
+                shared=self._shared,
             )
         except ModelDirError:
             raise

@@ -37,7 +37,8 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Bounds of prompt processing. Sizes of caches are estimates of resident memory."""
 
     prefix_cache_bytes_max: int = 256 << 20
-    """Cache of tokens and block hashes of earlier prompts, shared by all models. Raise it if
+    """Cache of tokens and block hashes of earlier prompts, shared by all models. Several workers have one
+    each, and together as much again, where they find each other's. Raise it if
     `kvatlas_prompts_prefix_evictions_total` grows and memory is free."""
     fast_tokenizer: Literal["auto", "off"] = "auto"
     """``auto``: tokenize with fastokens if it gives the tokens of ``tokenizers`` for all probe texts, and
@@ -228,6 +229,23 @@ class PromptStats(msgspec.Struct):
     """Entries evicted from the prefix cache."""
     prefix_bytes: Annotated[int, "kvatlas_prompts_prefix_bytes"] = 0
     """Size of the prefix cache."""
+    shared_hits: Annotated[int, "kvatlas_prompts_shared_hits_total"] = 0
+    """Prompts whose beginning another worker had read, or an earlier process of this one: tokens and hashes
+    were taken from the memory that workers share."""
+    shared_misses: Annotated[int, "kvatlas_prompts_shared_misses_total"] = 0
+    """Prompts whose beginning was looked up in that memory and was not there."""
+    shared_written: Annotated[int, "kvatlas_prompts_shared_written_total"] = 0
+    """Prompts written to that memory."""
+    shared_overwritten: Annotated[int, "kvatlas_prompts_shared_overwritten_total"] = 0
+    """Prompts overwritten there by newer ones of the same worker."""
+    shared_torn: Annotated[int, "kvatlas_prompts_shared_torn_total"] = 0
+    """Prompts that were overwritten while they were read, or never written completely: not used."""
+    shared_refused: Annotated[int, "kvatlas_prompts_shared_refused_total"] = 0
+    """Prompts too large for that memory."""
+    shared_entries: Annotated[int, "kvatlas_prompts_shared_entries"] = 0
+    """Prompts in that memory."""
+    shared_bytes: Annotated[int, "kvatlas_prompts_shared_bytes"] = 0
+    """Their size."""
     context_bytes: Annotated[int, "kvatlas_prompts_context_bytes"] = 0
     """Size of the cache of tool lists and other template input."""
     context_evictions: Annotated[int, "kvatlas_prompts_context_evictions_total"] = 0

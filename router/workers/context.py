@@ -8,6 +8,7 @@ worker keeps its own ends and closes all others.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import shutil
 import socket
@@ -19,6 +20,8 @@ from pathlib import Path
 import msgspec
 
 from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.prompts.settings import PromptStats
+from kvatlas.router.prompts.shared_records import SharedRecords, make_memory
 
 # Slot of the worker that serves the ops port and the admin API for all workers.
 LEAD = 0
@@ -52,6 +55,12 @@ class WorkerContext(msgspec.Struct, frozen=True, eq=False):
     """Notifies the parent that this worker listens."""
     parent: int
     """Descriptor that reaches end of file when the parent exits."""
+    memory: mmap.mmap | None = None
+    """Memory that all workers share; None: there is none."""
+
+    def shared_records(self, stats: PromptStats) -> SharedRecords | None:
+        """Return the records of prompts that all workers share."""
+        return None if self.memory is None else SharedRecords(self.memory, self.slot, self.count, stats)
 
     def control_path(self, slot: int) -> str:
         """Return the address of a worker's control port."""
@@ -63,7 +72,8 @@ class PortTakenError(OSError):
 
 
 class WorkerSockets:
-    """All sockets of all workers, held by the parent. ``ops`` and ``admin``: host and port, None for no port.
+    """All sockets of all workers, held by the parent. ``ops`` and ``admin``: host and port, None for no port;
+    ``memory_bytes_max``: of the memory that workers share.
 
     Raises ``PortTakenError``.
     """
@@ -75,8 +85,10 @@ class WorkerSockets:
         *,
         ops: tuple[str, int] | None = None,
         admin: tuple[str, int] | None = None,
+        memory_bytes_max: int = 0,
     ) -> None:
         self.count = count
+        self._memory = make_memory(memory_bytes_max)
         self._all: list[socket.socket] = []
         # mode 0700: only its owner can connect
         self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-workers-"))
@@ -110,6 +122,7 @@ class WorkerSockets:
             self._ops_at,
             started,
             parent,
+            self._memory,
         )
         own = {*worker.public, worker.ops, worker.admin, worker.control, *mesh.values()}
         for sock in self._all:

@@ -142,6 +142,12 @@ def test_three_workers_are_one_router_whichever_dies(tmp_path: Path) -> None:
             views = await router.get("/kvatlas/engines")
             assert sum(sum(view["receipts"].values()) for view in views) == 12
 
+            async def is_shared() -> bool:
+                assert (await router.chat("A long document. " * 600)).status == 200
+                return await router.metric("kvatlas_prompts_shared_hits_total") > 0
+
+            await until(is_shared, "a worker finds the prompt that another one has read")
+
             # A response is found where it is kept, whichever worker is asked for it.
             made = [await router.response(f"{number} {TEXT}") for number in range(4)]
             for _ in range(6):
@@ -161,6 +167,7 @@ def test_three_workers_are_one_router_whichever_dies(tmp_path: Path) -> None:
                 await router.ready()
                 assert len(router.workers()) == 3
                 assert await router.metric("kvatlas_requests_total") == counted
+                assert await router.metric("kvatlas_prompts_shared_entries") > 0
                 chosen = {(await router.chat()).headers["x-kvatlas-engine"] for _ in range(6)}
                 assert chosen == {engines[1].base_url}  # its successor knows what was decided
             assert await router.metric("kvatlas_worker_restarts_total") == 2
