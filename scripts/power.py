@@ -102,6 +102,7 @@ EXTRA_TESTS = {
         "sources",
         "router/http/test_cors.py",
     ],
+    "router/config": ["router/api/test_ops_port.py", "router/cli/test_command_line.py"],
     "router/fleet": ["engines", "scaling", "reload", "sources", "isolation_proof"],
     "router/http": ["router/proxy/test_deaths.py", "router/services/epp/test_exchange.py"],
     "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],

@@ -150,6 +150,10 @@ def test_print_config_shows_where_values_come_from(
 def test_check_config_checks_and_stops(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     told = kvatlas("serve", "--check-config", "--engine", "http://h", "--tokenizer", str(DEMO_TOKENIZER_DIR))
     assert (told.returncode, told.stdout) == (0, "configuration ok\n")
+    files = ("--set", "server.tls_cert_file=/nowhere.crt", "--set", "server.tls_key_file=/nowhere.key")
+    told = kvatlas("serve", "--check-config", "--engine", "http://h", *files)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert "server.tls_cert_file" in told.stderr
 
 
 @pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], 2))

@@ -231,6 +231,12 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[models.m]\nkinds = {0 = "odd"}', "models.m.kinds: group 0: unknown kv_cache_spec_kind 'odd'"),
         ("[models.m.shadow]\nnum_blocks = 0", "models.m.shadow: num_blocks 0"),
         ("[models.m.shadow]\nblock_size = -16", "models.m.shadow: group 0"),
+        ("[models.m]\neagle_groups_apart = true", "models.m.eagle_groups_apart: expected the numbers"),
+        (
+            '[models.m]\neagle_groups = "all"\neagle_groups_apart = true',
+            "models.m.eagle_groups_apart: expected the numbers of the drafter's groups in eagle_groups",
+        ),
+        ("[models.m]\neagle_groups = [-1]", "models.m.eagle_groups: -1 is not the number of a group"),
         (
             "[models.m.shadow]\nblocks = 1",
             "unknown key models.m.shadow.blocks; did you mean models.m.shadow.num_blocks or ",

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvatlas.router.config.checks import RULES
-from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.config.errors import ConfigError, near_names
 from kvatlas.router.config.load import load, parse_engine, variable
 from kvatlas.router.config.removed import REMOVED
 from kvatlas.router.config.schema import Config, ModelConfig
@@ -271,6 +271,10 @@ def test_an_unknown_name_gets_the_near_one(options: dict[str, Any], meant: str) 
     with pytest.raises(ConfigError) as error:
         load(**{"environ": {}, **options})
     assert f"did you mean {meant}" in str(error.value)
+
+
+def test_a_name_beside_a_much_nearer_one_is_not_offered() -> None:
+    assert near_names("events", ["event", "events", "evens"]) == ["events"]
 
 
 def test_an_unknown_key_of_the_file_and_of_engines_gets_the_near_one(tmp_path: Path) -> None:

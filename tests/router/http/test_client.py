@@ -133,6 +133,15 @@ async def test_a_response_over_the_limit_is_not_read() -> None:
             await answer.body(8)
 
 
+async def test_the_beginning_of_a_body_is_read_and_no_more() -> None:
+    async with (
+        served(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nthe") as (_, url),  # the rest never comes
+        HttpClient() as client,
+        client.exchange("GET", url, 5.0) as answer,
+    ):
+        assert await answer.beginning(2) == b"th"
+
+
 async def test_redirects_are_answers() -> None:
     moved = b"HTTP/1.1 302 Found\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n"
     async with served(moved) as (server, url), HttpClient() as client:
