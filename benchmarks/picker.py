@@ -33,8 +33,7 @@ from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.http import h2_codec as h2
-from kvatlas.router.http.h2_codec import FrameReader
-from kvatlas.router.http.hpack_decoding import encode_literal
+from kvatlas.router.http.h2_codec import FrameReader, encode_literal
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.http.tls import Certificates
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker

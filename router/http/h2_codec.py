@@ -204,3 +204,20 @@ class HeaderBlockAssembler:
             return None
         first, self._first_frame = self._first_frame, None
         return first, b"".join(self._fragments)
+
+
+def encode_literal(name: bytes, value: bytes) -> bytes:
+    """Encode a field without indexing and Huffman coding (RFC 7541, section 6.2.2)."""
+    return b"\0%b%b%b%b" % (_encode_length(len(name)), name, _encode_length(len(value)), value)
+
+
+def _encode_length(size: int) -> bytes:
+    if size < 0x7F:
+        return bytes((size,))
+    size -= 0x7F
+    out = bytearray(b"\x7f")
+    while size > 0x7F:
+        out.append(size & 0x7F | 0x80)
+        size >>= 7
+    out.append(size)
+    return bytes(out)

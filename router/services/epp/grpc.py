@@ -10,7 +10,7 @@ import struct
 from functools import lru_cache
 from typing import Final
 
-from kvatlas.router.http.hpack_decoding import encode_literal
+from kvatlas.router.http.h2_codec import encode_literal
 
 _HEAD: Final = struct.Struct(">BI")  # compressed flag and length
 _HEAD_BYTES: Final = 5

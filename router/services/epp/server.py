@@ -17,9 +17,10 @@ import structlog
 
 from kvatlas.router.http.deadlines import Sweeper, sweep_interval_s
 from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.http.h2_codec import encode_literal
 from kvatlas.router.http.h2_connection import HANDSHAKE_TIMEOUT_S, STALL_TIMEOUT_S, H2Connection, StreamOpener
 from kvatlas.router.http.h2_streams import Stream, StreamHandler
-from kvatlas.router.http.hpack_decoding import Field, encode_literal
+from kvatlas.router.http.hpack_decoding import Field
 from kvatlas.router.http.listener import Capacity, Handshakes
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.http.side_ports import address_url

@@ -15,8 +15,13 @@ from contextlib import asynccontextmanager
 
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.http import h2_codec as h2
-from kvatlas.router.http.h2_codec import frame, rst_stream_frame, settings_frame, window_update_frame
-from kvatlas.router.http.hpack_decoding import encode_literal
+from kvatlas.router.http.h2_codec import (
+    encode_literal,
+    frame,
+    rst_stream_frame,
+    settings_frame,
+    window_update_frame,
+)
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.services.epp.settings import EppSettings
 from tests.router.app.test_queue import ONE, busy

@@ -21,8 +21,7 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.config.schema import ServerConfig
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http import h2_codec as h2
-from kvatlas.router.http.h2_codec import frame, settings_frame, window_update_frame
-from kvatlas.router.http.hpack_decoding import encode_literal
+from kvatlas.router.http.h2_codec import encode_literal, frame, settings_frame, window_update_frame
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp.settings import EppSettings
 from tests.router.services.epp.test_exchange import POST, PROCESS

@@ -11,10 +11,10 @@ import pytest
 
 from kvatlas.router.http import h2_codec as h2
 from kvatlas.router.http.deadlines import Sweeper
-from kvatlas.router.http.h2_codec import FrameReader, H2Frame, frame, settings_frame
+from kvatlas.router.http.h2_codec import FrameReader, H2Frame, encode_literal, frame, settings_frame
 from kvatlas.router.http.h2_connection import HANDSHAKE_TIMEOUT_S, H2Connection, H2Stats
 from kvatlas.router.http.h2_streams import Stream
-from kvatlas.router.http.hpack_decoding import Field, encode_literal
+from kvatlas.router.http.hpack_decoding import Field
 from tests.support.h2_peer import h2_peer
 from tests.support.waiting import until
 

@@ -12,11 +12,12 @@ from kvatlas.router.http.h2_codec import (
     FrameReader,
     H2Error,
     H2Frame,
+    encode_literal,
     frame,
     header_block_fragment,
     strip_padding,
 )
-from kvatlas.router.http.hpack_decoding import HeaderDecoder, HuffmanError, encode_literal, huffman_decode
+from kvatlas.router.http.hpack_decoding import HeaderDecoder, HuffmanError, huffman_decode
 from tests.support.examples import examples
 
 NAMES = st.sampled_from([b":path", b":method", b"content-type", b"x-a", b"x-b", b"te"]) | st.binary(
