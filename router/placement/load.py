@@ -270,7 +270,11 @@ class LoadAccount:
         ticket.alone = waiting <= self._waiting
         if running > self._running:
             ticket.beside = running - self._running
-        self._enqueue(ticket)
+        awaited, self._order = self._awaited, None
+        if not awaited or next(reversed(awaited)).rank_s <= rank_s:
+            awaited[ticket] = None
+        else:
+            self._insert(ticket)
         self._waiting += sequences
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
@@ -586,13 +590,9 @@ class LoadAccount:
             self._awaited_load_s += ticket.load_s
             self.pages.unstart(ticket.pages)
 
-    def _enqueue(self, ticket: Ticket) -> None:
+    def _insert(self, ticket: Ticket) -> None:
         """Insert in the engine's order: behind the head, which may have begun, and behind its equals."""
-        awaited, self._order = self._awaited, None
-        if not awaited or next(reversed(awaited)).rank_s <= ticket.rank_s:
-            awaited[ticket] = None
-            return
-        order = list(awaited)
+        order = list(self._awaited)
         # The head may have begun, and vLLM does not reorder what runs: nothing is inserted before it, unless
         # the gauges show that all prompts wait.
         order.insert(bisect_right(order, ticket.rank_s, lo=not self._stuck, key=_rank_s), ticket)

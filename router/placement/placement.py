@@ -593,7 +593,7 @@ class Placement(Attempt):
             engine.residency.writer.doubt()
         if mode == "native" and feed == "ready" and usage.prompt_tokens == decision.prompt_tokens:
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
-            if from_gpu and not self._reported_hit.evicted_tokens:
+            if from_gpu and not hit.evicted_tokens:
                 engine.residency.writer.learn_receipt(predicted, actual, usage.prompt_tokens)
 
     def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:

@@ -76,17 +76,17 @@ class DropReceipts:
         # Hits that only a look-up behind the last token but one explains, since the last one against it.
         self._behind = 0
         self._errors: deque[int] = deque(maxlen=_RECEIPTS_KEPT)
+        self.agree = False
+        """Whether most of a sufficient number of predictions were exact."""
 
     def restart(self) -> None:
         """Reset: other evidence has changed."""
         self.shift = self.shifts = self._behind = 0
-        self._errors.clear()
+        self._clear()
 
-    @property
-    def agree(self) -> bool:
-        """Whether most of a sufficient number of predictions were exact."""
-        exact = self._errors.count(0)
-        return exact >= 2 * _RECEIPTS_MIN and exact * 10 >= len(self._errors) * 9
+    def _clear(self) -> None:
+        self._errors.clear()
+        self.agree = False
 
     @property
     def disputed(self) -> bool:
@@ -100,6 +100,10 @@ class DropReceipts:
     def looked_behind(self, *, found: bool) -> None:
         """Count the full hit of a prompt that ends with a block: all of it, or a block less, was found."""
         self._behind = self._behind + 1 if found else 0
+
+    def add_exact(self) -> None:
+        """Count an exact prediction while they ``agree``: they go on to."""
+        self._errors.append(0)
 
     def add(self, error: int, blocks: Container[int], *, single: bool) -> int:
         """Count a prediction that was too high by ``error`` tokens (negative: too low).
@@ -118,6 +122,8 @@ class DropReceipts:
         sign = (error > 0) - (error < 0)
         one = abs(error) in blocks
         self._errors.append(sign if one else 2 * sign)
+        exact = self._errors.count(0)
+        self.agree = exact >= 2 * _RECEIPTS_MIN and exact * 10 >= len(self._errors) * 9
         if self.disputed or not one:
             return 0
         seen = Counter(self._errors)
@@ -137,7 +143,7 @@ class DropReceipts:
         """Record a change of the level; earlier receipts referred to the old level and are dropped."""
         self.shift += by
         self.shifts += 1
-        self._errors.clear()
+        self._clear()
 
 
 def find_facts(

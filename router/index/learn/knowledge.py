@@ -114,6 +114,9 @@ class EngineKnowledge:
         if not predicted and not actual:
             return
         receipts = self._drop_receipts
+        if predicted == actual and receipts.agree:
+            receipts.add_exact()
+            return
         agreed, behind = receipts.agree, receipts.looks_behind
         # All but the block that is dropped, or that and the one before it.
         ends = prompt_tokens - layout.alignment, prompt_tokens - 2 * layout.alignment

@@ -172,6 +172,19 @@ def test_evictions_alone_are_no_evidence(errors: list[int]) -> None:
         assert receipts.add(0 if index % 3 == 0 else error, {16}, single=True) == 0
 
 
+@given(st.lists(st.sampled_from([0, 0, 0, 0, 0, 0, 16, -16, 5]), max_size=200))
+def test_exact_predictions_count_alike_while_others_are_judged_or_not(errors: list[int]) -> None:
+    short, whole = DropReceipts(), DropReceipts()
+    for error in errors:
+        change = whole.add(error, {16}, single=True)
+        if short.agree and not error:
+            short.add_exact()
+            assert not change
+        else:
+            assert short.add(error, {16}, single=True) == change
+        assert short.agree == whole.agree
+
+
 def test_hits_of_nothing_say_nothing() -> None:
     fleet = fleet_with(informed(DRAFTS), FULL)
     for _ in range(50):
