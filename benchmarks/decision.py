@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -34,7 +34,7 @@ from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.status import ModelCard
-from kvatlas.router.http.request_cycle import DISCONNECT_EXTENSION
+from kvatlas.router.http.client_head import ClientHead
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.placement.shadow import ShadowSettings
 from kvatlas.router.prompts.prompt import Prompt
@@ -57,6 +57,36 @@ def chat(turns: int) -> bytes:
 
 decide_by = attrgetter("_decide")
 """The decision without what ``place`` does around it."""
+
+
+class Asked:
+    """A ``ClientRequest`` that has come whole."""
+
+    peer, carrier, policy, task, disconnected = b"127.0.0.1", None, None, None, False
+    connection_scope: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, path: str, body: bytes) -> None:
+        fields = [
+            (b"host", b"router"),
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        self.head = ClientHead("POST", path, path.encode(), b"", fields, dict(fields))
+        self._body = body
+
+    def watch(self) -> None: ...
+
+    def unwatch(self) -> None: ...
+
+    def complete_body(self) -> bytes:
+        return self._body
+
+    async def read(self) -> None: ...
+
+    def start(self, status: int, fields: Any, length: bytes | None) -> None:
+        assert status == 200
+
+    def write(self, data: bytes, *, more: bool) -> None: ...
 
 
 class Answered:
@@ -170,31 +200,11 @@ class Bench:
 
     async def ask(self) -> None:
         """One request, from the listener's side."""
-        scope: dict[str, Any] = {
-            "type": "http",
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "query_string": b"",
-            "method": "POST",
-            "client": ("127.0.0.1", 1),
-            "headers": [
-                (b"host", b"router"),
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(self.body)),
-            ],
-            "extensions": {DISCONNECT_EXTENSION: lambda _: None},
-        }
-        await self.router(scope, self._receive, self._send)
+        await self.router.answer(Asked(self.path, self.body))
 
     async def settle(self) -> None:
         """Apply what was deferred."""
         self.router.accounts.books.settle()
-
-    async def _receive(self) -> dict[str, Any]:
-        return {"type": "http.request", "body": self.body}
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        assert message.get("status", 200) == 200, message
 
     async def _exchange(self, *_: object, **__: object) -> Answered:
         return Answered()

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -34,12 +35,12 @@ from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.http import h2_codec as h2
 from kvatlas.router.http.h2_codec import FrameReader, encode_literal
+from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.http.tls import Certificates
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.prompts.settings import ANY_MODEL
-from kvatlas.router.proxy.app import CARRIER
 from kvatlas.router.proxy.attempt import Attempt, Outbound
 from kvatlas.router.proxy.breaker import Breaker
 from kvatlas.router.proxy.headers import read_request_headers
@@ -80,33 +81,28 @@ _BREAKER = Breaker()
 _TRACKER = RequestTracker(time.monotonic)
 
 
-async def stub(scope: Any, receive: Any, send: Any) -> None:
+async def stub(engine: str, client: ClientRequest) -> None:
     """In the router's place: reads the request, names one engine, passes the answer on."""
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
+    body, more = b"", True
+    while more:
+        if (came := await client.read()) is None:
             return
-        body += message["body"]
-        if not message["more_body"]:
-            break
-    head = read_request_headers(scope["headers"], None)
-    request = InboundRequest("POST", scope["path"], b"", scope["headers"], body, MODEL, False, b"1")
-    attempt = Attempt("a", scope["state"]["engine"], _BREAKER, request, now=time.monotonic)
-    record = RequestRecord(_TRACKER, "POST", scope["path"], attempt.asked_s, attempt.asked_s)
-    answer = await scope["extensions"][CARRIER].ask(attempt, Outbound(request, head, b"/", record), 60.0)
-    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+        body, more = body + came[0], came[1]
+    said = client.head
+    head = read_request_headers(said.fields, b"", said.by_name)
+    request = InboundRequest("POST", said.path, b"", said.fields, body, MODEL, False, b"1")
+    attempt = Attempt("a", engine, _BREAKER, request, now=time.monotonic)
+    record = RequestRecord(_TRACKER, "POST", said.path, attempt.asked_s, attempt.asked_s)
+    answer = await client.carrier.ask(attempt, Outbound(client, request, head, b"/", record), 60.0)
+    client.start(answer.status, answer.headers, None)
     while data := await answer.read():
-        await send({"type": "http.response.body", "body": data, "more_body": not answer.finished})
+        if (waits := client.write(data, more=not answer.finished)) is not None:
+            await waits
 
 
 async def _serve_stub(settings: EppSettings, engines: list[str]) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["state"]["engine"] = engines[0]
-        await stub(scope, receive, send)
-
     server = PickerServer(
-        app,
+        partial(stub, engines[0]),
         settings,
         proxy=ProxySettings(),
         listen=ListenSettings(),

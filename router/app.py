@@ -1,8 +1,8 @@
 """The running router: builds every part from the configuration, and runs them together.
 
-``Router`` is one ASGI application. Its own endpoints go to ``control``, everything else to the proxy. Its
-lifespan runs the sources of engines, the fleet poller, one feed per engine that publishes events, and
-periodic work, all in one task group, so nothing outlives the server.
+``Router.answer`` takes each request: its own endpoints go to ``control``, everything else to the proxy.
+Its lifespan (ASGI's) runs the sources of engines, the fleet poller, one feed per engine that publishes
+events, and periodic work, all in one task group, so nothing outlives the server.
 
 ``PeerSharing``: requests in flight at the other routers of the fleet, replicas on a shared index and sibling
 workers, enter the same accounts as those of this one: with a shared index through the index, among workers
@@ -26,7 +26,6 @@ from kvatlas.router.admission.key_file import KeyFile, KeyStats
 from kvatlas.router.api.admin_actions import FleetActions
 from kvatlas.router.api.admin_app import AdminApi
 from kvatlas.router.api.app import Front, OpsPort, create_control, ops_authenticator
-from kvatlas.router.api.asgi import Application
 from kvatlas.router.api.findings import current_findings
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.readiness import Readiness, ReadinessCheck
@@ -39,6 +38,7 @@ from kvatlas.router.fleet.engines import DesiredState
 from kvatlas.router.fleet.poller import FleetPoller
 from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet, Frontend
+from kvatlas.router.http.asgi import Application
 from kvatlas.router.http.server import lifespan
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 from kvatlas.router.http.tls import Certificates
@@ -294,7 +294,7 @@ class Router:
         )
         self._ops_here = config.server.ops_port == "public"
         self._front = Front(
-            self.proxy,
+            self.proxy.answer,
             create_control(self.sources, readiness=self.readiness, refusal=self.ops.refusal),
             self._answer_ops,
             admin=self.admin,
@@ -303,6 +303,8 @@ class Router:
             ops_here=self._ops_here,
             to_lead=self._to_lead,
         )
+        self.answer = self._front.answer
+        """Answer one ``ClientRequest``."""
 
     def _answer_ops(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """ASGI 3: the application of the ops port."""
@@ -394,10 +396,8 @@ class Router:
         )
 
     def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Awaitable[None]:
-        """ASGI 3."""
-        if scope["type"] == "lifespan":
-            return lifespan(self.running(), receive, send)
-        return self._front(scope, receive, send)
+        """ASGI's lifespan, all that this is asked for by the server."""
+        return lifespan(self.running(), receive, send)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -529,7 +529,8 @@ class Router:
         if not config.epp.listen:
             return None
         return PickerServer(
-            self,
+            # Made below.
+            lambda request: self.answer(request),  # noqa: PLW0108
             config.epp,
             proxy=config.proxy,
             listen=config.listen,

@@ -13,7 +13,7 @@ from typing import Any
 from kvatlas.router.api.admin_actions import FleetActions
 from kvatlas.router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator
 from kvatlas.router.api.admin_tokens import TokenFile
-from kvatlas.router.api.asgi import Application
+from kvatlas.router.http.asgi import Application
 from kvatlas.router.http.downstream import DownstreamConnection
 from kvatlas.router.http.listener import ListenConfig
 from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer

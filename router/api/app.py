@@ -18,7 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -36,13 +36,14 @@ from kvatlas.router.api.answers import (
     Ready,
     Version,
 )
-from kvatlas.router.api.asgi import Application, OwnAnswer, error_answer, json_answer
+from kvatlas.router.api.asgi import OwnAnswer, error_answer, json_answer
 from kvatlas.router.api.cors import Cors
 from kvatlas.router.api.findings import current_findings
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.readiness import Readiness
 from kvatlas.router.fleet.status import ModelCard
-from kvatlas.router.http.request_cycle import HEADERS_BY_NAME
+from kvatlas.router.http.asgi import Answering, Application, call_asgi
+from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.server import listen_config
 from kvatlas.router.http.settings import CorsSettings
 from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
@@ -288,7 +289,7 @@ class Front:
 
     def __init__(
         self,
-        proxy: Application,
+        proxy: Answering,
         control: Application,
         insight: Application,
         *,
@@ -303,67 +304,58 @@ class Front:
         self._insight = insight
         self._admin = admin
         self._gate = gate
-        self._cors = Cors(self._answer, cors) if cors.allowed_origins else None
+        self._cors = Cors(self._answered, cors) if cors.allowed_origins else None
         self._ops_here = ops_here
         self._to_lead = to_lead
 
-    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        """Answer one request (ASGI 3, "http" or "websocket")."""
-        cors, path = self._cors, scope["path"]
+    def answer(self, request: ClientRequest) -> Awaitable[None]:
+        """Answer one request."""
+        cors, path = self._cors, request.head.path
         # The most common paths need no further checks.
         for_clients = path in PROMPT_APIS
         if (
             cors is not None
-            and (for_clients or self._for_browsers(scope))
+            and (for_clients or not (_is_insight(path) or self._admin_at(path)))
             # Caches must know that the origin matters, also without one.
-            and (
-                not cors.allow_all_origins
-                or b"origin" in (scope.get(HEADERS_BY_NAME) or dict(scope["headers"]))
-            )
+            and (not cors.allow_all_origins or b"origin" in request.head.by_name)
         ):
-            return cors(scope, receive, send)
-        return self._proxy(scope, receive, send) if for_clients else self._answer(scope, receive, send)
+            return cors.answer(request)
+        return self._proxy(request) if for_clients else self._answered(request)
 
     def answer_whole(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Serve a request forwarded by a sibling, in the lead worker."""
         return (self._admin_at(scope["path"]) or self._insight)(scope, receive, send)
 
-    def _for_browsers(self, scope: Any) -> bool:
-        path = scope["path"]
-        return scope["type"] == "http" and not (_is_insight(path) or self._admin_at(path))
-
     def _admin_at(self, path: str) -> AdminApi | None:
         return self._admin if self._admin is not None and self._admin.here(path) else None
 
-    def _answer(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        """Return the application that answers; the caller awaits it."""
-        if scope["path"] not in PROMPT_APIS and scope["type"] == "http":
-            if scope["path"].endswith("/") and not scope["path"].startswith(CONTROL_PREFIX):
-                scope = _as_meant(scope)
-            if is_control(scope["path"]):
-                return self._answer_control(scope, receive, send)
-            if (admin := self._admin_at(scope["path"])) is not None:
-                return (self._to_lead() or admin)(scope, receive, send)
-        return self._proxy(scope, receive, send)
+    def _answered(self, request: ClientRequest) -> Awaitable[None]:
+        path = request.head.path
+        if path not in PROMPT_APIS:
+            if path.endswith("/") and not path.startswith(CONTROL_PREFIX):
+                # Without a trailing slash for own endpoints; the proxy decides about other paths.
+                meant = without_trailing_slashes(request.head)
+                if is_control(meant.path):
+                    request.head, path = meant, meant.path
+            if is_control(path):
+                return call_asgi(self._control_at(path), request)
+            if (admin := self._admin_at(path)) is not None:
+                return call_asgi(self._to_lead() or admin, request)
+        return self._proxy(request)
 
-    async def _answer_control(self, scope: Any, receive: Any, send: Any) -> None:
+    def _control_at(self, path: str) -> Application:
+        if self._ops_here and _is_insight(path):
+            return self._to_lead() or self._insight
+        return self._control if self._gate is None or not path.startswith("/v1/") else self._control_of_tenant
+
+    async def _control_of_tenant(self, scope: Any, receive: Any, send: Any) -> None:
         """Restrict the list of models to authorised clients."""
-        if self._gate is not None and scope["path"].startswith("/v1/"):
-            try:
-                scope = {**scope, TENANT: self._gate.tenant_of(scope["headers"])}
-            except ApiError as error:
-                await error_answer(error, scope)(scope, receive, send)
-                return
-        answer = self._control
-        if self._ops_here and _is_insight(scope["path"]):
-            answer = self._to_lead() or self._insight
+        answer: Application = self._control
+        try:
+            scope = {**scope, TENANT: cast(KeyGate, self._gate).tenant_of(scope["headers"])}
+        except ApiError as error:
+            answer = error_answer(error, scope)
         await answer(scope, receive, send)
-
-
-def _as_meant(scope: Any) -> Any:
-    """Return the path without a trailing slash for own endpoints; the proxy decides about other paths."""
-    meant = without_trailing_slashes(scope)
-    return meant if is_control(meant["path"]) else scope
 
 
 def _is_insight(path: str) -> bool:

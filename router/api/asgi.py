@@ -1,4 +1,4 @@
-"""Bodies and answers of the router's own endpoints, errors in OpenAI's shape; plain ASGI.
+"""Bodies and answers of the router's own endpoints, errors in OpenAI's shape.
 
 Every process serves some of these endpoints and must stay small, so nothing here needs a framework. What only
 some processes serve (ops port, admin API) is built with FastAPI (``framework.py``).
@@ -7,13 +7,12 @@ some processes serve (ops port, admin API) is built with FastAPI (``framework.py
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgspec
 import structlog
 
-from kvatlas.router.http.request_cycle import request_id_of
+from kvatlas.router.http.request_cycle import ClientRequest, answer_whole, request_id_of
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.errors import ApiError, body_too_large
 
@@ -22,8 +21,6 @@ _log = structlog.get_logger()
 _refusals = LogThrottle(1.0)
 _PATH_CHARS_MAX = 200
 JSON = b"application/json"
-# ASGI 3.
-Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class ClientLeftError(Exception):
@@ -31,21 +28,27 @@ class ClientLeftError(Exception):
 
 
 class OwnAnswer(msgspec.Struct, frozen=True):
-    """A whole response; an ASGI application that sends it. ``kind``: its content type, "" for none."""
+    """A whole response, and an ASGI application that sends it. ``kind``: its content type, "" for none."""
 
     body: bytes = b""
     status: int = 200
     kind: bytes = b""
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
+    async def answer(self, request: ClientRequest) -> None:
+        await answer_whole(request, self.status, self._fields(), self.body)
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": self._fields()})
+        await send({"type": "http.response.body", "body": self.body})
+
+    def _fields(self) -> list[tuple[bytes, bytes]]:
         headers = [*self.headers]
         if self.status != 204:
             headers.append((b"content-length", b"%d" % len(self.body)))
         if self.kind:
             headers.append((b"content-type", self.kind))
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body})
+        return headers
 
 
 def error_answer(error: ApiError, scope: Any) -> OwnAnswer:

@@ -6,12 +6,13 @@ only the router's, else one response would have two policies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from functools import partial
-from typing import Any
 
-from kvatlas.router.api.asgi import Application, OwnAnswer
-from kvatlas.router.http.request_cycle import HEADERS_BY_NAME
+from kvatlas.router.api.asgi import OwnAnswer
+from kvatlas.router.http.asgi import Answering
+from kvatlas.router.http.client_head import Header
+from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.settings import CorsSettings
 
 _ALL_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY")
@@ -23,14 +24,13 @@ _PRIVATE_NETWORK = b"access-control-request-private-network"
 _PREFLIGHT_VARY = (
     b"origin, access-control-request-method, access-control-request-headers, " + _PRIVATE_NETWORK
 )
-Fields = Iterable[tuple[bytes, bytes]]
 
 
 class Cors:
-    """CORS in front of an ASGI application."""
+    """CORS in front of what answers."""
 
-    def __init__(self, app: Application, settings: CorsSettings) -> None:
-        self._app = app
+    def __init__(self, answer: Answering, settings: CorsSettings) -> None:
+        self._answer = answer
         self.allow_all_origins = "*" in settings.allowed_origins
         self._origins = frozenset(origin.encode("latin-1", "replace") for origin in settings.allowed_origins)
         self._methods = _ALL_METHODS if "*" in settings.allowed_methods else settings.allowed_methods
@@ -38,29 +38,27 @@ class Cors:
         self._headers = sorted({*_SAFE_HEADERS, *settings.allowed_headers})
         self._credentials = settings.allow_credentials
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a preflight, or send the application's answer with the policy in its header."""
-        fields = scope.get(HEADERS_BY_NAME) or dict(scope["headers"])
+    def answer(self, request: ClientRequest) -> Awaitable[None]:
+        """Answer a preflight, or have the request answered with the policy in the answer's head."""
+        fields = request.head.by_name
         origin = fields.get(b"origin")
-        if origin is not None and scope.get("method") == "OPTIONS":
+        if origin is not None and request.head.method == "OPTIONS":
             method = fields.get(b"access-control-request-method")
             if method is not None:
-                await self._preflight(origin, method, fields)(scope, receive, send)
-                return
-        await self._app(scope, receive, partial(self._send, send, origin))
+                return self._preflight(origin, method, fields).answer(request)
+        request.policy = partial(self._with_policy, origin)
+        return self._answer(request)
 
-    async def _send(self, send: Any, origin: bytes | None, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            fields = [field for field in message.get("headers", ()) if not _is_cors(*field)]
-            vary = [value for name, value in fields if name.lower() == b"vary"]
-            message["headers"] = [
-                *(field for field in fields if field[0].lower() != b"vary"),
-                *self._policy(origin),
-                (b"vary", b", ".join([*vary, b"Origin"])),
-            ]
-        await send(message)
+    def _with_policy(self, origin: bytes | None, fields: list[Header]) -> list[Header]:
+        fields = [field for field in fields if not _is_cors(*field)]
+        vary = [value for name, value in fields if name.lower() == b"vary"]
+        return [
+            *(field for field in fields if field[0].lower() != b"vary"),
+            *self._policy(origin),
+            (b"vary", b", ".join([*vary, b"Origin"])),
+        ]
 
-    def _policy(self, origin: bytes | None) -> Fields:
+    def _policy(self, origin: bytes | None) -> Iterable[Header]:
         """Header fields that say which page may read the answer."""
         if origin is None:
             return

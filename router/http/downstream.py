@@ -18,7 +18,8 @@ from typing import Any, cast
 import httptools
 from uvicorn.server import ServerState
 
-from kvatlas.router.http.asgi_scope import connection_scope, request_head_error, request_scope
+from kvatlas.router.http.asgi import answering, connection_scope
+from kvatlas.router.http.client_head import ClientHead, Header, head_error, target_parts
 from kvatlas.router.http.deadlines import NEVER
 from kvatlas.router.http.descriptors import is_last_descriptor
 from kvatlas.router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
@@ -45,6 +46,7 @@ class DownstreamConnection(asyncio.Protocol):
     """Implements uvicorn's ``http`` protocol class: one instance for each accepted connection."""
 
     __slots__ = (
+        "_answer",
         "_app_state",
         "_body_deadline",
         "_client_key",
@@ -58,14 +60,14 @@ class DownstreamConnection(asyncio.Protocol):
         "_server_state",
         "_shutting_down",
         "_sweeper",
-        "app",
         "capacity",
         "clock",
         "deadline",
-        "done_future",
         "draining",
         "loop",
+        "peer",
         "read_paused",
+        "scope",
         "settings",
         "stats",
         "transport",
@@ -83,7 +85,7 @@ class DownstreamConnection(asyncio.Protocol):
         self.stats = config.listen_stats
         self.clock = config.clock
         self.loop = _loop or asyncio.get_running_loop()
-        self.app = config.loaded_app
+        self._answer = answering(config.loaded_app)
         self._server_state = server_state
         self._app_state = app_state
         self._sweeper = config.sweeper
@@ -91,8 +93,11 @@ class DownstreamConnection(asyncio.Protocol):
         self.capacity = config.capacity
         self._client_key = ""
         self._probe_only = False
-        self.transport: asyncio.Transport  # from connection_made on
-        self._reader: RequestReader  # from connection_made on, too
+        # From connection_made on.
+        self.transport: asyncio.Transport
+        self.scope: dict[str, Any]
+        self.peer = b""
+        self._reader = RequestReader(self, self.settings, self.stats)
         self._current: RequestCycle | None = None
         self._queue: deque[RequestCycle] = deque()
         self._body_deadline = NEVER
@@ -101,8 +106,6 @@ class DownstreamConnection(asyncio.Protocol):
         self.read_paused = False
         # Done when the client has caught up.
         self.write_paused: asyncio.Future[None] | None = None
-        self.done_future: asyncio.Future[None] = self.loop.create_future()
-        self.done_future.set_result(None)
         self._discarded_bytes = 0
         self.draining = config.draining
         """Responses carry ``connection: close`` (RFC 9112, section 9.6). A response that began before
@@ -124,8 +127,9 @@ class DownstreamConnection(asyncio.Protocol):
         else:
             self._server_state.connections.add(self)  # type: ignore[arg-type]  # uvicorn's set of its own protocols
         self._sweeper.add(self)
-        scope = self.shared_scope(transport, self._app_state)
-        self._reader = RequestReader(self, scope, self.settings, self.stats)
+        self.scope = self.shared_scope(transport, self._app_state)
+        if self.scope["client"] is not None:
+            self.peer = self.scope["client"][0].encode()
         self.deadline = self.clock() + self.settings.header_timeout_s
 
     def shared_scope(self, transport: asyncio.BaseTransport, app_state: dict[str, Any]) -> dict[str, Any]:
@@ -202,12 +206,12 @@ class DownstreamConnection(asyncio.Protocol):
 
     # Called by RequestReader.
 
-    def on_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> RequestCycle:
+    def on_head(self, head: ClientHead) -> RequestCycle:
         """Start a request, or queue it behind those before it. Raises ``RejectedRequestError``."""
-        if self._probe_only and scope["path"] not in PROBE_PATHS:
+        if self._probe_only and head.path not in PROBE_PATHS:
             self.stats.connections_refused += 1
             raise RejectedRequestError(too_many_connections())
-        cycle = RequestCycle(self, scope, keep_alive and not self._probe_only, expects_continue)
+        cycle = RequestCycle(self, head, head.keep_alive and not self._probe_only)
         if self._current is None:
             self._start_cycle(cycle, self._reader.received_s)
         else:
@@ -245,7 +249,7 @@ class DownstreamConnection(asyncio.Protocol):
         self.stats.requests += 1
         tasks = self._server_state.tasks
         # Not by ``create_task``: a name of its own costs more than the rest of a task.
-        task = cycle.task = asyncio.Task(cycle.run(self.app, tasks), loop=self.loop, name="request")
+        task = cycle.task = asyncio.Task(cycle.run(self._answer, tasks), loop=self.loop, name="request")
         tasks.add(task)
 
     def on_response_complete(self, *, keep_alive: bool) -> None:
@@ -403,14 +407,13 @@ class RequestReader:
 
     The connection gets each head once it is complete, and the body bytes once for each read. A head or
     trailer beyond its limits is rejected before it is complete. An offer to upgrade is declined. No request
-    begins after ``stop``. ``connection_scope`` is the part of the ASGI scope that all requests share.
+    begins after ``stop``.
     """
 
     __slots__ = (
         "_callback_seen",
         "_chunks",
         "_connection",
-        "_connection_scope",
         "_counted_fields",
         "_fed_bytes",
         "_fields",
@@ -432,12 +435,10 @@ class RequestReader:
     def __init__(
         self,
         connection: DownstreamConnection,
-        connection_scope: dict[str, Any],
         settings: ListenSettings,
         stats: ListenStats,
     ) -> None:
         self._connection = connection
-        self._connection_scope = connection_scope
         self._settings = settings
         self._stats = stats
         self._chunks: list[bytes] = []
@@ -448,7 +449,7 @@ class RequestReader:
         """Request whose body is being received; None: its bytes are dropped."""
         self.state = _IDLE
         self._url = b""
-        self._fields: list[tuple[bytes, bytes]] = []  # of the head, then of the trailer
+        self._fields: list[Header] = []  # of the head, then of the trailer
         # Number of fields that ``_head_bytes`` includes.
         self._counted_fields = 0
         # Size of the parsed fields of the head or trailer.
@@ -596,15 +597,20 @@ class RequestReader:
         self._fields = []
         self._counted_fields = self._head_bytes = 0
         self._callback_seen = True
-        scope = request_scope(self._connection_scope, version, method, self._url, fields, by_name)
-        expects_continue = b"expect" in by_name and _has_expect_continue(fields)
-        self.cycle = self._connection.on_head(
-            scope, keep_alive=keep_alive and version == "1.1", expects_continue=expects_continue
+        head = ClientHead(
+            method.decode("ascii"),
+            *target_parts(self._url),
+            fields,
+            by_name,
+            version,
+            keep_alive and version == "1.1",
+            b"expect" in by_name and _has_expect_continue(fields),
         )
+        self.cycle = self._connection.on_head(head)
 
     def _check_request_head(self, version: str, hosts: int) -> None:
         """Raise ``RejectedRequestError`` for an invalid head."""
-        if problem := request_head_error(version, self._url, hosts):
+        if problem := head_error(version, self._url, hosts):
             self._stats.bad_requests += 1
             raise RejectedRequestError(bad_request("invalid_http", problem))
 
@@ -633,6 +639,6 @@ class RequestReader:
         self._parse(b"".join((*lines, b"\r\n")))
 
 
-def _has_expect_continue(fields: list[tuple[bytes, bytes]]) -> bool:
+def _has_expect_continue(fields: list[Header]) -> bool:
     """Return whether the client waits for ``100 Continue`` (RFC 9110, section 10.1.1)."""
     return any(name == b"expect" and value.lower() == b"100-continue" for name, value in fields)

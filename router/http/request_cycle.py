@@ -1,4 +1,4 @@
-"""One request and its response: ASGI's ``receive`` and ``send``, and the task of the application.
+"""One request of a client and its answer, from the listener to what answers it, with the task of that.
 
 Responses without a content-length are chunked for HTTP/1.1, and end with the connection for HTTP/1.0 (RFC
 9112, section 6.3). If an application returns without a complete response the connection is closed at once,
@@ -13,113 +13,70 @@ import http
 import random
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
 import structlog
 
+from kvatlas.router.http.client_head import ClientHead, Header
 from kvatlas.router.http.listener import Capacity
 from kvatlas.router.openai.errors import ApiError, internal_error
 
-# ASGI extensions: cancellation on disconnect, and responses without messages.
-#
-# When the client disconnects, the request's task is cancelled, at any await. ``RequestCycle`` does that
-# itself; the endpoint picker calls back through an ASGI extension; under any other ASGI server a task waits
-# for ``http.disconnect``. A middleware that wraps ``send`` is not bypassed: it gets messages.
 
+class ClientRequest(Protocol):
+    """One request of a client and its answer, as applications see them; of the listener or of a gateway."""
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Header = tuple[bytes, bytes]
+    head: ClientHead
+    carrier: Any
+    """``Carrier`` that takes the request to its engine, where that is not this process; None otherwise."""
+    policy: Callable[[list[Header]], list[Header]] | None
+    """Goes over the fields of the answer's head."""
+    task: asyncio.Task[Any] | None
+    """The one that answers it."""
 
-# ``scope["extensions"][DISCONNECT_EXTENSION](callback | None)``: call it when the client disconnects.
-DISCONNECT_EXTENSION = "kvatlas.disconnect"
-# ``scope[HEADERS_BY_NAME]``: ``headers`` as a dictionary, with the last value of a repeated field; may be
-# missing or None.
-HEADERS_BY_NAME = "kvatlas.headers_by_name"
-# ``scope["extensions"][CYCLE_EXTENSION]``: the ``RequestCycle`` of a request to our own listener.
-CYCLE_EXTENSION = "kvatlas.request_cycle"
+    @property
+    def peer(self) -> bytes:
+        """The client's address; empty if unknown, or another one's."""
 
-DisconnectHook = Callable[[Callable[[], None] | None], None]
+    @property
+    def connection_scope(self) -> dict[str, Any]:
+        """The connection's part of the scope of an ASGI application."""
 
-
-class DisconnectWatch(msgspec.Struct, eq=False):
-    """Cancels the current task when the client disconnects: ``watch`` after the body, then ``unwatch``.
-
-    ``RequestCycle`` implements both itself.
-    """
-
-    _scope: Scope
-    _receive: Receive
-    disconnected: bool = False
-    task: asyncio.Task[Any] | None = None
-    _disconnect_hook: DisconnectHook | None = None
-    _watcher: asyncio.Task[None] | None = None
+    @property
+    def disconnected(self) -> bool:
+        """Whether the client has left before the end of the answer."""
 
     def watch(self) -> None:
-        """Start watching. No other caller may use ``receive`` from here on."""
-        self.task = asyncio.current_task()
-        extensions = self._scope.get("extensions")
-        self._disconnect_hook = extensions.get(DISCONNECT_EXTENSION) if extensions else None
-        if self._disconnect_hook is not None:
-            self._disconnect_hook(self._on_disconnect)
-        else:
-            self._watcher = asyncio.get_running_loop().create_task(self._wait())
+        """From now on ``task`` is cancelled, at any await, when the client leaves."""
 
     def unwatch(self) -> None:
-        """Stop watching."""
-        if self._disconnect_hook is not None:
-            self._disconnect_hook(None)
-        if self._watcher is not None:
-            self._watcher.cancel()
+        """End ``watch``."""
 
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._on_disconnect()
+    def complete_body(self) -> bytes | None:
+        """Return all of the body if it has arrived; otherwise None. To be called before ``read``."""
 
-    def _on_disconnect(self) -> None:
-        self.disconnected = True
-        if self.task is not None:
-            self.task.cancel()
+    async def read(self) -> tuple[bytes, bool] | None:
+        """Return the next piece of the body, and whether more is to come; None once the client has left, or
+        the answer is over, for which this waits after the last piece."""
 
-
-class ResponseSink(Protocol):
-    """One response: ``start``, then ``write`` until ``more`` is False."""
-
-    def start(self, status: int, fields: list[Header], length: bytes) -> None:
-        """Set the head, which is sent with the first body bytes.
-
-        ``length``: the value of ``content-length`` in ``fields``; empty if there is none.
-        """
+    def start(self, status: int, fields: list[Header], length: bytes | None) -> None:
+        """Set the answer's head, which is sent with the first body bytes. ``length``: the value of
+        ``content-length`` in ``fields``, empty if there is none; None: unknown."""
 
     def write(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
-        """Send body bytes. If this returns an awaitable, await it before the next ``write``."""
+        """Send body bytes; no effect once the client has left. If this returns an awaitable, await it before
+        the next ``write``."""
 
 
-class AsgiSink(msgspec.Struct, eq=False):
-    """Sends a response as messages through ASGI's ``send``."""
-
-    _send: Send
-    _start: Message | None = None
-
-    def start(self, status: int, fields: list[Header], length: bytes) -> None:
-        """Implement ``ResponseSink``."""
-        self._start = {"type": "http.response.start", "status": status, "headers": fields}
-
-    async def write(self, data: bytes, *, more: bool) -> None:
-        """Implement ``ResponseSink``."""
-        start, self._start = self._start, None
-        if start is not None:
-            await self._send(start)
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+async def answer_whole(request: ClientRequest, status: int, fields: list[Header], body: bytes) -> None:
+    """Answer in one piece."""
+    request.start(status, fields, None)
+    if (waits := request.write(body, more=False)) is not None:
+        await waits
 
 
 _log = structlog.get_logger()
-_DISCONNECT: Message = {"type": "http.disconnect"}
 ResponseHead = tuple[int, Iterable[Header], bytes | None]
 """Status, fields, and the value of ``content-length`` in them: empty if there is none, None if unknown."""
 _NO_HEAD: ResponseHead = (0, (), None)
@@ -163,8 +120,8 @@ class CycleConnection(Protocol):
     transport: asyncio.Transport
     capacity: Capacity
     write_paused: asyncio.Future[None] | None
-    done_future: asyncio.Future[None]
-    """An awaitable that is always done."""
+    peer: bytes
+    scope: dict[str, Any]
     read_paused: bool
     draining: bool
 
@@ -198,7 +155,7 @@ class ResponseState(enum.Enum):
     """Progress of the response. On one connection only one is past PENDING (RFC 9112, section 9.3.2).
 
     PENDING       -> RUNNING        the application is called
-    RUNNING       -> HEAD_BUFFERED  ``http.response.start``: the head waits for the first body bytes
+    RUNNING       -> HEAD_BUFFERED  ``start``: the head waits for the first body bytes
     HEAD_BUFFERED -> RUNNING        the application failed, and 500 is sent instead
     RUNNING, HEAD_BUFFERED -> SENDING  the first bytes are written (RFC 9112, section 6)
     SENDING       -> COMPLETE       the last body bytes are written
@@ -221,11 +178,13 @@ class RequestCycle(msgspec.Struct, eq=False):
     """One request of a ``CycleConnection``; used from the event loop only."""
 
     _connection: CycleConnection
-    _scope: dict[str, Any]
+    head: ClientHead
     _keep_alive: bool
-    _expects_continue: bool
-    """The client waits for ``100 Continue`` (RFC 9110, section 10.1.1)."""
+    carrier: None = None
+    policy: Callable[[list[Header]], list[Header]] | None = None
     task: asyncio.Task[None] | None = None
+    _continued: bool = False
+    """``100 Continue`` has been sent."""
     _response: ResponseState = _PENDING
     _head: ResponseHead = _NO_HEAD
     """Sent with the first body bytes, in one packet."""
@@ -240,6 +199,16 @@ class RequestCycle(msgspec.Struct, eq=False):
     _chunked: bool = False
     _remaining_bytes: int = -1
     """Bytes of the response body still to be sent; -1: unknown."""
+
+    @property
+    def peer(self) -> bytes:
+        """Implement ``ClientRequest``."""
+        return self._connection.peer
+
+    @property
+    def connection_scope(self) -> dict[str, Any]:
+        """Implement ``ClientRequest``."""
+        return self._connection.scope
 
     @property
     def started(self) -> bool:
@@ -287,14 +256,15 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._wake()
         self._cancel_task()
 
-    async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
-        """Call the application. The task removes itself from ``tasks`` at its end."""
+    async def run(
+        self, answer: Callable[[ClientRequest], Awaitable[None]], tasks: set[asyncio.Task[None]]
+    ) -> None:
+        """Have the request answered. The task removes itself from ``tasks`` at its end."""
         connection = self._connection
         if self._response is _PENDING:
             self._response = _RUNNING
-        self._scope["extensions"] = {CYCLE_EXTENSION: self}
         try:
-            await app(self._scope, self.receive, self.send)
+            await answer(self)
         except asyncio.CancelledError:
             connection.abort()
             raise
@@ -303,15 +273,14 @@ class RequestCycle(msgspec.Struct, eq=False):
             trace = "".join(traceback.format_exception(error))
             request_id = self.request_id()
             known = request_id.decode("latin-1")
-            _log.error("request failed", path=self._scope["path"], request_id=known, traceback=trace)
-            await self._send_internal_error(request_id)
+            _log.error("request failed", path=self.head.path, request_id=known, traceback=trace)
+            await self._answer_internal_error(request_id)
         finally:
             self._release_body()
             if self.task is not None:
                 tasks.discard(self.task)
-            # Both refer back to this: no cycle for the collector to find.
+            # It refers back to this: no cycle for the collector to find.
             self.task = None
-            del self._scope["extensions"]
         if self._response not in (_COMPLETE, _DISCONNECTED):
             connection.abort()
 
@@ -323,9 +292,9 @@ class RequestCycle(msgspec.Struct, eq=False):
 
     def request_id(self) -> bytes:
         """The client's name for the request, or a new one."""
-        return request_id_of(self._scope["headers"])
+        return request_id_of(self.head.fields)
 
-    async def _send_internal_error(self, request_id: bytes) -> None:
+    async def _answer_internal_error(self, request_id: bytes) -> None:
         if self._response not in (_RUNNING, _HEAD_BUFFERED):
             return
         # A buffered head has not been written.
@@ -338,48 +307,48 @@ class RequestCycle(msgspec.Struct, eq=False):
             (b"content-length", b"%d" % len(body)),
             (b"x-request-id", request_id),
         ]
-        await self.send({"type": "http.response.start", "status": 500, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
+        await answer_whole(self, 500, headers, body)
 
     # Called by the application.
 
     def watch(self) -> None:
-        """Implement ``DisconnectWatch``."""
+        """Implement ``ClientRequest``."""
         self._cancel_on_disconnect = True
         if self._response is _DISCONNECTED:
             self._cancel_task()
 
     def unwatch(self) -> None:
-        """Implement ``DisconnectWatch``."""
+        """Implement ``ClientRequest``."""
         self._cancel_on_disconnect = False
 
     def _cancel_task(self) -> None:
         if self._cancel_on_disconnect and self.task is not None:
             self.task.cancel()
 
-    async def receive(self) -> Message:
-        """ASGI ``receive``."""
+    async def read(self) -> tuple[bytes, bool] | None:
+        """Implement ``ClientRequest``."""
         connection = self._connection
         if (
-            self._expects_continue
+            self.head.expects_continue
+            and not self._continued
             and self._request_body is _BODY_RECEIVING
             and self._response in (_RUNNING, _HEAD_BUFFERED)
         ):
-            self._expects_continue = False
+            self._continued = True
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while self._response not in (_COMPLETE, _DISCONNECTED):
             if self._body_chunks or self._request_body is _BODY_COMPLETE:
                 more = self._request_body is _BODY_RECEIVING
-                return {"type": "http.request", "body": self._take_body(), "more_body": more}
+                return self._take_body(), more
             waiter = self._waiter = connection.loop.create_future()
             try:
                 await waiter
             finally:
                 self._waiter = None
-        return _DISCONNECT
+        return None
 
     def complete_body(self) -> bytes | None:
-        """Return all of the body if it has arrived; otherwise None. To be called before ``receive``."""
+        """Implement ``ClientRequest``."""
         if self._request_body is not _BODY_COMPLETE or self._response is _DISCONNECTED:
             return None
         return self._take_body()
@@ -400,39 +369,14 @@ class RequestCycle(msgspec.Struct, eq=False):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def send(self, message: Message) -> Awaitable[None]:
-        """ASGI ``send``. Waits while the client is too slow; no effect once it has disconnected."""
-        connection = self._connection
-        if connection.write_paused is not None:
-            return self._send_later(message, connection.write_paused)
-        self._send(message)
-        return connection.done_future
-
-    async def _send_later(self, message: Message, caught_up: asyncio.Future[None]) -> None:
-        await asyncio.shield(caught_up)
-        self._send(message)
-
-    def _send(self, message: Message) -> None:
-        if self._response is _DISCONNECTED:
-            return
-        if self._response is _RUNNING:
-            if message["type"] != "http.response.start":
-                raise RuntimeError(f"expected http.response.start, got {message['type']}")
-            self._head = message["status"], message.get("headers", ()), None
-            self._response = _HEAD_BUFFERED
-        elif self._response is _COMPLETE or message["type"] != "http.response.body":
-            raise RuntimeError(f"unexpected {message['type']}")
-        else:
-            self._send_body(message.get("body", b""), message.get("more_body", False))
-
-    def start(self, status: int, fields: list[Header], length: bytes) -> None:
-        """Implement ``ResponseSink``. No field is ``connection``."""
-        self._head = status, fields, length
+    def start(self, status: int, fields: list[Header], length: bytes | None) -> None:
+        """Implement ``ClientRequest``."""
+        self._head = status, fields if self.policy is None else self.policy(fields), length
         if self._response is _RUNNING:
             self._response = _HEAD_BUFFERED
 
     def write(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
-        """Implement ``ResponseSink``."""
+        """Implement ``ClientRequest``."""
         if self._connection.write_paused is not None:
             return self._write_later(data, more, self._connection.write_paused)
         if self._response is not _DISCONNECTED:
@@ -458,11 +402,11 @@ class RequestCycle(msgspec.Struct, eq=False):
             has_close = lowered.find(b"\r\nconnection: ") >= 0 and _has_close(headers)
         more = b""
         # These responses have no content, whatever their fields say (RFC 9112, section 6.3, rule 1).
-        if self._scope["method"] == "HEAD" or status in (204, 304):
+        if self.head.method == "HEAD" or status in (204, 304):
             self._remaining_bytes = 0
         elif length:
             self._remaining_bytes = int(length)
-        elif self._scope["http_version"] == "1.1":
+        elif self.head.version == "1.1":
             self._chunked = True
             more = b"transfer-encoding: chunked\r\n"
         else:
@@ -478,7 +422,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
             return
         begin = self._encode_head(self._head) if self._response is _HEAD_BUFFERED else b""
-        if self._scope["method"] == "HEAD":
+        if self.head.method == "HEAD":
             body = b""
         if self._remaining_bytes >= 0:
             self._remaining_bytes -= len(body)

@@ -50,7 +50,7 @@ class Session(msgspec.Struct, frozen=True, gc=False):
 class InboundRequest(msgspec.Struct, gc=False):
     """One client request, read whole. ``model`` and ``stream`` are peeked from the body where it is JSON.
 
-    ``headers`` are lower-case names as ASGI gives them; ``body`` is forwarded byte-identical.
+    ``headers`` are lower-case names; ``body`` is forwarded byte-identical.
     """
 
     method: str

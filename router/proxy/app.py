@@ -1,4 +1,4 @@
-"""The proxied path as a raw ASGI application: reads the request whole, has it forwarded, answers errors.
+"""The proxied path: reads the request whole, has it forwarded, answers errors.
 
 No framework in between: bytes in, bytes out. The request body is forwarded byte-identical, but for fields
 that only the router may send and for ids of responses; of the two
@@ -13,7 +13,9 @@ import ssl
 import time
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
+
+import msgspec
 
 from kvatlas.router.admission.claims import (
     ENGINE_PRIORITY,
@@ -27,15 +29,8 @@ from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.isolation import Isolation
 from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.admission.tenants import TenantRequest
-from kvatlas.router.http.request_cycle import (
-    CYCLE_EXTENSION,
-    HEADERS_BY_NAME,
-    DisconnectWatch,
-    Receive,
-    RequestCycle,
-    Scope,
-    Send,
-)
+from kvatlas.router.http.client_head import ClientHead, Header
+from kvatlas.router.http.request_cycle import ClientRequest, answer_whole
 from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES, SALTED, UNCACHED
@@ -83,13 +78,10 @@ T = TypeVar("T")
 _CHOSEN_ID = frozenset({FIELD})
 PIN = b"x-kvatlas-engine"
 """A client's choice of an engine; the same name tells it in the answer."""
-CARRIER = "kvatlas.carrier"
-"""``scope["extensions"]``: who takes the request to its engine, where that is not this process."""
 _NO_PEEK = Peek()
 _UNREAD = Peek(guarded=True, prioritized=True)
 _LARGE_BYTES = 4 * 1024 * 1024
 _POST = frozenset({"POST", "OPTIONS"})
-_NONE: dict[str, Any] = {}
 
 
 class _ClientGoneError(Exception):
@@ -97,7 +89,7 @@ class _ClientGoneError(Exception):
 
 
 class ProxyApp:
-    """ASGI 3 application for everything that engines answer. ``close`` it in the loop it ran in. ``claims``:
+    """Answers everything that engines do. ``close`` it in the loop it ran in. ``claims``:
     what requests say of their turn is read, for where they may have to wait."""
 
     def __init__(
@@ -168,64 +160,56 @@ class ProxyApp:
             self.deaths.close()
         self.client.close()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request; a websocket is refused."""
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1000})
-            return
-        slash = scope["path"].endswith("/") and scope["path"] not in self.settings.passed_paths
-        scope = without_trailing_slashes(scope) if slash else scope
+    async def answer(self, request: ClientRequest) -> None:
+        """Answer one request."""
+        head = request.head
+        slash = head.path.endswith("/") and head.path not in self.settings.passed_paths
+        head = without_trailing_slashes(head) if slash else head
         self.stats.requests += 1
         self.stats.requests_active += 1
-        own: RequestCycle | None = scope.get("extensions", _NONE).get(CYCLE_EXTENSION)
-        watch = DisconnectWatch(scope, receive) if own is None else own
         request_id: bytes | None = None
-        record = self.requests.begin(scope["method"], scope["path"])
+        record = self.requests.begin(head.method, head.path)
         entry: TenantRequest | None = None
+        gate = self._gate
         try:
-            client = scope.get("client")
-            sent = scope["headers"]
-            scope = scope if self._gate is None else _cleaned(scope, self._gate)
+            sent = head.fields
             if self.requests.traces is not None:
                 self.requests.trace(record, sent)
-            head = read_request_headers(
-                scope["headers"], client[0] if client else None, scope.get(HEADERS_BY_NAME)
-            )
-            request_id = head.request_id
-            record.request_id, record.session = request_id.decode("latin-1"), head.session
-            if self._gate is not None:
-                tenant, record.key_id = self._gate.owner_of(sent)
+            head = head if gate is None else _cleaned(head, gate)
+            fields = read_request_headers(head.fields, request.peer, head.by_name)
+            request_id = fields.request_id
+            record.request_id, record.session = request_id.decode("latin-1"), fields.session
+            if gate is not None:
+                tenant, record.key_id = gate.owner_of(sent)
                 record.tenant = tenant.name
-                entry = self._gate.enter(tenant)
-                head.fields = capped(head.fields, entry.tenant.rules)
-            if scope["method"] != "POST" or scope["path"] not in PROMPT_APIS or head.encoding:
-                self._check(scope["path"], scope["method"], head)
-            body = None if own is None else own.complete_body()
+                entry = gate.enter(tenant)
+                fields.fields = capped(fields.fields, entry.tenant.rules)
+            if head.method != "POST" or head.path not in PROMPT_APIS or fields.encoding:
+                self._check(head.path, head.method, fields)
+            body = request.complete_body()
             if body is None or len(body) > self.settings.body_bytes_max:
-                body = await self._read_body(head, receive, body)
+                body = await self._read_body(request, fields, body)
             record.read_s, record.bytes_in = self.requests.clock(), len(body)
-            out = await self._outbound(scope, head, body, record, entry)
-            out.own, out.client_body = own, body
+            out = await self._outbound(request, head, fields, body, record, entry)
             # What it costs must be known where there are bills.
             if out.request.stream and (entry is not None or self.requests.on_end is not None):
                 await self._ask_usage(out)
-            watch.watch()
-            out.task = watch.task
-            await self._forwarder.forward(out, send)
+            request.watch()
+            await self._forwarder.forward(out)
         except ApiError as error:
-            await self._answer_error(error, request_id, record, send)
+            await self._answer_error(request, error, request_id, record)
         except _ClientGoneError:
             self.stats.clients_gone += 1
             record.gone = True
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not watch.disconnected or task is None:
+            if not request.disconnected or task is None:
                 raise
             task.uncancel()
             self.stats.clients_gone += 1
             record.gone = True
         finally:
-            watch.unwatch()
+            request.unwatch()
             if entry is not None:
                 entry.leave(
                     record.usage,
@@ -253,15 +237,16 @@ class ProxyApp:
 
     async def _outbound(
         self,
-        scope: Scope,
-        head: RequestHead,
+        client: ClientRequest,
+        head: ClientHead,
+        fields: RequestHead,
         body: bytes,
         record: RequestRecord,
         entry: TenantRequest | None,
     ) -> Outbound:
-        path, method, query = scope["path"], scope["method"], scope["query_string"]
+        path, method = head.path, head.method
         form, seen, prompts = None, body, path in PROMPT_APIS
-        found = None if prompts or not body else await self._form(scope["headers"], body)
+        found = None if prompts or not body else await self._form(head.fields, body)
         if found is not None:
             form, look = found
         else:
@@ -272,7 +257,7 @@ class ProxyApp:
             earlier = look.previous_response
         if entry is not None:
             self._check_tenant(path, method, look, earlier, entry)
-        model, session = look.model, head.session or look.session
+        model, session = look.model, fields.session or look.session
         if self._aliases is not None and (behind := self._aliases.model_for(model, session)):
             named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
             model, body = behind, await self._changed(named)
@@ -285,31 +270,29 @@ class ProxyApp:
         isolation, cache_group = None if self._gate is None else self._gate.isolation, ""
         if isolation is not None and entry is not None and method == "POST" and body:
             body, cache_group = await self._isolated(isolation, path, body, entry, is_form=form is not None)
-        raw_path = scope.get("raw_path") or path.encode()
-        target = b"%b?%b" % (raw_path, query) if query else raw_path
+        target = b"%b?%b" % (head.raw_path, head.query) if head.query else head.raw_path
         request = InboundRequest(
-            method, path, query, scope["headers"], body, model, look.stream, head.request_id
+            method, path, head.query, head.fields, body, model, look.stream, fields.request_id
         )
-        request.client = hash(record.tenant or tuple(head.forwarded_for.rsplit(b",", 2)[-2:]))
+        request.client = hash(record.tenant or tuple(fields.forwarded_for.rsplit(b",", 2)[-2:]))
         request.trace, request.earlier_response = record.trace, earlier
         request.reads_response = reads_response
         request.prompt = look.prompt if body is seen else None
         request.response_id = "" if ids is None else ids.make(record.tenant, record.key_id)
         if self.settings.pin_header:
-            request.pinned = _pinned(scope["headers"])
-        by_name = scope.get(HEADERS_BY_NAME)
-        none = not number and by_name is not None and ENGINE_PRIORITY not in by_name
-        request.priority = 0 if none else given_priority(head.fields, number)
+            request.pinned = _pinned(head.fields)
+        prioritized = number or ENGINE_PRIORITY in head.by_name
+        request.priority = given_priority(fields.fields, number) if prioritized else 0
         request.tenant, request.cache_group = record.tenant, cache_group
         request.isolated = isolation is not None
         request.session = record.session = session
-        if session is not None and SESSION not in dict(head.fields):
+        if session is not None and SESSION not in dict(fields.fields):
             # vLLM 0.32 and 0.33 show it in their KV events.
-            head.fields.append((SESSION, session.id.encode()))
+            fields.fields.append((SESSION, session.id.encode()))
         request.read_s = record.read_s
         if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
             request.claim = read_claim(
-                scope["headers"],
+                head.fields,
                 in_body=look.priority,
                 arrived_s=record.arrived_s,
                 tenant=record.tenant,
@@ -317,10 +300,9 @@ class ProxyApp:
                 targets=self._targets,
             )
         record.model, record.streams = model or "", look.stream
-        carrier = scope.get("extensions", _NONE).get(CARRIER)
-        if carrier is not None:
+        if (carrier := client.carrier) is not None:
             request.among, request.carried = carrier.among, carrier.carried
-        return Outbound(request, head, target, record, entry, carrier)
+        return Outbound(client, request, fields, target, record, entry, carrier, seen)
 
     def _check_tenant(
         self, path: str, method: str, look: Peek, earlier: str | None, entry: TenantRequest
@@ -388,7 +370,7 @@ class ProxyApp:
             if asked is not request.body:
                 request.body, request.hides_usage = asked, True
 
-    async def _form(self, fields: list[tuple[bytes, bytes]], body: bytes) -> tuple[Form, Peek] | None:
+    async def _form(self, fields: list[Header], body: bytes) -> tuple[Form, Peek] | None:
         """The form that the body is, and what is needed of it; None: it is none."""
         try:
             kind = form_type(fields)
@@ -418,18 +400,14 @@ class ProxyApp:
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
 
-    async def _read_body(self, head: RequestHead, receive: Receive, whole: bytes | None) -> bytes:
+    async def _read_body(self, request: ClientRequest, head: RequestHead, whole: bytes | None) -> bytes:
         """``whole``: the body, if all of it has come already. Raises ``ApiError`` if it is too large."""
         limit = self.settings.body_bytes_max
         if whole is not None or (head.content_length is not None and head.content_length > limit):
             raise self._too_large()
-        message = await receive()
-        first = message.get("body", b"")
-        if message.get("more_body") is False and len(first) <= limit:
-            return cast(bytes, first)
         body: bytes | bytearray = b""
-        while message["type"] == "http.request":
-            piece = message.get("body", b"")
+        while (came := await request.read()) is not None:
+            piece, more = came
             if len(body) + len(piece) > limit:
                 raise self._too_large()
             if not body:
@@ -437,10 +415,9 @@ class ProxyApp:
             elif piece:
                 body = body if isinstance(body, bytearray) else bytearray(body)
                 body += piece
-            if not message.get("more_body", False):
+            if not more:
                 # A large one stays what it was received in: copying it would hold the loop.
                 return bytes(body) if len(body) < _LARGE_BYTES else cast(bytes, body)
-            message = await receive()
         raise _ClientGoneError
 
     def _too_large(self) -> ApiError:
@@ -464,7 +441,7 @@ class ProxyApp:
             return _UNREAD  # the engine knows what its other endpoints take
 
     async def _answer_error(
-        self, error: ApiError, request_id: bytes | None, record: RequestRecord, send: Send
+        self, request: ClientRequest, error: ApiError, request_id: bytes | None, record: RequestRecord
     ) -> None:
         self.stats.count_error(error.status, error.code)
         if error.status >= 500 and not record.explained:
@@ -485,13 +462,13 @@ class ProxyApp:
         ]
         if request_id is not None:
             headers.append((b"x-request-id", request_id))
-        await send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await answer_whole(request, error.status, headers, body)
 
 
-def _cleaned(scope: Scope, gate: KeyGate) -> Scope:
-    """Return the scope without what must not reach engines."""
-    return {**scope, "headers": gate.for_engines(scope["headers"]), HEADERS_BY_NAME: None}
+def _cleaned(head: ClientHead, gate: KeyGate) -> ClientHead:
+    """Return the head without what must not reach engines."""
+    fields = gate.for_engines(head.fields)
+    return msgspec.structs.replace(head, fields=fields, by_name=dict(fields))
 
 
 def _served(record: RequestRecord) -> bool:
@@ -502,5 +479,5 @@ def _served(record: RequestRecord) -> bool:
     return record.unseen or 200 <= record.status < 300
 
 
-def _pinned(fields: list[tuple[bytes, bytes]]) -> str | None:
+def _pinned(fields: list[Header]) -> str | None:
     return next((value.decode("latin-1") for name, value in fields if name == PIN), None)

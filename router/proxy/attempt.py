@@ -18,7 +18,7 @@ import xxhash
 
 from kvatlas.router.admission.claims import ENGINE_PRIORITY
 from kvatlas.router.admission.tenants import TenantRequest
-from kvatlas.router.http.request_cycle import RequestCycle
+from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
@@ -317,6 +317,8 @@ class Had(IntEnum):
 class Outbound(msgspec.Struct, gc=False):
     """A client's request as it goes out: the same for every engine but for host and placement headers."""
 
+    client: ClientRequest
+    """The request as it came, and where its answer goes."""
     request: InboundRequest
     head: RequestHead
     target: bytes
@@ -326,13 +328,9 @@ class Outbound(msgspec.Struct, gc=False):
     """Of the tenant it came from, where clients have keys."""
     carrier: Carrier | None = None
     """None: our own connections."""
-    own: RequestCycle | None = None
-    """Where it came from, if that is our own listener."""
-    task: asyncio.Task[Any] | None = None
-    """The one that answers it."""
-    had: Had = Had.NOTHING
     client_body: bytes = b""
     """As the client sent it."""
+    had: Had = Had.NOTHING
     lost: str = ""
     """The engine whose answer broke off, if it may have died."""
     asked_s: float = 0.0
@@ -466,12 +464,10 @@ def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> 
         stats.count_failure("refused" if error.reason == "overflow" else error.reason)
 
 
-def await_first_byte(attempt: Attempt, carrier: Carrier, task: asyncio.Task[Any] | None = None) -> None:
-    """From now on this task is cancelled where the engine goes down before the first byte, if another engine
-    may be asked then. ``task``: this one, if another engine surely may."""
-    if task is None:
-        task = asyncio.current_task() if carrier.may_retry() else None
-    if task is not None:
+def await_first_byte(attempt: Attempt, carrier: Carrier, task: asyncio.Task[Any] | None) -> None:
+    """From now on the request's ``task`` is cancelled where the engine goes down before the first byte, if
+    another engine may be asked then."""
+    if task is not None and carrier.may_retry():
         attempt.awaited(task.cancel)
 
 

@@ -180,7 +180,7 @@ class DisaggForwarder:
             prefill_body = await run_cooperatively(body.prefill(params, attempt.retention))
             timeout_s = self.proxy.first_byte_timeout_s
             attempt.check_eligible()
-            await_first_byte(attempt, self._carrier)
+            await_first_byte(attempt, self._carrier, out.client.task)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=prefill_body)
             # Not the time of arrival: the loop may have been busy, and the lease would be taken for younger
             # than it is.

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import msgspec
 import structlog
 
-from kvatlas.router.http.request_cycle import AsgiSink, Send
+from kvatlas.router.http.request_cycle import answer_whole
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.http.upstream_pool import REPEATABLE, UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
@@ -147,17 +147,17 @@ class Forwarder:
         self._settings = self._legs.proxy = settings
         self._legs.pd, self._legs.connector = pd, connector_of(pd, self._bootstrap)
 
-    async def forward(self, out: Outbound, send: Send) -> None:
-        """Answer the request through ``send``. Raises ``ApiError`` if nothing has been sent.
+    async def forward(self, out: Outbound) -> None:
+        """Answer the request. Raises ``ApiError`` if nothing has been sent.
 
         Returning without having completed the answer means that the connection must be cut.
         """
         try:
-            await self._forward(out, send)
+            await self._forward(out)
         except ApiError as error:
             if out.had is Had.NOTHING:
                 raise
-            await self._end_stream(error, out, send)
+            await self._end_stream(error, out)
         deaths = self._deaths
         if deaths is not None and (out.lost or self._stats.suspects_current):
             if out.lost and self._deaths_of(out) is not None:
@@ -166,7 +166,7 @@ class Forwarder:
             elif not out.record.broken and 200 <= out.record.status < 300:
                 deaths.cleared(out.digest())
 
-    async def _end_stream(self, error: ApiError, out: Outbound, send: Send) -> None:
+    async def _end_stream(self, error: ApiError, out: Outbound) -> None:
         """The client has had comments, and no engine goes on: tell it so in the stream."""
         self._stats.streams_broken += 1
         out.record.broken = True
@@ -176,11 +176,10 @@ class Forwarder:
         )
         data = SseRelay(out.request.path).broken(*error_event(error, out.request.path, b""))
         out.record.bytes_out += len(data)
-        sink = out.own if out.own is not None and send == out.own.send else AsgiSink(send)
-        if (waits := sink.write(data, more=False)) is not None:
+        if (waits := out.client.write(data, more=False)) is not None:
             await waits
 
-    async def _forward(self, out: Outbound, send: Send) -> None:
+    async def _forward(self, out: Outbound) -> None:
         retry_end = self._clock() + self._settings.retry_time_s_max
         exclude: frozenset[str] = frozenset()
         # Engines that went down, or gave no connection in time, without failing this request: better than no
@@ -213,9 +212,9 @@ class Forwarder:
                 disagg = self._legs.disagg()
             try:
                 outcome = await (
-                    self._attempt(placement, out, carrier, None, send)
+                    self._attempt(placement, out, carrier, None)
                     if disagg is None and out.entry is None and not self._stats.suspects_current
-                    else self._carry_on(placement, out, carrier, send, disagg)
+                    else self._carry_on(placement, out, carrier, disagg)
                 )
             except AgainError as again:
                 # At most once per prefill that the disagg allows, plus one.
@@ -240,7 +239,7 @@ class Forwarder:
             # A gateway that carries the request decides itself whether it can be sent again.
             if breaks >= _BREAKS_MAX or not carrier.may_retry():
                 break
-        await self._give_up(outcome, out, send)
+        await self._give_up(outcome, out)
 
     def _not_again(
         self, out: Outbound, outcome: Refusal | UpstreamError | None
@@ -268,7 +267,7 @@ class Forwarder:
             return await self._planner.place(out.request, exclude=exclude, disagg=disagg)
 
     async def _carry_on(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState | None
+        self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
     ) -> Refusal | UpstreamError | None:
         """Charge the tenant, then implement ``_attempt``; before it, the prompt is computed by another
         engine, where the placement says so. Raises ``AgainError``, and ``ApiError`` for a request that its
@@ -291,13 +290,13 @@ class Forwarder:
                 prefill.finished(None)
             raise
         if disagg is None:
-            return await self._attempt(placement, out, carrier, None, send)
+            return await self._attempt(placement, out, carrier, None)
         try:
             if prefill is not None and body is not None:
                 self._note_placed(prefill, out)
                 await self._legs.prefill(prefill, body, out, disagg, new_transfer_id())
                 self._legs.check_decode(placement, out)
-            return await self._attempt(placement, out, carrier, disagg, send)
+            return await self._attempt(placement, out, carrier, disagg)
         finally:
             placement.finished(None)
 
@@ -388,7 +387,7 @@ class Forwarder:
             problem=_why(outcome),
         )
 
-    async def _give_up(self, outcome: Refusal | UpstreamError | None, out: Outbound, send: Send) -> None:
+    async def _give_up(self, outcome: Refusal | UpstreamError | None, out: Outbound) -> None:
         record = out.record
         if out.had is Had.END:
             return
@@ -396,8 +395,7 @@ class Forwarder:
             if out.had is not Had.NOTHING:
                 raise engine_refused(outcome.status, outcome.body)
             record.status, record.bytes_out = outcome.status, len(outcome.body)
-            await send({"type": "http.response.start", "status": outcome.status, "headers": outcome.fields})
-            await send({"type": "http.response.body", "body": outcome.body})
+            await answer_whole(out.client, outcome.status, outcome.fields, outcome.body)
             return
         # No outcome: every attempt ended before a connection, because the pool was full.
         reason = outcome.reason if outcome is not None else "overflow"
@@ -408,16 +406,11 @@ class Forwarder:
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
     async def _attempt(
-        self,
-        placement: Attempt,
-        out: Outbound,
-        carrier: Carrier,
-        disagg: DisaggState | None,
-        send: Send,
+        self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
         connection: Answer | None = None
-        await_first_byte(placement, carrier, out.task if disagg is None and carrier is self._own else None)
+        await_first_byte(placement, carrier, out.client.task)
         try:
             if placement.body is not None:
                 placement.asked()
@@ -437,7 +430,7 @@ class Forwarder:
             if connection.status in _NOT_PASSED_ON:
                 return await self._refuse(placement, out, connection, head, disagg)
             placement.answered(connection.status)
-            await self._pass_on(placement, out, connection, head, send)
+            await self._pass_on(placement, out, connection, head)
         except UpstreamError as error:
             self._legs.failed(placement, out, disagg, _status_of(error, out.request))
             engine_failed(placement, error, self._stats)
@@ -456,9 +449,7 @@ class Forwarder:
             if connection is not None:
                 carrier.done(connection)
 
-    async def _pass_on(
-        self, placement: Attempt, out: Outbound, connection: Answer, head: AnswerHead, send: Send
-    ) -> None:
+    async def _pass_on(self, placement: Attempt, out: Outbound, connection: Answer, head: AnswerHead) -> None:
         """Give the client this answer, behind what it has had."""
         if out.had is not Had.NOTHING and not (head.sse and 200 <= connection.status < 300):
             raise await self._not_a_stream(placement, connection)
@@ -467,7 +458,7 @@ class Forwarder:
             placement,
             out.record,
             head,
-            out.own if out.own is not None and send == out.own.send else AsgiSink(send),
+            out.client,
             self._stats,
             USAGE_BYTES_MAX,
             out.carrier is None,

@@ -9,19 +9,17 @@ from __future__ import annotations
 import posixpath
 import random
 import re
-from collections.abc import MutableMapping
 from enum import Enum
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
+from kvatlas.router.http.client_head import ClientHead, Header
 from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES, SALTED, UNCACHED
 from kvatlas.router.openai.errors import bad_request, echoed
 from kvatlas.router.openai.request import Session
 from kvatlas.router.openai.sessions import SESSION_FIELDS, session_in_headers
 from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
-
-Header = tuple[bytes, bytes]
 
 _HOP_BY_HOP = (
     b"connection",
@@ -106,13 +104,11 @@ class RequestHead(msgspec.Struct, gc=False):
 
 
 def read_request_headers(
-    headers: list[Header], client_host: str | None, by_name: dict[bytes, bytes] | None = None
+    headers: list[Header], client_host: bytes, by_name: dict[bytes, bytes]
 ) -> RequestHead:
-    """Sort a request's header fields; ``by_name``: the same as a dictionary, where there is one. Raises
-    ``ApiError`` 400 on a content-length that is no number of bytes."""
-    if by_name is None:
-        # Of what is asked for, the last one counts.
-        by_name = dict(headers)
+    """Sort a request's header fields; ``by_name``: the same as a dictionary, of a repeated one the last.
+    ``client_host``: its address, empty if unknown. Raises ``ApiError`` 400 on a content-length that is no
+    number of bytes."""
     kept = [field for field in headers if field[0] not in _NOT_FORWARDED]
     request_id = by_name.get(b"x-request-id", b"")
     length = by_name.get(b"content-length")
@@ -135,8 +131,7 @@ def read_request_headers(
         request_id = b"%032x" % random.getrandbits(128)
         kept.append((b"x-request-id", request_id))
     if client_host:
-        host = client_host.encode()
-        forwarded_for = forwarded_for + b", " + host if forwarded_for else host
+        forwarded_for = forwarded_for + b", " + client_host if forwarded_for else client_host
     if forwarded_for:
         kept.append((b"x-forwarded-for", forwarded_for))
     return RequestHead(
@@ -318,7 +313,7 @@ def cache_reset(path: str, query: bytes) -> CacheReset:
 
 
 def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset()) -> Verdict:
-    """``path`` as ASGI gives it: percent-decoded, without query. ``passed`` goes before ``refused``, by its
+    """``path``: percent-decoded, without query. ``passed`` goes before ``refused``, by its
     exact spelling only."""
     # The exact spelling first: nearly all requests end here.
     if path in PROMPT_APIS or path in passed:
@@ -356,12 +351,10 @@ def remedy(path: str) -> str:
     return ""
 
 
-def without_trailing_slashes(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The ASGI scope with the path that is meant, as sent and as decoded."""
-    path, raw = scope["path"].rstrip("/") or "/", scope.get("raw_path")
-    if raw is not None:
-        raw = _TRAILING.sub(b"", raw) or b"/"
-    return {**scope, "path": path, "raw_path": raw}
+def without_trailing_slashes(head: ClientHead) -> ClientHead:
+    """The head with the path that is meant, as sent and as decoded."""
+    raw = _TRAILING.sub(b"", head.raw_path) or b"/"
+    return msgspec.structs.replace(head, path=head.path.rstrip("/") or "/", raw_path=raw)
 
 
 def _fold(path: str) -> str:

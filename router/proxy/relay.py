@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from kvatlas.router.http.request_cycle import ResponseSink
+from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.observe.requests import RequestRecord
 from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES
@@ -49,7 +49,7 @@ class StreamRelay(msgspec.Struct, eq=False):
     _attempt: Attempt
     _record: RequestRecord
     _head: AnswerHead
-    _answer: ResponseSink
+    _answer: ClientRequest
     _stats: ProxyStats
     _events: SseRelay
     _success: bool
@@ -222,7 +222,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _attempt: Attempt
     _record: RequestRecord
     _head: AnswerHead
-    _answer: ResponseSink
+    _answer: ClientRequest
     _stats: ProxyStats
     _usage_bytes_max: int
     _replaceable: bool = False

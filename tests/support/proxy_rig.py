@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from kvatlas.router.http.asgi import Application, call_asgi
+from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.server import ProxyServer, listen_config
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.openai.errors import no_ready_engine
@@ -246,6 +248,18 @@ class FakePlanner:
                 self.placements.append(placement)
                 return placement
         raise no_ready_engine("no engine")
+
+
+class Paths:
+    """A proxy beside ASGI applications, which have these paths."""
+
+    def __init__(self, proxy: ProxyApp, apps: dict[str, Application]) -> None:
+        self._proxy = proxy
+        self._apps = apps
+
+    def answer(self, request: ClientRequest) -> Awaitable[None]:
+        app = self._apps.get(request.head.path)
+        return self._proxy.answer(request) if app is None else call_asgi(app, request)
 
 
 class Rig:

@@ -11,6 +11,8 @@ import msgspec
 import structlog
 
 from kvatlas.router.fleet.engines import endpoint_of
+from kvatlas.router.http.asgi import Answering
+from kvatlas.router.http.client_head import Header
 from kvatlas.router.http.deadlines import NEVER, Sweeper
 from kvatlas.router.http.listener import Capacity
 from kvatlas.router.observe.log_throttle import LogThrottle
@@ -18,7 +20,7 @@ from kvatlas.router.openai.apis import PROMPT_APIS
 from kvatlas.router.proxy.attempt import Attempt
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp import messages as m
-from kvatlas.router.services.epp.header_fields import DESTINATION, Header, changes
+from kvatlas.router.services.epp.header_fields import DESTINATION, changes
 from kvatlas.router.services.epp.settings import EppSettings, EppStats
 
 _log = structlog.get_logger()
@@ -28,10 +30,10 @@ _MESSAGE_BYTES = 1024 * 1024
 
 
 class PickerContext(msgspec.Struct):
-    """Shared state. ``app`` is the router as an ASGI application; ``tasks`` exists while the picker listens;
-    each of ``passing`` ends a request whose answer is not observed."""
+    """Shared state. ``answer`` is the router's; ``tasks`` exists while the picker listens; each of
+    ``passing`` ends a request whose answer is not observed."""
 
-    app: Any
+    answer: Answering
     settings: EppSettings
     proxy: ProxySettings
     header_bytes_max: int

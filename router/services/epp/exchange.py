@@ -1,8 +1,8 @@
 """Serve one request of a gateway: an ext_proc stream that the router sees as a client's request.
 
-It is an ASGI connection: the head and body from the gateway are the request, and the router's response goes
-to the gateway. Its ``GatewayCarrier`` reaches the engine. So keys, prompts, placement, accounts, receipts and
-metrics use the same code as other requests.
+It is a ``ClientRequest``: head and body come from the gateway, and the router's answer goes there. Its
+``GatewayCarrier`` reaches the engine. So keys, prompts, placement, accounts, receipts and metrics use the
+same code as other requests.
 
 Invariants: a stream is answered, or ended with a gRPC error, exactly once; a gateway that misses a deadline
 ends it; held body bytes are counted.
@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
 
 import structlog
 
+from kvatlas.router.http.asgi import connection_scope
+from kvatlas.router.http.client_head import ClientHead, Header
 from kvatlas.router.http.h2_codec import CANCEL, INTERNAL_ERROR
 from kvatlas.router.http.h2_streams import Stream
-from kvatlas.router.http.request_cycle import DISCONNECT_EXTENSION, Message
 from kvatlas.router.openai.errors import ApiError, internal_error, request_timeout, too_many_bodies
-from kvatlas.router.proxy.app import CARRIER
 from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.context import PickerContext, Timer, Wakeup
 from kvatlas.router.services.epp.grpc import GrpcError, GrpcReader
-from kvatlas.router.services.epp.header_fields import SUBSET_KEY, scope_of
+from kvatlas.router.services.epp.header_fields import SUBSET_KEY, head_of
 from kvatlas.router.services.epp.messages import ProtobufError
 from kvatlas.router.services.epp.responses import (
     GatewayAnswer,
@@ -37,7 +38,6 @@ from kvatlas.router.services.epp.responses import (
 
 _log = structlog.get_logger()
 _QUEUED_BYTES_MAX = 256 * 1024
-_DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 class GatewayExchange:
@@ -45,21 +45,25 @@ class GatewayExchange:
 
     __slots__ = (
         "_body",
-        "_carrier",
         "_context",
         "_gateways_own",
-        "_gone",
-        "_left_hook",
         "_own",
         "_reader",
         "_said_head",
         "_start",
         "_stream",
-        "_task",
         "_timer",
         "_wakeup",
+        "_watched",
         "_writer",
+        "carrier",
+        "disconnected",
+        "head",
+        "policy",
+        "task",
     )
+    peer = b""
+    _SCOPE: ClassVar[dict[str, Any]] = connection_scope()
 
     def __init__(self, stream: Stream, context: PickerContext) -> None:
         self._stream = stream
@@ -69,19 +73,20 @@ class GatewayExchange:
         self._body = RequestBody(context.capacity)
         self._wakeup = Wakeup()
         self._timer = Timer(context.sweeper, context.clock, self._time_over)
-        self._carrier = GatewayCarrier(
+        self.carrier = GatewayCarrier(
             stream, context, writer=self._writer, body=self._body, bell=self._wakeup, timer=self._timer
         )
         # The request's head has been received.
         self._said_head = False
-        self._start: Message | None = None
+        self.head: ClientHead  # from then on
+        self._start: tuple[int, list[Header]] | None = None
         # Body of an answer of the router's own.
         self._own: list[bytes] = []
         # The gateway answered by itself before an engine was named.
         self._gateways_own = False
-        self._gone = False
-        self._left_hook: Any = None
-        self._task: asyncio.Task[None] | None = None
+        self.disconnected = self._watched = False
+        self.policy: Callable[[list[Header]], list[Header]] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._timer.wait(context.settings.request_timeout_s)
 
     # Stream side.
@@ -112,33 +117,33 @@ class GatewayExchange:
     def on_lost(self) -> None:
         if self._writer.over:
             return
-        self._context.stats.cut_before_answer += self._carrier.asked and self._carrier.answer is None
+        self._context.stats.cut_before_answer += self.carrier.asked and self.carrier.answer is None
         if not self._stream.closed:
             self._finish()
         self._handle_end()
 
     def _handle_end(self) -> None:
         self._writer.over = True
-        if self._gone:
+        if self.disconnected:
             return
         self._disconnect()
 
     def _disconnect(self) -> None:
         """Report a disconnected client to the router."""
-        self._gone = True
-        if self._task is None:
+        self.disconnected = True
+        if self.task is None:
             self._free()
         self._wakeup.set()
-        if self._left_hook is not None:
-            self._left_hook()
+        if self._watched and self.task is not None:
+            self.task.cancel()
 
     def _time_over(self) -> None:
         # an ended stream may mean a silent engine or a client that does not read: the two look alike
         if self._writer.shown:
             self._stream.reset(CANCEL)
             self.on_lost()
-        elif self._carrier.asked:
-            self._carrier.fail_wait()
+        elif self.carrier.asked:
+            self.carrier.fail_wait()
         elif not self._said_head:
             self._refuse(grpc.INVALID_ARGUMENT, "timeout", "no request headers in time")
         else:
@@ -146,8 +151,8 @@ class GatewayExchange:
 
     def _take(self, size: int) -> bool:
         """Open the flow-control window: for a request if there is capacity, for an answer by the carrier."""
-        if self._carrier.answer is not None:
-            self._carrier.took(size)
+        if self.carrier.answer is not None:
+            self.carrier.took(size)
             return True
         self._stream.acknowledge_data(size)
         if self._gateways_own:
@@ -173,14 +178,14 @@ class GatewayExchange:
         elif kind == "request_trailers":
             self._body.trailers = self._body.whole = True
             self._wakeup.set()
-        elif self._gateways_own or (kind == "response_headers" and not self._carrier.asked):
+        elif self._gateways_own or (kind == "response_headers" and not self.carrier.asked):
             self._pass_gateways_own(message)
         elif kind == "response_headers":
-            self._carrier.on_headers(message)
+            self.carrier.on_headers(message)
         elif kind == "response_body":
-            self._carrier.on_body(message)
+            self.carrier.on_body(message)
         elif kind == "response_trailers":
-            self._carrier.on_trailers()
+            self.carrier.on_trailers()
 
     def _pass_gateways_own(self, message: m.ProcessingRequest) -> None:
         """Forward a reply that the gateway made before an engine was named: 413 for a body too large to be
@@ -211,14 +216,12 @@ class GatewayExchange:
         if problem := m.mode_problem(message, writer.modes):
             raise GrpcError(grpc.FAILED_PRECONDITION, problem)
         subset = m.endpoints(message.metadata, m.SUBSET, SUBSET_KEY)
-        scope = scope_of(message.headers, self._context.header_bytes_max)
-        path, query = scope["raw_path"], scope["query_string"]
-        target = b"%b?%b" % (path, query) if query else path
-        self._carrier.begin(scope["headers"], target, None if subset is None else frozenset(subset))
+        head = self.head = head_of(message.headers, self._context.header_bytes_max)
+        target = b"%b?%b" % (head.raw_path, head.query) if head.query else head.raw_path
+        self.carrier.begin(head.fields, target, None if subset is None else frozenset(subset))
         if body.expected and writer.buffers:
             writer.resume("request_headers")
-        scope["extensions"] = {DISCONNECT_EXTENSION: self._on_disconnect, CARRIER: self._carrier}
-        self._task = self._context.start(self._run(scope))
+        self.task = self._context.start(self._run())
 
     def _on_request_body(self, message: m.ProcessingRequest) -> None:
         if self._body.whole:
@@ -228,52 +231,61 @@ class GatewayExchange:
         self._timer.wait(self._context.settings.request_timeout_s)
         self._wakeup.set()
 
-    # Router side (ASGI).
+    # Router side (``ClientRequest``).
 
-    async def _run(self, scope: dict[str, Any]) -> None:
+    @property
+    def connection_scope(self) -> dict[str, Any]:
+        return self._SCOPE
+
+    async def _run(self) -> None:
         try:
-            await self._context.app(scope, self.receive, self.send)
+            await self._context.answer(self)
         except asyncio.CancelledError:
             self._writer.reset(CANCEL)
             raise
         except Exception as error:  # noqa: BLE001 - log any router error and answer
             trace = "".join(traceback.format_exception(error))
-            _log.error("request failed", path=scope["path"], traceback=trace)
+            _log.error("request failed", path=self.head.path, traceback=trace)
             self._own.clear()
             self._answer_error(internal_error())
         finally:
             self._free()
-            scope.pop("extensions", None)  # break the reference cycle
             if not self._writer.over and not self._gateways_own:
                 self._writer.reset(INTERNAL_ERROR)
-            self._carrier.release()
+            self.carrier.release()
+            self.task = None  # it refers back to this
 
-    def _on_disconnect(self, callback: Any) -> None:
-        """Register a callback (extension ``kvatlas.router.http.request_cycle.EXTENSION``)."""
-        self._left_hook = callback
-        if callback is not None and self._gone:
-            callback()
+    def watch(self) -> None:
+        self._watched = True
+        if self.disconnected and self.task is not None:
+            self.task.cancel()
 
-    async def receive(self) -> Message:
+    def unwatch(self) -> None:
+        self._watched = False
+
+    def complete_body(self) -> bytes | None:
+        whole = self._body.readable and self._body.whole and not self.disconnected
+        return self._body.take() if whole else None
+
+    async def read(self) -> tuple[bytes, bool] | None:
         body = self._body
-        while not self._writer.over and not self._gone:
+        while not self._writer.over and not self.disconnected:
             if body.readable:
-                return {"type": "http.request", "body": body.take(), "more_body": not body.whole}
+                return body.take(), not body.whole
             await self._wakeup.wait()
-        return _DISCONNECT
+        return None
 
-    async def send(self, message: Message) -> None:
-        """ASGI ``send``. Waits while the gateway is slow; does nothing after it has left."""
-        carrier = self._carrier
-        if message["type"] == "http.response.start":
-            self._start = message
-        elif self._writer.over or self._gone or self._start is None:
-            return
-        elif carrier.answer is None or carrier.broken or carrier.moved:
-            self._send_own(message.get("body", b""), more=message.get("more_body", False))
-        else:
-            body, more = message.get("body", b""), message.get("more_body", False)
-            await self._pass_on(carrier.answer, self._start, body, more=more)
+    def start(self, status: int, fields: list[Header], length: bytes | None) -> None:
+        self._start = status, fields if self.policy is None else self.policy(fields)
+
+    def write(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
+        carrier = self.carrier
+        if self._writer.over or self.disconnected or self._start is None:
+            return None
+        if carrier.answer is None or carrier.broken or carrier.moved:
+            self._send_own(data, more=more)
+            return None
+        return self._pass_on(carrier.answer, self._start[1], data, more=more)
 
     def _send_own(self, body: bytes, *, more: bool) -> None:
         """Send a piece of an answer that the router made itself."""
@@ -281,25 +293,27 @@ class GatewayExchange:
         if more or self._start is None:
             return
         # otherwise the answer is the gateway's, or from an unknown engine: forward it
-        if not self._writer.shown and (not self._carrier.moved or self._carrier.broken):
+        if not self._writer.shown and (not self.carrier.moved or self.carrier.broken):
             self._context.stats.immediate += 1
-            self._writer.send(immediate_answer(self._start, b"".join(self._own)))
+            self._writer.send(immediate_answer(*self._start, b"".join(self._own)))
         self._finish()
 
-    async def _pass_on(self, answer: GatewayAnswer, start: Message, body: bytes, *, more: bool) -> None:
+    def _pass_on(
+        self, answer: GatewayAnswer, fields: list[Header], body: bytes, *, more: bool
+    ) -> Awaitable[None] | None:
         """Send a piece of an engine's answer, unless the gateway already forwards it."""
-        writer, trailers = self._writer, self._carrier.trailers
-        if not self._carrier.passes:
+        writer, trailers = self._writer, self.carrier.trailers
+        if not self.carrier.passes:
             headers_only = not writer.shown and answer.at_eof and not body and not trailers
-            writer.send_headers(answer.headers, start["headers"])
+            writer.send_headers(answer.headers, fields)
             if not headers_only:
                 writer.send_body("response_body", body, ends=not more and not trailers)
             if not more and trailers:
                 writer.resume("response_trailers")
             if not more:
                 self._finish()
-        if more and self._stream.queued_bytes > _QUEUED_BYTES_MAX:
-            await self._stream.drain(_QUEUED_BYTES_MAX)
+        slow = more and self._stream.queued_bytes > _QUEUED_BYTES_MAX
+        return self._stream.drain(_QUEUED_BYTES_MAX) if slow else None
 
     # End of the stream.
 
@@ -310,9 +324,8 @@ class GatewayExchange:
         if self._writer.shown:
             self._writer.reset(INTERNAL_ERROR)
         else:
-            self._carrier.broken = True
-            headers = [(b"content-type", b"application/json"), *error.headers]
-            self._start = {"status": error.status, "headers": headers}
+            self.carrier.broken = True
+            self._start = error.status, [(b"content-type", b"application/json"), *error.headers]
             self._send_own(error.body(), more=False)
         self._handle_end()
 

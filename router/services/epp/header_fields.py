@@ -7,12 +7,11 @@ Pure. Invariants: the client's own destination never reaches the proxy nor an en
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
-from kvatlas.router.http.asgi_scope import ASGI, request_head_error, request_scope
+from kvatlas.router.http.client_head import ClientHead, Header, head_error, target_parts
 from kvatlas.router.openai.errors import bad_request, head_too_large
 
-Header = tuple[bytes, bytes]
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
@@ -33,19 +32,10 @@ _HOP_FIELDS: Final = frozenset(
         b"x-forwarded-for",
     )
 )
-_CONNECTION: Final[dict[str, Any]] = {
-    "type": "http",
-    "asgi": ASGI,
-    "scheme": "http",
-    "root_path": "",
-    "server": None,
-    "client": None,
-    "state": {},
-}
 
 
-def scope_of(headers: list[Header], header_bytes_max: int) -> dict[str, Any]:
-    """The ASGI scope of a request. Raises ``ApiError`` for one that no client of the proxy could send."""
+def head_of(headers: list[Header], header_bytes_max: int) -> ClientHead:
+    """The head of a request. Raises ``ApiError`` for one that no client of the proxy could send."""
     size, pseudo, kept = 0, {}, []
     for field in headers:
         name, value = field
@@ -57,13 +47,13 @@ def scope_of(headers: list[Header], header_bytes_max: int) -> dict[str, Any]:
     if size > header_bytes_max:
         raise head_too_large(header_bytes_max)
     method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
-    problem = request_head_error("2", path, 0)
+    problem = head_error("2", path, 0)
     if problem or not method.isalpha() or not (path.startswith(b"/") or path == b"*"):
         raise bad_request("invalid_http", problem or "The gateway sent no valid method or path.")
     host = pseudo.get(b":authority", b"")
     if host and not any(name == b"host" for name, _ in kept):
         kept.append((b"host", host))
-    return request_scope(_CONNECTION, "2", method, path, kept)
+    return ClientHead(method.decode("ascii"), *target_parts(path), kept, dict(kept), "2")
 
 
 def status_of(headers: list[Header]) -> tuple[int, list[Header]]:

@@ -17,9 +17,9 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 
 from kvatlas.router.fleet.engines import endpoint_of
+from kvatlas.router.http.client_head import Header
 from kvatlas.router.http.h2_streams import Stream
 from kvatlas.router.http.listener import Capacity
-from kvatlas.router.http.request_cycle import Message
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.openai.request import Carried
 from kvatlas.router.openai.response_ids import of_engine, with_id
@@ -29,7 +29,7 @@ from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.context import PickerContext, Timer, Wakeup, request_changes
 from kvatlas.router.services.epp.grpc import GrpcError, message_head
-from kvatlas.router.services.epp.header_fields import SERVED_KEY, Header, own_fields, status_of
+from kvatlas.router.services.epp.header_fields import SERVED_KEY, own_fields, status_of
 
 # Beginnings of Envoy's local replies, which are no answer of an engine.
 _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream request timeout")
@@ -123,10 +123,9 @@ def dropped_reason(status: int, body: bytes) -> bytes | None:
     return _BY_CODE.get(code[1] if code else b"", _BY_STATUS[status])
 
 
-def immediate_answer(start: Message, body: bytes) -> bytes:
-    """Encode this answer as an immediate response; ``start`` is its ASGI start message."""
-    status = start["status"]
-    headers = own_fields(start["headers"])
+def immediate_answer(status: int, fields: list[Header], body: bytes) -> bytes:
+    """Encode this answer as an immediate response."""
+    headers = own_fields(fields)
     reason = dropped_reason(status, body)
     if reason is not None:
         headers.append((_DROPPED, reason))

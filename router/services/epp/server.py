@@ -11,10 +11,11 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
+from kvatlas.router.http.asgi import Answering
 from kvatlas.router.http.deadlines import Sweeper, sweep_interval_s
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.h2_codec import encode_literal
@@ -118,11 +119,11 @@ _LOOK_S = 0.02
 
 
 class PickerServer:
-    """Serves the picker's ports for ``app``, the router. Raises ``TlsError`` for unusable files."""
+    """Serves the picker's ports; ``answer``: the router's. Raises ``TlsError`` for unusable files."""
 
     def __init__(
         self,
-        app: Any,
+        answer: Answering,
         settings: EppSettings,
         *,
         proxy: ProxySettings,
@@ -140,7 +141,7 @@ class PickerServer:
         self._handshakes: Handshakes | None = None
         times_s = (HANDSHAKE_TIMEOUT_S, STALL_TIMEOUT_S, settings.request_timeout_s)
         self._context = PickerContext(
-            app,
+            answer,
             settings,
             proxy,
             listen.header_bytes_max,

@@ -70,7 +70,7 @@ async def test_other_numbers_of_a_body_are_the_engines_to_judge(digits: int) -> 
 @pytest.mark.parametrize("length", [b"-1", b"+5", b"9" * 19, b"9" * 5000, b"1_0", b"x", b""])
 def test_an_invalid_length_is_refused(length: bytes) -> None:
     with pytest.raises(ApiError) as raised:
-        read_request_headers([(b"content-length", length)], None)
+        read_request_headers([], b"", {b"content-length": length})
     assert raised.value.status == 400
 
 

@@ -18,6 +18,7 @@ from tests.support.proxy_rig import (
     CHAT,
     Call,
     Engine,
+    Paths,
     Rig,
     answer,
     ask,
@@ -41,14 +42,11 @@ class _Spare:
 
 
 def _probed(app: Any) -> Any:
-    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] != "/health":
-            return await app(scope, receive, send)
+    async def health(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"well"})
-        return None
 
-    return wrapped
+    return Paths(app, {"/health": health})
 
 
 async def _health(rig: Rig) -> None:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-import uvicorn
 
-from kvatlas.router.http.request_cycle import CYCLE_EXTENSION
+from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (
@@ -20,7 +19,7 @@ from tests.support.proxy_rig import (
     STREAM,
     Engine,
     FakePlacement,
-    FakePlanner,
+    Paths,
     Rig,
     Script,
     chunk,
@@ -74,10 +73,10 @@ async def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered(
     async with Engine(writes(then="hang")) as engine, routing(engine.url) as rig:
         looked, outbound = asyncio.Event(), rig.app._outbound
 
-        async def look(scope: Any, *more: Any) -> Any:
+        async def look(request: ClientRequest, *more: Any) -> Any:
             looked.set()
-            await until(lambda: scope["extensions"][CYCLE_EXTENSION].disconnected, "the client is gone")
-            return await outbound(scope, *more)
+            await until(lambda: request.disconnected, "the client is gone")
+            return await outbound(request, *more)
 
         rig.app._outbound = look  # type: ignore[assignment, method-assign]
         _, writer = await rig.connect()
@@ -153,29 +152,6 @@ async def test_client_that_leaves_in_its_body() -> None:
         assert not rig.planner.requests
 
 
-async def test_under_a_foreign_asgi_server() -> None:
-    """Without the listener's extension a task waits for http.disconnect; all else is the same."""
-    async with Engine(writes(SSE_HEAD, then="hang")) as engine:
-        planner = FakePlanner(engine.url)
-        app = ProxyApp(planner)
-        config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-        config.load()
-        server = uvicorn.Server(config)
-        server.lifespan = config.lifespan_class(config)
-        await server.startup()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request(STREAM))
-        await until(lambda: bool(engine.calls), "the engine is asked")
-        writer.close()
-        await engine.calls[0].closed.wait()
-        await until(lambda: app.stats.clients_gone == 1, "counted")
-        assert planner.placements[0].told == ["finished"]
-        await server.shutdown()
-        app.close()
-        await asyncio.sleep(0.01)
-
-
 async def test_the_engine_notices_each_client_that_leaves() -> None:
     """By the client's end of its connection alone: nothing else happens meanwhile."""
     async with Engine(writes(SSE_HEAD, then="hang")) as engine, routing(engine.url) as rig:
@@ -191,17 +167,14 @@ async def test_app_that_fails_after_the_client_left_harms_no_other_request() -> 
     left = asyncio.Event()
 
     def wrap(app: ProxyApp) -> Any:
-        async def outer(scope: Any, receive: Any, send: Any) -> None:
-            if scope["path"] == "/v1/slow":
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                left.set()
-                await send({"type": "http.response.start", "status": 200, "headers": []})
-                await send({"type": "http.response.body", "body": b"late"})
-            else:
-                await app(scope, receive, send)
+        async def late(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"late"})
 
-        return outer
+        return Paths(app, {"/v1/slow": late})
 
     async with routing(wrap=wrap) as rig:
         _, writer = await rig.connect()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvatlas.router.http.settings import ListenSettings
-from kvatlas.router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (
     CHAT,
     SSE_HEAD,
@@ -280,18 +279,3 @@ async def test_body_is_given_in_pieces_and_reading_waits_for_the_application(
         assert (await ask(rig, request(b"x" * 5_000_000))).status == 200
         assert sum(sizes) == 5_000_000
         assert max(sizes) <= 100_000 + 256 * 1024  # one read beyond the limit
-
-
-async def test_websocket_scope_is_closed() -> None:
-    sent = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        raise AssertionError
-
-    async with routing() as rig:
-        app: ProxyApp = rig.app
-        await app({"type": "websocket"}, receive, send)
-    assert sent == [{"type": "websocket.close", "code": 1000}]

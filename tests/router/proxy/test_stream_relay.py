@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
+from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.http.request_cycle import Header
+from kvatlas.router.http.client_head import Header
 from kvatlas.router.http.upstream import UpstreamConnection
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.openai.apis import CHAT
@@ -26,14 +27,14 @@ from tests.support.waiting import run
 
 
 class Client:
-    """An ``ResponseSink`` that can be slow."""
+    """The part of a ``ClientRequest`` that ``AnswerRelay`` needs; it can be slow."""
 
     def __init__(self) -> None:
         self.got = b""
         self.whole = False
         self._slow: asyncio.Future[None] | None = None
 
-    def start(self, status: int, fields: list[Header], length: bytes) -> None: ...
+    def start(self, status: int, fields: list[Header], length: bytes | None) -> None: ...
 
     def write(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
         assert not self.whole
@@ -72,7 +73,7 @@ def _relay(connection: UpstreamConnection, client: Client, stats: ProxyStats) ->
     attempt = Attempt("engine", "http://engine", Breaker(), request, now=time.monotonic)
     record: RequestRecord = RequestTracker(time.monotonic).begin("POST", CHAT)
     head = read_answer_headers(connection.headers, b"", ())
-    return AnswerRelay(connection, attempt, record, head, client, stats, 1 << 20)
+    return AnswerRelay(connection, attempt, record, head, cast("Any", client), stats, 1 << 20)
 
 
 _STEPS = st.lists(st.sampled_from(["event", "half", "slow", "catch up", "turn"]), max_size=12)

@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_conne
     )
     request = InboundRequest("POST", CHAT, b"", [], BODY)
     record = RequestTracker(lambda: now[0]).begin("POST", CHAT)
-    out = Outbound(request, read_request_headers([], None), b"/", record)
+    out = Outbound(cast("Any", None), request, read_request_headers([], b"", {}), b"/", record)
     disagg = DisaggState(settings)
     # Its margin has begun: the number of ended leases is looked up immediately.
     handoff = Handoff(b"{}", "p", None, now[0], now[0] + 0.001, now[0] + 5.0, "http://p")
@@ -115,7 +115,7 @@ async def test_a_client_that_leaves_before_the_answer_ends_the_look_up_too() -> 
     )
     request = InboundRequest("POST", CHAT, b"", [], BODY)
     record = RequestTracker(lambda: 100.0).begin("POST", CHAT)
-    out = Outbound(request, read_request_headers([], None), b"/", record)
+    out = Outbound(cast("Any", None), request, read_request_headers([], b"", {}), b"/", record)
     disagg = DisaggState(settings)
     disagg.handed_over(Handoff(b"{}", "p", None, 100.0, 100.001, 105.0, "http://p"))
     attempt = FakePlacement("http://d", request=request)

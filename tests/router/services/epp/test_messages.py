@@ -262,8 +262,8 @@ def test_compressed_and_long_messages_are_refused_by_their_head(head: bytes) -> 
     ],
 )
 def test_errors_say_why_a_request_was_dropped(error: errors.ApiError, reason: bytes | None) -> None:
-    start = {"status": error.status, "headers": [(b"content-length", b"9"), *error.headers]}
-    found = read(immediate_answer(start, error.body())).immediate_response
+    fields = [(b"content-length", b"9"), *error.headers]
+    found = read(immediate_answer(error.status, fields, error.body())).immediate_response
     told = {option.header.key: option.header.raw_value for option in found.headers.set_headers}
     assert told.get("x-llm-d-request-dropped-reason") == reason
     assert (found.status.code, found.body) == (error.status, error.body())
