@@ -81,7 +81,7 @@ class PeerSharing:
         self._clock = clock
         self._worker = worker
         self._fleet: Fleet[Engine]  # set by ``begin``
-        self.index = _shared_index(config, self.own_load, clock)
+        self.index = self._shared_index(config)
         self.gossip: SiblingGossip | None = None
         """Among workers: carries what the shared index does not, or everything without one."""
         if self.index is not None:
@@ -105,13 +105,20 @@ class PeerSharing:
         return gossip
 
     @property
+    def blocks(self) -> SharedIndex | None:
+        """The shared index, unless replicas share their load only."""
+        return self.index if self.index is not None and self.index.shares_blocks else None
+
+    @property
     def lookup(self) -> SharedView | None:
         """The shared index as seen by decisions."""
-        return None if self.index is None else self.index.lookup
+        return None if self.blocks is None else self.blocks.lookup
 
     @property
     def peer_state(self) -> Callable[[], PeerSnapshot]:
-        """Latest state received from siblings."""
+        """Latest state received from other routers."""
+        if (index := self.index) is not None:
+            return lambda: index.peers
         return (lambda: NO_PEER_SNAPSHOT) if self.gossip is None else self.gossip.peer_state
 
     @property
@@ -146,15 +153,12 @@ class PeerSharing:
             tokens = range(prompt.num_blocks * engine.shadow.spec.scheme.hash_block_size)
             engine.shadow.served(tokens, lambda scheme: list(prompt.hashes))
 
+    def _shared_index(self, config: Config) -> SharedIndex | None:
+        if not config.index.is_shared:
+            return None
+        from kvatlas.router.replication.service import SharedIndex  # redis-py comes with it
 
-def _shared_index(
-    config: Config, own_load: Callable[[float], dict[str, OthersLoad]], clock: Callable[[], float]
-) -> SharedIndex | None:
-    if not config.index.is_shared:
-        return None
-    from kvatlas.router.replication.service import SharedIndex  # redis-py comes with it
-
-    return SharedIndex(config.index, own_load, clock=clock)
+        return SharedIndex(config.index, self.own_load, served=self._served_elsewhere, clock=self._clock)
 
 
 class Router:
@@ -175,7 +179,7 @@ class Router:
         self.lifecycle = EngineLifecycle(
             config,
             self.accounts,
-            self.peers.index,
+            self.peers.blocks,
             clock=clock,
             leaving=(
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
@@ -246,6 +250,7 @@ class Router:
             self.fleet,
             unsynced=self.fleet_sources.unsynced,
             index_problem=lambda: self.peers.problem,
+            follows_all=self.peers.blocks is None,
             clock=clock,
             warm_up_s_max=config.fleet.warm_up_s_max,
         )
@@ -473,11 +478,11 @@ class Router:
 
     @property
     def leads_fleet(self) -> bool:
-        """Whether this process acts for all replicas and workers: it leads its workers, and with a shared
-        index it follows the first engine."""
-        index = self.peers.index
+        """Whether this process acts for all replicas and workers: Redis has its lease, or else it leads its
+        workers."""
         first = min((engine.engine_id for engine in self.fleet if engine.publishes_events), default=None)
-        return self.leads and (index is None or first is None or index.lease_manager.follows(first))
+        leads = None if self.peers.index is None else self.peers.index.leads(first)
+        return self.leads if leads is None else leads
 
     def _to_lead(self) -> Application | None:
         """Return the application that forwards to the leading worker; None: it is this one."""

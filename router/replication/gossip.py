@@ -297,6 +297,8 @@ class GossipedInflight(InflightPrefixes):
 
 SILENCE_S = 2.0
 REPEAT_S = 0.5
+# Minimum pause in seconds between two reports of a replica's load.
+LOAD_INTERVAL_S = 0.05
 
 
 _ENGINES_MAX = 16_384

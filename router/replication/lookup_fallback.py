@@ -26,7 +26,7 @@ from kvatlas.router.index.query_plan import EngineHit, EngineQuery, query_hits
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.proxy.breaker import Breaker, BreakerSettings
-from kvatlas.router.replication.gossip import SILENCE_S, LoadGossip
+from kvatlas.router.replication.gossip import LOAD_INTERVAL_S, SILENCE_S, LoadGossip
 from kvatlas.router.replication.reader import SharedEngine, SharedReader, SharedRows
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.registry import IndexRefused
@@ -39,11 +39,12 @@ class LookupStats(msgspec.Struct):
     """Counters for metrics."""
 
     lookups: Annotated[int, "kvatlas_shared_index_lookups_total"] = 0
-    """Look-ups that the shared index answered."""
+    """Look-ups that the shared index answered; with ``share = "load"`` reads of others' load and prompts."""
     fallbacks: Annotated[dict[str, int], "kvatlas_shared_index_fallbacks_total{reason}"] = msgspec.field(
         default_factory=dict
     )
-    """Look-ups that it did not answer in time, by reason: those requests were placed without it."""
+    """Look-ups that it did not answer in time, by reason: those requests were placed without it. With
+    ``share = "load"`` reads: requests were placed without others' load until the next one."""
     retries: Annotated[int, "kvatlas_shared_index_retries_total"] = 0
     """Look-ups done again because an engine's hash scheme had just become known."""
     stale_engines: Annotated[int, "kvatlas_shared_index_stale_engines_total"] = 0
@@ -162,6 +163,27 @@ class IndexLookup:
     async def refresh(self) -> None:
         """Read the registry of every model, without a prompt; never raises."""
         await self.look(None, dict(self._models))
+
+    async def receive(self, model: str, wait_s: float) -> PeerSnapshot:
+        """Receive the others' load, and prompts in flight since the last call, where no blocks are shared.
+
+        Waits up to ``wait_s`` for prompts; never raises.
+        """
+        if not self._own.others_alive:
+            return NO_PEER_SNAPSHOT
+        now = self._clock()
+        # Each replica writes its load as rarely; to add up those of many takes longer than to read prompts.
+        with_load = now - self._load_s >= LOAD_INTERVAL_S
+        try:
+            load, inflight = await self._reader().peers(model, with_load=with_load, wait_s=wait_s)
+        except IndexUnavailable as error:
+            return self._fallback(error.reason, {})
+        self._receive_inflight(inflight)
+        if with_load:
+            self._load, self._load_s = self._load_gossip.others(load, self._clock()), now
+        self.problem = ""
+        self.stats.lookups += 1
+        return PeerSnapshot(load=self._load)
 
     def _fallback(self, reason: str, remote: Mapping[str, str]) -> PeerSnapshot:
         """Return the result without the index: engines followed here are known from memory, the others

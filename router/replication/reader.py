@@ -131,6 +131,8 @@ _BLOCKS_PER_TIMEOUT = 1000
 _ATTEMPTS = 3
 # Stream entries read with one lookup; the rest follows with the next.
 _INFLIGHT_MAX = 512
+# Seconds that replicas which only share load wait for it: no request waits for that.
+_PEERS_TIMEOUT_S = 0.5
 
 
 class SharedRows(NamedTuple):
@@ -219,6 +221,25 @@ class SharedReader:
             self.counters.failures[error.reason] = self.counters.failures.get(error.reason, 0) + 1
             raise
 
+    async def peers(
+        self, model: str, *, with_load: bool, wait_s: float
+    ) -> tuple[Mapping[str, bytes], Sequence[bytes]]:
+        """Read the load of each replica (if ``with_load``) and new prompts in flight, undecoded.
+
+        Waits up to ``wait_s`` for prompts. One call at a time. Raises ``IndexUnavailable``.
+        """
+        cache, round_trip = self._cache_of(model), _RoundTrip(self.client)
+        after, load = cache.inflight_position, {}
+        if with_load:
+            round_trip.add(cache.keys.load, pack("HGETALL", cache.keys.load))
+        round_trip.add(cache.keys.inflight, _inflight_query(cache, after, wait_s))
+        replies = await round_trip.replies(_now() + wait_s + _PEERS_TIMEOUT_S)
+        if with_load:
+            load = _load_fields(next(replies))
+        _keep_inflight(cache, after, next(replies))
+        inflight, cache.unread = cache.unread, []
+        return load, inflight
+
     async def _lookup(self, hashes: Sequence[BlockHash], cache: ScopeCache, deadline: float) -> SharedRows:
         words, is_hash = as_words(hashes)
         for _ in range(_ATTEMPTS):
@@ -263,7 +284,7 @@ class SharedReader:
         for _ in queries:
             values += next(replies)
         epoch, version = next(replies)
-        load = {name.decode(errors="replace"): value for name, value in _fields(next(replies)).items()}
+        load = _load_fields(next(replies))
         _keep_inflight(cache, after, next(replies))
         if with_leases:
             cache.update_leases(parse_leases(_fields(next(replies)), next(replies)), _now())
@@ -306,15 +327,21 @@ def _fields(flat: Reply) -> dict[bytes, bytes]:
     return dict(zip(it, it, strict=True))
 
 
+def _load_fields(flat: Reply) -> dict[str, bytes]:
+    return {name.decode(errors="replace"): value for name, value in _fields(flat).items()}
+
+
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _inflight_query(cache: ScopeCache, after: bytes | None) -> bytes:
-    """Query only the stream's end the first time; afterwards the entries since the last one read."""
+def _inflight_query(cache: ScopeCache, after: bytes | None, wait_s: float = 0.0) -> bytes:
+    """Query only the stream's end the first time; afterwards the entries since the last one read, waiting up
+    to ``wait_s`` for the first."""
     if after is None:
         return pack("XREVRANGE", cache.keys.inflight, "+", "-", "COUNT", 1)
-    return pack("XREAD", "COUNT", _INFLIGHT_MAX, "STREAMS", cache.keys.inflight, after)
+    waiting = ("BLOCK", int(1000 * wait_s)) if wait_s else ()
+    return pack("XREAD", "COUNT", _INFLIGHT_MAX, *waiting, "STREAMS", cache.keys.inflight, after)
 
 
 def _keep_inflight(cache: ScopeCache, after: bytes | None, reply: Reply) -> None:

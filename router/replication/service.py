@@ -1,8 +1,10 @@
 """This replica's part in a shared index: leases, mirrored feeds, lookups and load reports.
 
 One per router. It owns the connections (one client for writing, one for lookups) and a ``MirroredIndex`` per
-model, which the feeds write to. Invariants: a feed runs only while its engine's lease is held here; no
-failure in here ends the router.
+model, which the feeds write to. With ``share = "load"`` there are no blocks, and one scope for all models: a
+task receives load and prompts in flight, the router's own feeds and index do the rest, and the one lease says
+which replica acts for all. Invariants: a feed runs only while its engine's lease is held here, unless only
+load is shared; no failure in here ends the router.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.feeds.manager import FeedManager
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT
+from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.replication.codec import ScopeKeys, limits_key
-from kvatlas.router.replication.gossip import GossipedInflight, GossipStats, LoadGossip
+from kvatlas.router.replication.gossip import LOAD_INTERVAL_S, GossipedInflight, GossipStats, LoadGossip
 from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
 from kvatlas.router.replication.limits import SharedLimits
 from kvatlas.router.replication.lookup_fallback import IndexLookup
@@ -45,8 +49,12 @@ _SHUTDOWN_S_MAX = 2.0
 # Seconds until Redis deletes the load of replicas that are all gone.
 _LOAD_TTL_S = 60
 _RESTART_PAUSE_S = 0.5
-# Minimum pause in seconds between two reports of this replica's load.
-_LOAD_INTERVAL_S = 0.05
+# Where only load is shared: the scope of all models, what its one lease is of, seconds that a read waits for
+# prompts in flight, and its pause, in which several come together.
+_FLEET_SCOPE = ""
+_FLEET = EngineAddress("fleet")
+_RECEIVE_WAIT_S = 0.05
+_RECEIVE_PAUSE_S = 0.003
 # Streams of prompts in flight: entries that wait here and that Redis keeps, seconds kept, seconds of a send.
 _STREAM_WAITING_MAX = 4096
 _STREAM_ENTRIES_KEPT = 1024
@@ -93,16 +101,21 @@ class InflightStream:
 
 
 class SharedIndex:
-    """Shared index of a router. Call ``attach`` before ``run``; placement uses ``lookup``."""
+    """Shared index of a router. If blocks are shared, call ``attach`` before ``run``; placement uses ``lookup``
+    then, else ``peers``. ``served`` is called with prompts that engines computed for other replicas.
+    """
 
     def __init__(
         self,
         settings: IndexSettings,
         own_load: Callable[[float], dict[str, OthersLoad]],
         *,
+        served: Callable[[InflightPrompt], None] = lambda prompt: None,
         clock: Callable[[], float],
     ) -> None:
-        self.settings = settings
+        self.settings, self.shares_blocks = settings, settings.shares_blocks
+        self.peers = NO_PEER_SNAPSHOT
+        """Other replicas' state as last received, where only load is shared."""
         self.replica = settings.replica or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         self._write_client, self._lookup_client = Client(settings), Client(settings)
         self._stream = InflightStream(self._write_client)
@@ -138,8 +151,12 @@ class SharedIndex:
             self.replica,
             self._started,
             self._publish_inflight,
+            served=served,
+            publishes_prefills=self.shares_blocks,
             stats=stats,
         )
+        if not self.shares_blocks:
+            self.lease_manager.add_candidate(_FLEET, _FLEET_SCOPE)
 
     def attach(self, feeds: FeedManager, residency: ModelIndexes) -> None:
         """Set the feeds that start and stop with the leases, and the residency to describe to other
@@ -178,7 +195,7 @@ class SharedIndex:
             mirror = MirroredIndex(self._write_client, model, on_lost=self.lease_manager.lost)
             leases = ModelLeases(Leases(self._write_client, model, self.replica), membership)
             found = self._scopes[model] = _Scope(mirror, leases, keys)
-            if self._tasks is not None:
+            if self._tasks is not None and self.shares_blocks:
                 self._tasks.create_task(_restarting(mirror.run), name=f"mirror {model}")
         return found
 
@@ -222,7 +239,13 @@ class SharedIndex:
 
     def mirror_stats(self) -> dict[str, MirrorStats]:
         """The writers' counters, by model."""
-        return {model: scope.mirror.counters for model, scope in self._scopes.items()}
+        return {m: scope.mirror.counters for m, scope in self._scopes.items() if self.shares_blocks}
+
+    def leads(self, first: str | None) -> bool | None:
+        """Whether this replica acts for all: it follows the ``first`` engine, or where no blocks are shared
+        has the fleet's lease. None: no lease decides that."""
+        decides = first if self.shares_blocks else _FLEET.engine_id
+        return None if decides is None else self.lease_manager.follows(decides)
 
     @property
     def problem(self) -> str:
@@ -235,6 +258,8 @@ class SharedIndex:
 
     async def _lease_acquired(self, candidate: LeaseCandidate, token: int, again: bool) -> None:
         """Take over as writer, and start the feed unless it runs already."""
+        if not self.shares_blocks:
+            return
         engine_id = candidate.engine.engine_id
         await self.scope(candidate.model).mirror.take_over(engine_id, token)
         self._descriptions.forget(engine_id)
@@ -255,15 +280,13 @@ class SharedIndex:
         await self._write_client.start()
         await self._lookup_client.start()
         async with asyncio.TaskGroup() as self._tasks:
-            for model, scope in self._scopes.items():
-                self._tasks.create_task(_restarting(scope.mirror.run), name=f"mirror {model}")
-            for work in (
-                self.lease_manager.run,
-                self._describe_engines,
-                self._refresh_periodically,
-                self._report_load,
-                self._stream.run,
-            ):
+            works = [self.lease_manager.run, self._report_load, self._stream.run]
+            if self.shares_blocks:
+                works += [self._describe_engines, self._refresh_periodically]
+                works += [scope.mirror.run for scope in self._scopes.values()]
+            else:
+                works.append(self._receive)
+            for work in works:
                 self._tasks.create_task(_restarting(work), name=f"shared index: {work.__name__}")
             if self.limits is not None:
                 self._tasks.create_task(_restarting(self.limits.run), name="shared index: limits")
@@ -312,9 +335,16 @@ class SharedIndex:
             await self.lookup.refresh()
             await asyncio.sleep(_REFRESH_S)
 
+    async def _receive(self) -> None:
+        """Receive what other replicas send: decisions use what came last, and wait for nothing."""
+        while True:
+            self.peers = await self.lookup.receive(_FLEET_SCOPE, _RECEIVE_WAIT_S)
+            idle = not self.lease_manager.others_alive or self.lookup.problem
+            await asyncio.sleep(_REFRESH_S if idle else _RECEIVE_PAUSE_S)
+
     def _publish_inflight(self, engine_id: str, entry: bytes) -> bool:
         """Queue one entry for the other replicas, if there are any."""
-        model = self.lookup.model_of(engine_id)
+        model = self.lookup.model_of(engine_id) if self.shares_blocks else _FLEET_SCOPE
         if model is None or not self.lease_manager.others_alive or self._write_client.last_error:
             return False
         return self._stream.put(self.scope(model).keys.inflight, entry)
@@ -323,7 +353,7 @@ class SharedIndex:
         while True:
             try:
                 await self._report_load_once()
-                await asyncio.sleep(_LOAD_INTERVAL_S)
+                await asyncio.sleep(LOAD_INTERVAL_S)
             except IndexUnavailable:
                 await asyncio.sleep(_RESTART_PAUSE_S)
 

@@ -213,12 +213,31 @@ class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fi
     """Name of this replica, unique among all replicas; derived from host name and process id where empty. Set
     it for names in logs that survive a restart."""
 
+    share: Literal["blocks", "load"] = "blocks"
+    """What replicas share through ``url``. ``blocks``: who holds which block, each engine followed by one
+    replica. ``load``: load, prompts in flight, limits and deaths only, every replica following all engines as
+    workers do. Set ``load`` below about thirty replicas (docs/redis.md#share-load-only)."""
+
     def __post_init__(self) -> None:
         if self.url:
             super().__post_init__()
+        if self.share == "load":
+            self._check_load_only()
         if len(self.replica) > 200 or not self.replica.isprintable():
             raise SettingsError(f"replica {self.replica[:50]!r}: up to 200 printable characters")
+
+    def _check_load_only(self) -> None:
+        if not self.url:
+            raise SettingsError("share = 'load': there is no server to share it through; set url")
+        for key, default in (("code_bytes", 1), ("lookup_timeout_s", 0.005)):
+            if getattr(self, key) != default:
+                raise SettingsError(f"{key} = {getattr(self, key)}: is for look-ups of blocks, and there are "
+                                    "none with share = 'load'; remove one of the two")  # fmt: skip
 
     @property
     def is_shared(self) -> bool:
         return bool(self.url)
+
+    @property
+    def shares_blocks(self) -> bool:
+        return self.is_shared and self.share == "blocks"

@@ -375,7 +375,8 @@ class AggregateView:
         pages = list(map(decoded_page, encoded))
         if self._counters is None:
             self._counters = CounterStore(self._worker.counters_fd)
-        found = merged(pages, self._counters, shared_index=self._sources.shared is not None)
+        shared = self._sources.shared
+        found = merged(pages, self._counters, shared_index=shared is not None and shared.shares_blocks)
         answered = {page.slot: page.life for page in pages}
         self._lives |= answered
         found += group_families(self._worker.count, answered, self._lives)

@@ -123,7 +123,7 @@ class Fleet:
         self.losing: dict[str, float] = {}
         """Host of a publisher -> share of its messages that get lost."""
         self.folder = Path(tempfile.mkdtemp(prefix="world"))
-        self.redis = RedisServer((REDIS, 6379)) if plan.kind == "replicas" else None
+        self.redis = RedisServer((REDIS, 6379)) if plan.kind in {"replicas", "load-only"} else None
         self.redis_up = False
         self._killed: list[SimulatedEngine] = []
         self.loop.zmq.loses = lambda publisher, _subscriber, _message: (
@@ -351,7 +351,8 @@ class Fleet:
             for engine in known:
                 if not engine.up:
                     return f"router {r}: {engine.engine_id} is down"
-                if self.redis is None and engine.publishes_events and engine.feed_state != "ready":
+                followed = router.peers.blocks is None and engine.publishes_events
+                if followed and engine.feed_state != "ready":
                     return f"router {r}: feed of {engine.engine_id} is {engine.feed_state}"
         return ""
 

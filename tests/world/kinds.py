@@ -211,6 +211,16 @@ def _replicas(draft: Draft) -> None:
         draft.each_engine(host_blocks=600)
 
 
+def _load_only(draft: Draft) -> None:
+    """Replicas that share load only; with limits, or engines without events, which have no index anyway."""
+    _replicas(draft)
+    draft.config["index"] = {"share": "load"}
+    if draft.rng.random() < 0.3:
+        _tenants(draft)
+    elif draft.rng.random() < 0.3:
+        _silent(draft)
+
+
 def _sglang(draft: Draft) -> None:
     rng = draft.rng
     draft.layout = "full"
@@ -279,6 +289,7 @@ KINDS: dict[str, Callable[[Draft], None]] = {
     "agents": _agents,
     "churn": _churn,
     "order": _order,
+    "load-only": _load_only,
 }
 
 

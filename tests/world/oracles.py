@@ -49,7 +49,7 @@ _SHOWN_CHARS = 60
 _BLOCK_TOKENS = 16
 _CLIENTS = re.compile(r"-[rq]\d+-\d+")
 """In the ids that engines give to requests of clients."""
-_KEYS = ScopeKeys(IndexSettings().namespace, MODEL)
+_BLOCKS, _LOAD_ONLY = (ScopeKeys(IndexSettings().namespace, scope) for scope in (MODEL, ""))
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -497,12 +497,13 @@ def _books(serving: Serving, now: float) -> Iterator[str]:
 
 
 def judge_leases(fleet: Fleet) -> Iterator[Violation]:
-    """In quiet, of several routers one follows each engine, by the lease that Redis has."""
+    """In quiet, of several routers one follows each engine, or leads where only load is shared, by the lease
+    that Redis has."""
     leases = _leases(fleet)
     if leases is None or not fleet.redis_up:
         return
-    for i in sorted(fleet.listed):
-        engine_id = f"http://{engine_host(i)}:8000"
+    engines = [f"http://{engine_host(i)}:8000" for i in sorted(fleet.listed)]
+    for engine_id in engines if _keys(fleet) is _BLOCKS else ["fleet"]:
         lease, following = leases.get(engine_id), []
         for serving in fleet.serving.values():
             index = serving.router.peers.index
@@ -511,7 +512,7 @@ def judge_leases(fleet: Fleet) -> Iterator[Violation]:
                 following.append((index.replica, held.token))
         stored = [] if lease is None or not lease.held else [(lease.holder, lease.token)]
         if len(following) != 1 or following != stored:
-            yield Violation("leases", f"engine {i} is followed by {following}, the lease is of {stored}")
+            yield Violation("leases", f"{engine_id} is followed by {following}, the lease is of {stored}")
 
 
 def judge_released(fleet: Fleet) -> Iterator[Violation]:
@@ -527,7 +528,7 @@ def judge_released(fleet: Fleet) -> Iterator[Violation]:
     assert fleet.redis is not None
     client = fleet.redis.client()
     for name in ("replicas", "load"):
-        if left := ended & set(client.hkeys(getattr(_KEYS, name))):
+        if left := ended & set(client.hkeys(getattr(_keys(fleet), name))):
             yield Violation("leases", f"{name} of {sorted(left)} after their end")
     with on(REDIS):
         for key in client.scan_iter():
@@ -541,7 +542,11 @@ def _leases(fleet: Fleet) -> dict[str, Lease] | None:
         return None
     with on(REDIS):
         client = fleet.redis.client()
-        return parse_leases(client.hgetall(_KEYS.leases), client.time())
+        return parse_leases(client.hgetall(_keys(fleet).leases), client.time())
+
+
+def _keys(fleet: Fleet) -> ScopeKeys:
+    return _LOAD_ONLY if fleet.plan.kind == "load-only" else _BLOCKS
 
 
 def judge_stopped(fleet: Fleet) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import fakeredis
@@ -72,7 +73,14 @@ class RedisServer:
 
 
 class _Socket(AsyncFakeSocket):
-    """Keeps errors as they are; else it makes exceptions of a client library of them."""
+    """Keeps errors as they are; else it makes exceptions of a client library of them. ``replied`` is called
+    at each reply, also of a command that waited."""
+
+    replied: Callable[[], None] = staticmethod(lambda: None)
+
+    def put_response(self, msg: Any) -> None:
+        super().put_response(msg)
+        self.replied()
 
     def _decode_error(self, error: Any) -> Any:
         return error
@@ -89,6 +97,8 @@ class _Connection(asyncio.Protocol):
         self._socket: Any = self._server.open()
         self._process = self._socket._process_command
         self._socket._process_command = self._command
+        self._socket.replied = self._reply
+        self._reading = False
 
     def _command(self, fields: list[bytes]) -> None:
         self._server.commands += 1
@@ -107,7 +117,14 @@ class _Connection(asyncio.Protocol):
         if self._server.frozen:
             self._unread = data
             return
+        self._reading = True  # what comes together is answered together
         self._socket.sendall(data)
+        self._reading = False
+        self._reply()
+
+    def _reply(self) -> None:
+        if self._reading or self._server.frozen:
+            return
         replies = self._socket.responses
         written = []
         while not replies.empty():

@@ -35,3 +35,23 @@ def test_scripts_expiry_and_restarts(*, empty: bool) -> None:
             assert (await client.info())["run_id"] != run_id
 
     run_with(main)
+
+
+@pytest.mark.parametrize("frozen_s", [0.0, 1.0])
+async def test_a_read_waits_for_an_entry_or_its_time(frozen_s: float) -> None:
+    server, loop = RedisServer(("10.2.0.1", 6379)), asyncio.get_running_loop()
+    await server.start()
+    async with (
+        redis.asyncio.Redis.from_url(server.url, protocol=2) as one,
+        redis.asyncio.Redis.from_url(server.url, protocol=2) as other,
+    ):
+        assert await one.xread({"stream": "0-0"}, block=50) == []
+        began_s, reading = loop.time(), asyncio.create_task(one.xread({"stream": "0-0"}, block=5000))
+        await asyncio.sleep(0.5)
+        await other.xadd("stream", {"f": "x"})
+        server.frozen = bool(frozen_s)
+        await asyncio.sleep(frozen_s)
+        server.thaw()
+        ((_, ((_, fields),)),) = await reading
+        assert fields == {b"f": b"x"}
+        assert loop.time() - began_s < 0.5 + frozen_s + 0.2

@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.observe.cache_worth import WORTH_HALF_LIFE_S
-from kvatlas.router.replication.settings import IndexSettings
+from tests.router.replication.test_recent_work import Share, both_shares, index_of
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
@@ -48,12 +48,13 @@ async def test_the_cost_of_losing_an_engine_is_the_worth_of_its_cache() -> None:
         assert costs[b.base_url] > 10 * costs[a.base_url] > 0
 
 
-async def test_one_of_several_replicas_writes_the_costs(server: AnyServer) -> None:
+@both_shares
+async def test_one_of_several_replicas_writes_the_costs(server: AnyServer, share: Share) -> None:
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(running({}, {}))
         rigs = []
         for name in ("r0", "r1"):
-            index = IndexSettings(url=server.url, replica=name, lookup_timeout_s=5.0)
+            index = index_of(server, name, share)
             rigs.append(aged(await stack.enter_async_context(routing(configure(*engines, index=index)))))
         one, other = rigs
 

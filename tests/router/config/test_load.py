@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -163,6 +163,16 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[server]\nlog_level = "loud"', "server.log_level = 'loud': expected one of debug,"),
         ('[server]\nlog_format = "xml"', "server.log_format = 'xml': expected one of console, json"),
         ("[fleet]\npoll_interval_s = 0", "fleet.poll_interval_s must be positive"),
+        ('[index]\nshare = "load"', "index.share = 'load': there is no server to share it through; set url"),
+        (
+            '[index]\nurl = "redis://a"\nshare = "load"\ncode_bytes = 2',
+            "index.code_bytes = 2: is for look-ups of blocks, and there are none with share = 'load'",
+        ),
+        (
+            '[index]\nurl = "redis://a"\nshare = "load"\nlookup_timeout_s = 1.0',
+            "index.lookup_timeout_s = 1.0: is for look-ups of blocks",
+        ),
+        ('[index]\nshare = "all"', "index.share = 'all': expected one of blocks, load"),
         ("[index]\nlease_s = 0", "index.lease_s = 0.0: expected a finite number, more than 0"),
         ("[proxy]\nattempts_max = 0", "proxy.attempts_max = 0: expected a finite number, more than 0"),
         ("[proxy]\nconnect_timeout_s = inf", "proxy.connect_timeout_s = inf: expected a finite number"),
@@ -482,10 +492,13 @@ def test_keys_are_neither_switched_on_nor_off(tmp_path: Path) -> None:
     assert changes(one, secret).waiting == changes(secret, one).waiting == ("keys.secret_file",)
 
 
-def test_models_of_a_shared_index_stay() -> None:
-    shared = IndexSettings(url="redis://server")
+@pytest.mark.parametrize(("share", "waiting"), [("blocks", ('models."a"',)), ("load", ())])
+def test_models_of_a_shared_index_stay(share: Literal["blocks", "load"], waiting: tuple[str, ...]) -> None:
+    shared = IndexSettings(url="redis://server", share=share)
     running, wanted = config(index=shared), config(index=shared, models={"a": ModelConfig()})
-    assert changes(running, wanted).waiting == ('models."a"',)
+    assert changes(running, wanted).waiting == waiting
+    other = IndexSettings(url="redis://server", share="load" if share == "blocks" else "blocks")
+    assert changes(config(index=shared), config(index=other)).waiting == ("index.share",)
 
 
 def test_a_change_that_contradicts_a_fixed_value_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -17,15 +17,26 @@ from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
+Share = Literal["blocks", "load"]
+both_shares = pytest.mark.parametrize("share", ["blocks", "load"])
+
+
+def index_of(server: AnyServer, name: str, share: Share = "blocks") -> IndexSettings:
+    """Settings of a replica, patient with look-ups."""
+    patience = {"lookup_timeout_s": 5.0} if share == "blocks" else {}
+    return IndexSettings(url=server.url, replica=name, share=share, **patience)
+
 
 @asynccontextmanager
-async def replicas(server: AnyServer, engines: int, **changes: Any) -> AsyncIterator[tuple[Rig, Rig]]:
+async def replicas(
+    server: AnyServer, *engines: dict[str, Any], share: Share = "blocks", **changes: Any
+) -> AsyncIterator[tuple[Rig, Rig]]:
     """Two routers before the same engines."""
     async with AsyncExitStack() as stack:
-        started = await stack.enter_async_context(running(*({} for _ in range(engines))))
+        started = await stack.enter_async_context(running(*engines))
         rigs = []
         for name in ("r0", "r1"):
-            index = IndexSettings(url=server.url, replica=name, lookup_timeout_s=5.0)
+            index = index_of(server, name, share)
             config = configure(*started, index=index, **changes)
             rigs.append(await stack.enter_async_context(routing(config)))
         yield rigs[0], rigs[1]
@@ -33,8 +44,9 @@ async def replicas(server: AnyServer, engines: int, **changes: Any) -> AsyncIter
             rig.check_books()
 
 
-async def test_recent_work_is_a_total_of_all_replicas(server: AnyServer) -> None:
-    async with replicas(server, 1) as (one, other):
+@both_shares
+async def test_recent_work_is_a_total_of_all_replicas(server: AnyServer, share: Share) -> None:
+    async with replicas(server, {}, share=share) as (one, other):
         (engine,), (there,) = one.router.fleet, other.router.fleet
         now = time.monotonic()
         work = round(30.0 / engine.rates.prefill_s_per_token(now))
@@ -56,8 +68,9 @@ async def test_recent_work_is_a_total_of_all_replicas(server: AnyServer) -> None
         assert own.recent_ms < 1000, "that of the first one is not reported back"
 
 
-async def test_a_link_that_another_replica_s_pull_uses_is_waited_for(server: AnyServer) -> None:
-    async with replicas(server, 2, pull=PullSettings(enabled=True)) as (one, other):
+@both_shares
+async def test_a_link_that_another_replica_s_pull_uses_is_waited_for(server: AnyServer, share: Share) -> None:
+    async with replicas(server, {}, {}, share=share, pull=PullSettings(enabled=True)) as (one, other):
         target, source = one.router.fleet
         occupy_links(target.load, source.load, 80.0, time.monotonic())
         pulls, ends = other.router.planner.pulls, list(other.router.fleet)

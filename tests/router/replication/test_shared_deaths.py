@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.router.replication.test_recent_work import replicas
+from tests.router.replication.test_recent_work import Share, both_shares, replicas
 from tests.support.redis_servers import Server
 from tests.support.waiting import until
 
@@ -12,8 +12,9 @@ pytestmark = pytest.mark.real  # a Redis or Valkey server
 DIGEST = b"sixteen bytes...."[:16]
 
 
-async def test_a_death_at_one_replica_is_known_at_the_others(server: Server) -> None:
-    async with replicas(server, 2) as (one, other):
+@both_shares
+async def test_a_death_at_one_replica_is_known_at_the_others(server: Server, share: Share) -> None:
+    async with replicas(server, {}, {}, share=share) as (one, other):
         first, there = one.router.proxy, other.router.proxy
         assert first.deaths is not None
         await other.chat("a prompt, so that the index is asked")

@@ -1,0 +1,116 @@
+"""Replicas that share load and prompts in flight only (``index.share = "load"``): each has its own index."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvatlas.router.replication.leases import parse_leases
+from tests.router.replication.test_recent_work import replicas
+from tests.support.redis_servers import AnyServer
+from tests.support.waiting import until
+from tests.support.whole_router import Rig
+
+LAYOUTS = ("full", "gemma3-like", "gptoss-like")
+LONG = "The quick router reads a long story about a small engine. " * 30
+
+
+def hit(answer: Any) -> int:
+    return int(answer.headers["x-kvatlas-hit-tokens"])
+
+
+async def both_know(one: Rig, other: Rig) -> None:
+    for rig in (one, other):
+        index = rig.router.peers.index
+        assert index is not None
+        await until(lambda index=index: index.lease_manager.others_alive, "the other replica is seen")
+
+
+@pytest.mark.parametrize("groups", LAYOUTS)
+async def test_each_replica_predicts_all_engines_by_its_own_index(server: AnyServer, groups: str) -> None:
+    async with replicas(server, *[{"groups": groups}] * 3, share="load") as (one, other):
+        await both_know(one, other)
+        for n in range(4):
+            first = await one.chat(f"{n} {LONG}")
+            again = await other.chat(f"{n} {LONG}")
+            assert again.headers["x-kvatlas-engine"] == first.headers["x-kvatlas-engine"]
+            cached = again.parse().usage.prompt_tokens_details.cached_tokens
+            assert hit(again) == cached > 0
+        names = {key.rpartition(b":")[2] for key in server.all_keys()}
+        assert names <= {b"load", b"flights", b"replicas", b"leases", b"schema"}, "no block, no registry"
+        for rig in (one, other):
+            page = await rig.page()
+            assert "kvatlas_mirror" not in page
+            assert "kvatlas_lease_replicas 2.0" in page
+
+
+@pytest.mark.parametrize("events", [True, False], ids=["events", "silent"])
+async def test_a_prompt_in_flight_at_one_replica_attracts_the_same_prompt_at_the_other(
+    server: AnyServer, *, events: bool
+) -> None:
+    slow = {"prefill_s_per_token": 1e-3, "publish_events": events}
+    async with replicas(server, slow, slow, slow, share="load") as (one, other):
+        await both_know(one, other)
+        first = asyncio.create_task(one.chat(LONG))
+        inflight = other.router.accounts.inflight.gossip_stats
+        await until(lambda: inflight.current, "the prompt is known at the other replica")
+        assert not first.done()
+        second = await other.chat(LONG)
+        assert second.headers["x-kvatlas-engine"] == (await first).headers["x-kvatlas-engine"]
+        await until(lambda: inflight.current == 0, "its end as well")
+        # By its events, or without them by what the other replica told.
+        assert hit(await other.chat(LONG)) > 0
+
+
+@pytest.mark.parametrize("silent", ["killed", "frozen"])
+async def test_without_redis_decisions_go_on_by_the_own_index(server: AnyServer, silent: str) -> None:
+    async with replicas(server, {}, {}, share="load") as (one, other):
+        await both_know(one, other)
+        first = await one.chat(LONG)
+        server.kill() if silent == "killed" else server.freeze()
+        index = other.router.peers.index
+        assert index is not None
+        await until(lambda: index.peers.load is None, "others' load counts as unknown")
+        again = await other.chat(LONG)
+        assert again.headers["x-kvatlas-engine"] == first.headers["x-kvatlas-engine"]
+        assert hit(again) == again.parse().usage.prompt_tokens_details.cached_tokens > 0
+        assert "without the shared index" in str(other.router.readiness())
+        assert other.router.readiness().ready
+        assert index.lookup.stats.fallbacks
+        server.start() if silent == "killed" else server.thaw()
+        await until(lambda: index.peers.load is not None and not index.problem, "it joins again")
+        await both_know(one, other)
+        received = other.router.accounts.inflight.gossip_stats.received
+
+        async def told() -> bool:
+            await one.chat(LONG)
+            return other.router.accounts.inflight.gossip_stats.received > received
+
+        await until(told, "prompts in flight are exchanged again")
+
+
+async def test_a_replica_without_redis_is_ready_once_its_own_feeds_are(server: AnyServer) -> None:
+    server.kill()
+    async with replicas(server, {}, {}, share="load") as (one, _):
+        feeds = {engine.feed_state for engine in one.router.fleet}
+        assert one.router.readiness().ready
+        assert feeds == {"ready"}, "not before"
+
+
+async def test_one_lease_says_who_acts_for_all_and_nothing_is_sent_to_nobody(server: AnyServer) -> None:
+    async with replicas(server, {}, share="load") as (one, other):
+        await both_know(one, other)
+        rigs = (one, other)
+        await until(lambda: sum(rig.router.leads_fleet for rig in rigs) == 1, "one leads")
+        (leases,) = [key for key in server.all_keys() if key.endswith(b":leases")]
+        flat = server.command("HGETALL", leases)
+        held = parse_leases(dict(zip(flat[::2], flat[1::2], strict=True)), server.command("TIME"))
+        assert set(held) == {"fleet"}
+        other.router.retire()
+        index = one.router.peers.index
+        assert index is not None
+        await until(lambda: one.router.leads_fleet and not index.lease_manager.others_alive, "alone")
+        await one.chat(LONG)
+        assert index.inflight.gossip_stats.sent == 0
