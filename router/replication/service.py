@@ -53,8 +53,8 @@ _RESTART_PAUSE_S = 0.5
 # prompts in flight, and its pause, in which several come together.
 _FLEET_SCOPE = ""
 _FLEET = EngineAddress("fleet")
-_RECEIVE_WAIT_S = 0.05
-_RECEIVE_PAUSE_S = 0.003
+RECEIVE_WAIT_S = 0.05
+RECEIVE_PAUSE_S = 0.003
 # Streams of prompts in flight: entries that wait here and that Redis keeps, seconds kept, seconds of a send.
 _STREAM_WAITING_MAX = 4096
 _STREAM_ENTRIES_KEPT = 1024
@@ -101,8 +101,8 @@ class InflightStream:
 
 
 class SharedIndex:
-    """Shared index of a router. If blocks are shared, call ``attach`` before ``run``; placement uses ``lookup``
-    then, else ``peers``. ``served`` is called with prompts that engines computed for other replicas.
+    """Shared index of a router. Call ``attach`` before ``run`` if blocks are shared; placement uses
+    ``lookup`` then, else ``peers``. ``served`` is called with prompts that engines computed for others.
     """
 
     def __init__(
@@ -338,9 +338,9 @@ class SharedIndex:
     async def _receive(self) -> None:
         """Receive what other replicas send: decisions use what came last, and wait for nothing."""
         while True:
-            self.peers = await self.lookup.receive(_FLEET_SCOPE, _RECEIVE_WAIT_S)
+            self.peers = await self.lookup.receive(_FLEET_SCOPE, RECEIVE_WAIT_S)
             idle = not self.lease_manager.others_alive or self.lookup.problem
-            await asyncio.sleep(_REFRESH_S if idle else _RECEIVE_PAUSE_S)
+            await asyncio.sleep(_REFRESH_S if idle else RECEIVE_PAUSE_S)
 
     def _publish_inflight(self, engine_id: str, entry: bytes) -> bool:
         """Queue one entry for the other replicas, if there are any."""

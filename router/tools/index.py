@@ -220,7 +220,8 @@ def _run(
             scopes = [found for found in snapshot if found is not None]
             if not scopes:
                 where = f"namespace {settings.namespace!r}" + ("" if model is None else f", model {model!r}")
-                print(f"kvatlas index: {where} is empty", file=sys.stderr)
+                why = "no replica writes blocks there; with index.share = 'load' none does"
+                print(f"kvatlas index: {where} is empty: {why}", file=sys.stderr)
                 return 1
             return await show(client, scopes)
 

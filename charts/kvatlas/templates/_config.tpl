@@ -33,6 +33,9 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- if and $v.redis.url (not $v.redis.existingSecret) }}
 {{- $_ := set $sections.index "url" $v.redis.url }}
 {{- end }}
+{{- if include "kvatlas.sharesIndex" . }}
+{{- $_ := set $sections.index "share" $v.redis.share }}
+{{- end }}
 {{- if include "kvatlas.servesOps" . }}
 {{- $_ := set $sections.server "ops_host" "0.0.0.0" }}
 {{- if $v.ops.existingSecret }}

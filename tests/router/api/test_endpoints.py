@@ -18,6 +18,7 @@ from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.prompts.settings import ANY_MODEL
 from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.replication.settings import IndexSettings
 from tests.support.ports import free_port
 from tests.support.waiting import until
 from tests.support.whole_router import LOCAL, MODEL, QUICK, TEXT, configure, routing, running
@@ -58,16 +59,25 @@ async def test_ready_says_no_until_an_engine_answers_and_is_known() -> None:
             await engine.stop()
 
 
-async def test_ready_waits_for_a_cold_feed_but_not_for_ever() -> None:
-    silent = f"tcp://127.0.0.1:{free_port()}"
+@pytest.mark.parametrize(
+    ("share", "waits"),
+    [(None, True), ("load", True), ("blocks", False)],
+    ids=["alone", "without-Redis", "without-an-index"],
+)
+async def test_ready_waits_for_a_cold_feed_but_not_for_ever(share: Any, *, waits: bool) -> None:
+    silent, nowhere = f"tcp://127.0.0.1:{free_port()}", f"redis://127.0.0.1:{free_port()}"
+    index = IndexSettings() if share is None else IndexSettings(url=nowhere, share=share)
     async with running({"publish_events": False}) as (engine,):
         known = EngineAddress(engine.base_url, events=silent)
-        patient = configure(known, fleet=FleetSettings(poll_interval_s=0.1, warm_up_s_max=1000.0))
+        slow = FleetSettings(poll_interval_s=0.1, warm_up_s_max=1000.0)
+        patient = configure(known, fleet=slow, index=index)
         async with routing(patient, wait=False) as rig:
             await until(lambda: rig.router.fleet.ready(None), "an engine")
+            await until(lambda: share is None or rig.router.peers.problem, "Redis is missed")
             status, body = await rig.ask("GET", "/ready")
-            assert status == 503
-            assert engine.base_url in body["reason"]
+            assert status == (503 if waits else 200)
+            assert (engine.base_url in body["reason"]) == waits
+            assert ("without the shared index" in body["reason"]) == (share is not None)
         hasty = configure(known, fleet=FleetSettings(poll_interval_s=0.1, warm_up_s_max=0.01))
         async with routing(hasty, wait=False) as rig:
             await until(lambda: rig.router.readiness().ready, "ready")

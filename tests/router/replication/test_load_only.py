@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvatlas.router.replication.leases import parse_leases
+from kvatlas.router.replication.service import SharedIndex
 from tests.router.replication.test_recent_work import replicas
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import until
@@ -21,11 +22,16 @@ def hit(answer: Any) -> int:
     return int(answer.headers["x-kvatlas-hit-tokens"])
 
 
-async def both_know(one: Rig, other: Rig) -> None:
-    for rig in (one, other):
-        index = rig.router.peers.index
-        assert index is not None
-        await until(lambda index=index: index.lease_manager.others_alive, "the other replica is seen")
+def index_of(rig: Rig) -> SharedIndex:
+    index = rig.router.peers.index
+    assert index is not None
+    return index
+
+
+async def both_know(*rigs: Rig) -> None:
+    await until(
+        lambda: all(index_of(rig).lease_manager.others_alive for rig in rigs), "the other replica is seen"
+    )
 
 
 @pytest.mark.parametrize("groups", LAYOUTS)
@@ -54,7 +60,7 @@ async def test_a_prompt_in_flight_at_one_replica_attracts_the_same_prompt_at_the
     async with replicas(server, slow, slow, slow, share="load") as (one, other):
         await both_know(one, other)
         first = asyncio.create_task(one.chat(LONG))
-        inflight = other.router.accounts.inflight.gossip_stats
+        inflight = index_of(other).inflight.gossip_stats
         await until(lambda: inflight.current, "the prompt is known at the other replica")
         assert not first.done()
         second = await other.chat(LONG)
@@ -70,8 +76,7 @@ async def test_without_redis_decisions_go_on_by_the_own_index(server: AnyServer,
         await both_know(one, other)
         first = await one.chat(LONG)
         server.kill() if silent == "killed" else server.freeze()
-        index = other.router.peers.index
-        assert index is not None
+        index = index_of(other)
         await until(lambda: index.peers.load is None, "others' load counts as unknown")
         again = await other.chat(LONG)
         assert again.headers["x-kvatlas-engine"] == first.headers["x-kvatlas-engine"]
@@ -82,21 +87,13 @@ async def test_without_redis_decisions_go_on_by_the_own_index(server: AnyServer,
         server.start() if silent == "killed" else server.thaw()
         await until(lambda: index.peers.load is not None and not index.problem, "it joins again")
         await both_know(one, other)
-        received = other.router.accounts.inflight.gossip_stats.received
+        received = index_of(other).inflight.gossip_stats.received
 
         async def told() -> bool:
             await one.chat(LONG)
-            return other.router.accounts.inflight.gossip_stats.received > received
+            return index_of(other).inflight.gossip_stats.received > received
 
         await until(told, "prompts in flight are exchanged again")
-
-
-async def test_a_replica_without_redis_is_ready_once_its_own_feeds_are(server: AnyServer) -> None:
-    server.kill()
-    async with replicas(server, {}, {}, share="load") as (one, _):
-        feeds = {engine.feed_state for engine in one.router.fleet}
-        assert one.router.readiness().ready
-        assert feeds == {"ready"}, "not before"
 
 
 async def test_one_lease_says_who_acts_for_all_and_nothing_is_sent_to_nobody(server: AnyServer) -> None:
@@ -109,8 +106,7 @@ async def test_one_lease_says_who_acts_for_all_and_nothing_is_sent_to_nobody(ser
         held = parse_leases(dict(zip(flat[::2], flat[1::2], strict=True)), server.command("TIME"))
         assert set(held) == {"fleet"}
         other.router.retire()
-        index = one.router.peers.index
-        assert index is not None
+        index = index_of(one)
         await until(lambda: one.router.leads_fleet and not index.lease_manager.others_alive, "alone")
         await one.chat(LONG)
         assert index.inflight.gossip_stats.sent == 0
