@@ -50,8 +50,9 @@ _SHUTDOWN_S_MAX = 2.0
 _LOAD_TTL_S = 60
 _RESTART_PAUSE_S = 0.5
 # Where only load is shared: the scope of all models, what its one lease is of, seconds that a read waits for
-# prompts in flight, and its pause, in which several come together.
-_FLEET_SCOPE = ""
+# prompts in flight, and its pause, in which several come together. No model has this name, and an empty one
+# would be no hash tag in a Cluster.
+FLEET_SCOPE = "*"
 _FLEET = EngineAddress("fleet")
 RECEIVE_WAIT_S = 0.05
 RECEIVE_PAUSE_S = 0.003
@@ -155,8 +156,6 @@ class SharedIndex:
             publishes_prefills=self.shares_blocks,
             stats=stats,
         )
-        if not self.shares_blocks:
-            self.lease_manager.add_candidate(_FLEET, _FLEET_SCOPE)
 
     def attach(self, feeds: FeedManager, residency: ModelIndexes) -> None:
         """Set the feeds that start and stop with the leases, and the residency to describe to other
@@ -337,14 +336,16 @@ class SharedIndex:
 
     async def _receive(self) -> None:
         """Receive what other replicas send: decisions use what came last, and wait for nothing."""
+        await self._write_client.start(self.settings.connect_timeout_s)
+        self.lease_manager.add_candidate(_FLEET, FLEET_SCOPE)
         while True:
-            self.peers = await self.lookup.receive(_FLEET_SCOPE, RECEIVE_WAIT_S)
+            self.peers = await self.lookup.receive(FLEET_SCOPE, RECEIVE_WAIT_S)
             idle = not self.lease_manager.others_alive or self.lookup.problem
             await asyncio.sleep(_REFRESH_S if idle else RECEIVE_PAUSE_S)
 
     def _publish_inflight(self, engine_id: str, entry: bytes) -> bool:
         """Queue one entry for the other replicas, if there are any."""
-        model = self.lookup.model_of(engine_id) if self.shares_blocks else _FLEET_SCOPE
+        model = self.lookup.model_of(engine_id) if self.shares_blocks else FLEET_SCOPE
         if model is None or not self.lease_manager.others_alive or self._write_client.last_error:
             return False
         return self._stream.put(self.scope(model).keys.inflight, entry)

@@ -214,7 +214,7 @@ class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fi
     it for names in logs that survive a restart."""
 
     share: Literal["blocks", "load"] = "blocks"
-    """What replicas share through ``url``. ``blocks``: who holds which block, each engine followed by one
+    """Content of the exchange through ``url``. ``blocks``: who holds which block, each engine followed by one
     replica. ``load``: load, prompts in flight, limits and deaths only, every replica following all engines as
     workers do. Set ``load`` below about thirty replicas (docs/redis.md#share-load-only)."""
 

@@ -32,6 +32,7 @@ from kvatlas.router.observe.usage import UsageLine
 from kvatlas.router.placement.engine import BAND_MS
 from kvatlas.router.replication.codec import ScopeKeys
 from kvatlas.router.replication.leases import Lease, parse_leases
+from kvatlas.router.replication.service import FLEET_SCOPE
 from kvatlas.router.replication.settings import IndexSettings
 from tests.world.clients import PATIENCE_S, Exchange, Told, told
 from tests.world.faults import Faults
@@ -49,7 +50,7 @@ _SHOWN_CHARS = 60
 _BLOCK_TOKENS = 16
 _CLIENTS = re.compile(r"-[rq]\d+-\d+")
 """In the ids that engines give to requests of clients."""
-_BLOCKS, _LOAD_ONLY = (ScopeKeys(IndexSettings().namespace, scope) for scope in (MODEL, ""))
+_BLOCKS, _LOAD_ONLY = (ScopeKeys(IndexSettings().namespace, scope) for scope in (MODEL, FLEET_SCOPE))
 
 
 class Violation(msgspec.Struct, frozen=True):

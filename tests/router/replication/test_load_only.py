@@ -10,7 +10,7 @@ import pytest
 from kvatlas.router.replication.leases import parse_leases
 from kvatlas.router.replication.service import SharedIndex
 from tests.router.replication.test_recent_work import replicas
-from tests.support.redis_servers import AnyServer
+from tests.support.redis_servers import AnyServer, Cluster
 from tests.support.waiting import until
 from tests.support.whole_router import Rig
 
@@ -65,12 +65,15 @@ async def test_a_prompt_in_flight_at_one_replica_attracts_the_same_prompt_at_the
         assert not first.done()
         second = await other.chat(LONG)
         assert second.headers["x-kvatlas-engine"] == (await first).headers["x-kvatlas-engine"]
-        await until(lambda: inflight.current == 0, "its end as well")
+        await one.chat(f"Another. {LONG}")
+        await until(lambda: inflight.current == 0, "the end of both as well")
         # By its events, or without them by what the other replica told.
-        assert hit(await other.chat(LONG)) > 0
+        assert hit(await other.chat(f"Another. {LONG}")) > 0
 
 
-@pytest.mark.parametrize("silent", ["killed", "frozen"])
+@pytest.mark.parametrize(
+    "silent", ["killed", "frozen", pytest.param("killed", marks=pytest.mark.real, id="killed-process")]
+)
 async def test_without_redis_decisions_go_on_by_the_own_index(server: AnyServer, silent: str) -> None:
     async with replicas(server, {}, {}, share="load") as (one, other):
         await both_know(one, other)
@@ -96,7 +99,7 @@ async def test_without_redis_decisions_go_on_by_the_own_index(server: AnyServer,
         await until(told, "prompts in flight are exchanged again")
 
 
-async def test_one_lease_says_who_acts_for_all_and_nothing_is_sent_to_nobody(server: AnyServer) -> None:
+async def test_one_lease_says_who_acts_for_all_and_alone_nothing_is_sent(server: AnyServer) -> None:
     async with replicas(server, {}, share="load") as (one, other):
         await both_know(one, other)
         rigs = (one, other)
@@ -110,3 +113,15 @@ async def test_one_lease_says_who_acts_for_all_and_nothing_is_sent_to_nobody(ser
         await until(lambda: one.router.leads_fleet and not index.lease_manager.others_alive, "alone")
         await one.chat(LONG)
         assert index.inflight.gossip_stats.sent == 0
+
+
+@pytest.mark.real  # a Cluster
+async def test_in_a_cluster_as_well(cluster: Cluster) -> None:
+    async with replicas(cluster, {}, {}, share="load") as (one, other):
+        await both_know(one, other)
+        await until(lambda: sum(rig.router.leads_fleet for rig in (one, other)) == 1, "one leads")
+        first, again = await one.chat(LONG), await other.chat(LONG)
+        assert again.headers["x-kvatlas-engine"] == first.headers["x-kvatlas-engine"]
+        await until(lambda: index_of(other).inflight.gossip_stats.received, "prompts are exchanged")
+        assert index_of(other).lookup.stats.fallbacks == {}
+        assert index_of(other).lease_manager.stats.failed_ticks == 0

@@ -13,7 +13,7 @@ from kvatlas.router.placement.candidate import PullSettings
 from kvatlas.router.placement.others import OthersLoad, others_at
 from kvatlas.router.placement.pull import link_busy_s, occupy_links
 from kvatlas.router.replication.settings import IndexSettings
-from tests.support.redis_servers import AnyServer
+from tests.support.redis_servers import AnyServer, Cluster
 from tests.support.waiting import until
 from tests.support.whole_router import Rig, configure, routing, running
 
@@ -21,7 +21,7 @@ Share = Literal["blocks", "load"]
 both_shares = pytest.mark.parametrize("share", ["blocks", "load"])
 
 
-def index_of(server: AnyServer, name: str, share: Share = "blocks") -> IndexSettings:
+def index_of(server: AnyServer | Cluster, name: str, share: Share = "blocks") -> IndexSettings:
     """Settings of a replica, patient with look-ups."""
     patience = {"lookup_timeout_s": 5.0} if share == "blocks" else {}
     return IndexSettings(url=server.url, replica=name, share=share, **patience)
@@ -29,7 +29,7 @@ def index_of(server: AnyServer, name: str, share: Share = "blocks") -> IndexSett
 
 @asynccontextmanager
 async def replicas(
-    server: AnyServer, *engines: dict[str, Any], share: Share = "blocks", **changes: Any
+    server: AnyServer | Cluster, *engines: dict[str, Any], share: Share = "blocks", **changes: Any
 ) -> AsyncIterator[tuple[Rig, Rig]]:
     """Two routers before the same engines."""
     async with AsyncExitStack() as stack:
