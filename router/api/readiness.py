@@ -31,12 +31,14 @@ class ReadinessCheck:
         *,
         unsynced: Callable[[], Sequence[str]],
         index_problem: Callable[[], str],
+        follows_all: bool,
         clock: Callable[[], float],
         warm_up_s_max: float,
     ) -> None:
         self._fleet = fleet
         self._unsynced = unsynced
         self._index_problem = index_problem
+        self._follows_all = follows_all
         self._clock = clock
         self._warm_up_s_max = warm_up_s_max
         self._started_s = clock()
@@ -62,7 +64,8 @@ class ReadinessCheck:
         unusable = [s.engine_id for s in up if s.unusable_events]
         notes += [f"feeds whose events cannot be used: {', '.join(unusable)}"] if unusable else []
         cold = [s.engine_id for s in up if s.publishes_events and s.feed_state not in _WARM_STATES]
-        if not problem:
+        # Without leases the feeds of others' engines never run here.
+        if not problem or self._follows_all:
             self._warmed_up = self._warmed_up or waited or not cold
             if not self._warmed_up:
                 return Readiness(False, "; ".join((f"feeds still catching up: {', '.join(cold)}", *notes)))

@@ -98,7 +98,7 @@ def _stays(key: str, running: Config, wanted: Config) -> bool:
         return True
     if key == "keys.file":
         return (running.keys.file is None) != (wanted.keys.file is None)
-    return key == "models" and running.index.is_shared
+    return key == "models" and running.index.shares_blocks
 
 
 def _entries(section: str, old: Any, new: Any) -> Iterator[str]:
