@@ -5,7 +5,8 @@
 #   SEED=7              other random examples in another order (default 1: what failed here fails everywhere)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-serve test-services test-tools test-simulation test-connectors-fast test-repository world test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
+PART_TESTS = test-serve test-services test-tools test-simulation test-connectors-fast test-repository
+.PHONY: help demo test test-all $(PART_TESTS) world test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -47,22 +48,14 @@ test: $(DEV) ## The fast tests: no long ones, an eighth of the random examples, 
 test-all: $(DEV) ## All tests but those that need a real vLLM
 	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy" $(ARGS)
 
-test-serve: $(DEV) ## Fast tests of serve, the part that serves requests (ALL=1, as for the next: all tests of the part)
-	@$(test_part)
+test-serve: ## Fast tests of serve, the part that serves requests (ALL=1, as for the next: all tests of the part)
+test-services: ## Fast tests of services: endpoint picker, sources of engines
+test-tools: ## Fast tests of tools: the commands that look at a fleet or its events
+test-simulation: ## Fast tests of simulation: simulate, advise, demo
+test-connectors-fast: ## Fast tests of connectors, those that need no vLLM, and of publisher/
+test-repository: ## Fast tests of the repository: pages, wheel, chart
 
-test-services: $(DEV) ## Fast tests of services: endpoint picker, sources of engines
-	@$(test_part)
-
-test-tools: $(DEV) ## Fast tests of tools: the commands that look at a fleet or its events
-	@$(test_part)
-
-test-simulation: $(DEV) ## Fast tests of simulation: simulate, advise, demo
-	@$(test_part)
-
-test-connectors-fast: $(DEV) ## Fast tests of connectors, those that need no vLLM, and of publisher/
-	@$(test_part)
-
-test-repository: $(DEV) ## Fast tests of the repository: pages, wheel, chart
+$(PART_TESTS): $(DEV)
 	@$(test_part)
 
 world: $(DEV) ## The whole fleet on virtual time: plans of found defects, then 60 seeds (SEED=5000 SEEDS=200 KIND=pd)

@@ -50,15 +50,6 @@ class QueueSettings(WaitTargets, frozen=True, kw_only=True):
     """A tenant that had less than its share may be ahead of the others by what all engines compute in this
     many seconds (times its weight), so that several of its requests at once do not wait behind a flood; 0: no
     tenant saves anything up."""
-    # Not a key of the configuration: config/removed.py.
-    sibling_share: float = 0.5
-    """A prompt goes at once if it shares this part of itself with one in flight on an engine that has no more
-    than four times `saturation_s` queued, and no other tenant waits; above 0 and at most 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sibling_share > 1:
-            raise ValueError(f"sibling_share must be at most 1, got {self.sibling_share}")
 
 
 class QueueStats(msgspec.Struct):

@@ -55,9 +55,6 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
     replay_port: int | None = None
     """Port of each engine's replay socket; only together with `events_port`. Set it with that."""
     # Not a key of the configuration: config/removed.py.
-    interval_s_min: float = 2.0
-    """Shortest pause between two questions; a shorter TTL is raised to this."""
-    # Not a key of the configuration: config/removed.py.
     interval_s_max: float = 30.0
     """Longest pause between two questions; a longer TTL is cut to this. Also the longest pause after
     failures."""
@@ -74,10 +71,6 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
                 parse_server(server)
             except ValueError as error:
                 raise ValueError(f"servers: {error}") from None
-        if self.interval_s_min > self.interval_s_max:
-            raise ValueError(
-                f"interval_s_min: {self.interval_s_min} is above interval_s_max = {self.interval_s_max}"
-            )
         if self.replay_port is not None and self.events_port is None:
             raise ValueError("replay_port: needs events_port; set both")
         for key in ("events_port", "replay_port"):
@@ -145,12 +138,6 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     each cache in milliseconds of prefill per minute, -1 for a drained engine. A Deployment that scales down
     removes the pods with the lowest costs first. The service account also needs patch on pods. Switch it on
     if an autoscaler removes engines."""
-    # Not a key of the configuration: config/removed.py.
-    deletion_cost_interval_s: float = 60.0
-    """Seconds between two comparisons of the costs; no pod is written more often."""
-    # Not a key of the configuration: config/removed.py.
-    deletion_cost_change: float = 0.25
-    """Share by which a cost must have changed to be written, and at least by 100."""
 
     def __post_init__(self) -> None:
         for key in ("port_name", "events_port_name", "replay_port_name"):
@@ -167,21 +154,12 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
             self._check_pool()
         if not 0 < self.port < 1 << 16:
             raise ValueError(f"port: {self.port} is not a port number")
-        if self.watch_s < 1:
-            raise ValueError(f"watch_s: {self.watch_s} is below 1 s")
-        self._check_costs()
+        if self.deletion_costs and not (self.selector or self.inference_pool):
+            raise ValueError("deletion_costs: pods must be selected; set selector or inference_pool")
         if self.api is not None and self.kubeconfig is not None:
             raise ValueError("api: the kubeconfig names the API server already; give one of the two")
         if self.api is not None and urlsplit(self.api).scheme not in {"http", "https"}:
             raise ValueError(f"api: {self.api!r} is not http(s)://HOST:PORT")
-
-    def _check_costs(self) -> None:
-        if not 0 < self.deletion_cost_interval_s < float("inf"):
-            raise ValueError(f"deletion_cost_interval_s: {self.deletion_cost_interval_s} is not above 0 s")
-        if not 0 <= self.deletion_cost_change <= 1:
-            raise ValueError(f"deletion_cost_change: {self.deletion_cost_change} is not a share from 0 to 1")
-        if self.deletion_costs and not (self.selector or self.inference_pool):
-            raise ValueError("deletion_costs: pods must be selected; set selector or inference_pool")
 
     def _check_pool(self) -> None:
         if not _OBJECT_NAME.fullmatch(self.inference_pool):
@@ -242,9 +220,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Engines found in Kubernetes."""
 
     def __post_init__(self) -> None:
-        for name in ("poll_interval_s", "poll_down_interval_s", "poll_timeout_s", "gauge_interval_s"):
+        for name in ("poll_interval_s", "poll_timeout_s"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if (self.client_cert_file is None) != (self.client_key_file is None):
             raise ValueError("client_cert_file: needs client_key_file, and that needs client_cert_file")

@@ -31,6 +31,7 @@ _QUEUED: Final = POST_PATHS | SALTED | UNCACHED
 # A prompt that shares enough with one in flight is sent at once: its prefix will be there, and most of the
 # work is done once. But no engine's queue may grow beyond this multiple of ``saturation_s`` that way.
 PILE = 4.0
+SIBLING_SHARE = 0.5
 
 # An engine with its maximum number of requests is checked again after this, if nothing ends before.
 _FULL_S = 0.05
@@ -139,7 +140,7 @@ class SaturationGate:
         ):
             return False
         together = joins_sibling(
-            candidates, decision.prompt_tokens, share=settings.sibling_share, saturation_s=self._saturation_s
+            candidates, decision.prompt_tokens, share=SIBLING_SHARE, saturation_s=self._saturation_s
         )
         return not (together and self.room.alone(request.claim.tenant, pool_of(decision)))
 

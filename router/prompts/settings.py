@@ -12,6 +12,8 @@ from kvatlas.router.openai.apis import PROMPT_APIS
 
 # Name for every base model without an entry of its own.
 ANY_MODEL = "*"
+# Of one repository's tokenizer, templates and configuration.
+HUB_BYTES_MAX = 256 << 20
 
 
 class ModelPrompts(msgspec.Struct, frozen=True):
@@ -58,9 +60,6 @@ class PromptSettings(msgspec.Struct, frozen=True):
     hub_endpoint: str = ""
     """A mirror of the hub, e.g. ``https://hub.example.com``; else ``HF_ENDPOINT``, else huggingface.co. Set
     it if the hub is reachable through a mirror only."""
-    # Not a key of the configuration: config/removed.py.
-    hub_bytes_max: int = 256 << 20
-    """Maximum size of one repository's tokenizer, templates and configuration."""
     hub_timeout_s: float = 120.0
     """Time-out of fetching them, in seconds; engines are asked for tokens meanwhile. Raise it on a slow link,
     if `/ready` reports `too_slow`."""
@@ -113,7 +112,7 @@ FAILURES = (
     # A file came shorter than announced.
     "incomplete",
     "disk",  # the cache cannot be written
-    # More bytes than hub_bytes_max.
+    # More bytes than HUB_BYTES_MAX.
     "too_large",
     "too_slow",  # longer than prompts.hub_timeout_s
     # The repository or directory has no tokenizer of a supported kind.

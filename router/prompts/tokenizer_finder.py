@@ -41,7 +41,7 @@ from kvatlas.router.prompts.parity import compare, compare_one
 from kvatlas.router.prompts.reader import PromptReader, ReadHere
 from kvatlas.router.prompts.remote import EngineSide, Post
 from kvatlas.router.prompts.request import NotLocalError
-from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.settings import HUB_BYTES_MAX, ModelPrompts, PromptSettings, PromptStats
 from kvatlas.router.prompts.trial import TrialRequest, Trials
 
 _log = structlog.get_logger()
@@ -68,9 +68,7 @@ async def locate(
     source: TokenizerSource, prompts: ModelPrompts, settings: PromptSettings, trials: Trials
 ) -> Located:
     """Return the directory of this source, whose files were tried. Raises ``TokenizerProblem``."""
-    limits = HubLimits(
-        settings.hub_downloads, settings.hub_endpoint, settings.hub_bytes_max, settings.hub_timeout_s
-    )
+    limits = HubLimits(settings.hub_downloads, settings.hub_endpoint, HUB_BYTES_MAX, settings.hub_timeout_s)
     fast = settings.fast_tokenizer == "auto"
     if source.kind == "repository":
         found = await trials.run(TrialRequest(source, limits, prompts, fast), str(source))

@@ -8,7 +8,7 @@ ended names the file. What passed is loaded by the router itself; nothing but th
 child.
 
 Limits: memory (``_FETCH_BYTES_MAX`` while fetching, ``_MEMORY_BYTES_MAX``), CPU (``CPU_S_MAX``), bytes of a
-written file (``PromptSettings.hub_bytes_max``), bytes of each file that is loaded (``FILE_BYTES_MAX``), and
+written file (``HUB_BYTES_MAX``), bytes of each file that is loaded (``FILE_BYTES_MAX``), and
 time. One child at a time; it ends with its limits even if the router is killed meanwhile. Invariant: no child
 outlives the ``run`` that began it.
 """

@@ -32,6 +32,8 @@ _log = structlog.get_logger()
 _UDP_BYTES_MAX = 1232
 # Default of ``resolv.conf``, the same as the system's resolver.
 _SERVERS_MAX = 3
+# Shortest pause between two questions; a shorter TTL is raised to this.
+_PAUSE_S_MIN = 2.0
 # Empty answers in a row that remove the engines: one server of several may not know a name yet.
 EMPTY_ANSWERS = 3
 
@@ -152,7 +154,7 @@ class DnsSource:
                 self._failing.add(name)
                 if self.stats.failed("resolve", str(error)):
                     _log.warning("DNS name could not be resolved", name=name, problem=self.stats.last_error)
-                pause_s = self._settings.interval_s_min * 2 ** min(failures - 1, 16)
+                pause_s = _PAUSE_S_MIN * 2 ** min(failures - 1, 16)
             else:
                 failures = 0
                 self._failing.discard(name)
@@ -164,7 +166,7 @@ class DnsSource:
 
     def _within_bounds(self, pause_s: float) -> float:
         """Return the pause until the next query, with jitter, so that many routers do not query together."""
-        least, most = self._settings.interval_s_min, self._settings.interval_s_max
+        least, most = _PAUSE_S_MIN, self._settings.interval_s_max
         return min(max(pause_s, least) * self._jitter.uniform(1.0, 1.1), most)
 
     def _apply(self, name: str, places: frozenset[tuple[str, int]], publish: Publish) -> None:

@@ -90,13 +90,14 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _COST_MAX = (1 << 31) - 1
 # 0.1 s of prefill per minute: less is noise of an idle engine.
 _COST_STEP = 100
+_COST_CHANGE = 0.25
 
 
 def changed_costs(
-    pods: Iterable[Pod], discovered: Iterable[DiscoveredEngine], costs: Mapping[str, int], share: float
+    pods: Iterable[Pod], discovered: Iterable[DiscoveredEngine], costs: Mapping[str, int]
 ) -> Iterator[tuple[Pod, int]]:
     """Yield the pods whose deletion cost is to be written. ``costs``: by base URL; a pod with several servers
-    has their sum. ``share``: of the cost, by which it must have changed."""
+    has their sum. A cost is written if it changed by ``_COST_CHANGE`` of itself."""
     by_pod: dict[str, set[str]] = {}
     for one in discovered:
         by_pod.setdefault(one.identity, set()).add(one.engine.base_url)
@@ -109,7 +110,7 @@ def changed_costs(
             before = int((pod.metadata.annotations or {}).get(DELETION_COST, "0"))
         except ValueError:
             before = 0
-        step = max(_COST_STEP, share * max(abs(before), abs(cost)))
+        step = max(_COST_STEP, _COST_CHANGE * max(abs(before), abs(cost)))
         if (before < 0) != (cost < 0) or abs(cost - before) >= step:
             yield pod, cost
 

@@ -63,6 +63,8 @@ _NOT_WRITTEN = (
     ValueError,
 )
 _REPLACED = frozenset({404, 409})
+# Between two comparisons of the costs; no pod is written more often.
+_COSTS_EVERY_S = 60.0
 """Statuses of a patch whose pod is gone or another one."""
 
 
@@ -148,7 +150,7 @@ class KubernetesSource:
     async def _write_costs(self, client: AsyncClient) -> None:
         failed = ""
         while True:
-            await asyncio.sleep(self._settings.deletion_cost_interval_s)
+            await asyncio.sleep(_COSTS_EVERY_S)
             try:
                 await self._write_changed_costs(client)
                 failed = ""
@@ -159,9 +161,9 @@ class KubernetesSource:
                     _log.warning("deletion costs could not be written", problem=failed)
 
     async def _write_changed_costs(self, client: AsyncClient) -> None:
-        share, costs = self._settings.deletion_cost_change, self._costs()
+        costs = self._costs()
         for pods in self._pods:
-            for pod, cost in list(changed_costs(pods.store, self._published or (), costs, share)):
+            for pod, cost in list(changed_costs(pods.store, self._published or (), costs)):
                 meta = pod.metadata
                 # With its uid: another pod of this name is refused (409), not written.
                 patch = {"metadata": {"uid": meta.uid, "annotations": {DELETION_COST: str(cost)}}}

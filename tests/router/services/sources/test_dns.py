@@ -25,6 +25,11 @@ from tests.support.waiting import WAIT_S, run
 pytestmark = pytest.mark.real  # UDP
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.router.services.dns_source._PAUSE_S_MIN", 0.01)
+
+
 class SeenUrls(Seeing):
     """Sightings as base URLs, in order."""
 
@@ -39,7 +44,6 @@ def seeing(server: DnsServer, *names: str, **changes: Any) -> AbstractAsyncConte
     defaults: dict[str, Any] = {
         "names": names,
         "servers": (f"127.0.0.1:{server.port}",),
-        "interval_s_min": 0.01,
         "interval_s_max": 0.05,
         "timeout_s": WAIT_S,
     }

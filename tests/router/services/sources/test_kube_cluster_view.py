@@ -275,7 +275,7 @@ def test_a_pod_of_another_role_gets_no_requests() -> None:
     assert "llm-d.ai/role = 'encode'" in view.problems[0]
 
 
-def costed(*before: str | None, costs: dict[str, int], share: float = 0.25) -> dict[str, int]:
+def costed(*before: str | None, costs: dict[str, int]) -> dict[str, int]:
     """Pods p0, p1, ... with these deletion costs, by name: the costs to write now."""
     pods = [
         pod(f"p{n}", f"10.0.0.{n}", annotations={} if cost is None else {DELETION_COST: cost})
@@ -283,7 +283,7 @@ def costed(*before: str | None, costs: dict[str, int], share: float = 0.25) -> d
     ]
     by_url = {f"http://10.0.0.{n}:8000": costs[f"p{n}"] for n in range(len(before)) if f"p{n}" in costs}
     known = [msgspec.convert(one, Pod) for one in pods]
-    found = changed_costs(known, seen(pods).discovered, by_url, share)
+    found = changed_costs(known, seen(pods).discovered, by_url)
     return {one.metadata.name: cost for one, cost in found}
 
 
@@ -303,9 +303,9 @@ def test_servers_of_one_pod_are_lost_together_and_a_pod_that_goes_is_left_alone(
     one = pod("a", "10.0.0.1")
     servers = read_cluster([msgspec.convert(one, Pod)], [], PODS, (8000, 8001)).discovered
     costs = {"http://10.0.0.1:8000": 300, "http://10.0.0.1:8001": 400}
-    assert [cost for _, cost in changed_costs([msgspec.convert(one, Pod)], servers, costs, 0.25)] == [700]
+    assert [cost for _, cost in changed_costs([msgspec.convert(one, Pod)], servers, costs)] == [700]
     going = msgspec.convert(pod("a", "10.0.0.1", terminating=True), Pod)
-    assert not list(changed_costs([going], servers, costs, 0.25))
+    assert not list(changed_costs([going], servers, costs))
 
 
 _COSTS = st.integers(0, 2000) | st.integers(0, 1 << 33)

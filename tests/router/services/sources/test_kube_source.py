@@ -22,6 +22,7 @@ from tests.support.seen_sources import Seeing, at_work
 from tests.support.waiting import until
 
 Told = dict[str, str]
+COSTS_EVERY_S = "kvatlas.router.services.kubernetes.source._COSTS_EVERY_S"
 
 
 @asynccontextmanager
@@ -424,10 +425,10 @@ def cost_of(kube: FakeKube, name: str) -> str | None:
     return cost
 
 
-async def test_costs_are_written_to_the_pods_once(tmp_path: Path) -> None:
+async def test_costs_are_written_to_the_pods_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(COSTS_EVERY_S, 0.02)
     costs = {A: 900, B: 50}
-    writing = {"deletion_costs": True, "deletion_cost_interval_s": 0.02}
-    async with kube_api() as kube, seeing(kube, tmp_path, costs=costs, **writing) as seen:
+    async with kube_api() as kube, seeing(kube, tmp_path, costs=costs, deletion_costs=True) as seen:
         await kube.put(PODS, pod("a", "10.0.0.1"))
         await kube.put(PODS, pod("b", "10.0.0.2"))
         await seen.sees({A: "", B: ""})
@@ -441,9 +442,11 @@ async def test_costs_are_written_to_the_pods_once(tmp_path: Path) -> None:
         assert seen.told[-1] == {A: "", B: ""}
 
 
-async def test_refused_costs_are_counted_and_written_later(tmp_path: Path) -> None:
-    writing = {"deletion_costs": True, "deletion_cost_interval_s": 0.02}
-    async with kube_api() as kube, seeing(kube, tmp_path, costs={A: 900}, **writing) as seen:
+async def test_refused_costs_are_counted_and_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(COSTS_EVERY_S, 0.02)
+    async with kube_api() as kube, seeing(kube, tmp_path, costs={A: 900}, deletion_costs=True) as seen:
         kube.refused_patches = 2
         await kube.put(PODS, pod("a", "10.0.0.1"))
         await seen.until(lambda: cost_of(kube, "a") == "900", "the cost of a")
@@ -453,9 +456,11 @@ async def test_refused_costs_are_counted_and_written_later(tmp_path: Path) -> No
         assert not seen.source.stats.failing  # its list is as good as before
 
 
-async def test_no_pod_is_written_without_being_asked_for(tmp_path: Path) -> None:
-    writing = {"deletion_cost_interval_s": 0.001}
-    async with kube_api() as kube, seeing(kube, tmp_path, costs={A: 900}, **writing) as seen:
+async def test_no_pod_is_written_without_being_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(COSTS_EVERY_S, 0.001)
+    async with kube_api() as kube, seeing(kube, tmp_path, costs={A: 900}) as seen:
         await kube.put(PODS, pod("a", "10.0.0.1"))
         await seen.sees({A: ""})
         await kube.put(PODS, pod("b", "10.0.0.2"))
