@@ -83,7 +83,7 @@ NO_EXTRAS = PromptExtras()
 
 def pickled(value: object) -> bytes:
     """Input bytes of the algorithms without a suffix."""
-    return pickle.dumps(value, protocol=5)
+    return pickle.dumps(value, 5)
 
 
 def canonical_cbor(value: object) -> bytes:
@@ -95,36 +95,25 @@ def sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# Bound at import: skipping the attribute lookup saves a tenth of a block's time.
-_new_sha256, _dumps = hashlib.sha256, pickle.dumps
+class _Format(msgspec.Struct, frozen=True):
+    """How an algorithm serializes and hashes.
+
+    A number takes one byte more from each of ``steps`` on, and two more from 65536 on. ``tail`` is the number
+    of bytes after the numbers of a tuple that is serialized alone.
+    """
+
+    dumps: Callable[[Any], bytes]
+    hasher: Callable[[bytes], Any]
+    steps: tuple[int, int]
+    tail: int = 0
 
 
-def _sha256_pickle(value: object) -> bytes:
-    return _new_sha256(_dumps(value, 5)).digest()
-
-
-def _sha256_cbor(value: object) -> bytes:
-    return _new_sha256(cbor2.dumps(value, canonical=True)).digest()
-
-
-def _xxhash_pickle(value: object) -> bytes:
-    return xxhash.xxh3_128_digest(_dumps(value, 5))
-
-
-def _xxhash_cbor(value: object) -> bytes:
-    return xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True))
-
-
-def _learned(value: object) -> bytes:
-    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(value))
-
-
-_HASHERS: dict[str, Callable[[object], bytes]] = {
-    "sha256": _sha256_pickle,
-    "sha256_cbor": _sha256_cbor,
-    "xxhash": _xxhash_pickle,
-    "xxhash_cbor": _xxhash_cbor,
-    "learned": _learned,
+_FORMATS: Final = {
+    "sha256": _Format(pickled, hashlib.sha256, (0, 256), 3),
+    "sha256_cbor": _Format(canonical_cbor, hashlib.sha256, (24, 256)),
+    "xxhash": _Format(pickled, xxhash.xxh3_128, (0, 256), 3),
+    "xxhash_cbor": _Format(canonical_cbor, xxhash.xxh3_128, (24, 256)),
+    "learned": _Format(msgspec.msgpack.encode, xxhash.xxh3_128, (128, 256)),
 }
 # From this many new blocks on, they are serialized together (``_plain_hashes``).
 _MANY_BLOCKS = 64
@@ -132,8 +121,18 @@ _MANY_BLOCKS = 64
 
 def hash_function(algo: str) -> Callable[[object], bytes]:
     """The hash of an object under ``algo``, 32 bytes or 16. Raises ``ValueError`` for an unknown name."""
+    form = _format(algo)
+
+    def digest(value: object) -> bytes:
+        made: bytes = form.hasher(form.dumps(value)).digest()
+        return made
+
+    return digest
+
+
+def _format(algo: str) -> _Format:
     try:
-        return _HASHERS[algo]
+        return _FORMATS[algo]
     except KeyError:
         known = ", ".join(ALGORITHMS)
         raise ValueError(f"hash algorithm {algo!r} cannot be reproduced; known: {known}") from None
@@ -177,7 +176,10 @@ class PromptHashes(_Words):
     def first(self, num_hashes: int) -> PromptHashes:
         """A copy of the first ``num_hashes`` hashes, for a prompt with the same prefix."""
         found = self.found
-        return PromptHashes(self[:num_hashes], None if found is None else found.first(num_hashes))
+        made: PromptHashes = _Words.__new__(PromptHashes, "Q", self)  # type: ignore[assignment]
+        del made[num_hashes:]
+        made.found = None if found is None else found.first(num_hashes)
+        return made
 
 
 class HashChain(msgspec.Struct, eq=False, gc=False):
@@ -198,14 +200,15 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         whole = self._whole[: self._digest_bytes() * num_blocks]
         return HashChain(self.scheme, self.extras, self.parent, self.hashes.first(num_blocks), whole)
 
-    def cut(self, num_blocks: int) -> HashChain:
+    def cut(self, num_blocks: int) -> None:
         """Shorten this chain to its first ``num_blocks`` blocks: a ``fork`` without a copy of full hashes.
 
         ``hashes`` objects obtained before stay unchanged.
         """
-        del self._whole[self._digest_bytes() * num_blocks :]
-        self.hashes = self.hashes.first(num_blocks)
-        return self
+        hashes, whole = self.hashes, self._whole
+        if hashes:
+            del whole[len(whole) // len(hashes) * num_blocks :]
+            self.hashes = hashes.first(num_blocks)
 
     def _digest_bytes(self) -> int:
         return len(self._whole) // len(self.hashes) if self.hashes else 0
@@ -233,15 +236,18 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
 
         Raises ``ValueError`` for an unknown algorithm.
         """
-        done, total = len(self.hashes), num_hash_blocks(len(token_ids), self.scheme)
-        if done < total and self.scheme.algo == SGLANG:
+        scheme, done = self.scheme, len(self.hashes)
+        total = (len(token_ids) - scheme.lookahead) // scheme.hash_block_size
+        if done >= total:
+            return self.hashes
+        if scheme.algo == SGLANG:
             self._extend_pages(token_ids, done, total)
-        elif done < total:
-            plain = self._first_plain_block(done, total)
-            if done < plain:
-                self._extend_each(token_ids, done, plain)
-            if plain < total:
-                self._extend_plain(token_ids, plain, total)
+            return self.hashes
+        plain = total if total - done < _MANY_BLOCKS else self._first_plain_block(done, total)
+        if done < plain:
+            self._extend_each(token_ids, done, plain)
+        if plain < total:
+            self._extend_plain(token_ids, plain, total)
         return self.hashes
 
     def _extend_pages(self, token_ids: Sequence[int], first: int, end: int) -> None:
@@ -259,7 +265,7 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
             words.byteswap()
         new, parent, made = words.tobytes(), self._last(), []
         for at in range(0, len(new), page_bytes):
-            parent = _new_sha256(parent + new[at : at + page_bytes]).digest()
+            parent = hashlib.sha256(parent + new[at : at + page_bytes]).digest()
             made.append(parent)
         whole = b"".join(made)
         self._whole += whole
@@ -275,8 +281,6 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
 
     def _first_plain_block(self, done: int, total: int) -> int:
         """First block of a run without extra keys that is long enough to hash together; ``total`` if none."""
-        if total - done < _MANY_BLOCKS:
-            return total
         extras, size = self.extras, self.scheme.hash_block_size
         plain = done
         if extras.lora_name is not None or self.scheme.lookahead:
@@ -287,22 +291,25 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         return plain if total - plain >= _MANY_BLOCKS else total
 
     def _extend_each(self, token_ids: Sequence[int], first: int, end: int) -> None:
-        parent, digest = self._last(), hash_function(self.scheme.algo)
-        size = self.scheme.hash_block_size
-        new = token_ids[first * size : end * size]
-        made: list[bytes] = []
-        if self.extras == NO_EXTRAS and not self.scheme.lookahead:
-            for block in _blocks(new, size):
-                parent = digest((parent, block, None))
-                made.append(parent)
-        else:
-            for number, block in enumerate(_blocks(new, size), first):
-                extra = _extra(token_ids, number * size, self.scheme, self.extras)
-                parent = digest((parent, block, extra))
-                made.append(parent)
-        whole = b"".join(made)
-        self._whole += whole
-        self.hashes.extend(_words_of(whole, len(parent), -1))
+        form, size = _format(self.scheme.algo), self.scheme.hash_block_size
+        dumps, hasher, pickle_dumps = form.dumps, form.hasher, pickle.dumps
+        pickles = dumps is pickled
+        bare = not self.scheme.lookahead and self.extras == NO_EXTRAS
+        parent, whole, hashes = self._last(), self._whole, self.hashes
+        new, number = token_ids[first * size : end * size], first
+        # ``struct`` unpacks an array faster than ``zip`` groups its items.
+        for block in (
+            struct.iter_unpack(f"{size}{new.typecode}", new)
+            if isinstance(new, array)
+            else zip(*[iter(new)] * size, strict=True)
+        ):
+            extra = None if bare else _extra(token_ids, number * size, self.scheme, self.extras)
+            value = (parent, block, extra)
+            # A call less for most.
+            parent = hasher(pickle_dumps(value, 5) if pickles else dumps(value)).digest()
+            whole += parent
+            hashes.append(int.from_bytes(parent[-8:], "big"))
+            number += 1
 
     def _extend_plain(self, token_ids: Sequence[int], first: int, end: int) -> None:
         size = self.scheme.hash_block_size
@@ -313,13 +320,6 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
             return
         self._whole += found[0]
         self.hashes.frombytes(found[1])
-
-
-def _blocks(token_ids: Sequence[int], size: int) -> Iterable[tuple[int, ...]]:
-    """Whole blocks of tokens; ``struct`` unpacks an array faster than ``zip`` groups its items."""
-    if isinstance(token_ids, array):
-        return struct.iter_unpack(f"{size}{token_ids.typecode}", token_ids)
-    return zip(*[iter(token_ids)] * size, strict=True)
 
 
 def _page_root(extras: PromptExtras) -> bytes:
@@ -395,26 +395,6 @@ _BLOCK_TOKENS_MIN: Final = 4
 _CHUNK_TOKENS: Final = 8192
 
 
-class _Format(msgspec.Struct, frozen=True):
-    """How an algorithm serializes and hashes.
-
-    A number takes one byte more from each of ``steps`` on, and two more from 65536 on. ``tail`` is the number
-    of bytes after the numbers of a tuple that is serialized alone.
-    """
-
-    dumps: Callable[[Any], bytes]
-    hasher: Callable[[bytes], Any]
-    steps: tuple[int, int]
-    tail: int = 0
-
-
-_FORMATS: Final = {
-    "sha256": _Format(pickled, hashlib.sha256, (0, 256), 3),
-    "sha256_cbor": _Format(canonical_cbor, hashlib.sha256, (24, 256)),
-    "xxhash": _Format(pickled, xxhash.xxh3_128, (0, 256), 3),
-    "xxhash_cbor": _Format(canonical_cbor, xxhash.xxh3_128, (24, 256)),
-    "learned": _Format(msgspec.msgpack.encode, xxhash.xxh3_128, (128, 256)),
-}
 # The bytes before the parent's hash, between it and the tokens, and after the tokens.
 _Around = tuple[bytes, bytes, bytes]
 

@@ -85,8 +85,11 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         for scheme, chain in other.chains.items():
             known, shared = len(chain.hashes), num_hash_blocks(num_tokens, scheme)
             blocks = shared if shared < known else known  # noqa: FURB136  # a call less
-            if scheme not in self.chains:
-                self.chains[scheme] = chain.cut(blocks) if last else chain.fork(blocks)
+            if scheme in self.chains:
+                continue
+            if last:
+                chain.cut(blocks)
+            self.chains[scheme] = chain if last else chain.fork(blocks)
         if last:
             other.chains = {}
 
