@@ -1,8 +1,9 @@
 """One model's prompts computed here: renderer, tokenizer, and a cache of earlier prompts.
 
-A next turn finds its conversation by the raw bytes of its messages, decodes only the new ones, renders the
-whole text (cheap), compares it with the earlier text up to the last common cut, and tokenizes only the rest.
-``template`` and ``tokenizer`` explain why the result equals computing all of it.
+A next turn finds its conversation by the raw bytes of its messages, decodes only the new ones, writes the
+text from the last message before them on if the template's layout is known (else it renders all of it),
+compares it with the earlier text up to the last common cut, and tokenizes only the rest. ``template`` and
+``tokenizer`` explain why the result equals computing all of it.
 
 Cost: benchmarks/results/prompts.md.
 
@@ -21,16 +22,15 @@ import msgspec
 from kvatlas.publisher.block_hash import PromptExtras
 from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.prompts.chat.template import context_key
-from kvatlas.router.prompts.cuts import CutText, Ids
+from kvatlas.router.prompts.conversation import Conversation, CutText, KnownMessage, Turn, WrittenText
+from kvatlas.router.prompts.cuts import Ids
 from kvatlas.router.prompts.families.base import MissingFamily, TextTokenizer
 from kvatlas.router.prompts.local_renderer import ChatForm, ChatRenderer
 from kvatlas.router.prompts.model_dir import ModelDir, ModelDirError
 from kvatlas.router.prompts.prompt_cache import (
-    Entry,
-    KnownMessage,
+    Earlier,
     PrefixCache,
     cached_ids,
-    common_tokens,
     message_keys,
     text_keys,
 )
@@ -154,7 +154,7 @@ class LocalModel:
             return self.tokenizer.name
         return f"{family.name}, {self.tokenizer.name}"
 
-    async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Entry:
+    async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Turn:
         """Return the prompt of a chat, with the template's marks for images; ``long``: use a thread.
 
         Raises ``NotLocalError``, ``ApiError`` 400.
@@ -165,49 +165,73 @@ class LocalModel:
         if len(body.messages) > _MESSAGES_MAX:
             raise NotLocalError("too_complex")
         form, whole_scope, special, _, by_the_clock = kind
-        keys = message_keys(whole_scope, body.messages)
-        parent, shared = self._cache.find(keys) or (None, 0)
-        if parent is None or not parent.begins_as(whole_scope, body.messages[:shared]):
-            self._stats.prefix_misses += 1
-            parent, shared = None, 0
-        else:
-            self._stats.prefix_hits += 1
-        if parent is not None and shared == len(keys) == len(parent.messages) and not by_the_clock:
-            self._stats.tokens_reused += len(parent.ids)
-            return parent
-        known = list(parent.messages[:shared]) if parent is not None else []
-        new = body.messages[shared:]
+        raws = body.messages
+        keys = message_keys(whole_scope, raws)
+        found, shared = self._cache.find(whole_scope, keys, raws), 0
+        messages: list[KnownMessage] = []
+        if found is not None:
+            shared, messages = found.shared, found.one.messages[: found.shared]
+            if shared == len(keys) == len(found.one.keys) and not by_the_clock:
+                self._stats.tokens_reused += len(found.over.ids)
+                return found.over
+        new, written = raws[shared:], None
         if len(new) <= _INLINE_MESSAGES and not long:
             plain = self.renderer.plain(new, form.template)
-            known += plain
+            messages += plain
             new = new[len(plain) :]
-        if long or _takes_long(new, known):
-            messages, text = await self._workers.run(partial(self.renderer.render, body, known, form))
-        else:
-            messages, text = self.renderer.render(body, known, form)
-        images: list[bytes] = []
-        for one in messages:
-            images += one.images
-        media = tuple(images)
+            if not new:
+                written = self._put_together(found, messages, form)
+        over = None if found is None else found.over
+        media: tuple[bytes, ...] = ()
         whole = body.truncate_prompt_tokens is None
-        if media and (special or not whole or form.context.continue_final):
-            raise NotLocalError("multimodal")
-        if isinstance(text, list):  # the family's own ids, complete
-            return self._keep(
-                Entry(tuple(keys), whole_scope, ids_of(text), extras, tuple(messages), media), parent, 0
-            )
+        if written is None:
+            cut = None if found is None else found.one.whole_cut()
+            render = partial(self.renderer.render, body, messages, form)
+            if long or _takes_long(new, messages):
+                messages, text = await self._workers.run(render)
+            else:
+                messages, text = render()
+            media = tuple([image for one in messages for image in one.images])
+            if media and (special or not whole or form.context.continue_final):
+                raise NotLocalError("multimodal")
+            if isinstance(text, list):  # the family's own ids, complete
+                one = Conversation(whole_scope, keys, Turn(ids_of(text), extras, media), messages)
+                return self._keep(one, found, over, 0, b"")
+            written = WrittenText(text, over, cut, self._num_shared(cut, text))
         shared_scope = self._shared_scope(scope, special=special)
-        parent, kept = self._best_known(text, parent, shared_scope, extras)
-        cut, ids, known_tokens = await self._tokenize(text, parent, kept, special=special)
+        written = self._best_known(written, messages, shared_scope, extras)
+        made, ids, known_tokens = await self._tokenize(written, special=special)
         if not whole:
             ids = self._truncated(ids, body, special)
-        pieces = cut if whole else None  # its ids are no longer there
-        entry = Entry(tuple(keys), whole_scope, ids, extras, tuple(messages), media, pieces)
-        return self._keep(entry, parent, known_tokens, shared_scope)
+        kept = made if whole else None  # its ids are no longer there
+        one = Conversation(whole_scope, keys, Turn(ids, extras, media), messages, kept)
+        return self._keep(one, found, written.over, known_tokens, shared_scope)
+
+    def _put_together(
+        self, found: Earlier | None, messages: list[KnownMessage], form: ChatForm
+    ) -> WrittenText | None:
+        """The text of a chat whose layout is known, from a cut that it shares with the turn before; None: it
+        must be rendered."""
+        known = self.renderer.layout_of(messages, form)
+        if known is None:
+            return None
+        layout, texts = known
+        cut = None if found is None else found.one.cut_before(layout, found.shared)
+        spans = layout.written(texts, 0 if cut is None else cut.span)
+        text = "".join(spans)
+        kept = self._num_shared(cut, text)
+        if found is not None and cut is not None and cut.begin and not kept:
+            cut, spans = found.one.whole_cut(), layout.written(texts)
+            text = "".join(spans)
+            kept = self._num_shared(cut, text)
+        return WrittenText(text, None if found is None else found.over, cut, kept, layout, spans)
+
+    def _num_shared(self, cut: CutText | None, text: str) -> int:
+        return 0 if cut is None else cut.num_shared(text, self.tokenizer.may_cut)
 
     async def completion(
         self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
-    ) -> Entry:
+    ) -> Turn:
         """Return a completion's first prompt. Raises like ``chat``."""
         if body.prompt_embeds is not None:
             raise NotLocalError("embeds")
@@ -215,26 +239,26 @@ class LocalModel:
             raise NotLocalError("field")
         if not isinstance(prompt, str):
             ids = truncated(ids_of(prompt), body, max_model_len=self._config.max_model_len, from_text=False)
-            return self.entry_of_ids(ids, extras, scope)
+            return cached_ids(self._cache, self._stats, ids, extras, scope)
         special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
         if body.truncate_prompt_tokens is not None:
-            _, ids, _ = await self._tokenize(prompt, None, 0, special=special)
-            return self.entry_of_ids(self._truncated(ids, body, special), extras, scope)
+            _, ids, _ = await self._tokenize(WrittenText(prompt), special=special)
+            ids = self._truncated(ids, body, special)
+            return cached_ids(self._cache, self._stats, ids, extras, scope)
         shared_scope = self._shared_scope(scope, special=special)
         form = (_ENCODER.encode(special), self.tokenizer.name.encode(), self._serial)
         scope = compact(b"\0".join((scope, *form)))
         keys = text_keys(scope, prompt)
-        parent = self._cache.find_in(scope, keys)
-        if parent is not None and parent.cut is not None and parent.cut.text == prompt:
-            self._stats.tokens_reused += len(parent.ids)
-            return parent
-        parent, kept = self._best_known(prompt, parent, shared_scope, extras)
-        cut, ids, known_tokens = await self._tokenize(prompt, parent, kept, special=special)
-        return self._keep(Entry(tuple(keys), scope, ids, extras, cut=cut), parent, known_tokens, shared_scope)
-
-    def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
-        """Return the cached prompt of given ids."""
-        return cached_ids(self._cache, self._stats, ids, extras, scope)
+        found = self._cache.find(scope, keys)
+        over, cut = (None, None) if found is None else (found.over, found.one.cut)
+        if over is not None and cut is not None and cut.text == prompt:
+            self._stats.tokens_reused += len(over.ids)
+            return over
+        written = WrittenText(prompt, over, cut, self._num_shared(cut, prompt))
+        written = self._best_known(written, [], shared_scope, extras)
+        made, ids, known_tokens = await self._tokenize(written, special=special)
+        one = Conversation(scope, keys, Turn(ids, extras), [], made)
+        return self._keep(one, found, written.over, known_tokens, shared_scope)
 
     async def _kind_of(self, body: ChatBody, scope: bytes, *, long: bool) -> _Kind:
         """Return the inputs of the prompt other than messages. Those of bare chats are cached: one for each
@@ -287,53 +311,58 @@ class LocalModel:
         )
 
     def _best_known(
-        self, text: str, parent: Entry | None, shared_scope: bytes, extras: PromptExtras
-    ) -> tuple[Entry | None, int]:
-        """``parent``, or another worker's prompt if that has more of this text; also how many of its pieces
-        the text begins with."""
-        before = None if parent is None else parent.cut
-        kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
-        begin = 0 if before is None else before.starts[kept]
-        if self._shared is not None and len(text) - begin >= CHARS_MIN:
-            found = self._shared.find(shared_scope, text, begin, extras)
-            if found is not None and found.cut is not None:
-                more = found.cut.num_shared(text, self.tokenizer.may_cut)
-                if found.cut.starts[more] > begin:
-                    return found, more
-        return parent, kept
+        self, written: WrittenText, messages: list[KnownMessage], shared_scope: bytes, extras: PromptExtras
+    ) -> WrittenText:
+        """The same text behind another worker's prompt, if that has more of it."""
+        text, _, before, kept, layout, spans = written
+        first, known = (0, 0) if before is None else (before.begin, before.starts[kept])
+        if self._shared is None or first + len(text) - known < CHARS_MIN:
+            return written
+        if layout is not None and first:
+            spans = layout.written([one.text for one in messages])
+            text = "".join(spans)
+        found = self._shared.find(shared_scope, text, known, extras)
+        if found is None:
+            return written
+        turn, cut = found
+        more = self._num_shared(cut, text)
+        return WrittenText(text, turn, cut, more, layout, spans) if cut.starts[more] > known else written
 
-    async def _tokenize(
-        self, text: str, parent: Entry | None, kept: int, *, special: bool
-    ) -> tuple[CutText, Ids, int]:
-        """Cut and tokenize a text, reusing the ids of the first ``kept`` pieces of ``parent``.
+    async def _tokenize(self, written: WrittenText, *, special: bool) -> tuple[CutText, Ids, int]:
+        """Cut and tokenize a text from the last cut that it shares with another, whose ids are reused.
 
         The last number is the number of reused tokens. ``special``: with special tokens around the text.
         """
+        text, over, before, kept, layout, spans = written
         if self._directory.rebuilt:
             raise NotLocalError("tokenizer_class")
         if self._unlike is not None and self._unlike.search(text):
             raise NotLocalError("frontend")
         prefix, suffix = self._frame(special=special)
-        before = None if parent is None else parent.cut
-        if parent is not None and before is not None and kept:
-            begin, reused = before.starts[kept], before.counts[kept]
-            starts, counts, known = before.starts[:kept], list(before.counts[:kept]), parent.ids
+        first = span = at = 0
+        starts: tuple[int, ...] = ()
+        counts: tuple[int, ...] = ()
+        reused, known = len(prefix), prefix
+        if over is not None and before is not None:
+            first, span = before.begin, before.span
+            if kept:
+                at, reused, known = before.starts[kept] - first, before.counts[kept], over.ids
+                starts, counts = before.starts[:kept], before.counts[:kept]
+        if self._is_long(len(text) - at):
+            cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(text, at))
         else:
-            begin, reused = 0, len(prefix)
-            starts, counts, known = (), [], prefix
-        if self._is_long(len(text) - begin):
-            cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(text, begin))
-        else:
-            cuts, tail = self.tokenizer.encode_cut(text, begin)
+            cuts, tail = self.tokenizer.encode_cut(text, at)
         self._stats.tokens_new += len(tail.ids)
-        starts += tuple(cuts)
-        for count in tail.offsets[:-1]:
-            counts.append(reused + count)
+        starts += tuple([first + cut for cut in cuts])
+        counts += tuple([reused + count for count in tail.offsets[:-1]])
         ids = known[: reused + len(tail.ids)]
         # In place: appending would mostly copy all of them again.
         ids[reused:] = tail.ids
         ids += suffix
-        return CutText(text, starts, tuple(counts)), ids, reused if kept else 0
+        made = CutText(text, starts, counts, first, layout, span)
+        if layout is not None and not (before and before.begin and before.layout is layout):
+            made = made.only_end(spans)
+        return made, ids, reused if kept else 0
 
     def _is_long(self, chars: int) -> bool:
         """Whether tokenizing this many characters would block the event loop."""
@@ -352,20 +381,28 @@ class LocalModel:
         frame = sum(map(len, self._frame(special=special)))
         return truncated(ids, body, max_model_len=self._config.max_model_len, from_text=True, frame=frame)
 
-    def _keep(self, entry: Entry, parent: Entry | None, known: int, shared_scope: bytes = b"") -> Entry:
-        if not entry.ids:
+    def _keep(
+        self,
+        one: Conversation,
+        found: Earlier | None,
+        over: Turn | None,
+        num_tokens: int,
+        shared_scope: bytes,
+    ) -> Turn:
+        """Keep a turn whose first tokens are those of ``over``: of the conversation found, or of another
+        worker."""
+        turn = one.turn
+        if not turn.ids:
             raise NotLocalError("empty")
-        if parent is not None:
-            entry.shared_tokens = min(parent.shared_tokens, known)
+        if over is not None:
+            turn.shared_tokens = min(over.shared_tokens, num_tokens)
         if self._shared is not None:
-            self._shared.offer(shared_scope, entry)
-        if parent is None:
-            self._cache.put(entry)
-            return entry
-        shared = common_tokens(parent.ids, entry.ids, known)
-        self._stats.tokens_reused += shared
-        self._cache.put_next(entry, parent, shared)
-        return entry
+            self._shared.offer(shared_scope, one)
+        if found is not None and over is found.over:
+            self._cache.put_next(one, found, num_tokens)
+        else:
+            self._cache.put(one, over, num_tokens)
+        return turn
 
 
 def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.prompts.chat.anthropic import disabled_effort, wants_system_first
-from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
+from kvatlas.router.prompts.chat.compiled import PrecompiledLayout, TemplateRejectsError
 from kvatlas.router.prompts.chat.conversions import TemplateTraits
 from kvatlas.router.prompts.chat.messages import (
     Message,
@@ -33,6 +33,7 @@ from kvatlas.router.prompts.chat.template import (
     message_shape,
     parse_tools,
 )
+from kvatlas.router.prompts.conversation import KnownMessage
 from kvatlas.router.prompts.families.base import (
     Family,
     Missing,
@@ -43,7 +44,6 @@ from kvatlas.router.prompts.families.base import (
 )
 from kvatlas.router.prompts.families.deepseek import DeepseekV4, DeepseekV32
 from kvatlas.router.prompts.model_dir import ModelDir, load_chat_template
-from kvatlas.router.prompts.prompt_cache import KnownMessage
 from kvatlas.router.prompts.request import (
     ChatBody,
     NotLocalError,
@@ -61,14 +61,11 @@ _IMAGE_BYTES: Final = 80
 _ROLE_CHARS_MAX: Final = 32
 
 
-def _of_plain(role: str, form: str) -> tuple[int, int]:
-    empty = text_message(role, "", form)
-    return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - "".__sizeof__()
-
-
-# Of plain messages, their shape, and their bytes besides raw JSON and text.
+# Shapes of plain messages.
 _PLAIN: Final = {
-    (role, form): _of_plain(role, form) for role in ("user", "assistant") for form in ("string", "openai")
+    (role, form): message_shape(text_message(role, "", form))
+    for role in ("user", "assistant")
+    for form in ("string", "openai")
 }
 
 
@@ -129,7 +126,11 @@ class ChatRenderer:
                 continue
             if source not in loaded:
                 loaded[source] = ChatTemplate(
-                    source, self._stats, self._special_tokens, self._config.time_zone
+                    source,
+                    self._stats,
+                    self._special_tokens,
+                    self._config.time_zone,
+                    self._config.chat_template_content_format,
                 )
             templates[with_tools] = loaded[source]
         return templates
@@ -215,22 +216,36 @@ class ChatRenderer:
         made: list[KnownMessage] = []
         if not isinstance(template, ChatTemplate):
             return made
-        form = self._content_format(template)
+        form = template.content_format
         for raw in raws:
             said = plain_message(raw)
             if said is None:
                 break
-            text = said.content
-            shape, size = _PLAIN[said.role, form]
-            message = text_message(said.role, text, form)
-            plain_role = said.role if text else ""
-            size += len(raw) + text.__sizeof__()
-            made.append(KnownMessage(raw.copy(), message, shape, 1, size, (), plain_role, text))
+            role, text = said.role, said.content
+            size = _MESSAGE_BYTES + len(raw) + text.__sizeof__()
+            shape = _PLAIN[role, form]
+            if text:
+                made.append(KnownMessage(raw.copy(), role, text, shape, size))
+            else:
+                made.append(KnownMessage(raw.copy(), "", "", shape, size, 1, text_message(role, text, form)))
         return made
 
-    def _content_format(self, template: ChatTemplate) -> str:
-        form = self._config.chat_template_content_format
-        return template.content_format if form == "auto" else form
+    def layout_of(
+        self, messages: list[KnownMessage], form: ChatForm
+    ) -> tuple[PrecompiledLayout, list[str]] | None:
+        """The layout of a chat, if it is known, and the texts that it is written around; None: it must be
+        rendered."""
+        template, context = form
+        if context.continue_final or not isinstance(template, ChatTemplate):
+            return None
+        roles: list[str] = []
+        texts: list[str] = []
+        for one in messages:
+            roles.append(one.role)
+            texts.append(one.text)
+        key = context.key, template.content_format, tuple(roles)
+        layout = template.layout_of(context.names, texts, key)
+        return None if layout is None else (layout, texts)
 
     def render(
         self, body: ChatBody, known: list[KnownMessage], form: ChatForm
@@ -246,23 +261,20 @@ class ChatRenderer:
         try:
             if isinstance(template, ChatTemplate):
                 return messages, self._by_template(messages, template, context)
-            return messages, template.render([one.message for one in messages], context)
+            return messages, template.render([one.as_message("") for one in messages], context)
         except TemplateRejectsError:
             raise NotLocalError("template_rejected") from None
 
     def _by_template(self, known: list[KnownMessage], template: ChatTemplate, context: ChatContext) -> str:
-        roles: list[str] = []
-        texts: list[str] = []
-        for one in known:
-            roles.append(one.plain_role)
-            texts.append(one.plain_text)
-        if "" in roles or context.continue_final:
-            return _rendered(known, template, context)
-        key = context.key, self._content_format(template), tuple(roles)
-        text = template.put_together(context.names, texts, key)
-        if text is None:
-            text = _rendered(known, template, context)
-            template.learn(context.names, texts, key, text)
+        found = self.layout_of(known, ChatForm(template, context))
+        if found is not None:
+            layout, texts = found
+            return "".join(layout.written(texts))
+        text = _rendered(known, template, context)
+        roles = tuple([one.role for one in known])
+        if "" not in roles and not context.continue_final:
+            key = context.key, template.content_format, roles
+            template.learn(context.names, [one.text for one in known], key, text)
         return text
 
     def _read(
@@ -270,24 +282,25 @@ class ChatRenderer:
     ) -> KnownMessage:
         given = decode_message(raw, index)
         images: list[bytes] = []
-        shape, plain_role, plain_text = 0, "", ""
+        shape, role, text = 0, "", ""
         if isinstance(template, ChatTemplate):
-            form = self._content_format(template)
+            form = template.content_format
             message = parse_message(given, form, orders_calls=orders_calls, images=images)
-            shape, (plain_role, plain_text) = message_shape(message), _plain(message, form)
+            shape, (role, text) = message_shape(message), _plain(message, form)
         else:
             message = template.parse(given)
         plain = all([type(value) is str for value in message.values()])  # noqa: C419  # a list is faster
+        kept = text.__sizeof__() if role else kept_bytes(message)
         return KnownMessage(
             # References of the body's own values are released with the body.
             raw.copy(),
-            message,
+            role,
+            text,
             shape,
+            _MESSAGE_BYTES + len(raw) + kept + _IMAGE_BYTES * len(images),
             1 if plain else num_values(raw),
-            _MESSAGE_BYTES + len(raw) + kept_bytes(message) + _IMAGE_BYTES * len(images),
+            None if role else message,
             tuple(images),
-            plain_role,
-            plain_text,
         )
 
 
@@ -302,7 +315,7 @@ def _plain(message: Message, form: str) -> tuple[str, str]:
 
 def _rendered(known: list[KnownMessage], template: ChatTemplate, context: ChatContext) -> str:
     shapes = {context.shape, *[one.shape for one in known]}
-    conversation = [one.message for one in known]
+    conversation = [one.as_message(template.content_format) for one in known]
     seen = conversation if template.knows_developer else without_developer_role(conversation)
     if not context.continue_final:
         return template.render({**context.names, "messages": seen}, shapes)

@@ -23,8 +23,8 @@ import xxhash
 from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.fleet.status import Frontend
+from kvatlas.router.prompts.conversation import Turn
 from kvatlas.router.prompts.cuts import Ids
-from kvatlas.router.prompts.prompt_cache import Entry
 from kvatlas.router.prompts.request import (
     NO_REST,
     ChatBody,
@@ -44,7 +44,7 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     not read its prefix cache for this request (it asks for prompt log-probabilities), so its hit is 0.
     """
 
-    _entry: Entry
+    _turn: Turn
     _stats: PromptStats
     source: Literal["local", "renderer", "engine"]
     by: str = ""
@@ -63,13 +63,13 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     variants: dict[Frontend, Prompt] = {}
     """In a fleet with several frontends: this prompt and the others, as far as they are known."""
     num_tokens: int = 0
-    """Length of the prompt in tokens, from its entry."""
+    """Length of the prompt in tokens, from its turn."""
     num_prompts: int = 1
     """Number of prompts of the request, from ``rest``."""
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self._entry.ids)
+        self.num_tokens = len(self._turn.ids)
         self.num_prompts = 1 + self.rest.prompts
 
     def is_surely_shorter(self, tokens: float) -> bool:
@@ -84,50 +84,50 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     @property
     def token_ids(self) -> Ids:
         """The ids, as an array; must not be changed."""
-        return self._entry.ids
+        return self._turn.ids
 
     @property
     def extras(self) -> PromptExtras:
         """Adapter, salt and multimodal items: what hashes cover besides tokens."""
-        return self._entry.extras
+        return self._turn.extras
 
     def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]:
         """All block hashes under ``scheme``; must not be changed. ``ValueError`` for an unknown algorithm."""
         made = self._hashes.get(scheme)
         if made is not None:
             return made
-        entry, stats = self._entry, self._stats
-        chain = entry.chains.get(scheme)
+        turn, stats = self._turn, self._stats
+        chain = turn.chains.get(scheme)
         if chain is None:
-            chain = HashChain(scheme, entry.extras)
+            chain = HashChain(scheme, turn.extras)
         hashes, known = chain.hashes, len(chain.hashes)
         if known < (self.num_tokens - scheme.lookahead) // scheme.hash_block_size or not known:
-            hashes = chain.extend(entry.ids)
+            hashes = chain.extend(turn.ids)
         stats.blocks_reused += known
         stats.blocks_hashed += len(hashes) - known
-        entry.chains[scheme] = chain
+        turn.chains[scheme] = chain
         self._hashes[scheme] = hashes  # type: ignore[assignment]  # an array is a sequence in all but its base
         return hashes  # type: ignore[return-value]
 
     def num_blocks(self, scheme: HashScheme) -> int:
         """Number of hashes."""
-        return num_hash_blocks(len(self._entry.ids), scheme)
+        return num_hash_blocks(len(self._turn.ids), scheme)
 
     def num_new_blocks(self, scheme: HashScheme) -> int:
         """Number of hashes not computed yet: about 2.5 us each."""
-        chain = self._entry.chains.get(scheme)
-        return num_hash_blocks(len(self._entry.ids), scheme) - (len(chain.hashes) if chain else 0)
+        chain = self._turn.chains.get(scheme)
+        return num_hash_blocks(len(self._turn.ids), scheme) - (len(chain.hashes) if chain else 0)
 
     def forked_chain(self, scheme: HashScheme) -> HashChain:
         """Copy the hashes so far, to be extended in a worker thread: another prompt may extend this one's
         meanwhile."""
-        chain = self._entry.chains.get(scheme)
+        chain = self._turn.chains.get(scheme)
         return chain.fork(len(chain.hashes)) if chain else HashChain(scheme, self.extras)
 
     def adopt(self, chain: HashChain) -> None:
         """Replace the hashes by a ``forked_chain`` that was extended."""
         self._stats.blocks_hashed += self.num_new_blocks(chain.scheme)
-        self._entry.chains[chain.scheme] = chain
+        self._turn.chains[chain.scheme] = chain
 
 
 # About 128 tokens: a few blocks, small enough that a short system prompt already counts.

@@ -1,103 +1,34 @@
-"""Cache of earlier prompts, found by their beginning, so that only the new part is computed.
+"""Cache of conversations, found by their beginning, so that of a next turn only the new part is computed.
 
-An entry is indexed under a chain of keys, one per prefix: per message of a chat, else per chunk of the text
-or ids. A key points to the newest prompt with that prefix. Keys only propose: the caller compares the content
-before it reuses anything. An entry whose last key is taken over by a longer prompt is dropped at once, since
-the longer one contains it; so is a chat that differs from a newer one in a short last message only.
+A conversation is indexed under a chain of keys, one per prefix of its newest turn: per message of a chat,
+else per chunk of the text or ids. A key points to the conversation with that prefix that was used last. Keys
+only propose: the content is compared before anything is reused. A turn that goes on behind the last one, or
+replaces a short end of it, extends the conversation in place; any other is the first turn of a conversation
+of its own, which takes its beginning over. One that is part of another is dropped.
 
-Invariants: the estimated size of all entries is at most ``bytes_max``, and of one at most a quarter of it
-(larger ones are not cached); every index key points to a live entry. Event-loop thread only.
+Invariants: the estimated size of all conversations is at most ``bytes_max``, and of one at most a quarter of
+it (larger ones are not cached); every index key points to a live one. Event-loop thread only.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Final
 
 import msgspec
 import xxhash
 
-from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
-from kvatlas.router.prompts.chat.messages import Message
-from kvatlas.router.prompts.cuts import CutText, Ids
+from kvatlas.publisher.block_hash import PromptExtras
+from kvatlas.router.prompts.conversation import Conversation, Turn
+from kvatlas.router.prompts.cuts import Ids
 from kvatlas.router.prompts.request import SHARE, NotLocalError, extras_bytes
 from kvatlas.router.prompts.settings import PromptStats
-
-# One earlier prompt: its messages, tokens and hashes, which a next turn extends.
-
-
-class KnownMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message of a request and its converted form.
-
-    ``message``: the template's input; ``shape``: its kind (0: not needed); ``num_values``: upper bound of its
-    lists and objects; ``images``: digests; ``weight_bytes``: its whole memory.
-    """
-
-    raw: msgspec.Raw
-    message: Message
-    shape: int
-    num_values: int
-    weight_bytes: int
-    images: tuple[bytes, ...] = ()
-    plain_role: str = ""
-    """Role of a message that a template sees as a role and a non-empty text, and nothing else."""
-    plain_text: str = ""
-    """That text; empty without such a role."""
-
-
-_raw_of: Final = attrgetter("raw")
-
-
-class Entry(msgspec.Struct, eq=False, gc=False):
-    """One prompt. Thousands are kept, so it consists of objects that the garbage collector does not track.
-
-    ``scope``: all inputs of text and hashes besides messages, in compact form. ``media``: digests of all
-    images, in order; with images, ``ids`` has the template's marks for them and is no prompt.
-    """
-
-    keys: tuple[int, ...]
-    scope: bytes
-    ids: Ids
-    extras: PromptExtras
-    messages: tuple[KnownMessage, ...] = ()
-    media: tuple[bytes, ...] = ()
-    cut: CutText | None = None
-    """None: the ids are not those of a text alone, or the family makes them."""
-    chains: dict[HashScheme, HashChain] = {}
-    size_bytes: int = 0
-    shared_tokens: int = 0
-    """Number of leading tokens that all workers find, with their hashes."""
-
-    def begins_as(self, scope: bytes, raws: list[msgspec.Raw]) -> bool:
-        """Whether its first messages are these, byte by byte."""
-        known = self.messages if len(raws) == len(self.messages) else self.messages[: len(raws)]
-        return self.scope == scope and list(map(_raw_of, known)) == raws
-
-    def inherit(self, other: Entry, num_tokens: int, *, last: bool) -> None:
-        """Reuse the hashes of the first ``num_tokens`` tokens, which both prompts share.
-
-        ``last``: the other entry is dropped, so that nothing needs to be copied.
-        """
-        if other.extras != self.extras:
-            return
-        for scheme, chain in other.chains.items():
-            known, shared = len(chain.hashes), num_hash_blocks(num_tokens, scheme)
-            blocks = shared if shared < known else known  # noqa: FURB136  # a call less
-            if scheme in self.chains:
-                continue
-            if last:
-                chain.cut(blocks)
-            self.chains[scheme] = chain if last else chain.fork(blocks)
-        if last:
-            other.chains = {}
-
 
 _CHAIN_BYTES_PER_TOKEN: Final = 4
 """A block of 16 tokens has a hash of 32 bytes, 8 of it again, its row in the index (4), and the spare
 capacity of growing arrays."""
-_ENTRY_BYTES: Final = 1000
+_CONVERSATION_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
 _LITTLE: Final = 8
 """A part of the tokens is little below one in this many: tokenizing it again costs less than the memory of a
@@ -109,94 +40,141 @@ CHUNK_BYTES: Final = 1024
 """Prompts without messages are indexed by such chunks of their text, or of their ids: 256 of them."""
 
 
+class Earlier(msgspec.Struct, frozen=True, gc=False):
+    """A conversation that shares its first keys, ``shared`` in number, with a prompt; ``over``: its turn when
+    it was found."""
+
+    one: Conversation
+    over: Turn
+    shared: int
+
+
 class PrefixCache:
-    """All entries, least recently used first. A prefix is indexed by the most recently used entry that has
-    it, which is evicted last: so it is found as long as any entry has it."""
+    """All conversations, least recently used first. A prefix is indexed by the most recently used one that
+    has it, which is evicted last: so it is found as long as any of them has it."""
 
     def __init__(self, stats: PromptStats, bytes_max: int) -> None:
         self._stats = stats
         self._bytes_max = bytes_max
-        self._entries: OrderedDict[int, Entry] = OrderedDict()
-        self._index: dict[int, Entry] = {}
+        self._kept: OrderedDict[int, Conversation] = OrderedDict()
+        self._index: dict[int, Conversation] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._kept)
 
-    def find(self, keys: list[int]) -> tuple[Entry, int] | None:
-        """The entry proposed for the longest indexed prefix, and how many of ``keys`` it covers."""
+    def find(self, scope: bytes, keys: list[int], raws: list[msgspec.Raw] | None = None) -> Earlier | None:
+        """The conversation of this scope with the longest indexed prefix. ``raws``: messages with which it
+        must begin, as far as ``keys`` say so."""
+        index = self._index
         for length in range(len(keys), 0, -1):
-            entry = self._index.get(keys[length - 1])
-            if entry is not None:
-                self._entries.move_to_end(id(entry))
-                # If its first key points to it, it was used last of all that begin like it.
-                if self._index.get(entry.keys[0]) is not entry:
-                    self._index.update(dict.fromkeys(entry.keys, entry))
-                return entry, length
+            found = index.get(keys[length - 1])
+            if found is None:
+                continue
+            if found.scope != scope or (raws is not None and not found.begins_as(raws[:length])):
+                break
+            self._use(found)
+            self._stats.prefix_hits += 1
+            return Earlier(found, found.turn, length)
+        self._stats.prefix_misses += 1
         return None
 
-    def find_in(self, scope: bytes, keys: list[int]) -> Entry | None:
-        """The entry of this scope proposed for a prompt without messages."""
-        found = self.find(keys)
-        if found is None or found[0].scope != scope:
-            self._stats.prefix_misses += 1
-            return None
-        self._stats.prefix_hits += 1
-        return found[0]
+    def _use(self, one: Conversation) -> None:
+        self._kept.move_to_end(id(one))
+        # If its first key points to it, it was used last of all that begin like it.
+        if self._index.get(one.keys[0]) is not one:
+            self._index.update(dict.fromkeys(one.keys, one))
 
-    def put_next(self, entry: Entry, parent: Entry, num_tokens: int) -> None:
-        """``put`` for a prompt that shares its first tokens with an entry found here: reuses their hashes,
-        and takes the place of an entry that has little else."""
-        if _has_little_else(parent, entry, num_tokens):
-            self._drop(parent)
-        self.put(entry)
-        entry.inherit(parent, num_tokens, last=id(parent) not in self._entries)
+    def put(self, one: Conversation, over: Turn | None = None, num_tokens: int = 0) -> None:
+        """Add a conversation of one turn, which shares at least ``num_tokens`` tokens with another one
+        elsewhere; makes room by dropping what it contains, then the least recently used ones."""
+        if over is not None:
+            self._inherit(one.turn, over, num_tokens, last=False)
+        one.messages_bytes = sum([each.weight_bytes for each in one.messages])
+        one.size_bytes = _size(one)
+        if self._is_oversized(one.size_bytes) or not one.keys:
+            return
+        self._kept[id(one)] = one
+        self._enter(one, 0, one.size_bytes)
 
-    def put(self, entry: Entry) -> None:
-        """Add a prompt; makes room by dropping prompts that it contains, then the least recently used
-        ones."""
-        if not entry.keys:
+    def put_next(self, one: Conversation, found: Earlier, num_tokens: int) -> None:
+        """Add a turn that shares at least ``num_tokens`` tokens with what was found, as its next one or as a
+        conversation of its own."""
+        before, shared = found.one, found.shared
+        last, old = before.turn, before.messages
+        # Another turn may have come while this one was tokenized, or room was needed.
+        alone = last is found.over and id(before) in self._kept
+        common = common_tokens(last.ids, one.turn.ids, num_tokens if alone else 0)
+        if not (alone and _goes_on(before, shared, len(one.keys), common)):
+            self.put(one, last, common)
             return
-        entry.size_bytes = _size(entry)
-        if entry.size_bytes > self._bytes_max // SHARE:
-            self._stats.oversized += 1
-            return
-        for key in entry.keys:
-            old = self._index.get(key)
-            self._index[key] = entry
-            if old is not None and old is not entry and old.keys[-1] == key:
+        self._inherit(one.turn, last, common, last=True)
+        gone, size_bytes = before.keys[shared:], before.size_bytes
+        before.keys, before.turn, before.messages, before.cut = one.keys, one.turn, one.messages, one.cut
+        for each in old[shared:]:
+            before.messages_bytes -= each.weight_bytes
+        for each in one.messages[shared:]:
+            before.messages_bytes += each.weight_bytes
+        before.size_bytes = _size(before)
+        for key in gone:
+            if self._index.get(key) is before:
+                del self._index[key]
+        if self._is_oversized(before.size_bytes):
+            before.size_bytes = size_bytes
+            self._drop(before)
+        else:
+            self._enter(before, shared, before.size_bytes - size_bytes)
+
+    def _inherit(self, turn: Turn, over: Turn, num_tokens: int, *, last: bool) -> None:
+        common = common_tokens(over.ids, turn.ids, num_tokens)
+        self._stats.tokens_reused += common
+        turn.inherit(over, common, last=last)
+
+    def _is_oversized(self, size_bytes: int) -> bool:
+        oversized = size_bytes > self._bytes_max // SHARE
+        self._stats.oversized += oversized
+        return oversized
+
+    def _enter(self, one: Conversation, first: int, more_bytes: int) -> None:
+        """Index a conversation's keys from number ``first`` on."""
+        index = self._index
+        for key in one.keys[first:]:
+            old = index.get(key)
+            index[key] = one
+            if old is not None and old is not one and old.keys[-1] == key:
                 self._drop(old)
-        self._entries[id(entry)] = entry
-        self._stats.prefix_bytes += entry.size_bytes
+        self._use(one)
+        self._stats.prefix_bytes += more_bytes
         while self._stats.prefix_bytes > self._bytes_max:
-            self._drop(next(iter(self._entries.values())))
+            self._drop(next(iter(self._kept.values())))
             self._stats.prefix_evictions += 1
 
-    def _drop(self, entry: Entry) -> None:
-        if self._entries.pop(id(entry), None) is None:
+    def _drop(self, one: Conversation) -> None:
+        if self._kept.pop(id(one), None) is None:
             return
-        self._stats.prefix_bytes -= entry.size_bytes
-        for key in entry.keys:
-            if self._index.get(key) is entry:
+        self._stats.prefix_bytes -= one.size_bytes
+        for key in one.keys:
+            if self._index.get(key) is one:
                 del self._index[key]
 
     def check_integrity(self) -> None:
-        """For tests: check that index and sizes agree with the entries."""
-        live = {id(entry) for entry in self._entries.values()}
-        assert all(id(entry) in live for entry in self._index.values())  # noqa: S101
-        assert self._stats.prefix_bytes == sum(e.size_bytes for e in self._entries.values())  # noqa: S101
+        """For tests: check that index and sizes agree with the conversations."""
+        live = {id(one) for one in self._kept.values()}
+        assert all(id(one) in live for one in self._index.values())  # noqa: S101
+        assert all(one.size_bytes == _size(one) for one in self._kept.values())  # noqa: S101
+        assert self._stats.prefix_bytes == sum(one.size_bytes for one in self._kept.values())  # noqa: S101
 
 
-def _has_little_else(parent: Entry, entry: Entry, num_tokens: int) -> bool:
-    """Whether a chat differs from a newer one in a last message that is quickly tokenized again.
+def _goes_on(before: Conversation, shared: int, num_keys: int, num_tokens: int) -> bool:
+    """Whether a turn contains the last one, or all but an end of it that is quickly tokenized again.
 
     A question that replaces another one after the same messages would keep the whole prompt a second time.
-    Only the last message may differ: of conversations that share a long system prompt each keeps its entry
+    Only the last message, or chunk, may differ: of conversations that share a long system prompt each is kept
     from its second turn on, and pays twice for its first question.
     """
-    before = len(parent.messages) - 1
-    if before < 1 or len(entry.keys) <= before or entry.keys[before - 1] != parent.keys[before - 1]:
-        return False
-    return _LITTLE * (len(parent.ids) - num_tokens) <= len(parent.ids)
+    last, length = len(before.keys) - 1, len(before.turn.ids)
+    if shared > last:
+        return True
+    return 1 <= last == shared < num_keys and _LITTLE * (length - num_tokens) <= length
 
 
 def message_keys(scope: bytes, raws: Sequence[msgspec.Raw]) -> list[int]:
@@ -244,32 +222,29 @@ def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
     return low + ((differ & -differ).bit_length() - 1) // _ID_BITS  # where the lowest bit is
 
 
-def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
-    """An entry for a prompt given by its ids, with the hashes of the longest known prefix."""
+def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Turn:
+    """The prompt given by its ids, with the hashes of the longest known prefix."""
     if not ids:
         raise NotLocalError("empty")
     keys = token_keys(scope, ids)
-    parent = cache.find_in(scope, keys)
-    entry = Entry(tuple(keys), scope, ids, extras)
-    if parent is None:
-        cache.put(entry)
-        return entry
-    shared = common_tokens(parent.ids, ids)
-    stats.tokens_reused += shared
-    if shared == len(ids) == len(parent.ids) and parent.extras == extras:
-        return parent
-    cache.put_next(entry, parent, shared)
-    return entry
+    found = cache.find(scope, keys)
+    one = Conversation(scope, keys, Turn(ids, extras))
+    if found is None:
+        cache.put(one)
+    elif found.over.ids == ids and found.over.extras == extras:
+        stats.tokens_reused += len(ids)
+        return found.over
+    else:
+        cache.put_next(one, found, 0)
+    return one.turn
 
 
-def _size(entry: Entry) -> int:
-    texts = 0
-    for one in entry.messages:
-        texts += one.weight_bytes
-    num_keys = len(entry.keys)
-    if entry.cut is not None:
-        texts += entry.cut.text.__sizeof__()
-        num_keys += len(entry.cut.starts)
+def _size(one: Conversation) -> int:
+    turn, cut, num_keys = one.turn, one.cut, len(one.keys)
+    texts = one.messages_bytes
+    if cut is not None:
+        texts += cut.text.__sizeof__()
+        num_keys += len(cut.starts)
     per_token = 4 + _CHAIN_BYTES_PER_TOKEN
-    fixed = _ENTRY_BYTES + len(entry.scope) + extras_bytes(entry.extras)
-    return fixed + texts + per_token * len(entry.ids) + _KEY_BYTES * num_keys
+    fixed = _CONVERSATION_BYTES + len(one.scope) + extras_bytes(turn.extras)
+    return fixed + texts + per_token * len(turn.ids) + _KEY_BYTES * num_keys

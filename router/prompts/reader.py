@@ -41,12 +41,13 @@ from kvatlas.router.prompts.bodies import (
 )
 from kvatlas.router.prompts.chat.anthropic import MessagesBody
 from kvatlas.router.prompts.chat.conversions import Conversions, InlineConversions, Memory, TooManyValuesError
+from kvatlas.router.prompts.conversation import Turn
 from kvatlas.router.prompts.families.base import is_unlike_sglang
 from kvatlas.router.prompts.images import MediaMemory
 from kvatlas.router.prompts.local_model import LocalModel
 from kvatlas.router.prompts.model_dir import ModelDirError, load_model_dir
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity, affinity_keys, raw_piece
-from kvatlas.router.prompts.prompt_cache import Entry, PrefixCache, cached_ids
+from kvatlas.router.prompts.prompt_cache import PrefixCache, cached_ids
 from kvatlas.router.prompts.remote import EngineSide, EngineTokens, Post, placed_items
 from kvatlas.router.prompts.render_servers import Renderers
 from kvatlas.router.prompts.request import (
@@ -97,9 +98,9 @@ _Result = TypeVar("_Result")
 class _UnknownImagesError(NotLocalError):
     """Everything but the tokens of the images is known: the prompt with marks for them."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, turn: Turn) -> None:
         super().__init__("multimodal")
-        self.entry = entry
+        self.turn = turn
 
 
 class ReadHere(NamedTuple):
@@ -260,7 +261,7 @@ class PromptReader:
                 if miss.reason == "too_complex":
                     return self._read_beginning(request, path, miss.reason)
                 self.stats.not_local[miss.reason] += 1
-                marked = miss.entry if isinstance(miss, _UnknownImagesError) else None
+                marked = miss.turn if isinstance(miss, _UnknownImagesError) else None
                 return await self._read_elsewhere(request, path, parsed, miss.reason, marked, frontends)
         except ApiError:
             self.stats.refused += 1
@@ -361,30 +362,30 @@ class PromptReader:
             raise NotLocalError("renderer")
         rest = NO_REST
         if isinstance(parsed, ChatBody):
-            entry = await local.chat(parsed, extras, scope, long=long)
+            turn = await local.chat(parsed, extras, scope, long=long)
         elif isinstance(parsed, CompletionBody):
             first, rest = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
-            entry = await local.completion(parsed, first, extras, scope)
-            rest = rest.in_tokens(len(entry.ids), len(first)).cut(parsed.truncate_prompt_tokens)
+            turn = await local.completion(parsed, first, extras, scope)
+            rest = rest.in_tokens(len(turn.ids), len(first)).cut(parsed.truncate_prompt_tokens)
         elif isinstance(parsed, BatchBody):
-            entry = await local.chat(parsed.first(), extras, scope, long=long)
+            turn = await local.chat(parsed.first(), extras, scope, long=long)
             sizes = parsed.sizes()
-            rest = rest_of(sizes[1:], given=False).in_tokens(len(entry.ids), sizes[0])
+            rest = rest_of(sizes[1:], given=False).in_tokens(len(turn.ids), sizes[0])
             rest = rest.cut(parsed.truncate_prompt_tokens)
         else:
             chat, long = await self._converted(parsed, local, long=long)
-            entry = await local.chat(chat, extras, scope, long=long)
+            turn = await local.chat(chat, extras, scope, long=long)
         is_chat = not isinstance(parsed, CompletionBody)
         by = local.tokenizer.name if family is None else local.library_names(chat=is_chat)
-        if entry.media:
-            found = self._media.expanded(target.name, entry.media, entry.ids)
+        if turn.media:
+            found = self._media.expanded(target.name, turn.media, turn.ids)
             if found is None or rest.prompts:
-                raise _UnknownImagesError(entry)
+                raise _UnknownImagesError(turn)
             return self._prompt_of(found, target, extras, parsed, source="local", by=by)
         self.stats.multi_prompt += rest.prompts > 0
         least, most = answer_tokens(parsed)
         return Prompt(
-            entry,
+            turn,
             self.stats,
             source="local",
             by=by,
@@ -434,7 +435,7 @@ class PromptReader:
         path: str,
         parsed: Parsed | None,
         reason: str,
-        marked: Entry | None,
+        marked: Turn | None,
         frontends: tuple[Frontend, ...],
     ) -> Prompt | TextAffinity:
         prompt = None
@@ -460,7 +461,7 @@ class PromptReader:
         request: InboundRequest,
         path: str,
         parsed: Parsed | None,
-        marked: Entry | None,
+        marked: Turn | None,
         frontend: Frontend,
     ) -> Prompt | None:
         """Ask a render server or an engine for the prompt."""
@@ -496,11 +497,11 @@ class PromptReader:
         if found.multimodal and target.lora_name is not None:
             raise NotLocalError("multimodal")
         extras = msgspec.structs.replace(extras, multimodal=found.multimodal)
-        entry = cached_ids(self._cache, self.stats, found.ids, extras, target.scope(extras))
+        turn = cached_ids(self._cache, self.stats, found.ids, extras, target.scope(extras))
         self.stats.multi_prompt += found.rest.prompts > 0
         least, most = (1, 0) if parsed is None else answer_tokens(parsed)
         return Prompt(
-            entry,
+            turn,
             self.stats,
             source=source,
             by=by,

@@ -19,8 +19,9 @@ from typing import Final
 import msgspec
 
 from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras
-from kvatlas.router.prompts.cuts import CutText, Ids
-from kvatlas.router.prompts.prompt_cache import CHUNK_BYTES, Entry, text_keys
+from kvatlas.router.prompts.conversation import Conversation, CutText, Turn
+from kvatlas.router.prompts.cuts import Ids
+from kvatlas.router.prompts.prompt_cache import CHUNK_BYTES, text_keys
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.shared_records import SharedRecords
 
@@ -58,51 +59,53 @@ class SharedPrompts:
     def __init__(self, records: SharedRecords, stats: PromptStats) -> None:
         self._records = records
         self._stats = stats
-        self._waiting: dict[int, tuple[bytes, Entry]] = {}
+        self._waiting: dict[int, tuple[bytes, Conversation]] = {}
 
-    def find(self, scope: bytes, text: str, begin: int, extras: PromptExtras) -> Entry | None:
+    def find(self, scope: bytes, text: str, begin: int, extras: PromptExtras) -> tuple[Turn, CutText] | None:
         """A prompt that may begin as this text does, further than its first ``begin`` characters, which are
-        known; None if nothing is known, or too little is new. Without messages or keys."""
+        known; None if nothing is known, or too little is new."""
         new = len(text) - begin
         if new < CHARS_MIN or new * _PART < len(text) or len(text) > CHARS_MAX:
             return None
         keys = _full_chunks(scope, text)
         for number in range(len(keys) - 1, begin // CHUNK_BYTES - 1, -1):
             record = self._records.find(keys[number])
-            found = None if record is None else _entry_of(record, scope, extras)
+            found = None if record is None else _prompt_of(record, scope, extras)
             if found is not None:
                 self._stats.shared_hits += 1
                 return found
         self._stats.shared_misses += 1
         return None
 
-    def offer(self, scope: bytes, entry: Entry) -> None:
+    def offer(self, scope: bytes, one: Conversation) -> None:
         """Write this prompt soon, unless most of it is there."""
-        cut, missing = entry.cut, len(entry.ids) - entry.shared_tokens
-        if missing < _TOKENS_MIN or missing * _PART < len(entry.ids):
+        cut, tokens = one.cut, len(one.turn.ids)
+        missing = tokens - one.turn.shared_tokens
+        if missing < _TOKENS_MIN or missing * _PART < tokens:
             return
         # A text of one piece has nothing that another one could reuse.
         if cut is None or len(cut.starts) == 1:
             return
-        if not CHARS_MIN <= len(cut.text) <= CHARS_MAX:
+        if not CHARS_MIN <= cut.begin + len(cut.text) <= CHARS_MAX:
             return
         if not self._waiting:
             asyncio.get_running_loop().call_later(DELAY_S, self.write)
         if len(self._waiting) < _WAITING_MAX:
-            self._waiting[id(entry)] = scope, entry
+            self._waiting[id(one)] = scope, one
 
     def write(self) -> None:
         """Write the prompts that wait."""
         waiting, self._waiting = self._waiting, {}
-        for scope, entry in waiting.values():
-            if entry.cut is None:
+        for scope, one in waiting.values():
+            cut, turn = one.whole_cut(), one.turn
+            if cut is None:
                 continue
-            keys = _full_chunks(scope, entry.cut.text)
+            keys = _full_chunks(scope, cut.text)
             # Of the beginnings some at the end, where next turns go on, and ever fewer before.
             last = len(keys)
             spread = [keys[last - (1 << bit)] for bit in range(last.bit_length())]
-            if self._records.put(spread, _record_of(scope, entry, entry.cut)) and entry.chains:
-                entry.shared_tokens = len(entry.ids)
+            if self._records.put(spread, _record_of(scope, turn, cut)) and turn.chains:
+                turn.shared_tokens = len(turn.ids)
 
 
 def _full_chunks(scope: bytes, text: str) -> list[int]:
@@ -110,20 +113,20 @@ def _full_chunks(scope: bytes, text: str) -> list[int]:
     return text_keys(scope, text)[:-1]
 
 
-def _record_of(scope: bytes, entry: Entry, cut: CutText) -> bytes:
+def _record_of(scope: bytes, turn: Turn, cut: CutText) -> bytes:
     return _ENCODER.encode(
         _Record(
             scope,
             memoryview(cut.text.encode(errors="surrogatepass")),
             memoryview(array("I", cut.starts)).cast("B"),
             memoryview(array("I", cut.counts)).cast("B"),
-            memoryview(entry.ids).cast("B"),
-            [chain.packed() for chain in entry.chains.values() if chain.hashes],
+            memoryview(turn.ids).cast("B"),
+            [chain.packed() for chain in turn.chains.values() if chain.hashes],
         )
     )
 
 
-def _entry_of(encoded: memoryview, scope: bytes, extras: PromptExtras) -> Entry | None:
+def _prompt_of(encoded: memoryview, scope: bytes, extras: PromptExtras) -> tuple[Turn, CutText] | None:
     """The prompt of a record, if it has this scope."""
     record = _DECODER.decode(encoded)
     if record.scope != scope:
@@ -133,4 +136,4 @@ def _entry_of(encoded: memoryview, scope: bytes, extras: PromptExtras) -> Entry 
     ids: Ids = array("I")
     ids.frombytes(record.ids)
     chains = {chain[0]: HashChain.unpacked(*chain, extras) for chain in record.chains}
-    return Entry((), scope, ids, extras, cut=cut, chains=chains, shared_tokens=len(ids) if chains else 0)
+    return Turn(ids, extras, (), chains, len(ids) if chains else 0), cut

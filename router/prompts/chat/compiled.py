@@ -546,24 +546,33 @@ Key = tuple[bytes, str, tuple[str, ...]]
 
 
 class PrecompiledLayout(msgspec.Struct, frozen=True, gc=False):
-    """``pieces`` with nothing in the ``places`` of whole texts (index of the message, and position) and in
-    ``changed``, the places of other parts."""
+    """``spans``: what the template writes itself, and the parts of messages between. ``firsts[i]``: number of
+    spans before the first one that depends on message ``i``, or a later one; the last is that of all."""
 
-    pieces: list[str]
-    places: list[tuple[int, int]]
-    changed: list[tuple[int, Part]]
+    spans: list[str | Part]
     answers: list[TracedText]
+    firsts: list[int]
 
-    def around(self, texts: list[str]) -> str | None:
-        """Assemble the text of such a chat; None if an answer to the template's questions differs."""
-        if self.answers and not all(one.holds(texts) for one in self.answers):
-            return None
-        pieces = self.pieces.copy()
-        for at, index in self.places:
-            pieces[at] = texts[index]
-        for at, part in self.changed:
-            pieces[at] = part.text_in(texts)
-        return "".join(pieces)
+    def fits(self, texts: list[str]) -> bool:
+        """Whether the answers to the template's questions are the same for these texts."""
+        return not self.answers or all(one.holds(texts) for one in self.answers)
+
+    def written(self, texts: list[str], first: int = 0) -> list[str]:
+        """The spans of such a chat from number ``first`` on."""
+        made: list[str] = []
+        for span in self.spans[first:]:
+            if isinstance(span, str):
+                made.append(span)
+            else:
+                made.append(span.text_in(texts) if span.changes else texts[span.message])
+        return made
+
+    def num_alike(self, other: PrecompiledLayout, messages: int) -> int:
+        """Number of leading spans that are the same in both if the first ``messages`` are."""
+        end = min(self.firsts[messages], other.firsts[messages])
+        if other is self or self.spans[:end] == other.spans[:end]:
+            return end
+        return next(at for at in range(end) if self.spans[at] != other.spans[at])
 
 
 class Skeletons:
@@ -573,13 +582,12 @@ class Skeletons:
         self._watching = watching
         self._kept: dict[Key, tuple[PrecompiledLayout, ...]] = {}
 
-    def text(self, key: Key, texts: list[str]) -> str | None:
-        """The text of a chat whose messages are a role and a non-empty text alone. None: it must be
+    def find(self, key: Key, texts: list[str]) -> PrecompiledLayout | None:
+        """The layout of a chat whose messages are a role and a non-empty text alone. None: it must be
         rendered."""
         for skeleton in self._kept.get(key, ()):
-            text = skeleton.around(texts)
-            if text is not None:
-                return text
+            if skeleton.fits(texts):
+                return skeleton
         return None
 
     def learn(self, key: Key, texts: list[str], names: dict[str, Any], rendered: str) -> None:
@@ -590,7 +598,7 @@ class Skeletons:
         if len(self._kept) >= _KEPT_MAX:
             self._kept.clear()
         found = _watched(self._watching, key, texts, names)
-        if found is None or found.around(texts) != rendered:
+        if found is None or "".join(found.written(texts)) != rendered:
             found = _NEVER
         self._kept[key] = (*ways, found)
 
@@ -600,7 +608,7 @@ class Skeletons:
 
 
 # Layout of a chat whose texts the template reads itself: never applies.
-_NEVER: Final = PrecompiledLayout([], [], [], [TracedText(Part(0), "startswith", ("",), False)])
+_NEVER: Final = PrecompiledLayout([], [TracedText(Part(0), "startswith", ("",), False)], [])
 
 
 def text_messages(key: Key, texts: list[str]) -> list[Message]:
@@ -618,11 +626,11 @@ def _watched(
         pieces = watch.pieces(render(template, {**names, "messages": messages}))
     except (NotPlainError, Exception):  # noqa: BLE001  # templates can raise anything
         return None
-    written = [one if isinstance(one, str) else "" for one in pieces]
-    if sum(map(len, written)) > _CHARS_MAX:
+    if sum([len(one) for one in pieces if isinstance(one, str)]) > _CHARS_MAX:
         return None
-    parts = [(at, one) for at, one in enumerate(pieces) if isinstance(one, Part)]
-    whole = [(at, part.message) for at, part in parts if not part.changes]
-    return PrecompiledLayout(
-        written, whole, [(at, part) for at, part in parts if part.changes], list(watch.answers)
-    )
+    # Parts may come in any order: of each message the first span that depends on it, or on a later one.
+    firsts = [len(pieces)] * (len(texts) + 1)
+    for at in reversed(range(len(pieces))):
+        if isinstance(part := pieces[at], Part):
+            firsts[: part.message + 1] = [at] * (part.message + 1)
+    return PrecompiledLayout(pieces, list(watch.answers), firsts)

@@ -30,6 +30,7 @@ import xxhash
 from kvatlas.router.prompts.chat.compiled import (
     Context,
     Key,
+    PrecompiledLayout,
     Skeletons,
     TemplateRejectsError,
     by_fast,
@@ -58,8 +59,8 @@ _CHECKED_CHARS_MAX: Final = 1 << 16
 class ChatTemplate:
     """A compiled template. ``source`` is Jinja text; raises ``ValueError`` if it is not.
 
-    ``variables``: names it reads from outside; ``content_format``: "string" or "openai"; ``time_zone``: that
-    of the engines' clock, None: this machine's.
+    ``variables``: names it reads from outside; ``content_format``: "string" or "openai", "auto": as engines
+    detect it; ``time_zone``: that of the engines' clock, None: this machine's.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class ChatTemplate:
         stats: PromptStats,
         special_tokens: dict[str, str] | None = None,
         time_zone: str | None = None,
+        content_format: str = "auto",
     ) -> None:
         compiled = compile_template(source, tuple(sorted((special_tokens or {}).items())), time_zone)
         self._reference, self._fast = compiled.reference, compiled.fast
-        self.variables, self.content_format = compiled.variables, compiled.content_format
+        self.variables = compiled.variables
+        self.content_format = compiled.content_format if content_format == "auto" else content_format
         self._changes_case = compiled.changes_case
         self.source = source
         self.knows_developer = '"developer"' in source or "'developer'" in source
@@ -110,22 +113,23 @@ class ChatTemplate:
             return self._checked(text, context, shapes)
         return text
 
-    def put_together(self, names: Context, texts: list[str], key: Key) -> str | None:
-        """Assemble the text of messages that are a role and a non-empty text alone from a known layout; None:
-        it must be rendered."""
-        text = self._skeletons.text(key, texts)
-        if text is None:
+    def layout_of(self, names: Context, texts: list[str], key: Key) -> PrecompiledLayout | None:
+        """The layout of messages that are a role and a non-empty text alone, if it is known; None: they must
+        be rendered."""
+        layout = self._skeletons.find(key, texts)
+        if layout is None:
             return None
         self._stats.rendered += 1
-        # A sample of the assembled texts is rendered by jinja2 too.
-        if self._stats.rendered % CHECK_EVERY == 0 and len(text) <= _CHECKED_CHARS_MAX:
-            self._stats.template_checks += 1
-            expected = self._by_reference({**names, "messages": text_messages(key, texts)})
-            if text != expected:
-                self._stats.template_mismatches += 1
-                self._skeletons.forget()
-            return expected
-        return text
+        # A sample is rendered by jinja2 too.
+        if self._stats.rendered % CHECK_EVERY == 0:
+            text = "".join(layout.written(texts))
+            if len(text) <= _CHECKED_CHARS_MAX:
+                self._stats.template_checks += 1
+                if text != self._by_reference({**names, "messages": text_messages(key, texts)}):
+                    self._stats.template_mismatches += 1
+                    self._skeletons.forget()
+                    return None
+        return layout
 
     def learn(self, names: Context, texts: list[str], key: Key, text: str) -> None:
         """Keep the layout of such messages, for others with the same key."""

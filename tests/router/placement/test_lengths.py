@@ -16,8 +16,8 @@ from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import ResponseIds, of_engine
 from kvatlas.router.placement.eligible import NO_LENGTH, EligibleEngines, Length, length_of
 from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.prompts.conversation import Turn
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
-from kvatlas.router.prompts.prompt_cache import Entry
 from kvatlas.router.prompts.request import NO_REST, Rest
 from kvatlas.router.prompts.settings import PromptStats
 
@@ -178,8 +178,8 @@ def test_an_engine_that_changes_its_length_counts_as_it_is() -> None:
 
 
 def prompt(tokens: int, **fields: Any) -> Prompt:
-    entry = Entry((), b"", array("I", range(tokens)), NO_EXTRAS)
-    return Prompt(entry, PromptStats(), source="local", **fields)
+    turn = Turn(array("I", range(tokens)), NO_EXTRAS)
+    return Prompt(turn, PromptStats(), source="local", **fields)
 
 
 @pytest.mark.parametrize(

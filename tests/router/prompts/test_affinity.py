@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.prompts.adapter_paths import AdapterPaths
-from kvatlas.router.prompts.cuts import CutText
+from kvatlas.router.prompts.conversation import CutText
 from kvatlas.router.prompts.prompt import CHUNK_BYTES, KEYS_MAX, Prompt, affinity_keys
 from kvatlas.router.prompts.reader import ModelPrompts
 from kvatlas.router.prompts.settings import ANY_MODEL

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.prompts.chat.compiled import (
+    Key,
     Skeletons,
     TemplateRejectsError,
     compile_template,
@@ -76,11 +77,16 @@ def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     form = template.content_format
     names, key = _names(template), (b"", form, tuple(message["role"] for message in messages))
     texts = [only_text(message, form) for message in messages]
-    text = template.put_together(names, texts, key)
+    text = put_together(template, names, texts, key)
     if text is None:
         text = template.render({**names, "messages": messages}, frozenset({hash(str(messages))}))
         template.learn(names, texts, key, text)
     return text
+
+
+def put_together(template: ChatTemplate, names: dict[str, Any], texts: list[str], key: Key) -> str | None:
+    layout = template.layout_of(names, texts, key)
+    return None if layout is None else "".join(layout.written(texts))
 
 
 def _names(template: ChatTemplate) -> dict[str, Any]:
@@ -127,8 +133,7 @@ def test_whatever_a_template_asks_about_a_text(source: str, kept: bool) -> None:
     template = ChatTemplate(source, PromptStats())
     key, both = (b"", "string", ("user", "assistant")), ["abc", "abc"]
     _rendered(template, text_messages(key, both))
-    put_together = template.put_together(_names(template), both, key)
-    assert (put_together is not None) == kept
+    assert (put_together(template, _names(template), both, key) is not None) == kept
 
 
 def test_texts_may_be_parts() -> None:
@@ -136,23 +141,23 @@ def test_texts_may_be_parts() -> None:
     template = ChatTemplate("{% for m in messages %}" + parts + "{% endfor %}", PromptStats())
     assert template.content_format == "openai"
     _is_right(template, ["user"], [" hi"])
-    assert template.put_together({}, [" there "], (b"", "openai", ("user",))) == "textthere"
+    assert put_together(template, {}, [" there "], (b"", "openai", ("user",))) == "textthere"
 
 
 def test_a_template_that_looks_at_the_clock_is_always_rendered() -> None:
     template = ChatTemplate("{{ strftime_now('%Y') }}{{ messages[0].content }}", PromptStats())
     _rendered(template, [{"role": "user", "content": "hi"}])
-    assert template.put_together(_names(template), ["hi"], (b"", "string", ("user",))) is None
+    assert put_together(template, _names(template), ["hi"], (b"", "string", ("user",))) is None
 
 
 def test_other_arguments_are_another_chat() -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ greeting }}", PromptStats())
     texts = ["hi"]
     template.learn({"greeting": "!"}, texts, (b"one", "string", ("user",)), "hi!")
-    assert template.put_together({}, texts, (b"one", "string", ("user",))) == "hi!"
-    assert template.put_together({}, texts, (b"two", "string", ("user",))) is None
+    assert put_together(template, {}, texts, (b"one", "string", ("user",))) == "hi!"
+    assert put_together(template, {}, texts, (b"two", "string", ("user",))) is None
     template.learn({"greeting": "?"}, texts, (b"two", "string", ("user",)), "something else")
-    assert template.put_together({}, texts, (b"two", "string", ("user",))) is None, (
+    assert put_together(template, {}, texts, (b"two", "string", ("user",))) is None, (
         "it was rendered to another text"
     )
 
@@ -162,8 +167,8 @@ def test_a_difference_met_in_use_ends_putting_together() -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", stats)
     key = (b"", "string", ("user",))
     template.learn({"bos_token": "wrong"}, ["hi"], key, "hiwrong")
-    found = [template.put_together({"bos_token": "right"}, ["hi"], key) for _ in range(CHECK_EVERY + 1)]
-    assert found == ["hiwrong"] * (CHECK_EVERY - 1) + ["hiright", None]
+    found = [put_together(template, {"bos_token": "right"}, ["hi"], key) for _ in range(CHECK_EVERY + 1)]
+    assert found == ["hiwrong"] * (CHECK_EVERY - 1) + [None, None]
     assert stats.template_mismatches == 1
 
 
@@ -172,10 +177,12 @@ def test_memory_is_bounded() -> None:
     kept = Skeletons(watching)
     for number in range(1000):
         kept.learn((b"%d" % number, "string", ("user",)), ["hi"], {}, "hi")
-        assert kept.text((b"%d" % number, "string", ("user",)), ["you"]) == "you"
+        layout = kept.find((b"%d" % number, "string", ("user",)), ["you"])
+        assert layout is not None
+        assert layout.written(["you"]) == ["", "you", ""]
     assert len(kept._kept) <= 256
     kept.learn((b"long", "string", ("user",)), ["hi"], {"preface": "x" * 20_000}, "hi" + "x" * 20_000)
-    assert kept.text((b"long", "string", ("user",)), ["you"]) is None
+    assert kept.find((b"long", "string", ("user",)), ["you"]) is None
     many = ("user",) * 100
     kept.learn((b"", "string", many), ["hi"] * 100, {}, "hi")
-    assert kept.text((b"", "string", many), ["hi"] * 100) is None
+    assert kept.find((b"", "string", many), ["hi"] * 100) is None
