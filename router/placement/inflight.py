@@ -146,9 +146,10 @@ def kept_prefixes(rule: KeptRule, prompt_tokens: int, hit: Hit, retention_interv
     if rule.every_block:
         # Its own look-up spares the last token, but all full blocks are stored
         # (``KVCacheManager.allocate_slots``, vLLM 0.32): a longer prompt hits the whole of it.
-        first = (held // alignment + 1) * alignment
-        every = range(first, prompt_tokens - rule.unproven_tokens + 1, alignment)
-        return kept_ranges((every,), rule.hash_block_size)
+        first, unit = (held // alignment + 1) * alignment, rule.hash_block_size
+        end = (prompt_tokens - rule.unproven_tokens) // alignment * alignment
+        step = alignment // unit if end > first else 1
+        return () if end < first else (range(first // unit, end // unit + 1, step),)
     last, shared_prefix = prompt_tokens - 1, hit.shared_prefix_tokens
     # The same prompt again, and with EAGLE also a longer one, which can drop a block behind the last token
     # (``replay_boundaries``, v1/core/kv_cache_coordinator.py, vLLM 0.32).
@@ -174,11 +175,25 @@ def kept_prefixes(rule: KeptRule, prompt_tokens: int, hit: Hit, retention_interv
         # (``_mamba_block_aligned_split``, v1/core/sched/scheduler.py, vLLM 0.32).
         ends.add(last // states * states)
     ends = {end for end in ends if end - drop > held}
+    if not spans:
+        return _between_ends(sorted(ends), held, rule)
     spans = [span[bisect_right(span, held + drop) :] for span in spans]
     if rule.window_tokens:
         spans = _with_windows_met(ends, spans, held, rule)
     alone = [range(end, end + 1) for end in ends if not any(end in span for span in spans)]
     return kept_ranges((*spans, *alone), rule.hash_block_size)
+
+
+def _between_ends(ends: list[int], held: int, rule: KeptRule) -> Kept:
+    """Return single ends and the boundaries between two whose windows meet (``_with_windows_met``)."""
+    alignment, unit, found, base = rule.alignment, rule.hash_block_size, list[range](), held
+    for end in ends:
+        first = (base // alignment + 1) * alignment
+        if first < end <= base + rule.window_tokens:
+            found.append(range(first // unit, (end - 1) // unit + 1, alignment // unit))
+        found.append(range(end // unit, end // unit + 1))
+        base = end
+    return tuple(found)
 
 
 def _with_windows_met(ends: set[int], spans: list[range], held: int, rule: KeptRule) -> list[range]:
