@@ -89,7 +89,7 @@ async def stub(engine: str, client: ClientRequest) -> None:
             return
         body, more = body + came[0], came[1]
     said = client.head
-    head = read_request_headers(said.fields, b"", said.by_name)
+    head = read_request_headers(said, b"")
     request = InboundRequest("POST", said.path, b"", said.fields, body, MODEL, False, b"1")
     attempt = Attempt("a", engine, _BREAKER, request, now=time.monotonic)
     record = RequestRecord(_TRACKER, "POST", said.path, attempt.asked_s, attempt.asked_s)

@@ -19,7 +19,7 @@ import httptools
 from uvicorn.server import ServerState
 
 from kvatlas.router.http.asgi import answering, connection_scope
-from kvatlas.router.http.client_head import ClientHead, Header, head_error, target_parts
+from kvatlas.router.http.client_head import ClientHead, Header, KnownHeads, head_error, target_parts
 from kvatlas.router.http.deadlines import NEVER
 from kvatlas.router.http.descriptors import is_last_descriptor
 from kvatlas.router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
@@ -97,7 +97,7 @@ class DownstreamConnection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.scope: dict[str, Any]
         self.peer = b""
-        self._reader = RequestReader(self, self.settings, self.stats)
+        self._reader = RequestReader(self, self.settings, self.stats, config.heads)
         self._current: RequestCycle | None = None
         self._queue: deque[RequestCycle] = deque()
         self._body_deadline = NEVER
@@ -417,7 +417,10 @@ class RequestReader:
         "_counted_fields",
         "_fed_bytes",
         "_fields",
+        "_goes_on",
         "_head_bytes",
+        "_key",
+        "_known",
         "_parser",
         "_read_bytes",
         "_settings",
@@ -437,7 +440,13 @@ class RequestReader:
         connection: DownstreamConnection,
         settings: ListenSettings,
         stats: ListenStats,
+        known: KnownHeads,
     ) -> None:
+        self._known = known
+        # Of the head that comes, if it may become known.
+        self._key = b""
+        # No request said that it is the last one: the parser would refuse what follows.
+        self._goes_on = True
         self._connection = connection
         self._settings = settings
         self._stats = stats
@@ -478,6 +487,11 @@ class RequestReader:
     def read(self, data: bytes, now: float) -> None:
         """Parse received bytes. Raises ``RejectedRequestError``."""
         self.received_s, self.progressed = now, False
+        if self.state is _IDLE and self._goes_on:
+            self._key, head, begin = self._known.find(data, self._settings.header_bytes_max)
+            if head is not None:
+                self._take_known(head, data[begin:])
+                return
         rest: bytes | memoryview = data
         try:
             while rest and self.state is not _DISCARDING:
@@ -495,6 +509,16 @@ class RequestReader:
             raise RejectedRequestError(
                 bad_request("invalid_http", "This is not a valid HTTP/1.1 request.")
             ) from error
+
+    def _take_known(self, head: ClientHead, body: bytes) -> None:
+        """Pass a whole request on, of which nothing needs the parser."""
+        self.progressed = True
+        self.cycle = self._connection.on_head(head)
+        if body:
+            self._connection.on_body_bytes(self.cycle, body, last=True)
+        cycle, self.cycle = self.cycle, None
+        if cycle is not None:
+            cycle.body_ended()
 
     def _parse(self, data: bytes | memoryview) -> None:
         """Feed the parser. Raises what it raises."""
@@ -606,6 +630,10 @@ class RequestReader:
             keep_alive and version == "1.1",
             b"expect" in by_name and _has_expect_continue(fields),
         )
+        self._goes_on = head.keep_alive
+        if self._key:
+            self._known.keep(self._key, head)
+            self._key = b""
         self.cycle = self._connection.on_head(head)
 
     def _check_request_head(self, version: str, hosts: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import structlog
 import uvicorn
 
+from kvatlas.router.http.client_head import KnownHeads
 from kvatlas.router.http.deadlines import Sweeper, sweep_interval_s
 from kvatlas.router.http.descriptors import is_last_descriptor
 from kvatlas.router.http.settings import HandshakeStats, ListenSettings, ListenStats
@@ -323,6 +324,7 @@ class ListenConfig(uvicorn.Config):
         self.handshakes: Handshakes | None = None
         self.draining = False
         """The server is shutting down: each connection closes after its next response."""
+        self.heads = KnownHeads()
         self.sweeper = Sweeper(clock, _sweep_interval_s(listen))
         self.configure(listen)
 

@@ -176,7 +176,7 @@ class ProxyApp:
             if self.requests.traces is not None:
                 self.requests.trace(record, sent)
             head = head if gate is None else _cleaned(head, gate)
-            fields = read_request_headers(head.fields, request.peer, head.by_name)
+            fields = read_request_headers(head, request.peer)
             request_id = fields.request_id
             record.request_id, record.session = request_id.decode("latin-1"), fields.session
             if gate is not None:
@@ -468,7 +468,7 @@ class ProxyApp:
 def _cleaned(head: ClientHead, gate: KeyGate) -> ClientHead:
     """Return the head without what must not reach engines."""
     fields = gate.for_engines(head.fields)
-    return msgspec.structs.replace(head, fields=fields, by_name=dict(fields))
+    return msgspec.structs.replace(head, fields=fields, by_name=dict(fields), sorted=None)
 
 
 def _served(record: RequestRecord) -> bool:

@@ -103,14 +103,28 @@ class RequestHead(msgspec.Struct, gc=False):
     session: Session | None
 
 
-def read_request_headers(
-    headers: list[Header], client_host: bytes, by_name: dict[bytes, bytes]
-) -> RequestHead:
-    """Sort a request's header fields; ``by_name``: the same as a dictionary, of a repeated one the last.
-    ``client_host``: its address, empty if unknown. Raises ``ApiError`` 400 on a content-length that is no
-    number of bytes."""
+def read_request_headers(head: ClientHead, peer: bytes) -> RequestHead:
+    """Sort a request's header fields; ``peer``: the client's address, empty if unknown. Raises ``ApiError``
+    400 on a content-length that is no number of bytes."""
+    told: RequestHead | None = head.sorted
+    if told is None:
+        told = head.sorted = _sort(head.fields, head.by_name)
+    fields, request_id, forwarded_for = told.fields.copy(), told.request_id, told.forwarded_for
+    # Engines log this id, so both logs can be joined.
+    if not request_id:
+        request_id = b"%032x" % random.getrandbits(128)
+        fields.append((b"x-request-id", request_id))
+    if peer:
+        forwarded_for = forwarded_for + b", " + peer if forwarded_for else peer
+    if forwarded_for:
+        fields.append((b"x-forwarded-for", forwarded_for))
+    return RequestHead(fields, request_id, told.content_length, told.encoding, forwarded_for, told.session)
+
+
+def _sort(headers: list[Header], by_name: dict[bytes, bytes]) -> RequestHead:
+    """The part that requests of equal heads have in common: without an address, and without an id that the
+    client did not give."""
     kept = [field for field in headers if field[0] not in _NOT_FORWARDED]
-    request_id = by_name.get(b"x-request-id", b"")
     length = by_name.get(b"content-length")
     if length is not None and len(length) > _LENGTH_DIGITS_MAX:
         _no_length(length)
@@ -125,18 +139,9 @@ def read_request_headers(
     if named:
         # A hop removes what ``Connection`` names (RFC 9110, section 7.6.1).
         kept = [field for field in kept if field[0] not in named]
-    kept.append(IDENTITY)
-    # Engines log this id, so both logs can be joined.
-    if not request_id or b"x-request-id" in named:
-        request_id = b"%032x" % random.getrandbits(128)
-        kept.append((b"x-request-id", request_id))
-    if client_host:
-        forwarded_for = forwarded_for + b", " + client_host if forwarded_for else client_host
-    if forwarded_for:
-        kept.append((b"x-forwarded-for", forwarded_for))
     return RequestHead(
-        kept,
-        request_id,
+        [*kept, IDENTITY],
+        b"" if b"x-request-id" in named else by_name.get(b"x-request-id", b""),
         None if length is None else int(length) if length.isdigit() else _no_length(length),
         encoding,
         forwarded_for,

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvatlas.router.http.client_head import ClientHead
 from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import Usage
@@ -69,8 +70,9 @@ async def test_other_numbers_of_a_body_are_the_engines_to_judge(digits: int) -> 
 
 @pytest.mark.parametrize("length", [b"-1", b"+5", b"9" * 19, b"9" * 5000, b"1_0", b"x", b""])
 def test_an_invalid_length_is_refused(length: bytes) -> None:
+    head = ClientHead("POST", CHAT, CHAT.encode(), b"", [], {b"content-length": length})
     with pytest.raises(ApiError) as raised:
-        read_request_headers([], b"", {b"content-length": length})
+        read_request_headers(head, b"")
     assert raised.value.status == 400
 
 

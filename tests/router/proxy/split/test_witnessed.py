@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvatlas.router.http.client_head import ClientHead
 from kvatlas.router.observe.requests import RequestTracker
 from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.members import at_once
@@ -24,6 +25,7 @@ from tests.support.proxy_rig import CHAT as BODY
 from tests.support.proxy_rig import FakePlacement
 from tests.support.waiting import until
 
+NO_FIELDS = ClientHead("POST", CHAT, CHAT.encode(), b"", [], {})
 PAGE = b'vllm:num_requests_running{engine="0"} 0.0\nvllm:nixl_num_kv_expired_reqs_total{engine="0"} 0.0\n'
 
 
@@ -76,7 +78,7 @@ async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_conne
     )
     request = InboundRequest("POST", CHAT, b"", [], BODY)
     record = RequestTracker(lambda: now[0]).begin("POST", CHAT)
-    out = Outbound(cast("Any", None), request, read_request_headers([], b"", {}), b"/", record)
+    out = Outbound(cast("Any", None), request, read_request_headers(NO_FIELDS, b""), b"/", record)
     disagg = DisaggState(settings)
     # Its margin has begun: the number of ended leases is looked up immediately.
     handoff = Handoff(b"{}", "p", None, now[0], now[0] + 0.001, now[0] + 5.0, "http://p")
@@ -115,7 +117,7 @@ async def test_a_client_that_leaves_before_the_answer_ends_the_look_up_too() -> 
     )
     request = InboundRequest("POST", CHAT, b"", [], BODY)
     record = RequestTracker(lambda: 100.0).begin("POST", CHAT)
-    out = Outbound(cast("Any", None), request, read_request_headers([], b"", {}), b"/", record)
+    out = Outbound(cast("Any", None), request, read_request_headers(NO_FIELDS, b""), b"/", record)
     disagg = DisaggState(settings)
     disagg.handed_over(Handoff(b"{}", "p", None, 100.0, 100.001, 105.0, "http://p"))
     attempt = FakePlacement("http://d", request=request)

@@ -1,0 +1,157 @@
+"""A head that came before is not parsed again, and is read as if it were."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvatlas.router.http.client_head import ClientHead, KnownHeads
+from kvatlas.router.http.downstream import RejectedRequestError, RequestReader
+from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.openai.apis import CHAT
+from tests.support.examples import examples
+from tests.support.proxy_rig import Engine, answer, read_answer, routing
+
+NO_LENGTH = b"content-length"
+
+
+class _Connection:
+    """The part of ``DownstreamConnection`` that a reader calls: what it is given, in order."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+        self.heads: list[ClientHead] = []
+
+    def on_head(self, head: ClientHead) -> _Connection:
+        self.heads.append(head)
+        fields = [field for field in head.fields if field[0] != NO_LENGTH]
+        by_name = {name: value for name, value in head.by_name.items() if name != NO_LENGTH}
+        told = head.method, head.path, head.raw_path, head.query, head.version, head.keep_alive
+        self.got.append((told, head.expects_continue, fields, by_name))
+        return self
+
+    def on_body_bytes(self, cycle: Any, data: bytes, *, last: bool) -> None:
+        self.got.append(data)
+
+    def on_trailer_start(self) -> None:
+        self.got.append("trailer")
+
+    def body_ended(self) -> None:
+        self.got.append("end")
+
+
+def _read(reads: list[bytes], known: KnownHeads, listen: ListenSettings | None = None) -> _Connection:
+    connection = _Connection()
+    reader = RequestReader(cast("Any", connection), listen or ListenSettings(), ListenStats(), known)
+    try:
+        for data in reads:
+            reader.read(data, 0.0)
+    except RejectedRequestError as rejected:
+        connection.got.append(rejected.error.code)
+    return connection
+
+
+def _post(body: bytes, *lines: bytes, target: bytes = CHAT.encode()) -> bytes:
+    length = b"Content-Length: %d" % len(body)
+    return b"\r\n".join((b"POST %b HTTP/1.1" % target, b"Host: a", *lines, length, b"", body))
+
+
+def test_the_third_of_a_kind_is_not_parsed() -> None:
+    known = KnownHeads()
+    heads = _read([_post(b"x" * size, b"Accept: */*") for size in (3, 10, 5, 200, 0)], known).heads
+    assert [head is heads[2] for head in heads] == [False, False, True, True, True]
+    assert NO_LENGTH not in heads[2].by_name, "that of another request"
+
+
+_LINES = st.sampled_from(
+    [
+        b"Accept: */*",
+        b"content-length: 3",
+        b"Content-Length: 3",
+        b"Content-Length:3",
+        b"Content-Length: 03",
+        b"Content-Length: +3",
+        b"Content-Length: 3 ",
+        b"Content-Length: 3, 3",
+        b"CONTENT-LENGTH: 3",
+        b"X-Note: Content-Length: 7",
+        b"x-content-length: 9",
+        b"Transfer-Encoding: chunked",
+        b"transfer-encoding: identity",
+        b"Connection: close",
+        b"Connection: keep-alive",
+        b"Connection: Upgrade",
+        b"Upgrade: h2c",
+        b"Expect: 100-continue",
+        b"Host: b",
+        b" folded: content-length: 4",
+        b"X-Empty:",
+        b"x\x00: y",
+    ]
+)
+
+
+@settings(max_examples=examples(400))
+@given(
+    st.lists(_LINES, max_size=4),
+    st.lists(st.sampled_from([b"", b"abc", b"abcdefg", b"\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"]), max_size=5),
+    st.sampled_from([b"POST", b"GET", b"HEAD"]),
+    st.sampled_from(
+        [CHAT.encode(), CHAT.encode() + b"?a=b", b"/v1/models", b"http://h/v1/completions", b"*"]
+    ),
+    st.integers(1, 3),
+    st.sampled_from([100, 4096, 65536]),
+)
+def test_known_heads_change_nothing(
+    lines: list[bytes], bodies: list[bytes], method: bytes, target: bytes, together: int, limit: int
+) -> None:
+    """Whatever the head says of lengths, and however requests and bodies share reads."""
+    known, listen = KnownHeads(), ListenSettings(header_bytes_max=limit)
+    begin = b"\r\n".join((b"%b %b HTTP/1.1" % (method, target), b"Host: a", *lines))
+    messages = [b"%b\r\nContent-Length: %d\r\n\r\n%b" % (begin, len(body), body) for body in bodies]
+    messages += [begin + b"\r\n\r\n" + body for body in bodies]
+    reads = [b"".join(messages[at : at + together]) for at in range(0, len(messages), together)]
+    for _ in range(3):
+        assert _read(reads, known, listen).got == _read(reads, KnownHeads(), listen).got
+    for one in reads * 3:
+        assert _read([one], known, listen).got == _read([one], KnownHeads(), listen).got
+
+
+def test_heads_that_are_all_different_push_out_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.router.http.client_head._KNOWN_MAX", 4)
+    known = KnownHeads()
+    usual = [_post(b"{}", b"Accept: %d" % number) for number in range(4)]
+    _read(usual * 3, known)
+    _read([_post(b"{}", b"traceparent: %d" % number) for number in range(100)], known)
+    assert {head.by_name.get(b"accept") for head in known._by_bytes.values()} == {b"0", b"1", b"2", b"3"}
+    _read([_post(b"{}", b"X-Other: a")] * 3, known)
+    assert len(known._by_bytes) == 4
+
+
+async def test_every_request_has_its_own_body_id_and_address() -> None:
+    async def script(engine: Engine, call: Any, writer: Any) -> None:
+        writer.write(answer(200, call.body))
+
+    async with Engine(script) as engine, routing(engine.url) as rig:
+        reader, writer = await rig.connect()
+        bodies = [b'{"model":"m","n":"%b"}' % (b"x" * size) for size in range(6)]
+        for body in bodies:
+            writer.write(_post(body, b"Content-Type: application/json"))
+            assert (await read_answer(reader)).body == body
+        heads = [call.head for call in engine.calls]
+        assert [call.body for call in engine.calls] == bodies
+        assert len({head["x-request-id"] for head in heads}) == len(bodies)
+        assert {head["x-forwarded-for"] for head in heads} == {"127.0.0.1"}
+        assert [int(head["content-length"]) for head in heads] == [len(body) for body in bodies]
+
+
+def test_nothing_follows_a_request_that_ends_its_connection() -> None:
+    known = KnownHeads()
+    usual = _post(b"{}")
+    _read([usual] * 3, known)
+    ended = [_post(b"{}", b"Connection: close"), usual]
+    for _ in range(3):
+        assert _read(ended, known).got == _read(ended, KnownHeads()).got
