@@ -405,6 +405,9 @@ class LoadAccount:
         self._stuck = bool(self._awaited) and not self._startable
         if self._stuck:
             self._head_s, self._sure, self._carried_tokens = now, False, 0
+            ranks = islice((ticket.rank_s for ticket in self._awaited), 2)
+            if next(ranks) > next(ranks, math.inf):  # the head waits too, so that those above it pass it
+                self._awaited, self._order = dict.fromkeys(sorted(self._awaited, key=_rank_s)), None
 
     def _end_unseen(self, count: int, now: float) -> None:
         """End the oldest unobserved requests: the engine has ``count`` fewer than the account."""

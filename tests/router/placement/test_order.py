@@ -126,6 +126,7 @@ def test_where_all_prompts_wait_a_newcomer_passes_the_head_too() -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @example([(0, 1, 0.0), (3, 1, 0.0), (0, 1, 0.0), (0, 636, 1.0), (2, 135, 1.0)])
+@example([(0, 3, 0.0), (0, 2, 0.0), (4, 2, 0.0), (0, 1, 0.0)])  # seed 1001: the head waits, and is passed
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3000), st.floats(0, 2)), max_size=40))
 def test_the_order_holds_whatever_happens(steps: list[tuple[int, int, float]]) -> None:
     load, now = account(), 0.0
@@ -144,6 +145,7 @@ def test_the_order_holds_whatever_happens(steps: list[tuple[int, int, float]]) -
         assert load.check_integrity() == []
         ranks = [one.rank_s for one in load._awaited]
         assert ranks[1:] == sorted(ranks[1:]), "behind the head"
+        assert ranks == sorted(ranks) or not load._stuck, "nothing has begun"
         assert ahead_s(load, tokens, now) <= load.queue_ahead_s(now) + 1e-9
 
 
