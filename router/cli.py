@@ -40,8 +40,7 @@ from kvatlas.router.config.load import (
     start,
 )
 from kvatlas.router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
-from kvatlas.router.placement.candidate import PolicySettings
-from kvatlas.router.placement.policies import POLICIES
+from kvatlas.router.placement.candidate import POLICIES, PolicySettings
 from kvatlas.router.simulation.cli import advise, simulate
 from kvatlas.router.tools import cli as tools
 from kvatlas.router.tools.cli import doctor, index_app, top

@@ -281,7 +281,7 @@ class EngineLifecycle:
         )
 
     def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:
-        """Note that a feed started, or stopped (None)."""
+        """Note that a feed started, changed its state, or stopped (None)."""
         engine = self.fleet.get(engine_id)
         if engine is not None:
             engine.feed = stats

@@ -29,7 +29,7 @@ from kvatlas.router.fleet.sources import check_address
 from kvatlas.router.http.addresses import base_url_fault, is_host, split_address
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
-from kvatlas.router.placement.policies import POLICIES
+from kvatlas.router.placement.candidate import POLICIES
 from kvatlas.router.placement.shadow import Shadow
 from kvatlas.router.prompts.hub import download_command, has_tokenizer, parse_source
 from kvatlas.router.prompts.settings import zone_of

@@ -23,6 +23,8 @@ seconds) and returns its actions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvatlas.router.feeds.actions import Action, StateChanged
 from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.position import NOWHERE
@@ -46,6 +48,8 @@ class FeedMachine:
         self._stats = stats
         # State and reason after the last input; the shell shows READY only after it has done the actions.
         self.announced = stats.state, stats.reason
+        self.changed: Callable[[], None] = lambda: None
+        """Called when ``state`` or ``unconfirmed`` of the stats has changed."""
         self._recovery = Recovery(settings, stats, has_replay=has_replay, has_snapshot=has_snapshot)
         self._position = self._recovery.position
         self._replays = ReplayAnswers(self._recovery)
@@ -264,6 +268,7 @@ class FeedMachine:
     def _finish(self) -> list[Action]:
         """Return the collected actions, a change of state last."""
         stats = self._stats
+        before = stats.state, stats.unconfirmed
         stats.missing_batches = self._position.missing
         stats.known_batches = self._position.known
         stats.waiting_batches = max(0, self._position.top_seq + 1 - max(self._position.next_seq, 0))
@@ -273,6 +278,8 @@ class FeedMachine:
         if (state, reason) != self.announced:
             self.announced = stats.state, stats.reason = state, reason
             self._recovery.out.append(StateChanged(state, reason))
+        if before != (stats.state, stats.unconfirmed):
+            self.changed()
         out = self._recovery.out[:]
         self._recovery.out.clear()
         return out

@@ -39,7 +39,7 @@ class FeedControl(Protocol):
 
 class FeedManager:
     """Runs at most one feed per engine id. ``on_change`` is called with the engine id and the live stats of a
-    feed that starts, or None for one that stops."""
+    feed that starts or whose state has changed, or None for one that stops."""
 
     def __init__(
         self,
@@ -112,6 +112,12 @@ class FeedManager:
         for engine_id in list(self._followed):
             self.stop(engine_id)
 
+    def _feed_changed(self, followed: _Followed) -> None:
+        """Tell a new state; of a feed that was stopped nothing more is told."""
+        engine_id = followed.engine.engine_id
+        if followed.feed is not None and self._followed.get(engine_id) is followed:
+            self._on_change(engine_id, followed.feed.stats)
+
     async def _run(self, followed: _Followed) -> None:
         engine = followed.engine
         if engine.events is None:
@@ -127,6 +133,7 @@ class FeedManager:
                 settings=self._settings,
                 snapshot_endpoint=engine.snapshot,
                 logged_types=self._logged_types,
+                changed=lambda: self._feed_changed(followed),
             )
             self._on_change(engine.engine_id, feed.stats)
             try:

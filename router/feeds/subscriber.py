@@ -62,7 +62,8 @@ class Feed:
     ``replay_endpoint`` None: gaps cannot be repaired. Snapshots are requested at ``snapshot_endpoint``, then
     at ``replay_endpoint``. ``clock`` is monotonic, ``wall`` in seconds since the epoch. ``resync`` and
     ``snapshots`` replace the strategies. ``logged_types``: unknown event types that were already logged,
-    shared by all feeds. ``run`` may be called once.
+    shared by all feeds. ``changed`` is called when ``state`` or ``unconfirmed`` of ``stats`` has changed.
+    ``run`` may be called once.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Feed:
         snapshot_endpoint: str | None = None,
         snapshots: SnapshotSource | None = None,
         logged_types: set[str] | None = None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine_id = engine_id
         self.events_endpoint = events_endpoint
@@ -102,6 +104,7 @@ class Feed:
         self._machine = FeedMachine(
             self._settings, self.stats, has_replay=resync is not None, has_snapshot=snapshots is not None
         )
+        self._machine.changed = self._changed = changed
         self._actions: deque[Action] = deque()
         self._performing = asyncio.Lock()
         self._parsing = asyncio.Lock()
@@ -282,6 +285,7 @@ class Feed:
             for action in actions:
                 if isinstance(action, StateChanged) and action.state is FeedState.READY:
                     self.stats.state, self.stats.reason = FeedState.REPLAYING, "applying"
+                    self._changed()
         async with self._performing:
             work = Slice(self._clock)
             work.begin()
@@ -308,6 +312,7 @@ class Feed:
             case StateChanged():
                 if (action.state, action.reason) == self._machine.announced:
                     self.stats.state, self.stats.reason = action.state, action.reason
+                    self._changed()
                 self._log.info("feed_state", state=str(action.state), reason=action.reason)
 
     def _apply(self, action: Apply) -> None:

@@ -1,13 +1,14 @@
 """Value types shared by placement: candidates, costs, choices, settings.
 
 Times are seconds, lengths are prompt tokens. Nothing here reads a clock or holds state; a caller builds one
-``Candidate`` per engine it may use (healthy, not excluded), or ``Candidates`` of all, for a policy.
+``Candidate`` per engine it may use (healthy, not excluded), or ``Candidates`` of all
+(``kvatlas.router.placement.fleet_values``), for a policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -125,171 +126,6 @@ class EngineState(msgspec.Struct, frozen=True, gc=False):
     recent_s: float = 0.0
 
 
-class Candidates(Sequence[Candidate]):
-    """Candidates for one prompt as parallel lists, in their order; a ``Candidate`` is made on demand.
-
-    ``groups``: those with equal hits, each candidate in at most one; those in none hold nothing of the
-    prompt, and ``nothing`` gives their hits. ``rooms``: ``room_s`` and ``pool_share`` where they are not 0.
-    ``decode_s``: ``interference_s``; ``fastest``: the least of ``rates``. The lists must not be changed.
-    """
-
-    __slots__ = (
-        "_made",
-        "_nothing",
-        "_now",
-        "decode_s",
-        "engine_ids",
-        "fastest",
-        "groups",
-        "queue_s",
-        "rates",
-        "recent_s",
-        "rooms",
-        "states",
-    )
-
-    def __init__(
-        self,
-        engine_ids: Sequence[str],
-        states: Sequence[EngineState | Candidate],
-        queue_s: list[float],
-        *,
-        rates: list[float],
-        fastest: float,
-        decode_s: list[float],
-        recent_s: list[float],
-        groups: Sequence[tuple[Hit, Sequence[int]]],
-        rooms: Mapping[int, tuple[float, float]],
-        nothing: Callable[[int], Hit] = lambda at: Hit(),
-        now: float = 0.0,
-    ) -> None:
-        self.engine_ids = engine_ids
-        self.states = states
-        self.queue_s = queue_s
-        self.rates = rates
-        self.fastest = fastest
-        self.decode_s = decode_s
-        self.recent_s = recent_s
-        self.groups = groups
-        self.rooms = rooms
-        self._nothing = nothing
-        self._made: dict[int, Candidate] = {}
-        self._now = now
-
-    def __len__(self) -> int:
-        return len(self.queue_s)
-
-    @overload
-    def __getitem__(self, at: int) -> Candidate: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[Candidate]: ...
-
-    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
-        if isinstance(at, slice):
-            return [self[index] for index in range(*at.indices(len(self)))]
-        found = self._made.get(at)
-        if found is None:
-            at = at + len(self) if at < 0 else at
-            if not 0 <= at < len(self):
-                raise IndexError(at)
-            found = self._made[at] = self._make(at)
-        return found
-
-    def _make(self, at: int) -> Candidate:
-        state = self.states[at]
-        if isinstance(state, Candidate):
-            return state
-        room_s, share = self.rooms.get(at, _ROOM)
-        return Candidate(
-            self.engine_ids[at],
-            self.hit(at) or self._nothing(at),
-            self.queue_s[at],
-            state.running,
-            state.waiting,
-            self._now - state.last_admit_s,
-            state.prefill_s_per_token,
-            state.decode_interference_s,
-            state.late_s,
-            state.recent_s,
-            room_s,
-            share,
-        )
-
-    def hit(self, at: int) -> Hit | None:
-        """Return the hit of one candidate; None: it is in no group."""
-        for hit, members in self.groups:
-            if at in members:
-                return hit
-        return None
-
-    @property
-    def waits_s(self) -> list[float]:
-        """Seconds until each begins with the prompt: for the prompts ahead there, or for pages."""
-        waits_s = self.queue_s
-        if self.rooms:
-            waits_s = waits_s[:]
-            for at, (room_s, _) in self.rooms.items():
-                waits_s[at] = max(waits_s[at], room_s)
-        return waits_s
-
-    def only(self, places: Sequence[int]) -> Candidates:
-        """Return those at these positions."""
-        number = {at: place for place, at in enumerate(places)}
-        groups = [(hit, [number[at] for at in members if at in number]) for hit, members in self.groups]
-        rates = [self.rates[at] for at in places]
-        return Candidates(
-            [self.engine_ids[at] for at in places],
-            [self.states[at] for at in places],
-            [self.queue_s[at] for at in places],
-            rates=rates,
-            fastest=min(rates, default=0.0),
-            decode_s=[self.decode_s[at] for at in places],
-            recent_s=[self.recent_s[at] for at in places],
-            groups=[group for group in groups if group[1]],
-            rooms={number[at]: room for at, room in self.rooms.items() if at in number},
-            nothing=lambda place: self._nothing(places[place]),
-            now=self._now,
-        )
-
-    def idle(self, least_s: float) -> list[int]:
-        """Return the positions of those with at least this ``idle_s``."""
-        now = self._now
-        return [
-            at
-            for at, state in enumerate(self.states)
-            if (now - state.last_admit_s if isinstance(state, EngineState) else state.idle_s) >= least_s
-        ]
-
-
-_ROOM = 0.0, 0.0
-
-
-def columns(candidates: Sequence[Candidate]) -> Candidates:
-    """Return the candidates as parallel lists."""
-    if isinstance(candidates, Candidates):
-        return candidates
-    groups: dict[int, tuple[Hit, list[int]]] = {}
-    for at, one in enumerate(candidates):
-        groups.setdefault(id(one.hit), (one.hit, []))[1].append(at)
-    rates = [one.prefill_s_per_token for one in candidates]
-    return Candidates(
-        [one.engine_id for one in candidates],
-        candidates,
-        [one.queue_s for one in candidates],
-        rates=rates,
-        fastest=min(rates, default=0.0),
-        decode_s=[one.interference_s for one in candidates],
-        recent_s=[one.recent_s for one in candidates],
-        groups=list(groups.values()),
-        rooms={
-            at: (one.room_s, one.pool_share)
-            for at, one in enumerate(candidates)
-            if one.room_s or one.pool_share
-        },
-    )
-
-
 class Cost(msgspec.Struct, gc=False, frozen=True):
     """The parts of one engine's cost, in seconds; ``total_s`` is their sum minus ``credit_s``.
 
@@ -359,6 +195,10 @@ def placement_request(
         return PlacementRequest(prompt_tokens, fallback_key, fallback_key)
     first = PREFIX_BLOCKS if count > PREFIX_BLOCKS else count  # noqa: FURB136
     return PlacementRequest(prompt_tokens, hashes[-1], hashes[first - 1])
+
+
+POLICIES: Final = ("kvatlas", "least-load", "round-robin", "hash")
+"""Names of policies (``kvatlas.router.placement.policies``)."""
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):

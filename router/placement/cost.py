@@ -37,24 +37,22 @@ Invariant: the result depends on the arguments alone, not on the order of the ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from operator import add
 from typing import Annotated, Final
 
 import msgspec
+import numpy as np
 import xxhash
 
 from kvatlas.router.placement.candidate import (
     Candidate,
-    Candidates,
     Cost,
     Hit,
     PolicySettings,
     Pull,
     Reason,
-    columns,
 )
+from kvatlas.router.placement.fleet_values import Candidates, Floats, Places, columns
 
 # Costs that differ by at most this much are equal: the jitter of one scheduler step.
 TIE_S = 0.001
@@ -72,33 +70,39 @@ Part = tuple[int, int, float, float, int]
 """A prompt with a given hit, in tokens: cached tokens and shared prefix, both clamped, and the tokens whose
 computing takes as long as all costs that depend on the engine's rate. Then ``load_s``, and the tokens that
 take new pages."""
+_CACHED, _SHARED, _BY_RATE, _LOAD_S, _PAGED = range(5)
 
 
 class ScoredCandidates(msgspec.Struct, gc=False):
-    """Costs of a prompt at each candidate: ``totals``, ``queues`` and ``parts`` are in their order. The
-    other parts of a ``Cost`` follow from these."""
+    """Costs of a prompt at each candidate: ``totals`` and ``queues`` are in their order, ``parts`` by number
+    of the hit (``Candidates.which``). The other parts of a ``Cost`` follow from these."""
 
     candidates: Candidates
     prompt_tokens: int
     settings: PolicySettings
-    totals: list[float]
-    queues: list[float]
+    totals: Floats
+    queues: Floats
     parts: list[Part]
     longest_shared_prefix: int
-    recent_s: float
+    recent_mean_s: float
     """Mean over the candidates of their recent work."""
     scarcity: float | None = None
     """Price of pages; None if nothing can be loaded: then neither pages nor sequences have a price."""
+
+    def column(self, which: int) -> Floats:
+        """Return one value of ``Part`` for each candidate."""
+        found: Floats = np.array([part[which] for part in self.parts])[self.candidates.which]
+        return found
 
     def cost(self, index: int) -> Cost:
         """Return the cost of one candidate, part by part."""
         # Plain comparisons: ``max`` costs as much as four calls.
         candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
-        wait_s, more_s = candidate.queue_s, candidate.recent_s - self.recent_s
+        wait_s, more_s = candidate.queue_s, candidate.recent_s - self.recent_mean_s
         wait_s = candidate.room_s if candidate.room_s > wait_s else wait_s  # noqa: FURB136
-        cached, shared_prefix, _, load_s, paged = self.parts[index]
+        cached, shared_prefix, _, load_s, paged = _part(candidate.hit, prompt_tokens, settings)
         rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
-        prefill_s, decode_s = rate * uncached, candidate.interference_s
+        prefill_s, decode_s = rate * uncached, candidate.decode_interference_s * candidate.running
         if shared_prefix > cached:
             credit_s = settings.beta * rate * (shared_prefix - cached)
         # A second price of a computed token: it takes a page, whose contents must be computed again later.
@@ -112,7 +116,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             eviction_s += self.scarcity * rate * paged
         return Cost(
             candidate.engine_id,
-            self.queues[index],
+            self.queues.item(index),
             prefill_s,
             load_s,
             decode_s,
@@ -120,7 +124,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             eviction_s,
             settings.spread * more_s if more_s > 0.0 else 0.0,
             _crowding_s(candidate, uncached, settings) if candidate.room_s else 0.0,
-            self.totals[index],
+            self.totals.item(index),
             uncached,
             shared_prefix,
             wait_s,
@@ -130,7 +134,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and the delay by
         its running requests, without the engine's own overhead."""
         candidate = self.candidates[index]
-        cached, _, _, load_s, _ = self.parts[index]
+        cached, _, _, load_s, _ = _part(candidate.hit, self.prompt_tokens, self.settings)
         wait_s = max(candidate.queue_s, candidate.room_s)
         prefill_s = candidate.prefill_s_per_token * (self.prompt_tokens - cached)
         return wait_s + prefill_s + load_s + candidate.interference_s
@@ -172,50 +176,42 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
 
 def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> ScoredCandidates:
     """Score every candidate."""
-    # Lists instead of objects: this walks the whole fleet for each request.
+    # Arrays instead of objects: this covers the whole fleet for each request. Only engines that hold a part
+    # of the prompt differ in what they compute, and equal hits share it.
     found = columns(candidates)
-    parts = [_part(_NO_HIT, prompt_tokens, settings)] * len(found.queue_s)
-    longest, loads = 0, False
-    # Only engines that hold a part of the prompt differ in what they compute, and equal hits share it.
-    for hit, members in found.groups:
+    values, hits = found.values, found.hits
+    parts = [_part(_NO_HIT, prompt_tokens, settings)]
+    # Only a share of the wait for pages: all of it would move sessions away from the engines that hold
+    # them, so that more is computed and all wait longer (docs/decisions/014-pages-and-recent-work.md).
+    queues = found.queues_s(settings.room_share)
+    longest, loaded, loads = 0, False, False
+    for hit in hits:
         part = _part(hit, prompt_tokens, settings)
-        for at in members:
-            parts[at] = part
-        longest = part[1] if part[1] > longest else longest  # noqa: FURB136
+        parts.append(part)
+        _, shared_prefix, _, load_s, _ = part
+        longest = shared_prefix if shared_prefix > longest else longest  # noqa: FURB136
+        loaded = loaded or load_s > 0.0
         # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
-        if hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1:
-            loads = True
-    queues = found.queue_s
-    if found.rooms:
-        # Only a share of the wait for pages: all of it would move sessions away from the engines that hold
-        # them, so that more is computed and all wait longer (docs/decisions/014-pages-and-recent-work.md).
-        queues = queues[:]
-        for at, (room_s, _) in found.rooms.items():
-            queues[at] = max(queues[at], settings.room_share * room_s)
-    totals = [
-        queue_s + rate * part[2] + part[3] + decode_s
-        for queue_s, rate, part, decode_s in zip(queues, found.rates, parts, found.decode_s, strict=True)
-    ]
-    mean_s = _add_spread(totals, found.recent_s, settings.spread) if settings.spread else 0.0
-    scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
+        loads = loads or hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1
+    mean_s = values.recent_mean_s
+    scored = ScoredCandidates(found, prompt_tokens, settings, queues, queues, parts, longest, mean_s)
+    totals = scored.totals = values.rates * (scored.column(_BY_RATE) if hits else parts[0][_BY_RATE])
+    totals += queues
+    if loaded:
+        totals += scored.column(_LOAD_S)
+    totals += values.decode_s
+    # Relative to the fleet: under equal load the term must not favour anyone. The queue is a momentary value:
+    # long sessions return every few seconds, and without this term several of them share one engine while
+    # others idle (014).
+    if settings.spread and mean_s:
+        totals += values.spread_of(settings.spread)
     for at, (_, share) in found.rooms.items():
         if share:
-            totals[at] += _crowding_s(found[at], prompt_tokens - parts[at][0], settings)
+            cached = parts[found.which[at]][0]
+            totals[at] += _crowding_s(found[at], prompt_tokens - cached, settings)
     if loads:
         _add_scarcity(scored)
     return scored
-
-
-def _add_spread(totals: list[float], recent_s: Sequence[float], spread: float) -> float:
-    """Add the price of recent work. Returns its mean over the candidates."""
-    # Relative to the fleet: under equal load the term must not favour anyone.
-    mean_s = math.fsum(recent_s) / len(totals) if totals else 0.0
-    # The queue is a momentary value. Long sessions return every few seconds, and without this term several of
-    # them share one engine while others idle (014).
-    for at, seconds in enumerate(recent_s) if mean_s else ():
-        if seconds > mean_s:
-            totals[at] += spread * (seconds - mean_s)
-    return mean_s
 
 
 def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
@@ -244,12 +240,11 @@ def within_level(scored: ScoredCandidates, own_s: Sequence[float], left_s: float
 
     ``own_s`` is added to each prediction: the engine's overhead for a request, and a margin for errors.
     """
-    found, tokens = scored.candidates, scored.prompt_tokens
-    columns_of = found.waits_s, found.rates, scored.parts, found.decode_s, own_s
-    return [
-        wait_s + rate * (tokens - part[0]) + part[3] + decode_s + extra_s <= left_s
-        for wait_s, rate, part, decode_s, extra_s in zip(*columns_of, strict=True)
-    ]
+    found, values = scored.candidates, scored.candidates.values
+    first_s = found.waits_s + values.rates * (scored.prompt_tokens - scored.column(_CACHED))
+    first_s = first_s + scored.column(_LOAD_S) + values.decode_s + own_s
+    in_time: list[bool] = (first_s <= left_s).tolist()
+    return in_time
 
 
 def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
@@ -276,18 +271,13 @@ def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
 def _add_scarcity(scored: ScoredCandidates) -> None:
     """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``eviction_s``) if a part of the
     prompt can be loaded."""
-    candidates, settings = scored.candidates, scored.settings
+    values, settings = scored.candidates.values, scored.settings
     # A load saves the computing but not the page; a hit on the GPU saves both. While first tokens come later
     # than computing and loading explain, prompts wait for pages, and this is their price
     # (docs/decisions/013).
-    late_s = math.fsum([state.late_s for state in candidates.states]) / len(candidates)
-    scored.scarcity = scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
-    sequence_s = settings.sequence_s
-    more_s = [
-        sequence_s * (state.running + state.waiting) + scarcity * rate * part[4]
-        for state, rate, part in zip(candidates.states, candidates.rates, scored.parts, strict=True)
-    ]
-    scored.totals = list(map(add, scored.totals, more_s))
+    scored.scarcity = scarcity = settings.scarcity_premium * min(1.0, values.late_s / _SCARCE_AT_S)
+    more_s = settings.sequence_s * values.requests
+    scored.totals += more_s + scarcity * values.rates * scored.column(_PAGED)
 
 
 def choose(
@@ -298,21 +288,20 @@ def choose(
     ``prompt_key`` breaks ties: different keys spread over equal engines, equal keys choose the same one.
     """
     scored = score(candidates, prompt_tokens, settings)
-    if not scored.totals:
+    if not len(scored.totals):
         raise ValueError("no engine to choose from")
     return make_choice(scored, *_pick(scored, prompt_key))
 
 
-def within_bound(scored: ScoredCandidates, places: list[int]) -> list[int]:
+def within_bound(scored: ScoredCandidates, places: Places) -> Places:
     """Return those of these engines whose queue is not too long for what they save against the cheapest of
     the engines with the shortest queue."""
     # A queue that is longer by no more than the other parts of the cost are less: the sum is not more.
-    totals, queues, gap_s = scored.totals, scored.queues, scored.settings.queue_gap_s
-    shortest_s = min(queues)
-    if max([queues[at] for at in places]) - shortest_s <= gap_s:
-        return places
-    least_s = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest_s])
-    return [at for at in places if queues[at] - shortest_s <= gap_s or totals[at] <= least_s]
+    totals, queues = scored.totals, scored.queues
+    shortest_s = queues.item(queues.argmin())
+    near = queues[places] - shortest_s <= scored.settings.queue_gap_s
+    found: Places = places[near | (totals[places] <= totals[queues == shortest_s].min())]
+    return found
 
 
 def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
@@ -320,19 +309,18 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     totals = scored.totals
     if len(totals) == 1:
         return 0, "only"
-    best = min(totals)
+    best = totals.item(totals.argmin())
     if scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens:
         # Engines without work for long. A warm prompt is no probe: its saving is not given up.
         idle, dearest = scored.candidates.idle(scored.settings.probe_interval_s), best + PROBE_COST_MAX_S
-        due = [at for at in idle if totals[at] <= dearest]
-        if due and (due := within_bound(scored, due)):
+        due = idle[totals[idle] <= dearest]
+        if len(due) and len(due := within_bound(scored, due)):
             return _settle(scored, due, key), "probe"
-    limit_s = best + _tie_s(scored)
-    equals = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
+    equals = (totals <= best + _tie_s(scored)).nonzero()[0]
     if len(equals) == 1:
-        return equals[0], "cheapest"
-    # The usual case costs no call: queues are short.
-    if max([scored.queues[at] for at in equals]) > scored.settings.queue_gap_s:
+        return equals.item(0), "cheapest"
+    # The usual case costs nothing more: queues are short.
+    if scored.queues.item(scored.queues.argmax()) > scored.settings.queue_gap_s:
         equals = within_bound(scored, equals)
     return _settle(scored, equals, key), "tie"
 
@@ -340,19 +328,25 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
 def _tie_s(scored: ScoredCandidates) -> float:
     """Largest difference of equal costs: for the fastest engine, whose error is the smallest in seconds."""
     # Differences below the error of a prediction would otherwise decide by noise.
-    price, rate = 1 + scored.settings.eviction_premium, scored.candidates.fastest
+    price, rate = 1 + scored.settings.eviction_premium, scored.candidates.values.fastest
     share_s = TIE_FRACTION * price * scored.prompt_tokens * rate
     return share_s if share_s > TIE_S else TIE_S  # noqa: FURB136
 
 
-def _settle(scored: ScoredCandidates, equals: list[int], key: int) -> int:
+def _settle(scored: ScoredCandidates, equals: Places, key: int) -> int:
     """Break a tie: the longest shared prefix (it is free, and keeps prefixes together), then rendezvous."""
-    parts = scored.parts
-    longest_shared_prefix = max([parts[i][1] for i in equals])
-    longest = [i for i in equals if parts[i][1] == longest_shared_prefix]
-    if len(longest) == 1:
-        return longest[0]
-    return longest[favourite([scored.candidates.engine_ids[i] for i in longest], key)]
+    places: list[int] = equals.tolist()
+    if scored.longest_shared_prefix and len(places) > 1:
+        parts, found = scored.parts, scored.candidates.which[equals].tolist()
+        numbers = set(found)
+        if len(numbers) > 1:
+            longest = max([parts[number][_SHARED] for number in numbers])
+            places = [
+                at for at, number in zip(places, found, strict=True) if parts[number][_SHARED] == longest
+            ]
+    if len(places) == 1:
+        return places[0]
+    return places[favourite([scored.candidates.engine_ids[at] for at in places], key)]
 
 
 # Highest-random-weight (rendezvous) hashing (Thaler and Ravishankar, 1998): every prompt has its own order of
@@ -407,12 +401,12 @@ def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
     found = columns(candidates)
     waits_s = found.queue_s
     if found.rooms:
-        waits_s = waits_s[:]
+        waits_s = waits_s.copy()
         for at, (room_s, _) in found.rooms.items():
             # At an engine without requests no prompt waits for pages: none would be released.
-            if found.states[at].running or found.states[at].waiting:
-                waits_s[at] = max(waits_s[at], room_s)
-    return min(waits_s)
+            if found.values.requests[at]:
+                waits_s[at] = max(waits_s.item(at), room_s)
+    return waits_s.item(waits_s.argmin())
 
 
 def late_first_token(first_token_s: float, wait_s: float, left_s: float) -> LongWait | None:

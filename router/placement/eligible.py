@@ -1,4 +1,4 @@
-"""Eligible engines of a request, and their state as parallel lists of numbers.
+"""Eligible engines of a request, and their state as arrays of numbers.
 
 Eligible are the engines ready for its model, and of these the ones that can answer it. Excluded are engines
 that only prefill, that were tried, whose context is too short, or whose breakers are open, unless all are. A
@@ -10,8 +10,8 @@ A decision asks every engine for the same values: its queue, its rate, what it h
 them are as they were at the decision before, so a snapshot keeps a row of each engine, and reads it again
 only when something happened to the engine (``EngineChanges``), or when time alone changes it: each row says
 until when it is good. Engines with an equal hit are one group, and those that hold nothing are in none. So a
-decision takes a Python step for every engine that changed, and otherwise walks lists of floats; a
-``Candidate`` is made of an engine only where one is looked at.
+decision takes a Python step for every engine that changed, and otherwise reckons with arrays; a ``Candidate``
+is made of an engine only where one is looked at.
 
 Invariants: at least one engine is returned, or an error that says why there is none; a snapshot's values are
 those of reading every engine again (tests/router/placement/test_snapshot.py).
@@ -20,12 +20,13 @@ those of reading every engine again (tests/router/placement/test_snapshot.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import repeat
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.feeds.base import FeedState
@@ -40,11 +41,11 @@ from kvatlas.router.openai.errors import echoed, model_not_found, no_ready_engin
 from kvatlas.router.openai.estimates import estimated_tokens, longest_input
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import digits_of, engine_digits
-from kvatlas.router.placement.candidate import Candidate, Candidates, EngineState, Hit, columns
+from kvatlas.router.placement.candidate import Candidate, EngineState, Hit
 from kvatlas.router.placement.cost import Choice, within_level
 from kvatlas.router.placement.engine import Accounts, Engine, EngineChanges, PromptView
 from kvatlas.router.placement.first_token import SloStats
-from kvatlas.router.placement.load import HeadProgress
+from kvatlas.router.placement.fleet_values import Candidates, FleetValues, Floats, Places, columns
 from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 
@@ -283,7 +284,8 @@ class CandidateSets:
                 kept = self._whole.get(model)
                 if kept is None or not kept.holds:
                     kept = self._whole[model] = _KeptSet(serving, candidate_set(serving))
-                if kept.engines.issuperset(engines):
+                if engines is kept.asked or kept.engines.issuperset(engines):
+                    kept.asked = engines
                     return kept.found
         if self._last.listed != engines or not self._last.holds:
             self._last = _KeptSet(engines, candidate_set(engines))
@@ -294,7 +296,7 @@ class _KeptSet:
     """A set of these engines."""
 
     def __init__(self, engines: Sequence[Engine], found: CandidateSet) -> None:
-        self.listed = engines
+        self.listed = self.asked = engines
         self.engines = frozenset(engines)
         self.found = found
         # Schemes that may change without a change of fleet and scopes.
@@ -327,6 +329,7 @@ def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
 
 
 _READY = FeedState.READY
+_NO_ROOMS: dict[int, tuple[float, float]] = {}
 # Sets of engines with equal hits whose positions are kept.
 _SETS_MAX = 1024
 # Lists of engines whose snapshots are kept: those of a model, and those without one that failed.
@@ -334,34 +337,39 @@ _SNAPSHOTS_MAX = 8
 
 
 class FleetSnapshot:
-    """Rows of some engines, in their order. ``changes``: of all engines; None: the rows are read once.
-    ``like``: a snapshot of many of these engines, whose rows are taken over."""
+    """Values of some engines, in their order. ``changes``: of all engines; None: the engines are read once.
+    ``like``: a snapshot of many of these engines, whose values are taken over."""
 
     __slots__ = (
         "_at",
         "_borrowed",
         "_borrowing",
-        "_decode_s",
         "_due",
         "_engine_ids",
-        "_fastest",
         "_fits_tokens",
         "_fleet_rates",
+        "_head_at_s",
+        "_head_s",
         "_known",
+        "_late_sum",
+        "_lates",
         "_medians",
         "_moving",
         "_others",
         "_position",
         "_positions",
-        "_queue_s",
-        "_rates",
-        "_recent_s",
-        "_rows",
+        "_queues",
+        "_recent_sum",
+        "_recents",
         "_scheduled_s",
+        "_states",
         "_surely_fits",
+        "_unclear",
         "_until_s",
+        "_waiting",
         "changed",
         "engines",
+        "values",
     )
 
     def __init__(
@@ -374,21 +382,29 @@ class FleetSnapshot:
         self.engines = engines
         self._at: dict[Engine, int] = dict(zip(engines, range(count), strict=True))
         self.changed: set[EngineId] = set() if changes is None else changes.follow()
-        """Engines whose rows are to be read again."""
-        # Whether the rows have been read.
+        """Engines that are to be read again."""
+        # Whether the engines have been read.
         self._known = False
         self._engine_ids = [engine.engine_id for engine in engines]
         self._position: dict[str, int] = dict(zip(self._engine_ids, range(count), strict=True))
         # By the identity of the names, which the plans of the index keep: a hash walks over all names.
-        self._positions: dict[int, tuple[tuple[str, ...], list[int]]] = {}
-        self._rows: list[EngineState] = [EngineState()] * count
-        # Parts of the rows, where a loop over all engines needs them.
-        self._queue_s, self._rates, self._decode_s = [0.0] * count, [0.0] * count, [0.0] * count
-        self._recent_s, self._fits_tokens = [0.0] * count, [math.inf] * count
-        self._fastest, self._surely_fits = 0.0, math.inf
-        # Queues that fall with time.
-        self._moving: dict[int, HeadProgress] = {}
-        # Until when each row is good, and the earliest of these times first; a time may be listed too early.
+        self._positions: dict[int, _Positions] = {}
+        nothing = np.zeros(count)
+        self.values = FleetValues(*np.zeros((5, count)))
+        # A decision keeps the list: another one follows a change.
+        self._states: list[EngineState] = [EngineState()] * count
+        # As whole multiples of a small part of a second: a sum that is kept is what adding up again would be.
+        self._recents, self._recent_sum = [0] * count, 0
+        self._lates, self._late_sum = [0] * count, 0
+        self._fits_tokens, self._waiting = np.full(count, math.inf), nothing.copy()
+        self._surely_fits = math.inf
+        # ``HeadProgress`` of each: queues that do not fall with time have a head of 0 s.
+        self._queues, self._head_at_s, self._head_s = np.zeros((2, count)), nothing.copy(), nothing.copy()
+        self._moving: set[int] = set()
+        # Engines whose own hit is not that of others with equal blocks.
+        self._unclear: set[int] = set()
+        # Until when each engine's values are good, and the earliest of these times first; a time may be
+        # listed too early.
         self._until_s, self._scheduled_s = [math.inf] * count, [math.inf] * count
         self._due: list[tuple[float, int]] = []
         # Engines with estimates of the fleet, and these, by the medians that they were taken from.
@@ -405,137 +421,137 @@ class FleetSnapshot:
         return bool(engines) and (engines[0] in self._at or engines[-1] in self._at)
 
     def _take_over(self, like: FleetSnapshot) -> None:
-        """Copy the rows of engines that both have; the others are to be read."""
+        """Copy the values of engines that both have; the others are to be read."""
         if not like._known or not self.engines:  # of the same class
             return
-        missing = len(like.engines)
-        places = list(map(like._at.get, self.engines, repeat(missing)))
-        for name in ("_rows", "_queue_s", "_rates", "_decode_s", "_recent_s", "_fits_tokens", "_until_s"):
-            values = [*getattr(like, name), getattr(self, name)[0]]
-            setattr(self, name, list(map(values.__getitem__, places)))
+        at, count = self._at, len(self.engines)
+        places = list(map(like._at.get, self.engines, repeat(-1)))
+        known = [place for place, old in enumerate(places) if old >= 0]
+        old = [place for place in places if place >= 0]
+
+        def taken(values: Floats) -> Floats:
+            found = np.zeros((*values.shape[:-1], count))
+            found[..., known] = values[..., old]
+            return found
+
+        values = like.values
+        self.values = FleetValues(
+            taken(values.rates),
+            taken(values.decode_s),
+            taken(values.requests),
+            taken(values.recent_s),
+            taken(values.admitted_s),
+        )
+        self._states = [EngineState() if place < 0 else like._states[place] for place in places]
+        self._recents = [0 if place < 0 else like._recents[place] for place in places]
+        self._lates = [0 if place < 0 else like._lates[place] for place in places]
+        self._recent_sum, self._late_sum = sum(self._recents), sum(self._lates)
+        self._fits_tokens, self._waiting = taken(like._fits_tokens), taken(like._waiting)
+        self._queues, self._head_at_s, self._head_s = map(
+            taken, (like._queues, like._head_at_s, like._head_s)
+        )
+        self._until_s = [math.inf if place < 0 else like._until_s[place] for place in places]
         self.changed.update(like.changed)
-        if missing in places:
-            self.changed.update(
-                [name for name, place in zip(self._engine_ids, places, strict=True) if place == missing]
-            )
-        at = self._at
-        self._moving = {
-            at[engine]: head for old, head in like._moving.items() if (engine := like.engines[old]) in at
-        }
-        self._borrowing = {at[one] for one in map(like.engines.__getitem__, like._borrowing) if one in at}
+        if len(known) < count:
+            self.changed.update([self._engine_ids[place] for place, old in enumerate(places) if old < 0])
+        for name in ("_moving", "_borrowing", "_unclear"):
+            engines = [like.engines[place] for place in getattr(like, name)]
+            setattr(self, name, {at[engine] for engine in engines if engine in at})
         self._scheduled_s = self._until_s[:]
-        self._due = list(zip(self._until_s, range(len(places)), strict=True))
+        self._due = list(zip(self._until_s, range(count), strict=True))
         heapify(self._due)
         self._borrowed, self._medians, self._others = like._borrowed, like._medians, like._others
-        self._fastest, self._surely_fits = min(self._rates), min(self._fits_tokens)
+        self._summed()
         self._known = True
 
     def candidates(self, asked: PromptView, now: float) -> Candidates:
         """Return the engines as candidates for one prompt, in order."""
-        rows, queue_s = self.loads(asked.others, now)
-        engines, engine_ids = self.engines, self._engine_ids
-        groups = self._groups(asked)
-        rooms: dict[int, tuple[float, float]] = {}
-        behind_pages = {} if asked.order is None else self._pass(asked, rows, groups, queue_s)
+        queue_s = self.queue_s(asked.others, now)
+        engines = self.engines
+        hits, which = self._hits(asked)
+        rooms = _NO_ROOMS
+        behind_pages = {} if asked.order is None else self._pass(asked, hits, which, queue_s)
         if asked.tokens > self._surely_fits:
-            for at, fits_tokens in enumerate(self._fits_tokens):
-                if asked.tokens > fits_tokens:
-                    pages = engines[at].load.pages
-                    rooms[at] = pages.wait_s(asked.tokens, behind_pages.get(at, 0)), pages.share(asked.tokens)
+            rooms = {}
+            for at in (self._fits_tokens < asked.tokens).nonzero()[0].tolist():
+                pages = engines[at].load.pages
+                rooms[at] = pages.wait_s(asked.tokens, behind_pages.get(at, 0)), pages.share(asked.tokens)
         return Candidates(
-            engine_ids,
-            rows,
+            self._engine_ids,
+            self._states,
+            self.values,
             queue_s,
-            rates=self._rates,
-            fastest=self._fastest,
-            decode_s=self._decode_s,
-            recent_s=self._recent_s,
-            groups=groups,
+            hits=hits,
+            which=which,
             rooms=rooms,
             nothing=lambda at: engines[at].hit(asked),
             now=now,
         )
 
-    def loads(
-        self, others: Mapping[str, OthersLoad] | None, now: float
-    ) -> tuple[list[EngineState], list[float]]:
-        """Return the rows, and the seconds of prompts queued at each engine."""
+    def queue_s(self, others: Mapping[str, OthersLoad] | None, now: float) -> Floats:
+        """Return the seconds of prompts queued at each engine; ``values`` are of now as well."""
         self._refresh(others, now)
-        # Copies: requests keep their decision until they end.
-        rows, queue_s = self._rows[:], self._queue_s[:]
-        for at, head in self._moving.items():
-            done_s, head_s, beyond_s = now - head.head_at_s, head.head_s, head.beyond_s
-            own_s = head.whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
-            queue_s[at] = own_s + beyond_s if own_s > 0.0 else beyond_s
-        return rows, queue_s
+        whole_s, beyond_s = self._queues
+        if not self._moving:
+            return whole_s.copy()
+        left_s: Floats = whole_s - np.minimum(now - self._head_at_s, self._head_s)
+        return np.maximum(left_s, 0.0) + beyond_s
 
-    @property
-    def rates(self) -> list[float]:
-        """Seconds per prompt token of each engine, as of the latest ``loads``."""
-        return self._rates
-
-    def _pass(
-        self,
-        asked: PromptView,
-        rows: Sequence[EngineState],
-        groups: Sequence[tuple[Hit, Sequence[int]]],
-        queue_s: list[float],
-    ) -> dict[int, int]:
+    def _pass(self, asked: PromptView, hits: Sequence[Hit], which: Places, queue_s: Floats) -> dict[int, int]:
         """Take off the prompts that this one would pass in the engines' own order. Returns their pages."""
         pages: dict[int, int] = {}
-        order = asked.order
-        held = {at: hit.whole_tokens for hit, members in groups for at in members if rows[at].waiting}
-        for at, row in enumerate(rows):
+        order, states = asked.order, self._states
+        for at in self._waiting.nonzero()[0].tolist():
             engine = self.engines[at]
-            if order is None or not row.waiting or not engine.takes_order:
+            if order is None or not engine.takes_order:
                 continue
-            rate = row.prefill_s_per_token
-            work_s = rate * (asked.tokens - held.get(at, 0))
+            rate, number = states[at].prefill_s_per_token, which.item(at)
+            work_s = rate * (asked.tokens - (hits[number - 1].whole_tokens if number else 0))
             behind_s, pages[at] = engine.load.behind(order.rank_s(work_s), rate)
-            queue_s[at] = max(0.0, queue_s[at] - behind_s)
+            queue_s[at] = max(0.0, queue_s.item(at) - behind_s)
         return pages
 
-    def _groups(self, asked: PromptView) -> list[tuple[Hit, list[int]]]:
-        """Return the engines that hold a part of the prompt, or will, by their hits."""
+    def _hits(self, asked: PromptView) -> tuple[list[Hit], Places]:
+        """Return the hits of engines that hold a part of the prompt, or will; and of each engine the number
+        of its hit, from 1, or 0."""
         engines, position = self.engines, self._position
         single: dict[int, EngineHit | None] = {}
         for found in (asked.held, asked.common, asked.coming):
             for name in found:
                 if (at := position.get(name)) is not None:
                     single[at] = None
-        groups: list[tuple[Hit, list[int]]] = []
         if asked.shadows is not None:
             single.update({at: None for at, one in enumerate(engines) if one.shadow is not None})
+        hits: list[Hit] = []
+        which = np.zeros(len(engines), np.intp)
+        special = {*single, *self._unclear} if single or self._unclear else ()
         for held, names in asked.alike:
             known = self._positions.get(id(names))
-            members = self._positions_of(names) if known is None or known[0] is not names else known[1]
-            apart = False
-            for at in members:
-                engine = engines[at]
-                feed = engine.feed
-                if (
-                    (single and at in single)
-                    or feed is None
-                    or feed.state is not _READY
-                    or feed.unconfirmed
-                    or engine.evictions.crowded
-                ):
-                    single[at], apart = held, True
-            if apart:
-                members = [at for at in members if at not in single]
-            if members:
-                groups.append((engines[members[0]].discounted(held), members))
+            if known is None or known.names is not names:
+                known = self._positions_of(names)
+            first, those = known.first, known.those
+            if special and not those.isdisjoint(special):
+                apart = those.intersection(special)
+                single.update(dict.fromkeys(apart, held))
+                first = min(those - apart, default=-1)
+            if first >= 0:
+                hits.append(engines[first].discounted(held))
+                if known.places is not None:
+                    which[known.places] = len(hits)
+                else:
+                    for at in those:
+                        which[at] = len(hits)
         if single:
-            groups += self._by_hit(asked, single)
-        return groups
+            self._by_hit(asked, single, hits, which)
+        return hits, which
 
     def _by_hit(
-        self, asked: PromptView, single: Mapping[int, EngineHit | None]
-    ) -> Iterable[tuple[Hit, list[int]]]:
-        """Return the hits of engines that are asked one by one, those of equal ones together."""
+        self, asked: PromptView, single: Mapping[int, EngineHit | None], hits: list[Hit], which: Places
+    ) -> None:
+        """Add the hits of engines that are asked one by one."""
         common, coming, held_by, nothing = asked.common, asked.coming, asked.held.get, asked.nothing.get
-        hits: dict[tuple[int, int, int], Hit] = {}
-        groups: dict[int, tuple[Hit, list[int]]] = {}
+        made: dict[tuple[int, int, int], Hit] = {}
+        numbers: dict[int, int] = {}
         for at, alike in single.items():
             engine = self.engines[at]
             name, feed = engine.engine_id, engine.feed
@@ -546,26 +562,30 @@ class FleetSnapshot:
             else:
                 # Engines with equal state that missed nothing have equal hits.
                 key = id(held), common.get(name, 0), coming.get(name, 0)
-                known = hits.get(key)
-                hit = known if known is not None else hits.setdefault(key, engine.hit(asked, held))
+                known = made.get(key)
+                hit = known if known is not None else made.setdefault(key, engine.hit(asked, held))
                 if engine.evictions.crowded and hit.soon_tokens:
                     hit = engine.after_evictions(hit, asked)
-            groups.setdefault(id(hit), (hit, []))[1].append(at)
-        return groups.values()
+            number = numbers.get(id(hit))
+            if number is None:
+                hits.append(hit)
+                number = numbers[id(hit)] = len(hits)
+            which[at] = number
 
-    def _positions_of(self, names: tuple[str, ...]) -> list[int]:
+    def _positions_of(self, names: tuple[str, ...]) -> _Positions:
         if len(self._positions) >= _SETS_MAX:
             self._positions.clear()
         position = self._position
-        found = [position[name] for name in names if name in position]
-        self._positions[id(names)] = names, found
-        return found
+        those = frozenset([position[name] for name in names if name in position])
+        places = np.array(sorted(those)) if len(those) > _FEW else None
+        known = self._positions[id(names)] = _Positions(names, those, min(those, default=-1), places)
+        return known
 
     def _refresh(self, others: Mapping[str, OthersLoad] | None, now: float) -> None:
-        """Read the rows that may have changed."""
+        """Read the engines that may have changed."""
         rates, due = self._fleet_rates, self._due
         if not self._known:
-            stale: Iterable[int] = range(len(self.engines))
+            stale: Collection[int] = range(len(self.engines))
             self._borrowed = (0.0, 0.0) if rates is None else rates.borrowed
         elif (
             not self.changed
@@ -578,16 +598,22 @@ class FleetSnapshot:
         else:
             stale = self._stale(others, now)
         self._others = others
-        for at in stale:
-            self._read(at, now)
         if stale:
-            self._fastest, self._surely_fits = min(self._rates), min(self._fits_tokens)
+            self._states = self._states[:]
+            for at in stale:
+                self._read(at, now)
+            self._summed()
         # After the reading, which may itself note changes: heads that are done by now.
         self.changed.clear()
         self._known = True
         self._medians = None if rates is None else rates.medians
 
-    def _stale(self, others: Mapping[str, OthersLoad] | None, now: float) -> Iterable[int]:
+    def _summed(self) -> None:
+        """Set what follows from all engines."""
+        self.values.summed(self._recent_sum / _ONE, self._late_sum / _ONE)
+        self._surely_fits = self._fits_tokens.item(self._fits_tokens.argmin())
+
+    def _stale(self, others: Mapping[str, OthersLoad] | None, now: float) -> Collection[int]:
         before, position, names = self._others, self._position, self.changed
         if others is not before and others != before:
             if others is None or before is None:
@@ -614,23 +640,37 @@ class FleetSnapshot:
         return stale
 
     def _read(self, at: int, now: float) -> None:
-        """Read one engine's row."""
+        """Read one engine."""
         engine = self.engines[at]
-        rates, load = engine.rates, engine.load
+        rates, load, feed = engine.rates, engine.load, engine.feed
         rate, interference_s = rates.current(now)
         known = self._others
         others = known.get(engine.engine_id, NO_OTHERS) if known else None if known is None else NO_OTHERS
         queue_s, running, waiting, _, late_s, recent_s, head, until_s = load.ahead(now, others, rate)
-        self._rows[at] = EngineState(
-            running, waiting, load.last_admit_s, rate, interference_s, late_s, recent_s
-        )
-        self._queue_s[at], self._rates[at], self._recent_s[at] = queue_s, rate, recent_s
-        self._decode_s[at] = interference_s * running
+        values, state, last_s = self.values, self._states[at], load.last_admit_s
+        if recent_s != state.recent_s:
+            before, self._recents[at] = self._recents[at], int(recent_s * _ONE_F)
+            self._recent_sum += self._recents[at] - before
+            values.recent_s[at] = recent_s
+        if late_s != state.late_s:
+            before, self._lates[at] = self._lates[at], int(late_s * _ONE_F)
+            self._late_sum += self._lates[at] - before
+        self._states[at] = EngineState(running, waiting, last_s, rate, interference_s, late_s, recent_s)
+        values.rates[at], values.decode_s[at] = rate, interference_s * running
+        values.requests[at], values.admitted_s[at] = running + waiting, last_s
+        self._waiting[at] = waiting
         self._fits_tokens[at] = load.pages.surely_fits_tokens
         if head is not None:
-            self._moving[at] = head
+            self._moving.add(at)
+            self._queues[0, at], self._queues[1, at] = head.whole_s, head.beyond_s
+            self._head_at_s[at], self._head_s[at] = head.head_at_s, head.head_s
         else:
-            self._moving.pop(at, None)
+            self._moving.discard(at)
+            self._queues[0, at], self._queues[1, at], self._head_s[at] = queue_s, 0.0, 0.0
+        if feed is None or feed.state is not _READY or feed.unconfirmed or engine.evictions.crowded:
+            self._unclear.add(at)
+        else:
+            self._unclear.discard(at)
         if now > rates.fresh_until_s:
             self._borrowing.add(at)
         else:
@@ -644,6 +684,22 @@ class FleetSnapshot:
         if until_s < self._scheduled_s[at]:
             self._scheduled_s[at] = until_s
             heappush(self._due, (until_s, at))
+
+
+_ONE: Final = 1 << 140
+_ONE_F: Final = float(_ONE)
+# Fewer positions are assigned faster one by one.
+_FEW: Final = 16
+
+
+class _Positions(NamedTuple):
+    """Positions of the engines of these names, the first one (-1: there is none), and all as an array if they
+    are many."""
+
+    names: tuple[str, ...]
+    those: frozenset[int]
+    first: int
+    places: Places | None
 
 
 class FleetSnapshots:

@@ -282,12 +282,13 @@ class Engine(EngineStatus):
         "_accounts",
         "_elsewhere",
         "_events_due",
+        "_feed",
         "_leaving",
+        "_touched",
         "answering",
         "breaker",
         "closed",
         "evictions",
-        "feed",
         "first_tokens",
         "has_unseen_caches",
         "ignores_ids",
@@ -331,12 +332,12 @@ class Engine(EngineStatus):
         """It has caches of which its events say nothing (SGLang: windows, Mamba states, storage)."""
         self.shadow: Shadow | None = None
         """Its assumed cache; only of an engine without events."""
-        self.feed: FeedStats | None = None
-        """Stats of the feed that runs here; None without one."""
+        self._feed: FeedStats | None = None
         self.rests_until = 0.0
         """It gets no prefill requests before this time, since it handed nothing over."""
         self.breaker.on_change = accounts.breaker_changed
-        self.load.touched = self.rates.touched = partial(accounts.changes.note, self.engine_id)
+        touched = partial(accounts.changes.note, self.engine_id)
+        self.load.touched = self.rates.touched = self.evictions.touched = self._touched = touched
         self._accounts = accounts
         self._elsewhere = elsewhere
         self._leaving = leaving
@@ -363,6 +364,16 @@ class Engine(EngineStatus):
         """It has left the fleet: nothing more is recorded for it."""
 
     @property
+    def feed(self) -> FeedStats | None:
+        """Stats of the feed that runs here; None without one. Set again when their state has changed."""
+        return self._feed
+
+    @feed.setter
+    def feed(self, feed: FeedStats | None) -> None:
+        self._feed = feed
+        self._touched()
+
+    @property
     def receipts(self) -> EngineReceipts:
         """Sums over its receipts."""
         self._accounts.books.settle()
@@ -374,8 +385,8 @@ class Engine(EngineStatus):
         if self.residency is None:
             return 0
         count = self.residency.writer.unusable_events
-        if self.feed is not None and not self.feed.events:
-            count += sum(self.feed.malformed_frames.values())
+        if self._feed is not None and not self._feed.events:
+            count += sum(self._feed.malformed_frames.values())
         return count
 
     @property
@@ -450,7 +461,7 @@ class Engine(EngineStatus):
     def computed(self, tokens: int, since: float) -> None:
         """Note that its answer shows this many computed tokens since then (clock seconds): if they fill
         blocks, its feed must receive their events."""
-        if self.feed is None:
+        if self._feed is None:
             return
         layout = self.layout
         if tokens >= (_EVENTS_DUE_TOKENS if layout is None else 2 * _longest_block(layout)):
@@ -485,8 +496,8 @@ class Engine(EngineStatus):
     @property
     def feed_state(self) -> str:
         """State of its feed, here or at another replica; ``none`` if it publishes nothing."""
-        if self.feed is not None:
-            return str(self.feed.state)
+        if self._feed is not None:
+            return str(self._feed.state)
         remote = None if self._elsewhere is None else self._elsewhere.feed_state(self.engine_id)
         return remote or "none"
 
@@ -552,7 +563,7 @@ class Engine(EngineStatus):
 
     def discounted(self, held: EngineHit, common: int = 0, coming: int = 0) -> Hit:
         """Hit by the index's answer and the tokens of prompts in flight, discounted by missed events."""
-        feed = self.feed
+        feed = self._feed
         unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
         if held.mode == "unknown" or held.stale or unconfirmed:
             # Empty, but without the layout it is unknown what a prompt in flight there will leave.
@@ -604,7 +615,7 @@ class Engine(EngineStatus):
     def _known_empty(self) -> bool:
         """Whether its history is known and it never stored a block: it cannot hit (unless chunk starts
         do)."""
-        if self.feed is None or self.feed.state is not FeedState.READY or self.residency is None:
+        if self._feed is None or self._feed.state is not FeedState.READY or self.residency is None:
             return False
         writer = self.residency.writer
         return writer.layout is None and not writer.facts.has_chunks

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -79,6 +79,7 @@ class EvictionForecast:
         "block_size",
         "blocks",
         "crowded",
+        "touched",
     )
 
     def __init__(self) -> None:
@@ -86,6 +87,8 @@ class EvictionForecast:
         """Blocks of the pool without the null block; 0: no forecast."""
         self.crowded = False
         """Prompts in flight may take more blocks than are empty: one check for every engine and decision."""
+        self.touched: Callable[[], None] = lambda: None
+        """Called when ``crowded`` has changed."""
         self.block_size = 1
         """Tokens of a block."""
         # Until the layout shows that no forecast is possible.
@@ -278,7 +281,10 @@ class EvictionForecast:
 
     def _changed(self) -> None:
         self._projected = self._endangered = None
-        self.crowded = bool(self._prompts) and self._waiting_blocks + self._answer_blocks > self._empty
+        crowded = bool(self._prompts) and self._waiting_blocks + self._answer_blocks > self._empty
+        if crowded is not self.crowded:
+            self.crowded = crowded
+            self.touched()
 
     def _is_safe(self, block: BlockHash) -> bool:
         """Whether the prompts in flight cannot take enough blocks to reach this one."""

@@ -24,12 +24,13 @@ from kvatlas.router.openai.estimates import estimated_tokens, pooled
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.openai.work import Work
 from kvatlas.router.pd.bodies import SplitBody
-from kvatlas.router.placement.candidate import Candidate, Cost, Hit, columns
+from kvatlas.router.placement.candidate import Candidate, Cost, Hit
 from kvatlas.router.placement.cost import Choice, LongWait, predicted_wait_s
 from kvatlas.router.placement.eligible import SloForecast
 from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder
 from kvatlas.router.placement.evictions import PooledPrompt
 from kvatlas.router.placement.first_token import FirstTokenParts
+from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.pull import PullOrder
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
@@ -122,22 +123,24 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     def most_held(self) -> MostHeld:
         """Return the longest hit of all engines, and the part that only one of them holds."""
-        candidates = self.candidates
-        index = most = second = 0
+        candidates, index, second = self.candidates, 0, 0
         columns_of = columns(candidates)
-        for held, members in columns_of.groups:
-            tokens = held.whole_tokens
-            if tokens > most:
-                second = tokens if len(members) > 1 else most
-                index, most = min(members), tokens
-            elif tokens == most:
-                second, index = most, min(index, *members)
-            elif tokens > second:
-                second = tokens
+        tokens = [held.whole_tokens for held in columns_of.hits]
+        most = max(tokens, default=0)
+        if most:
+            which: list[int] = columns_of.which.tolist()
+            longest = [number for number, count in enumerate(tokens, 1) if count == most]
+            index = min([which.index(number) for number in longest])
+            alone = len(longest) == 1 == which.count(longest[0])
+            second = max([count for count in tokens if count < most], default=0) if alone else most
         only = most - second
-        sole, sole_s = (self.engines[index], columns_of.rates[index] * only) if only else (None, 0.0)
+        sole, sole_s = (
+            (self.engines[index], columns_of.states[index].prefill_s_per_token * only)
+            if only
+            else (None, 0.0)
+        )
         if self.skipped:
-            late = max([one.whole_tokens for one, _ in columns(self.skipped).groups], default=0)
+            late = max([one.whole_tokens for one in columns(self.skipped).hits], default=0)
             if late > most:
                 return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kvatlas.router.placement.candidate import POLICIES as NAMES
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from kvatlas.router.placement.cost import Choice, choose, favourite, make_choice, score, weight
 
@@ -70,12 +71,7 @@ def hash_prefix(
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {
-        "kvatlas": kvatlas,
-        "least-load": least_load,
-        "round-robin": round_robin,
-        "hash": hash_prefix,
-    }
+    dict(zip(NAMES, (kvatlas, least_load, round_robin, hash_prefix), strict=True))
 )
 
 

@@ -41,9 +41,10 @@ from kvatlas.router.openai.members import TooManyStepsError, run_cooperatively
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import SplitBody, split_body
 from kvatlas.router.pd.transfer import KvSource
-from kvatlas.router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings, columns
+from kvatlas.router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings
 from kvatlas.router.placement.cost import TIE_S, Choice, ScoredCandidates
 from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.placement.others import OthersLoad, others_at
 from kvatlas.router.prompts.prompt import Prompt
@@ -133,7 +134,7 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
     scored = choice.scored
     if choice.reason == "probe" or len(scored.totals) < 2:
         return choice
-    best_s = min(scored.totals) - TIE_S
+    best_s = scored.totals.item(scored.totals.argmin()) - TIE_S
     found = choice
     held = _likeliest_sources(scored, sources)
     for target in _likeliest_targets(scored) if held else ():
@@ -152,7 +153,7 @@ def _wait_s(scored: ScoredCandidates, at: int) -> float:
     """Seconds until an engine would begin with the prompt itself."""
     candidates = scored.candidates
     room_s, _ = candidates.rooms.get(at, (0.0, 0.0))
-    return max(candidates.queue_s[at], room_s)
+    return max(candidates.queue_s.item(at), room_s)
 
 
 def _likeliest_sources(scored: ScoredCandidates, sources: PullSources) -> list[tuple[int, int]]:
@@ -173,14 +174,14 @@ def _likeliest_targets(scored: ScoredCandidates) -> Sequence[int]:
     every = range(len(scored.totals))
     if len(every) <= _SHORTEST_MAX + _CHEAPEST_MAX:
         return every
-    shortest = sorted(every, key=scored.queues.__getitem__)[:_SHORTEST_MAX]
-    return sorted({*shortest, *sorted(every, key=scored.totals.__getitem__)[:_CHEAPEST_MAX]})
+    shortest = scored.queues.argsort(kind="stable")[:_SHORTEST_MAX].tolist()
+    return sorted({*shortest, *scored.totals.argsort(kind="stable")[:_CHEAPEST_MAX].tolist()})
 
 
 def any_waits(candidates: Sequence[Candidate]) -> bool:
     """Whether any engine has a wait that the shortest transfer could undercut: else nothing is looked up."""
     found = columns(candidates)
-    return max(found.queue_s) > LATENCY_S or any(room_s > LATENCY_S for room_s, _ in found.rooms.values())
+    return found.queue_s.max() > LATENCY_S or any(room_s > LATENCY_S for room_s, _ in found.rooms.values())
 
 
 def _longest(

@@ -19,9 +19,10 @@ from kvatlas.router.admission.fair_queue import Lane
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.openai.apis import SALTED, UNCACHED
 from kvatlas.router.openai.request import InboundRequest
-from kvatlas.router.placement.candidate import Candidate, columns
+from kvatlas.router.placement.candidate import Candidate
 from kvatlas.router.placement.eligible import FleetSnapshot
 from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.placement import Decision
 from kvatlas.router.proxy.headers import POST_PATHS
@@ -47,22 +48,18 @@ def gap_s(queue_s: float, requests: int, *, saturation_s: float, requests_max: i
 def any_room(candidates: Sequence[Candidate], *, saturation_s: float, requests_max: int | None) -> bool:
     """Whether at least one of them is not saturated."""
     found = columns(candidates)
-    if not found.queue_s or min(found.queue_s) > saturation_s:
-        return False
-    if requests_max is None:
-        return True
-    return any(
-        queue_s <= saturation_s and state.running + state.waiting < requests_max
-        for queue_s, state in zip(found.queue_s, found.states, strict=True)
-    )
+    free = found.queue_s <= saturation_s
+    if requests_max is not None:
+        free &= found.values.requests < requests_max
+    return bool(free.any())
 
 
 def joins_sibling(candidates: Sequence[Candidate], tokens: int, *, share: float, saturation_s: float) -> bool:
     """Whether this much of a prompt is in flight on an engine without too much queued."""
-    found, least = columns(candidates), max(1.0, share * tokens)
+    found, least, most_s = columns(candidates), max(1.0, share * tokens), PILE * saturation_s
     return any(
-        hit.common_tokens >= least and any(found.queue_s[at] <= PILE * saturation_s for at in members)
-        for hit, members in found.groups
+        hit.common_tokens >= least and bool((found.queue_s[found.which == number] <= most_s).any())
+        for number, hit in enumerate(found.hits, 1)
     )
 
 
@@ -175,19 +172,19 @@ class SaturationGate:
     def _tokens_per_s(self, model: str | None) -> float:
         """Prompt tokens per second of all engines of a model together."""
         rows = self._snapshot()
-        rows.loads(self._fresh_others(), self._now())
-        s_per_token = dict(zip(rows.engines, rows.rates, strict=True))
+        rows.queue_s(self._fresh_others(), self._now())
+        s_per_token = dict(zip(rows.engines, rows.values.rates.tolist(), strict=True))
         return sum(map((1.0).__truediv__, map(s_per_token.__getitem__, self._fleet.ready(model))))
 
     def _look(self) -> _Look:
         now, most = self._now(), self._settings.engine_requests_max
         snapshot = self._snapshot()
-        rows, queue_s = snapshot.loads(self._fresh_others(), now)
+        queue_s: list[float] = snapshot.queue_s(self._fresh_others(), now).tolist()
         gaps: Iterable[float] = map((-self._saturation_s).__add__, queue_s)
         if most is not None:
             gaps = (
-                gap_s(seconds, row.running + row.waiting, saturation_s=self._saturation_s, requests_max=most)
-                for seconds, row in zip(queue_s, rows, strict=True)
+                gap_s(seconds, requests, saturation_s=self._saturation_s, requests_max=most)
+                for seconds, requests in zip(queue_s, snapshot.values.requests.tolist(), strict=True)
             )
         by_engine = dict(zip(snapshot.engines, gaps, strict=True))
         # Engines that answer no clients, or whose breaker is open, have no room at any time.

@@ -27,8 +27,14 @@ class Driver:
         self.forgets = 0
         self.requests: list[RequestReplay] = []
         self.states: list[tuple[FeedState, str]] = []
+        self.machine.changed = self._changed
+        self._told = self.stats.state, self.stats.unconfirmed
+
+    def _changed(self) -> None:
+        self._told = self.stats.state, self.stats.unconfirmed
 
     def do(self, actions: list[Action]) -> None:
+        assert self._told == (self.stats.state, self.stats.unconfirmed), "decisions have not been told"
         for action in actions:
             match action:
                 case Apply(batch=batch):
