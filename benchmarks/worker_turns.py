@@ -8,7 +8,8 @@ turns of 900 bytes; all of them have a turn, then there is a pause, as between q
 request takes one of 32 connections by chance, so any worker. One line per number of workers and size:
 microseconds of CPU per request, all workers together, by turn: medians over the rounds, each of new
 conversations. ``--instructions``: thousands of instructions under valgrind's callgrind instead, which other
-work on the machine changes less; timers run fifty times as often there. ``--tree``: another checkout's router.
+work on the machine changes less; timers run fifty times as often there. ``--tree``: the router of another
+checkout.
 """
 
 from __future__ import annotations

@@ -27,13 +27,8 @@ from kvatlas.router.prompts.cuts import Ids
 from kvatlas.router.prompts.families.base import MissingFamily, TextTokenizer
 from kvatlas.router.prompts.local_renderer import ChatForm, ChatRenderer
 from kvatlas.router.prompts.model_dir import ModelDir, ModelDirError
-from kvatlas.router.prompts.prompt_cache import (
-    Earlier,
-    PrefixCache,
-    cached_ids,
-    message_keys,
-    text_keys,
-)
+from kvatlas.router.prompts.prefix_keys import message_keys, text_keys
+from kvatlas.router.prompts.prompt_cache import Earlier, PrefixCache, cached_ids
 from kvatlas.router.prompts.request import (
     INLINE_VALUES_MAX,
     ChatBody,
@@ -44,7 +39,7 @@ from kvatlas.router.prompts.request import (
     num_values,
 )
 from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
-from kvatlas.router.prompts.shared_prompts import CHARS_MIN, SharedPrompts
+from kvatlas.router.prompts.shared_prompts import CHARS_MIN
 from kvatlas.router.prompts.tokenizer import PromptTokenizer
 from kvatlas.router.prompts.truncation import ids_of, truncated
 from kvatlas.router.prompts.worker_threads import Workers
@@ -93,18 +88,17 @@ class LocalModel:
         cache: PrefixCache,
         workers: Workers,
         settings: PromptSettings,
-        shared: SharedPrompts | None = None,
         frontend: Frontend = "python",
         tokenizer: TextTokenizer | None = None,
     ) -> None:
-        """``shared``: prompts of all workers; ``tokenizer``: of this directory, if it is loaded already."""
+        """``tokenizer``: of the same directory, if it is loaded already."""
         self._config = config
         self._stats = stats
         self._cache = cache
         self._workers = workers
         self._settings = settings
         self._directory = directory
-        self._shared = shared if directory.identity else None
+        self._shared = cache.shared if directory.identity else None
         self._unlike = directory.config_tokens if frontend == "rust" else None
         """Texts that this frontend splits otherwise."""
         self._others: dict[Frontend, LocalModel] = {}
@@ -135,7 +129,6 @@ class LocalModel:
                 cache=self._cache,
                 workers=self._workers,
                 settings=self._settings,
-                shared=self._shared,
                 frontend=frontend,
                 tokenizer=self.tokenizer,
             )

@@ -13,17 +13,17 @@ it (larger ones are not cached); every index key points to a live one. Event-loo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-import xxhash
 
 from kvatlas.publisher.block_hash import PromptExtras
 from kvatlas.router.prompts.conversation import Conversation, Turn
 from kvatlas.router.prompts.cuts import Ids
+from kvatlas.router.prompts.prefix_keys import token_keys
 from kvatlas.router.prompts.request import SHARE, NotLocalError, extras_bytes
 from kvatlas.router.prompts.settings import PromptStats
+from kvatlas.router.prompts.shared_prompts import SharedPrompts
 
 _CHAIN_BYTES_PER_TOKEN: Final = 4
 """A block of 16 tokens has a hash of 32 bytes, 8 of it again, its row in the index (4), and the spare
@@ -36,8 +36,6 @@ whole prompt."""
 _COMPARED: Final = 64
 """Number of ids compared bit by bit."""
 _ID_BITS: Final = 32
-CHUNK_BYTES: Final = 1024
-"""Prompts without messages are indexed by such chunks of their text, or of their ids: 256 of them."""
 
 
 class Earlier(msgspec.Struct, frozen=True, gc=False):
@@ -51,9 +49,11 @@ class Earlier(msgspec.Struct, frozen=True, gc=False):
 
 class PrefixCache:
     """All conversations, least recently used first. A prefix is indexed by the most recently used one that
-    has it, which is evicted last: so it is found as long as any of them has it."""
+    has it, which is evicted last: so it is found as long as any of them has it. ``shared``: prompts of all
+    workers."""
 
-    def __init__(self, stats: PromptStats, bytes_max: int) -> None:
+    def __init__(self, stats: PromptStats, bytes_max: int, shared: SharedPrompts | None = None) -> None:
+        self.shared = shared
         self._stats = stats
         self._bytes_max = bytes_max
         self._kept: OrderedDict[int, Conversation] = OrderedDict()
@@ -177,34 +177,6 @@ def _goes_on(before: Conversation, shared: int, num_keys: int, num_tokens: int) 
     return 1 <= last == shared < num_keys and _LITTLE * (length - num_tokens) <= length
 
 
-def message_keys(scope: bytes, raws: Sequence[msgspec.Raw]) -> list[int]:
-    """One key per message, covering the scope and all messages up to it."""
-    key = xxhash.xxh3_64_intdigest(scope)
-    keys, digest = [], xxhash.xxh3_64_intdigest
-    for raw in raws:
-        key = digest(raw, key)
-        keys.append(key)
-    return keys
-
-
-def token_keys(scope: bytes, ids: Ids) -> list[int]:
-    """One key per full chunk of ids, and one for the rest of a shorter or uneven prompt."""
-    return _chunk_keys(xxhash.xxh3_64_intdigest(scope, 1), ids.tobytes())
-
-
-def text_keys(scope: bytes, text: str) -> list[int]:
-    """The same for a prompt's text."""
-    return _chunk_keys(xxhash.xxh3_64_intdigest(scope, 2), text.encode(errors="surrogatepass"))
-
-
-def _chunk_keys(key: int, data: bytes) -> list[int]:
-    keys = []
-    for start in range(0, len(data), CHUNK_BYTES):
-        key = xxhash.xxh3_64_intdigest(data[start : start + CHUNK_BYTES], key)
-        keys.append(key)
-    return keys
-
-
 def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
     """Number of equal leading ids, of which the first ``known`` need no comparison. Usually few are left, so
     this avoids numpy, whose code is no longer in the processor's caches."""
@@ -228,14 +200,20 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
         raise NotLocalError("empty")
     keys = token_keys(scope, ids)
     found = cache.find(scope, keys)
-    one = Conversation(scope, keys, Turn(ids, extras))
-    if found is None:
-        cache.put(one)
-    elif found.over.ids == ids and found.over.extras == extras:
+    if found is not None and found.over.ids == ids and found.over.extras == extras:
         stats.tokens_reused += len(ids)
         return found.over
-    else:
+    one = Conversation(scope, keys, Turn(ids, extras))
+    over = None if found is None else found.over
+    if cache.shared is not None:
+        over = cache.shared.find_ids(scope, keys, 0 if found is None else found.shared, extras) or over
+        if over is not None:
+            one.turn.shared_tokens = min(over.shared_tokens, common_tokens(over.ids, ids))
+        cache.shared.offer_ids(scope, one)
+    if found is not None and over is found.over:
         cache.put_next(one, found, 0)
+    else:
+        cache.put(one, over)
     return one.turn
 
 

@@ -135,8 +135,6 @@ class PromptReader:
         records: Callable[[PromptStats], SharedRecords | None] = lambda _stats: None,
     ) -> None:
         self.stats = stats or PromptStats()
-        shared = records(self.stats)
-        self._shared = None if shared is None else SharedPrompts(shared, self.stats)
         self._settings = settings
         self.renderers = Renderers(
             settings.renderers, EngineSide(post, settings, self.stats, clock, who="renderer")
@@ -145,7 +143,12 @@ class PromptReader:
         self._workers = Workers(
             self.stats, threads=settings.worker_threads, queue_len_max=WORKER_QUEUE_LEN_MAX
         )
-        self._cache = PrefixCache(self.stats, settings.prefix_cache_bytes_max)
+        shared = records(self.stats)
+        self._cache = PrefixCache(
+            self.stats,
+            settings.prefix_cache_bytes_max,
+            None if shared is None else SharedPrompts(shared, self.stats),
+        )
         self._conversions = Conversions()
         self._media = MediaMemory(self.stats, MEDIA_CACHE_BYTES_MAX)
         self._frontends = frontends
@@ -169,7 +172,6 @@ class PromptReader:
                 cache=self._cache,
                 workers=self._workers,
                 settings=self._settings,
-                shared=self._shared,
             )
         except ModelDirError:
             raise

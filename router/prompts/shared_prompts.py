@@ -3,7 +3,8 @@
 A record has the text, its cuts, ids and block hashes. It is found by digests of the text's beginning, as keys
 only: the text is compared before anything is reused, and the record's scope, which has the tokenizer and all
 that hashes cover besides tokens. So a worker reuses what it would have reused of its own prompts. Templates
-and messages do not count: the text is rendered before.
+and messages do not count: the text is rendered before. Of a prompt that is given as ids, a record has the ids
+and their hashes.
 
 A prompt is written ``DELAY_S`` after it was read, with the hashes that were made meanwhile, if the memory
 has too little of it. Short ones, and what differs little from a known prompt, cost less to read again.
@@ -21,7 +22,7 @@ import msgspec
 from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras
 from kvatlas.router.prompts.conversation import Conversation, CutText, Turn
 from kvatlas.router.prompts.cuts import Ids
-from kvatlas.router.prompts.prompt_cache import CHUNK_BYTES, text_keys
+from kvatlas.router.prompts.prefix_keys import CHUNK_BYTES, CHUNK_TOKENS, text_keys
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.shared_records import SharedRecords
 
@@ -30,6 +31,7 @@ DELAY_S = 0.1
 CHARS_MIN: Final = 4096
 # Finding a longer text would hold the event loop for more than 5 ms.
 CHARS_MAX: Final = 1 << 21
+_IDS_MIN, _IDS_MAX = CHARS_MIN // 4, CHARS_MAX // 4
 # Two pieces between cuts: prompts that differ at their end only are not written again.
 _TOKENS_MIN: Final = 512
 # A record costs as much as reading this part of its text.
@@ -49,6 +51,7 @@ class _Record(msgspec.Struct, array_like=True):
     chains: list[tuple[HashScheme, int, memoryview]]
 
 
+_NO_TEXT: Final = CutText("", (), ())
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(_Record)
 
@@ -59,7 +62,7 @@ class SharedPrompts:
     def __init__(self, records: SharedRecords, stats: PromptStats) -> None:
         self._records = records
         self._stats = stats
-        self._waiting: dict[int, tuple[bytes, Conversation]] = {}
+        self._waiting: dict[int, tuple[bytes, Conversation, bool]] = {}
 
     def find(self, scope: bytes, text: str, begin: int, extras: PromptExtras) -> tuple[Turn, CutText] | None:
         """A prompt that may begin as this text does, further than its first ``begin`` characters, which are
@@ -67,8 +70,21 @@ class SharedPrompts:
         new = len(text) - begin
         if new < CHARS_MIN or new * _PART < len(text) or len(text) > CHARS_MAX:
             return None
-        keys = _full_chunks(scope, text)
-        for number in range(len(keys) - 1, begin // CHUNK_BYTES - 1, -1):
+        return self._look_up(scope, text_keys(scope, text), begin // CHUNK_BYTES, extras)
+
+    def find_ids(self, scope: bytes, keys: list[int], first: int, extras: PromptExtras) -> Turn | None:
+        """The same for a prompt of ids with these keys, of which the ``first`` are known."""
+        new = (len(keys) - first) * CHUNK_TOKENS
+        if new < _IDS_MIN or (len(keys) - first) * _PART < len(keys) or len(keys) > _IDS_MAX // CHUNK_TOKENS:
+            return None
+        found = self._look_up(scope, keys, first, extras)
+        return None if found is None else found[0]
+
+    def _look_up(
+        self, scope: bytes, keys: list[int], first: int, extras: PromptExtras
+    ) -> tuple[Turn, CutText] | None:
+        """The prompt with the longest beginning. Not by the last key: its chunk is usually not full."""
+        for number in range(len(keys) - 2, first - 1, -1):
             record = self._records.find(keys[number])
             found = None if record is None else _prompt_of(record, scope, extras)
             if found is not None:
@@ -79,38 +95,39 @@ class SharedPrompts:
 
     def offer(self, scope: bytes, one: Conversation) -> None:
         """Write this prompt soon, unless most of it is there."""
-        cut, tokens = one.cut, len(one.turn.ids)
+        cut = one.cut
+        # A text of one piece has nothing that another one could reuse.
+        if cut is not None and len(cut.starts) > 1 and CHARS_MIN <= cut.begin + len(cut.text) <= CHARS_MAX:
+            self._offer(scope, one, is_text=True)
+
+    def offer_ids(self, scope: bytes, one: Conversation) -> None:
+        """The same for a prompt of ids."""
+        if _IDS_MIN <= len(one.turn.ids) <= _IDS_MAX:
+            self._offer(scope, one, is_text=False)
+
+    def _offer(self, scope: bytes, one: Conversation, *, is_text: bool) -> None:
+        tokens = len(one.turn.ids)
         missing = tokens - one.turn.shared_tokens
         if missing < _TOKENS_MIN or missing * _PART < tokens:
-            return
-        # A text of one piece has nothing that another one could reuse.
-        if cut is None or len(cut.starts) == 1:
-            return
-        if not CHARS_MIN <= cut.begin + len(cut.text) <= CHARS_MAX:
             return
         if not self._waiting:
             asyncio.get_running_loop().call_later(DELAY_S, self.write)
         if len(self._waiting) < _WAITING_MAX:
-            self._waiting[id(one)] = scope, one
+            self._waiting[id(one)] = scope, one, is_text
 
     def write(self) -> None:
         """Write the prompts that wait."""
         waiting, self._waiting = self._waiting, {}
-        for scope, one in waiting.values():
+        for scope, one, is_text in waiting.values():
             cut, turn = one.whole_cut(), one.turn
-            if cut is None:
+            if is_text is (cut is None):  # its next turn, which came meanwhile, is of another kind
                 continue
-            keys = _full_chunks(scope, cut.text)
+            keys = one.keys if cut is None else text_keys(scope, cut.text)
             # Of the beginnings some at the end, where next turns go on, and ever fewer before.
-            last = len(keys)
+            last = len(keys) - 1
             spread = [keys[last - (1 << bit)] for bit in range(last.bit_length())]
-            if self._records.put(spread, _record_of(scope, turn, cut)) and turn.chains:
+            if self._records.put(spread, _record_of(scope, turn, cut or _NO_TEXT)) and turn.chains:
                 turn.shared_tokens = len(turn.ids)
-
-
-def _full_chunks(scope: bytes, text: str) -> list[int]:
-    """Keys of the text's beginnings, without that of the last part: a next turn has another one there."""
-    return text_keys(scope, text)[:-1]
 
 
 def _record_of(scope: bytes, turn: Turn, cut: CutText) -> bytes:

@@ -15,12 +15,8 @@ from tokenizers import Tokenizer
 
 from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
 from kvatlas.router.prompts.conversation import Conversation, KnownMessage, Turn
-from kvatlas.router.prompts.prompt_cache import (
-    PrefixCache,
-    common_tokens,
-    message_keys,
-    token_keys,
-)
+from kvatlas.router.prompts.prefix_keys import message_keys, token_keys
+from kvatlas.router.prompts.prompt_cache import PrefixCache, common_tokens
 from kvatlas.router.prompts.reader import Prompt, PromptReader, PromptSettings
 from kvatlas.router.prompts.request import ChatBody
 from kvatlas.router.prompts.settings import PromptStats

@@ -77,8 +77,8 @@ class Team:
         prompt = read_exact(worker, body, path)
         for scheme in schemes:
             prompt.hashes(scheme)
-        assert worker._shared is not None
-        worker._shared.write()
+        assert worker._cache.shared is not None
+        worker._cache.shared.write()
         return prompt
 
     def stats(self, name: str) -> list[int]:
@@ -138,6 +138,21 @@ def test_completions_of_a_growing_text(tmp_path: Path, tokenizer: Any, chars: in
     by_words = tokenizer is byte_level_tokenizer  # the other one's texts have no cuts
     assert team.stats("shared_hits") == [0, int(chars > CHARS_MIN and by_words)]
     assert team.stats("shared_written") == [int(chars > CHARS_MIN and by_words), 0]
+
+
+@pytest.mark.parametrize("num_tokens", [900, 5_000])
+def test_prompts_of_ids_that_grow_and_branch(folder: Path, num_tokens: int) -> None:
+    rng, team, alone = random.Random(15), Team(folder), local_reader(folder)
+    ids = [rng.randrange(500) for _ in range(num_tokens)]
+    for number, end in enumerate((num_tokens, num_tokens + 50, num_tokens - 600, num_tokens + 90)):
+        body = {"prompt": [*ids[:end], *[1] * (end - num_tokens), number]}
+        assert_is(team.read(number % 2, body, COMPLETIONS), read_exact(alone, body, COMPLETIONS))
+    is_long = num_tokens > 1024
+    assert team.stats("shared_hits") == [0, int(is_long)]
+    assert (team.stats("blocks_hashed")[1] < num_tokens // 16) == is_long
+    salted = {"prompt": ids, "cache_salt": "x"}
+    assert_is(team.read(0, salted, COMPLETIONS), read_exact(alone, salted, COMPLETIONS))
+    assert team.stats("shared_hits")[0] == 0
 
 
 def test_a_next_turn_at_the_other_worker_tokenizes_and_hashes_only_what_is_new(folder: Path) -> None:
@@ -266,7 +281,7 @@ def test_a_long_conversation_is_written_a_few_times(folder: Path) -> None:
 def test_hashes_that_were_missing_are_written_by_who_made_them(folder: Path) -> None:
     team = Team(folder)
     body = chat(say("user", words(random.Random(9), 20_000)))
-    shared = team.workers[0]._shared
+    shared = team.workers[0]._cache.shared
     assert shared is not None
     read_exact(team.workers[0], body)
     shared.write()  # without its hashes
@@ -299,7 +314,7 @@ def test_prompts_that_wait_are_bounded(folder: Path) -> None:
             await team.workers[0].read(request(chat(say("user", f"{number} {head}"))))
 
     asyncio.run(read_many())
-    shared = team.workers[0]._shared
+    shared = team.workers[0]._cache.shared
     assert shared is not None
     shared.write()
     assert team.stats("shared_written")[0] == 256
@@ -323,7 +338,7 @@ async def main(folder, file, slot):
         request = InboundRequest("POST", "/v1/chat/completions", b"", [], line, "m")
         prompt = await reader.read(request)
         hashes = list(prompt.hashes(HashScheme()))
-        reader._shared.write()
+        reader._cache.shared.write()
         stats = [reader.stats.tokens_new, reader.stats.shared_hits]
         print(json.dumps([list(prompt.token_ids), hashes, stats]), flush=True)
 
@@ -381,5 +396,5 @@ def test_turns_that_alternate_between_processes_of_which_one_is_killed(folder: P
 def test_one_process_shares_nothing(folder: Path) -> None:
     alone = local_reader(folder)
     read_exact(alone, chat(say("user", words(random.Random(12), 20_000))))
-    assert alone._shared is None
+    assert alone._cache.shared is None
     assert alone.stats.shared_misses == PromptStats().shared_misses == 0
