@@ -60,6 +60,11 @@ Kept = tuple[range, ...]
 last end. A range of one end is that end alone."""
 
 
+_Ends = tuple[int, int]
+_AT_END: _Ends = (0, 0)
+_Mark = tuple[int, int, _Ends]
+
+
 class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     """One prompt on one engine; opaque to its holder."""
 
@@ -67,6 +72,8 @@ class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     hashes: Sequence[BlockHash]
     num_blocks: int
     keeps: Kept = ()
+    marks: Sequence[_Mark] = ()
+    """Its ``keeps``, as nodes count them."""
     kept: bool = True
     computed: bool = False
     """Its first token arrived: ``keeps`` is the part that no applied batch has stored yet."""
@@ -151,6 +158,13 @@ def kept_prefixes(rule: KeptRule, prompt_tokens: int, hit: Hit, retention_interv
         step = alignment // unit if end > first else 1
         return () if end < first else (range(first // unit, end // unit + 1, step),)
     last, shared_prefix = prompt_tokens - 1, hit.shared_prefix_tokens
+    step = alignment if retention_interval is None else retention_interval
+    if not (drop or states or step):
+        # Most engines: its last boundary, and the one where the prefix ends that prompts share.
+        end = last // alignment * alignment
+        junction = shared_prefix // alignment * alignment
+        few = [junction, end] if held < junction < end else [end]
+        return _between_ends(few, held, rule) if end > held else ()
     # The same prompt again, and with EAGLE also a longer one, which can drop a block behind the last token
     # (``replay_boundaries``, v1/core/kv_cache_coordinator.py, vLLM 0.32).
     again = last // alignment * alignment
@@ -239,10 +253,6 @@ def coming_hit(layout: CacheLayout, kept_tokens: int, prompt_tokens: int) -> int
     return 0 if found <= layout.replay_tokens else found
 
 
-_Ends = tuple[int, int]
-_AT_END: _Ends = (0, 0)
-
-
 class PrefixNode(msgspec.Struct, eq=False, gc=False):
     """A node of the tree: hashes ``[start, end)`` of ``hashes``, shared by every prompt that passes through.
 
@@ -309,40 +319,36 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
             found.sort(key=_first, reverse=True)
         return found
 
-    def kept_ends(self, keeps: Kept) -> list[_Ends]:
-        """Return which of its ends a prompt keeps that passes through it."""
-        found = []
-        for span in keeps:
-            end, step = span[-1], span.step
-            if len(span) == 1:
-                if end == self.end:
-                    found.append(_AT_END)
-            elif end >= self.end and span[0] - step <= self.start:
-                found.append((step, end % step))
-        return found
-
-    def count_kept(self, engine_id: str, keeps: Kept, cuts: Sequence[int], by: int) -> None:
+    def count_kept(self, engine_id: str, marks: Sequence[_Mark], by: int) -> None:
         """Count one more (1) or less (-1) of the prompts that pass through it and keep these."""
-        if self.end in cuts:
-            self.cuts += by
-        for ends in self.kept_ends(keeps):
-            counts = self.keepers.setdefault(ends, {})
-            if count := counts.get(engine_id, 0) + by:
-                counts[engine_id] = count
-            else:
-                del counts[engine_id]
-                if not counts:
-                    del self.keepers[ends]
+        start, end, cut = self.start, self.end, 0
+        for low, last, ends in marks:
+            if end in (last, low):
+                cut = by
+            if (low <= start and end <= last) or low == end == last:
+                counts = self.keepers.get(ends)
+                if counts is None:
+                    counts = self.keepers[ends] = {}
+                if count := counts.get(engine_id, 0) + by:
+                    counts[engine_id] = count
+                else:
+                    del counts[engine_id]
+                    if not counts:
+                        del self.keepers[ends]
+        self.cuts += cut
 
 
-def _cuts(keeps: Kept) -> list[int]:
-    """Where nodes must end, so that each of the ranges covers whole nodes."""
-    cuts = []
+def _marks(keeps: Kept) -> list[_Mark]:
+    """Return where the nodes of each range begin and end (they are cut there, so that each range covers whole
+    ones), and which of their ends it keeps. A single end begins where it ends."""
+    marks = []
     for span in keeps:
+        last, step = span[-1], span.step
         if len(span) > 1:
-            cuts.append(span[0] - span.step)
-        cuts.append(span[-1])
-    return cuts
+            marks.append((span[0] - step, last, (step, last % step)))
+        else:
+            marks.append((last, last, _AT_END))
+    return marks
 
 
 class InflightPrefixes:
@@ -381,7 +387,7 @@ class InflightPrefixes:
         # Schemes with look-ahead lack the last hashes.
         if keeps and keeps[-1][-1] > num_blocks:
             keeps = kept_ranges(span[: bisect_right(span, num_blocks)] for span in keeps)
-        prompt = InflightPrompt(engine_id, hashes, num_blocks, keeps, rank=rank)
+        prompt = InflightPrompt(engine_id, hashes, num_blocks, keeps, _marks(keeps), rank=rank)
         self._insert(prompt)
         self._ranked += rank != 0
         self._prompts[prompt] = self._by_engine.setdefault(engine_id, {})[prompt] = None
@@ -528,9 +534,13 @@ class InflightPrefixes:
         cut: Counter[int] = Counter()
         for prompt in self._prompts:
             for node in self._path(prompt):
-                cut[id(node)] += node.end in _cuts(prompt.keeps)
-                for ends in (None, *node.kept_ends(prompt.keeps)):
-                    through[id(node), prompt.engine_id, ends] += 1
+                through[id(node), prompt.engine_id, None] += 1
+                cut[id(node)] += any(node.end in {low, last} for low, last, _ in prompt.marks)
+                for span, mark in zip(prompt.keeps, prompt.marks, strict=True):
+                    low, last = span[0] - span.step, span[-1]
+                    covered = low <= node.start and node.end <= last
+                    if covered if len(span) > 1 else node.end == last:
+                        through[id(node), prompt.engine_id, mark[-1]] += 1
         stack = list(self._root.children.items())
         while stack:
             first, node = stack.pop()
@@ -558,10 +568,13 @@ class InflightPrefixes:
                 self._settle(prompt)
 
     def _insert(self, prompt: InflightPrompt) -> None:
-        hashes, engine_id, end, keeps = prompt.hashes, prompt.engine_id, prompt.num_blocks, prompt.keeps
-        node, depth, cuts = self._root, 0, _cuts(keeps)
+        hashes, engine_id, marks = prompt.hashes, prompt.engine_id, prompt.marks
+        node, depth, cuts = self._root, 0, [prompt.num_blocks]
+        for low, last, _ in marks:
+            cuts += (low, last)
+        cuts.sort()
         path: list[PrefixNode] = []
-        for cut in sorted((*cuts, end)):
+        for cut in cuts:
             while depth < cut:
                 child = node.children.get(hashes[depth])
                 if child is None:
@@ -574,19 +587,18 @@ class InflightPrefixes:
                 child.engines[engine_id] = child.engines.get(engine_id, 0) + 1
                 node, depth = child, child.end
                 path.append(node)
-        for node in path if keeps else ():
-            node.count_kept(engine_id, keeps, cuts, 1)
+        for node in path if marks else ():
+            node.count_kept(engine_id, marks, 1)
 
     def _unkeep(self, prompt: InflightPrompt, path: Sequence[PrefixNode]) -> None:
-        keeps, engine_id = prompt.keeps, prompt.engine_id
+        engine_id = prompt.engine_id
         if prompt.computed and (unstored := self._unstored.get(engine_id)) is not None:
             unstored.pop(prompt, None)
             if not unstored:
                 del self._unstored[engine_id]
-        cuts = _cuts(keeps)
         for node in path:
-            node.count_kept(engine_id, keeps, cuts, -1)
-        prompt.keeps = ()
+            node.count_kept(engine_id, prompt.marks, -1)
+        prompt.keeps = prompt.marks = ()
 
     def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:
         """The nodes of an inserted prompt, from the root down."""
