@@ -131,7 +131,7 @@ class Fleet:
     async def get(self, member: Replica, path: str) -> Any:
         """A control page of a replica; None while it does not answer."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            timeout = aiohttp.ClientTimeout(total=2)
+            timeout = aiohttp.ClientTimeout(total=2)  # it is asked again
             async with self._session.get(member.ops_url + path, timeout=timeout) as answer:
                 payload = await answer.read()
                 return (

@@ -182,7 +182,8 @@ class Gateway:
         if found is not None and not found[0].closed and not found[0].goaway:
             return found[0]
         try:
-            reader, writer = await asyncio.wait_for(asyncio.open_connection(router_host(r), PICKER_PORT), 2.0)
+            async with asyncio.timeout(2.0):
+                reader, writer = await asyncio.open_connection(router_host(r), PICKER_PORT)
         except (OSError, TimeoutError) as error:
             raise GatewayError(503, f"no picker: {error}") from None
         peer = H2Peer(reader, writer, window=_WINDOW_BYTES)
@@ -248,7 +249,8 @@ class Gateway:
         engine: asyncio.StreamWriter | None = None
         try:
             try:
-                reader, engine = await asyncio.wait_for(asyncio.open_connection(host, int(port)), 2.0)
+                async with asyncio.timeout(2.0):
+                    reader, engine = await asyncio.open_connection(host, int(port))
                 keep_alive(engine.transport)
                 engine.write(_request(head, body))
                 answered = await _read_head(reader)

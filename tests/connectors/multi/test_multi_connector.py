@@ -143,7 +143,6 @@ def test_refusals_do_not_depend_on_assertions() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
         check=False,
     )
     said = dict(line.split(" | ", 1) for line in run.stdout.splitlines() if " | " in line)

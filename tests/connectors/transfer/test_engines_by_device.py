@@ -13,6 +13,7 @@ from kvatlas.connectors.layout import CacheView, Piece, group_pages
 from kvatlas.connectors.transfer import cuda
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob
 from kvatlas.connectors.worker.worker import make_engine, open_rows
+from tests.support.waiting import HANG_S
 
 BLOCKS = 200
 BLOCK_BYTES = 64
@@ -33,7 +34,7 @@ def test_a_step_in_which_many_requests_fill_a_block_loses_none(monkeypatch: pyte
     gate, copy = threading.Event(), ctypes.memmove
 
     def held(*args: Any) -> Any:
-        gate.wait(30)
+        gate.wait(HANG_S)
         return copy(*args)
 
     engine = make_engine(view_of(cache), "cpu", slots=BLOCKS, row_bytes=BLOCK_BYTES)
@@ -56,14 +57,14 @@ def test_closing_does_not_wait_for_a_copy_that_hangs(monkeypatch: pytest.MonkeyP
 
     def held(target: int, source: int, size: int) -> None:
         begun.set()
-        gate.wait(60)
+        gate.wait(HANG_S)
         memmove(target, source, size)
 
     cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
     engine = make_engine(view_of(cache), "cpu", slots=BLOCKS, row_bytes=BLOCK_BYTES)
     monkeypatch.setattr(ctypes, "memmove", held)
     engine.submit(store(1))
-    assert begun.wait(30)
+    assert begun.wait(HANG_S)
     assert not engine.close(timeout_s=0.01)
     gate.set()
     assert engine.wait([1], 30)

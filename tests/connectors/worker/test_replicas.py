@@ -16,6 +16,7 @@ from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferEngi
 from kvatlas.connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
 from kvatlas.connectors.worker import worker
 from kvatlas.connectors.worker.worker import Replicas, make_engine, slots_of
+from tests.support.waiting import HANG_S
 
 BLOCKS, BLOCK_BYTES, RANKS = 20, 4096, 2
 NAMED = np.arange(1, 13, dtype=np.int64)
@@ -60,7 +61,7 @@ def test_one_copy_does_for_all(folder: Path) -> None:
             row_bytes=BLOCK_BYTES,
             replicas=Replicas(RANKS, rank),
             name="engine",
-            meet=lambda: meeting.wait(30) >= 0,
+            meet=lambda: meeting.wait(HANG_S) >= 0,
         )
 
     with ThreadPoolExecutor(RANKS) as ranks:

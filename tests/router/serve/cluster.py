@@ -83,7 +83,7 @@ class LoadBalancer:
 
     async def _is_ready(self, router: Replica) -> bool:
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            timeout = aiohttp.ClientTimeout(total=5)
+            timeout = aiohttp.ClientTimeout(total=5)  # as a probe of Kubernetes: asked again
             async with self._session.get(f"{router.url}/ready", timeout=timeout) as answer:
                 return answer.status == 200
         return False
@@ -237,6 +237,7 @@ class Cluster:
     async def ask(self, url: str) -> Any:
         """A page; None while there is none."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            # A page that does not come is asked for again.
             async with self.session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as answer:
                 payload = await answer.read()
                 if answer.status != 200:

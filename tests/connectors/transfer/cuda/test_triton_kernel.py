@@ -95,7 +95,6 @@ def run(script: str, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
