@@ -377,9 +377,12 @@ class RequestCycle(msgspec.Struct, eq=False):
 
     def write(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
         """Implement ``ClientRequest``."""
-        if self._connection.write_paused is not None:
-            return self._write_later(data, more, self._connection.write_paused)
-        if self._response is not _DISCONNECTED:
+        connection = self._connection
+        if connection.write_paused is not None:
+            return self._write_later(data, more, connection.write_paused)
+        if self._response is _SENDING and self._chunked and more and 0 < len(data) < _JOIN_BYTES_MAX:
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        elif self._response is not _DISCONNECTED:
             self._send_body(data, more)
         return None
 
@@ -418,9 +421,6 @@ class RequestCycle(msgspec.Struct, eq=False):
         return block + more + b"\r\n"
 
     def _send_body(self, body: bytes, more: bool) -> None:
-        if self._response is _SENDING and self._chunked and more and 0 < len(body) < _JOIN_BYTES_MAX:
-            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-            return
         begin = self._encode_head(self._head) if self._response is _HEAD_BUFFERED else b""
         if self.head.method == "HEAD":
             body = b""

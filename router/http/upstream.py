@@ -108,7 +108,6 @@ class UpstreamConnection(asyncio.Protocol):
         "_keep_alive",
         "_loop",
         "_method",
-        "_on_event",
         "_on_lost",
         "_parser",
         "_paused",
@@ -116,6 +115,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_settings",
         "_state",
         "_stats",
+        "_step",
         "_transport",
         "_unparsed_bytes",
         "_waiter",
@@ -142,7 +142,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._on_event: Callable[[], bool] | None = None
+        self._step: Callable[[bytes], bool] | None = None
         self._chunks: list[bytes] = []
         # Called by the parser without a Python frame in between.
         self.on_body = self._chunks.append
@@ -236,15 +236,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._resume()
         return data
 
-    def next_event(self, step: Callable[[], bool] | None = None) -> asyncio.Future[None]:
+    def next_event(self, step: Callable[[bytes], bool] | None = None) -> asyncio.Future[None]:
         """Return a future that is done at the next event: data, an error, the end.
 
-        With ``step``, which is called for each event, it is done once ``step`` returns False, or raises what
-        ``step`` raises.
+        ``step`` gets data instead, as it comes, until it returns False, or raises what the future raises.
+        What comes with the end is left for ``read_nowait``.
         """
         # That saves a task switch for each chunk.
         waiter = self._waiter = self._loop.create_future()
-        self._on_event = step
+        self._step = step
         return waiter
 
     @property
@@ -311,22 +311,27 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake()
 
     def _wake(self) -> None:
+        waiter, self._waiter, self._step = self._waiter, None, None
+        if waiter is not None and not waiter.done():  # done: the waiting task was cancelled
+            waiter.set_result(None)
+
+    def _take_step(self, step: Callable[[bytes], bool]) -> bool:
+        """Give what has come to ``step``; False: the waiting task was cancelled."""
         waiter = self._waiter
-        if waiter is None:
-            return
-        if waiter.done():  # the waiting task was cancelled
-            self._waiter = self._on_event = None
-            return
-        if self._on_event is not None:
-            try:
-                if self._on_event():
-                    return
-            except Exception as error:  # noqa: BLE001  # raised in the waiting task
-                waiter.set_exception(error)
-                self._waiter = self._on_event = None
-                return
-        self._waiter = self._on_event = None
-        waiter.set_result(None)
+        if waiter is None or waiter.done():
+            return False
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._waits_until, self.heard_s = self.deadline, self._clock()
+        self.deadline = self.heard_s + self._settings.idle_timeout_s
+        try:
+            if not step(data):
+                self._wake()
+        except Exception as error:  # noqa: BLE001  # raised in the waiting task
+            self._waiter = self._step = None
+            waiter.set_exception(error)
+        return True
 
     def _resume(self) -> None:
         self._paused = False
@@ -368,6 +373,8 @@ class UpstreamConnection(asyncio.Protocol):
                 self._parser = httptools.HttpResponseParser(self)
         elif self._response is _BODY and len(self._chunks) > chunks:
             self._unparsed_bytes = 0
+            if self._step is not None and self._take_step(self._step):
+                return
             self._buffer(len(data))
         else:
             # A part of a head, a trailer, or a chunk's frame, which the parser buffers without a callback.

@@ -208,7 +208,7 @@ class SseRelay:
         self._abort_mark = abort_mark(path)
         # An event that ends, or begins, like this is neither an error nor the end.
         self._usual_start = _DELTAS.get(path, b"")
-        self._usual_end = _UNKNOWN_END if path not in _DELTAS else b""
+        self._usual_end = _UNKNOWN_END if path not in _DELTAS else b"\n\n"
         self.aborted = False
         """The engine gave up: nothing more is to be passed on."""
         self.given_up = False
@@ -233,33 +233,45 @@ class SseRelay:
         self._tail_seen = 0
         self._last = self._opened = b"\n\n"
 
+    def passes(self, data: bytes) -> bool:
+        """Whether this piece of a stream that has begun is one whole event, and only a part of the answer:
+        most are. It is to be passed on then, as one token."""
+        usual = (
+            self.begun
+            and not self._tail
+            and data.endswith(self._usual_end)
+            and data.startswith(self._usual_start)
+            and data.count(b"\n\n") == 1
+            # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
+            and data.find(b'"usage"') < 0
+            # Of several answers in one event, the last one says nothing of the others.
+            and data.find(_REASON, 0, -len(self._usual_end)) < 0
+        )
+        if usual:
+            self._last = data
+        return usual
+
     def feed(self, data: bytes) -> bytes:
         """The bytes to pass on now; empty if no event has ended, or openings are held."""
+        if self.passes(data):
+            self.count = 1
+            return data
         # By far the most pieces are whole events.
         if (self._tail or not data.endswith(EVENT_ENDS)) and not (data := self._whole(data)):
             self.count, self.waits = 0, not self.begun
             return data
-        self.count = count = data.count(b"\n\n")
+        self.count = data.count(b"\n\n")
         if not self.begun:
             if not (data := self._begin(data)):
                 return data
         elif data[0] == _COLON:
             self.waits = all(map(is_comment, blocks(data)))
-        # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
-        has_usage = data.find(b'"usage"') >= 0
-        if (
-            has_usage
-            or count != 1
-            or not (data.endswith(self._usual_end) and data.startswith(self._usual_start))
-            # Of several answers in one event, the last one says nothing of the others.
-            or data.find(_REASON, 0, -len(self._usual_end)) >= 0
-        ):
-            self.count = count - data.count(_DONE)
-            data = self._watch(data)
-            if has_usage:
-                self._read_usage(data)
-            if self._filter is not None:
-                data = self._filter.feed(data)
+        self.count -= data.count(_DONE)
+        data = self._watch(data)
+        if data.find(b'"usage"') >= 0:
+            self._read_usage(data)
+        if self._filter is not None:
+            data = self._filter.feed(data)
         self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
         return data
 

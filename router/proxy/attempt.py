@@ -360,10 +360,10 @@ class Answer(Protocol):
     def read_nowait(self) -> bytes | None:
         """All that has come; None: nothing yet."""
 
-    def next_event(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
+    def next_event(self, step: Callable[[bytes], bool] | None = None) -> Awaitable[None]:
         """Return an awaitable of the next event, for use when ``read_nowait`` returned None.
 
-        ``step`` may be called for each event instead, until it returns False or raises.
+        ``step`` may get the data that comes instead, until it returns False or raises.
         """
 
     async def read(self) -> bytes:

@@ -72,8 +72,7 @@ class StreamRelay(msgspec.Struct, eq=False):
                 if self._waits is not None:
                     await self._caught_up()
                 if self._go_on():
-                    # ``_take`` is called by the connection for each piece, so that a chunk costs no task
-                    # switch.
+                    # The connection gives each piece to ``_take``, so that a chunk costs no task switch.
                     await self._connection.next_event(self._take)
         except UpstreamError as error:
             if self.had < Had.ANSWER:
@@ -106,14 +105,18 @@ class StreamRelay(msgspec.Struct, eq=False):
                 return False
         return True
 
-    def _take(self) -> bool:
-        """Pass on the next thing that came, all of which is there at once. Whether this may be called for the
-        one after it. Raises ``UpstreamError``."""
-        data = self._connection.read_nowait()
-        if data is None:
-            return True
-        self._pass_on(data)
-        return self._more and self._waits is None
+    def _take(self, data: bytes) -> bool:
+        """Pass on what came. Whether this takes what comes next. Raises ``UpstreamError``."""
+        if not self._success or not self._events.passes(data):
+            self._pass_on(data)
+            return self._more and self._waits is None
+        record = self._record
+        record.piece()
+        record.streamed_tokens += 1
+        record.bytes_out += len(data)
+        self._attempt.streamed(1)
+        self._waits = self._answer.write(data, more=True)
+        return self._waits is None
 
     def _pass_on(self, data: bytes) -> None:
         """Pass a piece on."""

@@ -78,7 +78,7 @@ class GatewayAnswer:
         self._taken()
         return data
 
-    def next_event(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
+    def next_event(self, step: Callable[[bytes], bool] | None = None) -> Awaitable[None]:
         """Implement ``Answer``: a task reads the gateway's stream, so ``step`` is not used."""
         return self._next_event()
 

@@ -55,7 +55,7 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
         ("_place_again", "self._planner.place"): INNER,
         ("_carry_on", "self._attempt"): INNER,
         ("_carry_on", "self._legs.prefill"): CHECKED,
-        ("_give_up", "send"): OVER,
+        ("_give_up", "answer_whole"): OVER,
         ("_attempt", "self._ask"): SENT,
         ("_attempt", "self._ask_without_order"): SENT,
         ("_attempt", "self._pass_on"): OVER,
