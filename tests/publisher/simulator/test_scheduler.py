@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.request import SimRequest
 from kvatlas.publisher.simulator.scheduler import Output, Scheduler, StepCosts
 from kvatlas.publisher.simulator.settings import (
@@ -130,6 +131,9 @@ def test_a_prompt_over_the_budget_is_computed_in_chunks() -> None:
     request = rig.add(prompt(200), max_tokens=1)
     assert [len(rig.step()) for _ in range(4)] == [0, 0, 0, 1]
     assert request.finish_reason == "length"
+    for seed in (1, 2):
+        rig.add(prompt(40, seed), max_tokens=1)
+    assert [len(rig.step()) for _ in range(2)] == [1, 1], "the step's budget is that of all its prompts"
 
 
 def test_waiting_requests_are_admitted_in_order_as_seats_allow() -> None:
@@ -291,6 +295,20 @@ def test_every_load_ends_with_every_request_done_and_every_block_free(
         assert request.finish_reason == "length" or aborted
         assert len(request.output) == request.max_tokens or aborted
         assert request.cached_tokens is None or request.cached_tokens < len(request.prompt)
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks"),
+    [
+        (GroupSpec(0, "full_attention", 16), 625),
+        (GroupSpec(0, "sliding_window", 16, sliding_window=100), 12),
+        (GroupSpec(0, "chunked_local_attention", 16, attention_chunk_size=128), 13),
+    ],
+)
+def test_a_window_or_chunk_holds_its_span_the_chunk_being_computed_and_a_block(
+    group: GroupSpec, blocks: int
+) -> None:
+    assert blocks_needed((group,), 10_000, 64) == blocks
 
 
 def test_a_context_that_fits_the_pool_is_derived_or_checked() -> None:
