@@ -231,41 +231,43 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         words = _words_of(copy, len(copy) // num_blocks, 0 if scheme.algo == SGLANG else -1)
         return cls(scheme, extras, None, PromptHashes(words), copy)
 
-    def extend(self, token_ids: Sequence[int]) -> PromptHashes:
-        """Hash the blocks of ``token_ids`` (the whole prompt) that are not hashed yet; returns all hashes.
+    def extend(self, token_ids: Sequence[int], skipped: int = 0) -> PromptHashes:
+        """Hash the blocks of a prompt that are not hashed yet; returns all hashes. ``token_ids``: without the
+        first ``skipped`` tokens, whose blocks are hashed.
 
         Raises ``ValueError`` for an unknown algorithm.
         """
         scheme, done = self.scheme, len(self.hashes)
-        total = (len(token_ids) - scheme.lookahead) // scheme.hash_block_size
-        if done >= total:
+        size, ahead = scheme.hash_block_size, scheme.lookahead
+        more = (skipped + len(token_ids) - ahead) // size - done
+        if more <= 0:
             return self.hashes
+        start = done * size - skipped
+        new = token_ids[start : start + more * size + ahead]
         if scheme.algo == SGLANG:
-            self._extend_pages(token_ids, done, total)
+            self._extend_pages(new)
             return self.hashes
-        plain = total if total - done < _MANY_BLOCKS else self._first_plain_block(done, total)
-        if done < plain:
-            self._extend_each(token_ids, done, plain)
-        if plain < total:
-            self._extend_plain(token_ids, plain, total)
+        each = more if more < _MANY_BLOCKS else self._first_plain_block(done, done + more) - done
+        if each:
+            self._extend_each(new, done, each)
+        if each < more:
+            self._extend_plain(new[each * size : more * size], done + each)
         return self.hashes
 
-    def _extend_pages(self, token_ids: Sequence[int], first: int, end: int) -> None:
+    def _extend_pages(self, new: Sequence[int]) -> None:
         """Hash pages as SGLang does."""
-        size = self.scheme.hash_block_size
-        page_bytes = 4 * size
+        page_bytes = 4 * self.scheme.hash_block_size
         # No tokenizer has ids of more bits; what an event or a client calls a token may have any.
-        last = end * size + self.scheme.lookahead
-        words = array("I", [token & _U32 for token in token_ids[first * size : last]])
+        words = array("I", [token & _U32 for token in new])
         if self.scheme.lookahead:
             pairs = array("I", bytes(8 * (len(words) - 1)))
             pairs[::2], pairs[1::2] = words[:-1], words[1:]
             words, page_bytes = pairs, 2 * page_bytes
         if sys.byteorder == "big":
             words.byteswap()
-        new, parent, made = words.tobytes(), self._last(), []
-        for at in range(0, len(new), page_bytes):
-            parent = hashlib.sha256(parent + new[at : at + page_bytes]).digest()
+        data, parent, made = words.tobytes(), self._last(), []
+        for at in range(0, len(data), page_bytes):
+            parent = hashlib.sha256(parent + data[at : at + page_bytes]).digest()
             made.append(parent)
         whole = b"".join(made)
         self._whole += whole
@@ -290,33 +292,35 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
             plain = min(total, max(done, 1, *ends))
         return plain if total - plain >= _MANY_BLOCKS else total
 
-    def _extend_each(self, token_ids: Sequence[int], first: int, end: int) -> None:
-        form, size = _format(self.scheme.algo), self.scheme.hash_block_size
+    def _extend_each(self, new: Sequence[int], first: int, count: int) -> None:
+        """Hash ``count`` blocks one by one, of which the first is the prompt's number ``first``."""
+        scheme, extras, whole, hashes = self.scheme, self.extras, self._whole, self.hashes
+        size, ahead = scheme.hash_block_size, scheme.lookahead
+        form = _format(scheme.algo)
         dumps, hasher, pickle_dumps = form.dumps, form.hasher, pickle.dumps
-        pickles = dumps is pickled
-        bare = not self.scheme.lookahead and self.extras == NO_EXTRAS
-        parent, whole, hashes = self._last(), self._whole, self.hashes
-        new, number = token_ids[first * size : end * size], first
+        pickles, bare = dumps is pickled, not ahead and extras == NO_EXTRAS
+        parent, extra, at = self._last(), None, 0
+        blocks = new[: count * size]
         # ``struct`` unpacks an array faster than ``zip`` groups its items.
         for block in (
-            struct.iter_unpack(f"{size}{new.typecode}", new)
-            if isinstance(new, array)
-            else zip(*[iter(new)] * size, strict=True)
+            struct.iter_unpack(f"{size}{blocks.typecode}", blocks)
+            if isinstance(blocks, array)
+            else zip(*[iter(blocks)] * size, strict=True)
         ):
-            extra = None if bare else _extra(token_ids, number * size, self.scheme, self.extras)
+            if not bare:
+                at += size
+                extra = _extra(new[at : at + ahead], first * size + at, scheme, extras)
             value = (parent, block, extra)
             # A call less for most.
             parent = hasher(pickle_dumps(value, 5) if pickles else dumps(value)).digest()
             whole += parent
             hashes.append(int.from_bytes(parent[-8:], "big"))
-            number += 1
 
-    def _extend_plain(self, token_ids: Sequence[int], first: int, end: int) -> None:
+    def _extend_plain(self, new: Sequence[int], first: int) -> None:
         size = self.scheme.hash_block_size
-        new = token_ids[first * size : end * size]
         found = _plain_hashes(new, size, self.scheme.algo, self._last())
         if found is None:
-            self._extend_each(token_ids, first, end)
+            self._extend_each(new, first, len(new) // size)
             return
         self._whole += found[0]
         self.hashes.frombytes(found[1])
@@ -345,12 +349,12 @@ def _words_of(whole: bytes | bytearray, digest_bytes: int, position: int) -> arr
 
 
 def _extra(
-    token_ids: Sequence[int], start: int, scheme: HashScheme, extras: PromptExtras
+    ahead: Sequence[int], end: int, scheme: HashScheme, extras: PromptExtras
 ) -> tuple[Any, ...] | None:
-    """The extra keys of the block at ``start`` in hashed form, including its look-ahead tokens."""
-    end, ahead = start + scheme.hash_block_size, scheme.lookahead
-    keys = extra_keys(extras, start, end + ahead, tagged=scheme.tagged) or None
-    return (keys, *token_ids[end : end + ahead]) if ahead else keys
+    """The extra keys of the block before token ``end`` in hashed form, including its look-ahead tokens."""
+    start = end - scheme.hash_block_size
+    keys = extra_keys(extras, start, end + scheme.lookahead, tagged=scheme.tagged) or None
+    return (keys, *ahead) if scheme.lookahead else keys
 
 
 def extra_keys(extras: PromptExtras, start: int, end: int, *, tagged: bool = True) -> tuple[Any, ...]:

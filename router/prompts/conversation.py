@@ -11,20 +11,18 @@ were given out ever change.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
 
-from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
+from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras
 from kvatlas.router.prompts.chat.compiled import PrecompiledLayout
 from kvatlas.router.prompts.chat.messages import Message, text_message
 from kvatlas.router.prompts.cuts import Ids
-
-_raw_of: Final = attrgetter("raw")
 
 
 class KnownMessage(msgspec.Struct, frozen=True, gc=False):
@@ -69,25 +67,25 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
         """Number of leading pieces that another text begins with and after which it may be cut; never the
         last one. ``text``: its end, from ``begin`` on; before, both are equal. 0 also if it cannot be cut
         behind ``begin``."""
-        starts, begin = self.starts, self.begin
-        shared = len(starts) - 1 if text.startswith(self.text) else self._num_equal(text)
+        starts, own, begin = self.starts, self.text, self.begin
+        shared = high = len(starts) - 1
+        if not text.startswith(own):
+            at, end = 0, starts[high] - begin
+            # Mostly a last message was replaced, or what the template writes behind it.
+            if high and text.startswith(own[end:], end):
+                high -= 1
+            shared = bisect_right(starts, begin) - 1
+            # By bisection: texts are equal up to character ``at``, maybe not up to starts[high + 1].
+            while shared < high:
+                middle = (shared + high + 1) // 2
+                end = starts[middle] - begin
+                if text.startswith(own[at:end], at):
+                    shared, at = middle, end
+                else:
+                    high = middle - 1
         while shared and (starts[shared] < begin or not may_cut(text, starts[shared] - begin)):
             shared -= 1
         return shared
-
-    def _num_equal(self, text: str) -> int:
-        """Number of leading pieces that are equal in both, which differ; by bisection."""
-        starts, own, begin = self.starts, self.text, self.begin
-        low, high, at = bisect_right(starts, begin) - 1, len(starts), 0
-        # Texts are equal up to character ``at``, maybe not up to starts[high].
-        while high - low > 1:
-            middle = (low + high) // 2
-            end = starts[middle] - begin
-            if text.startswith(own[at:end], at):
-                low, at = middle, end
-            else:
-                high = middle
-        return low
 
     def only_end(self, written: Sequence[str]) -> CutText:
         """Without what comes before the last cut in front of the last message: that is where a next turn
@@ -119,16 +117,56 @@ class WrittenText(NamedTuple):
     spans: Sequence[str] = ()
 
 
-class Turn(msgspec.Struct, eq=False, gc=False):
-    """Tokens and hashes of one prompt. ``media``: digests of all images, in order; with images, ``ids`` has
-    the template's marks for them and is no prompt."""
+_NOTHING: Final[Ids] = array("I")
 
-    ids: Ids
+
+class Turn(msgspec.Struct, eq=False, gc=False):
+    """Tokens and hashes of one prompt: the first ``at`` ids of ``head``, which only grows and may belong to
+    other turns too, and ``tail``. ``media``: digests of all images, in order; with images, the ids have the
+    template's marks for them and are no prompt."""
+
+    tail: Ids
     extras: PromptExtras
     media: tuple[bytes, ...] = ()
+    head: Ids = _NOTHING
+    at: int = 0
     chains: dict[HashScheme, HashChain] = {}
     shared_tokens: int = 0
     """Number of leading tokens that all workers find, with their hashes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of all ids."""
+        return self.at + len(self.tail)
+
+    @property
+    def ids(self) -> Ids:
+        """All ids, in one array from then on; must not be changed."""
+        if self.at:
+            self.tail, self.at = self.head[: self.at] + self.tail, 0
+        return self.tail
+
+    def end(self, start: int) -> Ids:
+        """The ids from number ``start`` on."""
+        at = self.at
+        return self.tail[start - at :] if start >= at else self.head[start:at] + self.tail
+
+    def beginning(self, tokens: int) -> Ids:
+        """An array with these first ids, and maybe others behind them: the ``head`` of a next turn."""
+        head, at = self.head, self.at
+        if not at:
+            return self.tail[:tokens]
+        if tokens <= at:
+            return head if 2 * tokens >= len(head) else head[:tokens]
+        if len(head) > at:  # another turn went on from here
+            head = head[:at]
+        head.extend(self.tail[: tokens - at])
+        return head
+
+    def common(self, other: Turn) -> int:
+        """Number of equal leading ids of a turn whose ``head`` is this one's ``beginning``."""
+        at = other.at
+        return at + common_tokens(self.end(at), other.tail)
 
     def inherit(self, other: Turn, num_tokens: int, *, last: bool) -> None:
         """Reuse the hashes of the first ``num_tokens`` tokens, which both share.
@@ -138,13 +176,36 @@ class Turn(msgspec.Struct, eq=False, gc=False):
         if other.extras != self.extras:
             return
         for scheme, chain in other.chains.items():
-            known, shared = len(chain.hashes), num_hash_blocks(num_tokens, scheme)
-            blocks = shared if shared < known else known  # noqa: FURB136  # a call less
+            blocks = (num_tokens - scheme.lookahead) // scheme.hash_block_size
+            known = len(chain.hashes)
+            blocks = 0 if blocks < 0 else min(known, blocks)
             if last:
                 chain.cut(blocks)
             self.chains[scheme] = chain if last else chain.fork(blocks)
         if last:
             other.chains = {}
+
+
+_COMPARED: Final = 64
+"""Number of ids compared bit by bit."""
+_ID_BITS: Final = 32
+
+
+def common_tokens(left: Ids, right: Ids) -> int:
+    """Number of equal leading ids. Usually few are given, so this avoids numpy, whose code is no longer in
+    the processor's caches."""
+    low, high = 0, len(left) if len(left) < len(right) else len(right)  # noqa: FURB136
+    while high - low > _COMPARED:  # they are equal up to low, maybe not up to high
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    one, two = left[low:high], right[low:high]
+    if one == two:
+        return high
+    differ = int.from_bytes(one, "little") ^ int.from_bytes(two, "little")
+    return low + ((differ & -differ).bit_length() - 1) // _ID_BITS  # where the lowest bit is
 
 
 class Conversation(msgspec.Struct, eq=False, gc=False):
@@ -162,11 +223,8 @@ class Conversation(msgspec.Struct, eq=False, gc=False):
     cut: CutText | None = None
     """None: the ids are not those of a text alone, or the family makes them."""
     messages_bytes: int = 0
+    fixed_bytes: int = 0
     size_bytes: int = 0
-
-    def begins_as(self, raws: list[msgspec.Raw]) -> bool:
-        """Whether its first messages are these, byte by byte."""
-        return list(map(_raw_of, self.messages[: len(raws)])) == raws
 
     def cut_before(self, layout: PrecompiledLayout, shared: int) -> CutText | None:
         """``cut`` for a turn of this layout that shares the first messages: with the whole text if it differs

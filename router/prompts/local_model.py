@@ -165,7 +165,7 @@ class LocalModel:
         if found is not None:
             shared, messages = found.shared, found.one.messages[: found.shared]
             if shared == len(keys) == len(found.one.keys) and not by_the_clock:
-                self._stats.tokens_reused += len(found.over.ids)
+                self._stats.tokens_reused += found.over.num_tokens
                 return found.over
         new, written = raws[shared:], None
         if len(new) <= _INLINE_MESSAGES and not long:
@@ -189,16 +189,16 @@ class LocalModel:
                 raise NotLocalError("multimodal")
             if isinstance(text, list):  # the family's own ids, complete
                 one = Conversation(whole_scope, keys, Turn(ids_of(text), extras, media), messages)
-                return self._keep(one, found, over, 0, b"")
+                return self._keep(one, found, over, b"")
             written = WrittenText(text, over, cut, self._num_shared(cut, text))
         shared_scope = self._shared_scope(scope, special=special)
         written = self._best_known(written, messages, shared_scope, extras)
-        made, ids, known_tokens = await self._tokenize(written, special=special)
+        cut, turn = await self._tokenize(written, extras, special=special)
         if not whole:
-            ids = self._truncated(ids, body, special)
-        kept = made if whole else None  # its ids are no longer there
-        one = Conversation(whole_scope, keys, Turn(ids, extras, media), messages, kept)
-        return self._keep(one, found, written.over, known_tokens, shared_scope)
+            turn, cut = Turn(self._truncated(turn.ids, body, special), extras), None
+        turn.media = media
+        one = Conversation(whole_scope, keys, turn, messages, cut)
+        return self._keep(one, found, written.over, shared_scope)
 
     def _put_together(
         self, found: Earlier | None, messages: list[KnownMessage], form: ChatForm
@@ -235,8 +235,8 @@ class LocalModel:
             return cached_ids(self._cache, self._stats, ids, extras, scope)
         special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
         if body.truncate_prompt_tokens is not None:
-            _, ids, _ = await self._tokenize(WrittenText(prompt), special=special)
-            ids = self._truncated(ids, body, special)
+            _, whole = await self._tokenize(WrittenText(prompt), extras, special=special)
+            ids = self._truncated(whole.ids, body, special)
             return cached_ids(self._cache, self._stats, ids, extras, scope)
         shared_scope = self._shared_scope(scope, special=special)
         form = (_ENCODER.encode(special), self.tokenizer.name.encode(), self._serial)
@@ -245,13 +245,12 @@ class LocalModel:
         found = self._cache.find(scope, keys)
         over, cut = (None, None) if found is None else (found.over, found.one.cut)
         if over is not None and cut is not None and cut.text == prompt:
-            self._stats.tokens_reused += len(over.ids)
+            self._stats.tokens_reused += over.num_tokens
             return over
         written = WrittenText(prompt, over, cut, self._num_shared(cut, prompt))
         written = self._best_known(written, [], shared_scope, extras)
-        made, ids, known_tokens = await self._tokenize(written, special=special)
-        one = Conversation(scope, keys, Turn(ids, extras), [], made)
-        return self._keep(one, found, written.over, known_tokens, shared_scope)
+        cut, turn = await self._tokenize(written, extras, special=special)
+        return self._keep(Conversation(scope, keys, turn, [], cut), found, written.over, shared_scope)
 
     async def _kind_of(self, body: ChatBody, scope: bytes, *, long: bool) -> _Kind:
         """Return the inputs of the prompt other than messages. Those of bare chats are cached: one for each
@@ -321,41 +320,46 @@ class LocalModel:
         more = self._num_shared(cut, text)
         return WrittenText(text, turn, cut, more, layout, spans) if cut.starts[more] > known else written
 
-    async def _tokenize(self, written: WrittenText, *, special: bool) -> tuple[CutText, Ids, int]:
+    async def _tokenize(
+        self, written: WrittenText, extras: PromptExtras, *, special: bool
+    ) -> tuple[CutText, Turn]:
         """Cut and tokenize a text from the last cut that it shares with another, whose ids are reused.
-
-        The last number is the number of reused tokens. ``special``: with special tokens around the text.
-        """
+        ``special``: with special tokens around the text."""
         text, over, before, kept, layout, spans = written
         if self._directory.rebuilt:
             raise NotLocalError("tokenizer_class")
         if self._unlike is not None and self._unlike.search(text):
             raise NotLocalError("frontend")
-        prefix, suffix = self._frame(special=special)
+        prefix, suffix = self._frame(special=special) if special else (_NOTHING, _NOTHING)
         first = span = at = 0
+        reused = len(prefix)
         starts: tuple[int, ...] = ()
         counts: tuple[int, ...] = ()
-        reused, known = len(prefix), prefix
-        if over is not None and before is not None:
+        if before is not None:
             first, span = before.begin, before.span
             if kept:
-                at, reused, known = before.starts[kept] - first, before.counts[kept], over.ids
+                at, reused = before.starts[kept] - first, before.counts[kept]
                 starts, counts = before.starts[:kept], before.counts[:kept]
-        if self._is_long(len(text) - at):
-            cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(text, at))
+        if len(text) - at > INLINE_CHARS_MAX and self._is_long(len(text) - at):
+            cuts, new = await self._workers.run(lambda: self.tokenizer.encode_cut(text, at))
         else:
-            cuts, tail = self.tokenizer.encode_cut(text, at)
-        self._stats.tokens_new += len(tail.ids)
-        starts += tuple([first + cut for cut in cuts])
-        counts += tuple([reused + count for count in tail.offsets[:-1]])
-        ids = known[: reused + len(tail.ids)]
-        # In place: appending would mostly copy all of them again.
-        ids[reused:] = tail.ids
-        ids += suffix
-        made = CutText(text, starts, counts, first, layout, span)
-        if layout is not None and not (before and before.begin and before.layout is layout):
+            cuts, new = self.tokenizer.encode_cut(text, at)
+        tail, offsets = new.ids, new.offsets
+        self._stats.tokens_new += len(tail)
+        more: list[int] = []
+        for number, cut in enumerate(cuts):
+            cuts[number] = first + cut
+            more.append(reused + offsets[number])
+        if suffix:
+            tail += suffix
+        if over is None or not kept:
+            turn = Turn(prefix + tail if prefix else tail, extras)
+        else:
+            turn = Turn(tail, extras, (), over.beginning(reused), reused)
+        made = CutText(text, starts + tuple(cuts), counts + tuple(more), first, layout, span)
+        if layout is not None and not (first and before is not None and before.layout is layout):
             made = made.only_end(spans)
-        return made, ids, reused if kept else 0
+        return made, turn
 
     def _is_long(self, chars: int) -> bool:
         """Whether tokenizing this many characters would block the event loop."""
@@ -363,8 +367,6 @@ class LocalModel:
 
     def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
         """Tokens before and after a text's own ids. Raises ``NotLocalError`` if that is no plain frame."""
-        if not special:
-            return _NOTHING, _NOTHING
         prefix, suffix = self.tokenizer.prefix, self.tokenizer.suffix
         if prefix is None or suffix is None:
             raise NotLocalError("field")
@@ -379,22 +381,21 @@ class LocalModel:
         one: Conversation,
         found: Earlier | None,
         over: Turn | None,
-        num_tokens: int,
         shared_scope: bytes,
     ) -> Turn:
         """Keep a turn whose first tokens are those of ``over``: of the conversation found, or of another
         worker."""
         turn = one.turn
-        if not turn.ids:
+        if not turn.num_tokens:
             raise NotLocalError("empty")
-        if over is not None:
-            turn.shared_tokens = min(over.shared_tokens, num_tokens)
         if self._shared is not None:
+            if over is not None:
+                turn.shared_tokens = min(over.shared_tokens, turn.at)
             self._shared.offer(shared_scope, one)
         if found is not None and over is found.over:
-            self._cache.put_next(one, found, num_tokens)
+            self._cache.put_next(one, found)
         else:
-            self._cache.put(one, over, num_tokens)
+            self._cache.put(one, over)
         return turn
 
 

@@ -69,7 +69,7 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self._turn.ids)
+        self.num_tokens = self._turn.num_tokens
         self.num_prompts = 1 + self.rest.prompts
 
     def is_surely_shorter(self, tokens: float) -> bool:
@@ -99,24 +99,24 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
         turn, stats = self._turn, self._stats
         chain = turn.chains.get(scheme)
         if chain is None:
-            chain = HashChain(scheme, turn.extras)
-        hashes, known = chain.hashes, len(chain.hashes)
-        if known < (self.num_tokens - scheme.lookahead) // scheme.hash_block_size or not known:
-            hashes = chain.extend(turn.ids)
+            chain = turn.chains[scheme] = HashChain(scheme, turn.extras)
+        size, hashes = scheme.hash_block_size, chain.hashes
+        known = len(hashes)
+        if known < (self.num_tokens - scheme.lookahead) // size:
+            hashes = chain.extend(turn.end(known * size), known * size)
         stats.blocks_reused += known
         stats.blocks_hashed += len(hashes) - known
-        turn.chains[scheme] = chain
         self._hashes[scheme] = hashes  # type: ignore[assignment]  # an array is a sequence in all but its base
         return hashes  # type: ignore[return-value]
 
     def num_blocks(self, scheme: HashScheme) -> int:
         """Number of hashes."""
-        return num_hash_blocks(len(self._turn.ids), scheme)
+        return num_hash_blocks(self.num_tokens, scheme)
 
     def num_new_blocks(self, scheme: HashScheme) -> int:
         """Number of hashes not computed yet: about 2.5 us each."""
         chain = self._turn.chains.get(scheme)
-        return num_hash_blocks(len(self._turn.ids), scheme) - (len(chain.hashes) if chain else 0)
+        return num_hash_blocks(self.num_tokens, scheme) - (len(chain.hashes) if chain else 0)
 
     def forked_chain(self, scheme: HashScheme) -> HashChain:
         """Copy the hashes so far, to be extended in a worker thread: another prompt may extend this one's

@@ -13,6 +13,7 @@ it (larger ones are not cached); every index key points to a live one. Event-loo
 from __future__ import annotations
 
 from collections import OrderedDict
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -25,17 +26,17 @@ from kvatlas.router.prompts.request import SHARE, NotLocalError, extras_bytes
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.shared_prompts import SharedPrompts
 
-_CHAIN_BYTES_PER_TOKEN: Final = 4
-"""A block of 16 tokens has a hash of 32 bytes, 8 of it again, its row in the index (4), and the spare
-capacity of growing arrays."""
+_TOKEN_BYTES: Final = 8
+"""An id has 4; a block of 16 tokens has a hash of 32 bytes, 8 of it again, its row in the index (4), and the
+spare capacity of growing arrays."""
 _CONVERSATION_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
 _LITTLE: Final = 8
 """A part of the tokens is little below one in this many: tokenizing it again costs less than the memory of a
 whole prompt."""
-_COMPARED: Final = 64
-"""Number of ids compared bit by bit."""
-_ID_BITS: Final = 32
+
+
+_raw_of: Final = attrgetter("raw")
 
 
 class Earlier(msgspec.Struct, frozen=True, gc=False):
@@ -65,18 +66,22 @@ class PrefixCache:
     def find(self, scope: bytes, keys: list[int], raws: list[msgspec.Raw] | None = None) -> Earlier | None:
         """The conversation of this scope with the longest indexed prefix. ``raws``: messages with which it
         must begin, as far as ``keys`` say so."""
-        index = self._index
+        index, stats = self._index, self._stats
         for length in range(len(keys), 0, -1):
             found = index.get(keys[length - 1])
-            if found is None:
-                continue
-            if found.scope != scope or (raws is not None and not found.begins_as(raws[:length])):
+            if found is not None:
                 break
-            self._use(found)
-            self._stats.prefix_hits += 1
-            return Earlier(found, found.turn, length)
-        self._stats.prefix_misses += 1
-        return None
+        else:
+            stats.prefix_misses += 1
+            return None
+        if found.scope != scope or (
+            raws is not None and list(map(_raw_of, found.messages[:length])) != raws[:length]
+        ):
+            stats.prefix_misses += 1
+            return None
+        self._use(found)
+        stats.prefix_hits += 1
+        return Earlier(found, found.turn, length)
 
     def _use(self, one: Conversation) -> None:
         self._kept.move_to_end(id(one))
@@ -84,55 +89,50 @@ class PrefixCache:
         if self._index.get(one.keys[0]) is not one:
             self._index.update(dict.fromkeys(one.keys, one))
 
-    def put(self, one: Conversation, over: Turn | None = None, num_tokens: int = 0) -> None:
-        """Add a conversation of one turn, which shares at least ``num_tokens`` tokens with another one
-        elsewhere; makes room by dropping what it contains, then the least recently used ones."""
+    def put(self, one: Conversation, over: Turn | None = None) -> None:
+        """Add a conversation of one turn, which begins as ``over`` does; makes room by dropping what it
+        contains, then the least recently used ones."""
+        turn = one.turn
         if over is not None:
-            self._inherit(one.turn, over, num_tokens, last=False)
+            common = over.common(turn)
+            self._stats.tokens_reused += common
+            turn.inherit(over, common, last=False)
         one.messages_bytes = sum([each.weight_bytes for each in one.messages])
+        one.fixed_bytes = _CONVERSATION_BYTES + len(one.scope) + extras_bytes(turn.extras)
         one.size_bytes = _size(one)
-        if self._is_oversized(one.size_bytes) or not one.keys:
-            return
-        self._kept[id(one)] = one
-        self._enter(one, 0, one.size_bytes)
+        if one.size_bytes > self._bytes_max // SHARE:
+            self._stats.oversized += 1
+        elif one.keys:
+            self._kept[id(one)] = one
+            self._enter(one, 0, one.size_bytes)
 
-    def put_next(self, one: Conversation, found: Earlier, num_tokens: int) -> None:
-        """Add a turn that shares at least ``num_tokens`` tokens with what was found, as its next one or as a
-        conversation of its own."""
-        before, shared = found.one, found.shared
-        last, old = before.turn, before.messages
+    def put_next(self, one: Conversation, found: Earlier) -> None:
+        """Add a turn that begins as what was found, as its next one or as a conversation of its own."""
+        before, shared, over, turn = found.one, found.shared, found.over, one.turn
+        common = over.common(turn)
         # Another turn may have come while this one was tokenized, or room was needed.
-        alone = last is found.over and id(before) in self._kept
-        common = common_tokens(last.ids, one.turn.ids, num_tokens if alone else 0)
-        if not (alone and _goes_on(before, shared, len(one.keys), common)):
-            self.put(one, last, common)
+        alone = before.turn is over and id(before) in self._kept
+        if not (alone and (shared == len(before.keys) or _has_little_else(before, shared, one, common))):
+            self.put(one, over)
             return
-        self._inherit(one.turn, last, common, last=True)
-        gone, size_bytes = before.keys[shared:], before.size_bytes
-        before.keys, before.turn, before.messages, before.cut = one.keys, one.turn, one.messages, one.cut
-        for each in old[shared:]:
+        self._stats.tokens_reused += common
+        turn.inherit(over, common, last=True)
+        size_bytes, index = before.size_bytes, self._index
+        for each in before.messages[shared:]:
             before.messages_bytes -= each.weight_bytes
         for each in one.messages[shared:]:
             before.messages_bytes += each.weight_bytes
+        for key in before.keys[shared:]:
+            if index.get(key) is before:
+                del index[key]
+        before.keys, before.turn, before.messages, before.cut = one.keys, turn, one.messages, one.cut
         before.size_bytes = _size(before)
-        for key in gone:
-            if self._index.get(key) is before:
-                del self._index[key]
-        if self._is_oversized(before.size_bytes):
+        if before.size_bytes > self._bytes_max // SHARE:
+            self._stats.oversized += 1
             before.size_bytes = size_bytes
             self._drop(before)
         else:
             self._enter(before, shared, before.size_bytes - size_bytes)
-
-    def _inherit(self, turn: Turn, over: Turn, num_tokens: int, *, last: bool) -> None:
-        common = common_tokens(over.ids, turn.ids, num_tokens)
-        self._stats.tokens_reused += common
-        turn.inherit(over, common, last=last)
-
-    def _is_oversized(self, size_bytes: int) -> bool:
-        oversized = size_bytes > self._bytes_max // SHARE
-        self._stats.oversized += oversized
-        return oversized
 
     def _enter(self, one: Conversation, first: int, more_bytes: int) -> None:
         """Index a conversation's keys from number ``first`` on."""
@@ -164,34 +164,15 @@ class PrefixCache:
         assert self._stats.prefix_bytes == sum(one.size_bytes for one in self._kept.values())  # noqa: S101
 
 
-def _goes_on(before: Conversation, shared: int, num_keys: int, num_tokens: int) -> bool:
-    """Whether a turn contains the last one, or all but an end of it that is quickly tokenized again.
+def _has_little_else(before: Conversation, shared: int, one: Conversation, num_tokens: int) -> bool:
+    """Whether a turn contains all of the last one but an end that is quickly tokenized again.
 
     A question that replaces another one after the same messages would keep the whole prompt a second time.
     Only the last message, or chunk, may differ: of conversations that share a long system prompt each is kept
     from its second turn on, and pays twice for its first question.
     """
-    last, length = len(before.keys) - 1, len(before.turn.ids)
-    if shared > last:
-        return True
-    return 1 <= last == shared < num_keys and _LITTLE * (length - num_tokens) <= length
-
-
-def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
-    """Number of equal leading ids, of which the first ``known`` need no comparison. Usually few are left, so
-    this avoids numpy, whose code is no longer in the processor's caches."""
-    low, high = known, len(left) if len(left) < len(right) else len(right)  # noqa: FURB136
-    while high - low > _COMPARED:  # they are equal up to low, maybe not up to high
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    one, two = left[low:high], right[low:high]
-    if one == two:
-        return high
-    differ = int.from_bytes(one, "little") ^ int.from_bytes(two, "little")
-    return low + ((differ & -differ).bit_length() - 1) // _ID_BITS  # where the lowest bit is
+    last, length = len(before.keys) - 1, before.turn.num_tokens
+    return 1 <= last == shared < len(one.keys) and _LITTLE * (length - num_tokens) <= length
 
 
 def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Turn:
@@ -208,21 +189,19 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
     if cache.shared is not None:
         over = cache.shared.find_ids(scope, keys, 0 if found is None else found.shared, extras) or over
         if over is not None:
-            one.turn.shared_tokens = min(over.shared_tokens, common_tokens(over.ids, ids))
+            one.turn.shared_tokens = min(over.shared_tokens, over.common(one.turn))
         cache.shared.offer_ids(scope, one)
     if found is not None and over is found.over:
-        cache.put_next(one, found, 0)
+        cache.put_next(one, found)
     else:
         cache.put(one, over)
     return one.turn
 
 
 def _size(one: Conversation) -> int:
-    turn, cut, num_keys = one.turn, one.cut, len(one.keys)
-    texts = one.messages_bytes
+    cut, turn = one.cut, one.turn
+    texts, num_keys = one.messages_bytes, len(one.keys)
     if cut is not None:
         texts += cut.text.__sizeof__()
         num_keys += len(cut.starts)
-    per_token = 4 + _CHAIN_BYTES_PER_TOKEN
-    fixed = _CONVERSATION_BYTES + len(one.scope) + extras_bytes(turn.extras)
-    return fixed + texts + per_token * len(turn.ids) + _KEY_BYTES * num_keys
+    return one.fixed_bytes + texts + _TOKEN_BYTES * (turn.at + len(turn.tail)) + _KEY_BYTES * num_keys

@@ -320,7 +320,8 @@ class PromptReader:
         ):
             try:
                 chain = prompt.forked_chain(scheme)
-                await self._workers.run(lambda: chain.extend(prompt.token_ids))
+                ids = prompt.token_ids
+                await self._workers.run(lambda: chain.extend(ids))
                 prompt.adopt(chain)
             except NotLocalError:
                 # The queue is full: better late than wrong.
@@ -368,11 +369,11 @@ class PromptReader:
         elif isinstance(parsed, CompletionBody):
             first, rest = await self._done(long, lambda: first_prompt(decode_prompt(parsed.prompt)))
             turn = await local.completion(parsed, first, extras, scope)
-            rest = rest.in_tokens(len(turn.ids), len(first)).cut(parsed.truncate_prompt_tokens)
+            rest = rest.in_tokens(turn.num_tokens, len(first)).cut(parsed.truncate_prompt_tokens)
         elif isinstance(parsed, BatchBody):
             turn = await local.chat(parsed.first(), extras, scope, long=long)
             sizes = parsed.sizes()
-            rest = rest_of(sizes[1:], given=False).in_tokens(len(turn.ids), sizes[0])
+            rest = rest_of(sizes[1:], given=False).in_tokens(turn.num_tokens, sizes[0])
             rest = rest.cut(parsed.truncate_prompt_tokens)
         else:
             chat, long = await self._converted(parsed, local, long=long)

@@ -102,11 +102,11 @@ class SharedPrompts:
 
     def offer_ids(self, scope: bytes, one: Conversation) -> None:
         """The same for a prompt of ids."""
-        if _IDS_MIN <= len(one.turn.ids) <= _IDS_MAX:
+        if _IDS_MIN <= one.turn.num_tokens <= _IDS_MAX:
             self._offer(scope, one, is_text=False)
 
     def _offer(self, scope: bytes, one: Conversation, *, is_text: bool) -> None:
-        tokens = len(one.turn.ids)
+        tokens = one.turn.num_tokens
         missing = tokens - one.turn.shared_tokens
         if missing < _TOKENS_MIN or missing * _PART < tokens:
             return
@@ -127,7 +127,7 @@ class SharedPrompts:
             last = len(keys) - 1
             spread = [keys[last - (1 << bit)] for bit in range(last.bit_length())]
             if self._records.put(spread, _record_of(scope, turn, cut or _NO_TEXT)) and turn.chains:
-                turn.shared_tokens = len(turn.ids)
+                turn.shared_tokens = turn.num_tokens
 
 
 def _record_of(scope: bytes, turn: Turn, cut: CutText) -> bytes:
@@ -153,4 +153,4 @@ def _prompt_of(encoded: memoryview, scope: bytes, extras: PromptExtras) -> tuple
     ids: Ids = array("I")
     ids.frombytes(record.ids)
     chains = {chain[0]: HashChain.unpacked(*chain, extras) for chain in record.chains}
-    return Turn(ids, extras, (), chains, len(ids) if chains else 0), cut
+    return Turn(ids, extras, chains=chains, shared_tokens=len(ids) if chains else 0), cut

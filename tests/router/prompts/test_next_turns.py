@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
-from kvatlas.router.prompts.conversation import Conversation, KnownMessage, Turn
+from kvatlas.router.prompts.conversation import Conversation, KnownMessage, Turn, common_tokens
 from kvatlas.router.prompts.prefix_keys import message_keys, token_keys
-from kvatlas.router.prompts.prompt_cache import PrefixCache, common_tokens
+from kvatlas.router.prompts.prompt_cache import PrefixCache
 from kvatlas.router.prompts.reader import Prompt, PromptReader, PromptSettings
 from kvatlas.router.prompts.request import ChatBody
 from kvatlas.router.prompts.settings import PromptStats
@@ -427,7 +427,7 @@ def test_the_index_always_proposes_the_longest_live_prefix(
         if found is None or not in_place:
             cache.put(one)
         else:
-            cache.put_next(one, found, 0)
+            cache.put_next(one, found)
         cache.check_integrity()
 
 
@@ -449,8 +449,7 @@ def test_common_tokens_counts_equal_leading_ids(left: list[int], right: list[int
     expected = 0
     while expected < min(len(left), len(right)) and left[expected] == right[expected]:
         expected += 1
-    for known in {0, expected // 2, max(0, expected - 1), expected}:
-        assert common_tokens(ids_of(left), ids_of(right), known) == expected
+    assert common_tokens(ids_of(left), ids_of(right)) == expected
 
 
 def test_token_keys_agree_as_far_as_whole_chunks_do() -> None:
