@@ -107,6 +107,7 @@ EXTRA_TESTS = {
     "router/http": ["router/proxy/test_deaths.py", "router/services/epp/test_exchange.py"],
     "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],
     "publisher/pool": ["publisher/simulator/test_pull.py", "publisher/test_sglang_events.py"],
+    "router/tools": ["router/admission/test_key_file.py"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],
     "router/prompts": ["frontends", "images", "token_ids"],
 }

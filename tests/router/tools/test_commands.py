@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.tools.capture import read_capture
 from kvatlas.router.tools.explain import ExplainOptions, run_explain
 from kvatlas.router.tools.replay import facts_of
@@ -101,6 +102,23 @@ def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
     unreachable = ExplainOptions(body, router="http://127.0.0.1:9")
     assert run_explain(unreachable, as_json=True) == 2
     assert "http://127.0.0.1:9/kvatlas/explain: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("levels", [True, False])
+async def test_a_target_for_the_first_token_is_asked_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], levels: bool
+) -> None:
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps(CHAT))
+    async with running({}) as engines:
+        config = configure(*engines, policy=PolicySettings(service_levels=levels))
+        async with routing(config) as rig:
+            options = ExplainOptions(body, router=rig.ops_url, slo_ttft_ms=60_000.0)
+            capsys.readouterr()
+            await asyncio.to_thread(run_explain, options, as_json=False)
+    told = capsys.readouterr()
+    assert ("target in 60,0" in told.out or "target in 59," in told.out) == levels
+    assert ("--slo-ttft-ms was not used" in told.err) == (not levels)
 
 
 @pytest.mark.real  # a process

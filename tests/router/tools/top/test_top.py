@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -43,6 +44,10 @@ async def test_a_running_router() -> None:
             for _ in range(3):
                 await rig.chat("tell a story " * 40)
             snapshot = await anext(stream)
+        began = asyncio.get_running_loop().time()
+        async with aclosing(snapshots(rig.ops_url, 1.0)) as seldom:
+            assert [len((await anext(seldom)).engines) for _ in range(2)] == [2, 2]
+        assert 1.0 <= asyncio.get_running_loop().time() - began < 2.0
         assert [row.engine for row in snapshot.engines] == [e.base_url for e in engines]
         assert all(row.up and not row.breaker_open for row in snapshot.engines)
         events, silent = snapshot.engines
