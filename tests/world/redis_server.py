@@ -46,6 +46,7 @@ class RedisServer:
         """Start, on this loop."""
         if empty or self._store is None:
             self._store = fakeredis.FakeServer(server_type="valkey", version=(7, 4))
+            self._store.dbs[0]._change_callbacks = _InOrder()
         self.starts += 1
         with loop.machine(self.address[0], process=True) as self._process:
             self.address = loop.net.listen(lambda: _Connection(self), None, self.address[1]).key
@@ -70,6 +71,16 @@ class RedisServer:
         self.frozen = False
         for one in list(self.connections):
             one.data_received(b"")
+
+
+class _InOrder(dict[Any, None]):
+    """A set in the order of insertion: a set of callbacks has that of addresses in memory."""
+
+    def add(self, one: Any) -> None:
+        self[one] = None
+
+    def remove(self, one: Any) -> None:
+        del self[one]
 
 
 class _Socket(AsyncFakeSocket):
