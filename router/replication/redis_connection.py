@@ -98,7 +98,6 @@ class PipelinedConnection:
         Raises ``IndexUnavailable``, also if the server is a replica.
         """
         try:
-            await self._connection.connect()
             await self._connection.send_command("INFO", "server", "replication")
             text = (await self._connection.read_response()).decode()
             facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

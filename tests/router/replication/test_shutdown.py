@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.replication.codec import ScopeKeys, limits_key
 from kvatlas.router.replication.leases import Leases
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.service import SharedIndex
@@ -14,7 +17,9 @@ from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import run, until
-from tests.support.whole_router import MODEL, configure, routing, running
+from tests.support.whole_router import MODEL, configure, routing, running, tenants
+
+AS_ADA = {"authorization": "Bearer key-of-ada"}
 
 
 def _settings(server: AnyServer) -> IndexSettings:
@@ -61,6 +66,43 @@ async def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: 
         holders = await Leases(client, MODEL, "observer").holders()
         await client.close()
         assert [lease.held for lease in holders.values()] == [False, False]
+
+
+async def test_a_replica_that_joins_gets_its_share_and_leaves_nothing_behind(
+    server: AnyServer, tmp_path: Path
+) -> None:
+    keys = tenants(tmp_path, {"ada": "requests_per_minute = 1000"})
+    shared = _settings(server)
+    scope = ScopeKeys(shared.namespace, MODEL)
+
+    def names(key: bytes) -> set[bytes]:
+        return set(server.command("HKEYS", key))
+
+    async with running({}, {}, {}, {}) as engines:
+        index = msgspec.structs.replace(shared, replica="r0")
+        async with routing(configure(*engines, index=index, keys=keys)) as rig:
+            one = rig.router.peers.index
+            await _all_followed(one, engines)
+            assert one is not None
+            index = msgspec.structs.replace(shared, replica="r1")
+            async with routing(configure(*engines, index=index, keys=keys)) as late:
+                other = late.router.peers.index
+                assert other is not None
+                leases = one.lease_manager, other.lease_manager
+                await until(lambda: [len(its.held) for its in leases] == [2, 2], "each has its half")
+                assert [(its.stats.taken, its.stats.given, its.stats.replicas) for its in leases] == [
+                    (4, 2, 2),
+                    (2, 0, 2),
+                ]
+                both = {b"r0", b"r1"}
+                await until(lambda: names(limits_key(shared.namespace)) == both, "both tell what tenants use")
+            for key in (limits_key(shared.namespace), scope.replicas, scope.load):
+                assert b"r1" not in names(key)
+            await _all_followed(one, engines)
+            server.kill()
+            await rig.chat("new blocks, which cannot be written", extra_headers=AS_ADA)
+            errors = one.mirror_stats()[MODEL].errors
+            await until(lambda: errors.get("connection"), "counted")
 
 
 async def _all_followed(index: SharedIndex | None, engines: list[SimulatedEngine]) -> None:

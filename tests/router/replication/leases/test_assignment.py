@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.router.replication.leases import Held, LeaseManager, Member, ModelLeases, plan_assignment
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.replication.leases import (
+    Held,
+    LeaseManager,
+    Member,
+    MemberRecord,
+    Membership,
+    ModelLeases,
+    plan_assignment,
+)
 from tests.support.examples import examples
 
 ENGINES = [f"http://e{number}" for number in range(9)]
@@ -121,3 +131,32 @@ def test_a_lease_is_exclusive_until_it_may_have_expired() -> None:
     now[0] = 13.0
     assert leases.follows("e"), "its feed runs on until the server says that the lease is lost"
     assert not leases.holds_exclusively("e"), "another replica may follow it from now on"
+
+
+async def test_replicas_that_fall_silent_or_cannot_be_read_do_not_count_and_are_deleted() -> None:
+    now, fields = 100.0, {b"nonsense": b"?", b"other": msgspec.msgpack.encode(MemberRecord(1, 1, 2, []))}
+
+    async def command(name: str, key: bytes, *args: Any) -> Any:
+        assert key == b"replicas"
+        match name:
+            case "HSET":
+                fields[args[0].encode()] = args[1]
+            case "HDEL":
+                for field in args:
+                    del fields[field.encode()]
+        return dict(fields)
+
+    me = Membership(cast("Any", command), b"replicas", "me", started=1, lease_s=3.0, clock=lambda: now)
+    for after_s, live, kept in (
+        (0.0, {"me", "other"}, {b"me", b"other"}),
+        (3.0, {"me", "other"}, {b"me", b"other"}),
+        (3.1, {"me"}, {b"me", b"other"}),
+        (30.0, {"me"}, {b"me", b"other"}),
+        (30.1, {"me"}, {b"me"}),
+    ):
+        now = 100.0 + after_s
+        members = await me.report([EngineAddress("http://e")], 1)
+        assert (set(members), fields.keys()) == (live, kept), after_s
+        assert members["me"] == Member(frozenset({"http://e"}), 1)
+    await me.leave()
+    assert fields == {}
