@@ -97,13 +97,13 @@ def test_an_own_key_by_standard_input(
 ) -> None:
     path = tmp_path / "keys.toml"
     command = ["keys", "add", "--file", str(path), "--tenant", "a", "--stdin"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("a-key-of-twenty-signs\n" * 2))
+    monkeypatch.setattr("sys.stdin", io.StringIO("sixteen-signs-ok\n" * 2))
     assert run(command) == 0
-    assert read_key_file(path).keys[0].sha256 == digest_of("a-key-of-twenty-signs")
+    assert read_key_file(path).keys[0].sha256 == digest_of("sixteen-signs-ok")
     before = path.read_text()
     assert run(command) == 2
     assert "this key exists already" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", io.StringIO("short\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("fifteen-signs-x\n"))
     assert run(command) == 2
     assert "at least 16" in capsys.readouterr().err
     assert path.read_text() == before
