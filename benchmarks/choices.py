@@ -6,7 +6,7 @@ hit predicted there.
 
 A change of the decision that should not change choices leaves all of them as they were.
 ``tests/router/simulation/choices.json`` has a digest of each run, which a test compares; ``--write`` writes
-it anew. With ``--tree`` the runs are those of another checkout as well, and the first differing requests are
+it again. With ``--tree`` the runs are those of another checkout as well, and the first differing requests are
 printed.
 """
 
@@ -40,7 +40,7 @@ _KV_KIB: Final = 64.0
 
 
 class Scene(NamedTuple):
-    """What differs between runs beside load and layout. ``requests_per_s``: of the whole fleet."""
+    """Differences between runs beside load and layout. ``requests_per_s``: of the whole fleet."""
 
     engines: int
     requests_per_s: float

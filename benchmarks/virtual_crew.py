@@ -19,7 +19,7 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.publisher.simulator.request import SimRequest
 from kvatlas.publisher.simulator.scheduler import Step
 from kvatlas.publisher.simulator.settings import EngineSettings
-from kvatlas.publisher.simulator.stepper import eventless
+from kvatlas.publisher.simulator.virtual_engine import eventless
 from kvatlas.router.placement.candidate import Candidate, Hit, PolicySettings, placement_request
 from kvatlas.router.placement.cost import choose
 from kvatlas.router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes, kept_rule

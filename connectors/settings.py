@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvatlas.publisher.pool.host_tier import OWNER_SHARE
+from kvatlas.publisher.pool.retention_order import OWNER_SHARE
 
 
 class ConfigError(ValueError):

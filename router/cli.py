@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -24,29 +24,18 @@ from kvatlas.router.config.flags import (
     HostFlag,
     IndexFileFlag,
     IndexFlag,
-    JsonFlag,
     PortFlag,
     PrintFlag,
     SetFlags,
     TokenizerFlag,
 )
-from kvatlas.router.config.load import (
-    Loaded,
-    any_model,
-    given,
-    index_settings,
-    load,
-    parse_engine,
-    start,
-)
+from kvatlas.router.config.load import Loaded, any_model, given, load, parse_engine, start
 from kvatlas.router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
 from kvatlas.router.placement.candidate import POLICIES, PolicySettings
 from kvatlas.router.simulation.cli import advise, simulate
+from kvatlas.router.simulation.demo.cli import demo
 from kvatlas.router.tools import cli as tools
 from kvatlas.router.tools.cli import doctor, index_app, top
-
-# Arguments of ``kvatlas serve`` and ``epp``. Light to import: the implementation is loaded when it runs.
-
 
 _SERVER = ServerConfig()
 
@@ -110,15 +99,8 @@ def serve(
         "index.url": index,
         "prompts.renderers": renderer,
     }
-    read = partial(
-        load,
-        config,
-        flags=given(flags, set_),
-        index_file=index_file,
-        engines=tuple(parse_engine(text) for text in engine or []),
-        models=any_model(tokenizer),
-    )
-    return _start(run, read, print_config=print_config, check_config=check_config)
+    read = partial(load, config, flags=given(flags, set_), index_file=index_file, models=any_model(tokenizer))
+    return _start(run, read, engine, print_config=print_config, check_config=check_config)
 
 
 def epp(
@@ -175,16 +157,9 @@ def epp(
         "epp.fallbacks": fallbacks,
         "index.url": index,
     }
-    read = partial(
-        load,
-        config,
-        defaults={"epp.listen": EPP_LISTEN},
-        flags=given(flags, set_),
-        index_file=index_file,
-        engines=tuple(parse_engine(text) for text in engine or []),
-        models=any_model(tokenizer),
-    )
-    return _start(pick, read, print_config=print_config, check_config=check_config)
+    read = partial(load, config, flags=given(flags, set_), index_file=index_file, models=any_model(tokenizer))
+    read = partial(read, defaults={"epp.listen": EPP_LISTEN})
+    return _start(pick, read, engine, print_config=print_config, check_config=check_config)
 
 
 def _at(name: str, address: str | None, port_name: str, port: int | None) -> str | None:
@@ -198,7 +173,8 @@ def _at(name: str, address: str | None, port_name: str, port: int | None) -> str
 
 def _start(
     run: Callable[[Config, Callable[[], Config]], int],
-    read: Callable[[], Loaded],
+    read: Callable[..., Loaded],
+    engines: list[str] | None,
     *,
     print_config: bool,
     check_config: bool,
@@ -206,50 +182,11 @@ def _start(
     """Implement ``start``."""
     from kvatlas.router.server_lifecycle import check
 
+    read = partial(read, engines=tuple(map(parse_engine, engines or [])))
     return start(read, check, run, print_config=print_config, check_config=check_config)
 
 
 # Arguments of ``kvatlas demo``. Light to import: the implementation is loaded when it runs.
-
-
-def demo(
-    *,
-    seconds: Annotated[float, Parameter(help="Duration of the load.")] = 20.0,
-    engines: Annotated[int, Parameter(help="Number of simulated engines.")] = 4,
-    port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
-    json: JsonFlag = False,
-    keep: Annotated[bool, Parameter(help="Keep serving after the load, for trying with curl.")] = False,
-    replicas: Annotated[
-        int,
-        Parameter(help="Number of routers that share one index (--index, or a server started for the demo)."),
-    ] = 1,
-    pd: Annotated[
-        bool | Literal["nixl", "mooncake", "offloading"],
-        Parameter(
-            help="A third of the engines compute prompts for the others, which decode. By NIXL, or the "
-            "connector named."
-        ),
-    ] = False,
-    gateway: Annotated[
-        bool, Parameter(help="Use a real Envoy (on --port) that forwards requests and asks kvatlas.")
-    ] = False,
-    index: IndexFlag = None,
-    index_file: IndexFileFlag = None,
-) -> int:
-    """Run simulated engines, the router and a chat load on this machine, with a live table."""
-    from kvatlas.router.simulation.demo.run import run_demo
-
-    return run_demo(
-        seconds=seconds,
-        engines=engines,
-        port=port,
-        as_json=json,
-        keep=keep,
-        replicas=replicas,
-        pd="nixl" if pd is True else pd or None,
-        index=index_settings(index, index_file),
-        gateway=gateway,
-    )
 
 
 app = App(

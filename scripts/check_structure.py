@@ -153,10 +153,6 @@ SEPARATE = {
     "router/proxy/screen.py",
     "router/workers/context.py",
     "router/workers/supervisor.py",
-    "publisher/simulator/http_app.py",
-    "publisher/simulator/stepper.py",
-    "connectors/worker/staged.py",
-    "connectors/worker/staging_rows.py",
 }
 """Modules with parts that do not mention each other."""
 

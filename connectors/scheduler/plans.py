@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob
-from kvatlas.publisher.pool.host_tier import TTL_S_MAX, RetentionHint
+from kvatlas.publisher.pool.retention_order import TTL_S_MAX, RetentionHint
 
 if TYPE_CHECKING:
     from kvatlas.connectors.hits import HitResolver

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvatlas.publisher.pool.host_tier import RetentionHint
+from kvatlas.publisher.pool.retention_order import RetentionHint
 
 # Block keys name one block of one KV cache group outside the GPU.
 #

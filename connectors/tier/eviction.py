@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvatlas.connectors.hits import GroupKind, GroupShape
 from kvatlas.connectors.tier.prefix_tree import Node, PrefixTree
-from kvatlas.publisher.pool.host_tier import OWNER_SHARE, HintCounters, RetentionHint, RetentionOrder
+from kvatlas.publisher.pool.retention_order import OWNER_SHARE, HintCounters, RetentionHint, RetentionOrder
 
 # Interface of an eviction policy.
 #

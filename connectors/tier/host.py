@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvatlas.connectors.tier.base import TierChanges
 from kvatlas.connectors.tier.eviction import EvictionPolicy, HintedPolicy
-from kvatlas.publisher.pool.host_tier import HintCounters, RetentionHint
+from kvatlas.publisher.pool.retention_order import HintCounters, RetentionHint
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from kvatlas.connectors.store.base import EPOCHS_MAX, BlockStore, Deadline, Namespace
 from kvatlas.connectors.tier.base import StoreTierSettings, TierChanges
-from kvatlas.publisher.pool.host_tier import RetentionHint
+from kvatlas.publisher.pool.retention_order import RetentionHint
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from kvatlas.connectors.transfer.base import (
     TransferResult,
 )
 from kvatlas.connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
-from kvatlas.connectors.worker.staged import JoinedStores
+from kvatlas.connectors.worker.joined_stores import JoinedStores
 
 log = logging.getLogger(__name__)
 

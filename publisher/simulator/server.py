@@ -24,7 +24,7 @@ from kvatlas.publisher.events import Event
 from kvatlas.publisher.pool.host_tier import OWNER, HostTier
 from kvatlas.publisher.pool.radix import RadixPool
 from kvatlas.publisher.simulator.api_protocol import Json
-from kvatlas.publisher.simulator.http_app import CrashSwitch, EngineApp, LoopServer
+from kvatlas.publisher.simulator.http_app import CrashSwitch, EngineApp
 from kvatlas.publisher.simulator.kv_connector import KvConnector, TransferLink
 from kvatlas.publisher.simulator.kv_protocols import (
     MooncakeConnector,
@@ -32,6 +32,7 @@ from kvatlas.publisher.simulator.kv_protocols import (
     OffloadingConnector,
     OffloadingLink,
 )
+from kvatlas.publisher.simulator.loop_server import LoopServer
 from kvatlas.publisher.simulator.model import EngineModel
 from kvatlas.publisher.simulator.scheduler import Scheduler, StepCosts
 from kvatlas.publisher.simulator.settings import (

@@ -18,7 +18,7 @@ from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.events import BlockHash
 from kvatlas.publisher.groups import Family
-from kvatlas.publisher.pool.host_tier import RetentionHint
+from kvatlas.publisher.pool.retention_order import RetentionHint
 from kvatlas.router.admission.fair_queue import GENERATED_WORTH
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress

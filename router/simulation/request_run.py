@@ -10,7 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvatlas.publisher.block_pool import PoolRequest
-from kvatlas.publisher.pool.host_tier import HeldKey, RetentionHint
+from kvatlas.publisher.pool.host_tier import HeldKey
+from kvatlas.publisher.pool.retention_order import RetentionHint
 from kvatlas.router.simulation.tiers import EngineTiers, Medium
 
 

@@ -25,8 +25,9 @@ import msgspec
 
 from kvatlas.publisher.block_pool import HybridBlockPool, PoolRequest
 from kvatlas.publisher.groups import Family, GroupSpec
-from kvatlas.publisher.pool.host_tier import HeldKey, HostTier, RetentionHint
+from kvatlas.publisher.pool.host_tier import HeldKey, HostTier
 from kvatlas.publisher.pool.layout import PoolLayout
+from kvatlas.publisher.pool.retention_order import RetentionHint
 
 Medium = Literal["CPU", "STORAGE", "PEER"]
 # The router's own default (``policy.load_s_per_token``).

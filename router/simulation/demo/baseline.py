@@ -13,7 +13,7 @@ from kvatlas.publisher.simulator.api_protocol import ChatRequest
 from kvatlas.publisher.simulator.model import EngineModel
 from kvatlas.publisher.simulator.request import SimRequest
 from kvatlas.publisher.simulator.settings import EngineSettings, model_length, resolve_groups
-from kvatlas.publisher.simulator.stepper import VirtualEngine
+from kvatlas.publisher.simulator.virtual_engine import VirtualEngine
 from kvatlas.router.simulation.demo.load import ChatOutcome
 from kvatlas.router.simulation.demo.table import Tally
 

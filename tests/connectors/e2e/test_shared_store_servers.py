@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from kvatlas.connectors.store.base import FRAME_BYTES
+from kvatlas.connectors.store.frame import FRAME_BYTES
 
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 pytest.importorskip("tokenizers", reason="needs tokenizers")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvatlas.connectors.store.base import FRAME_BYTES, FrameFault, find_fault, seal
+from kvatlas.connectors.store.frame import FRAME_BYTES, FrameFault, find_fault, seal
 from tests.connectors.store.store_kit import Shared
 from tests.support.waiting import HANG_S
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.connectors.store.base import FRAME_BYTES, FrameFault, find_fault, seal
+from kvatlas.connectors.store.frame import FRAME_BYTES, FrameFault, find_fault, seal
 
 NAMESPACE, KEY = b"n" * 16, b"hash" * 8 + b"\0\0\0\1"
 

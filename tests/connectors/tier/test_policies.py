@@ -19,7 +19,7 @@ from kvatlas.connectors.tier.eviction import (
 )
 from kvatlas.connectors.tier.host import HostTier
 from kvatlas.connectors.tier.prefix_tree import Node
-from kvatlas.publisher.pool.host_tier import HINTED_SHARE_MAX, OWNERS_MAX, RetentionHint, RetentionOrder
+from kvatlas.publisher.pool.retention_order import HINTED_SHARE_MAX, OWNERS_MAX, RetentionHint, RetentionOrder
 from tests.connectors.tier import eviction_simulation
 from tests.support.examples import examples
 

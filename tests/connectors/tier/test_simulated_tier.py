@@ -14,6 +14,7 @@ from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.pool import host_tier
 from kvatlas.publisher.pool.layout import pool_layout
+from kvatlas.publisher.pool.retention_order import RetentionHint
 from tests.support.examples import examples
 
 GROUPS = (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=33))
@@ -45,7 +46,7 @@ def test_the_same_blocks_are_held_and_given_up(slots: int, seed: int, steps: int
         start, end = sorted(rng.sample(range(PROMPT_BLOCKS + 1), 2))
         keys = chain(rng.randrange(4), start, end)
         now += rng.random()
-        hint = host_tier.RetentionHint(rng.choice([1.0, 5.0]), rng.random(), rng.choice("ab"))
+        hint = RetentionHint(rng.choice([1.0, 5.0]), rng.random(), rng.choice("ab"))
         given = hint if hinted and rng.random() < 0.5 else None
         if rng.random() < 0.3:
             keys = [key for key in keys if key in simulated]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvatlas.connectors.layout import CacheView
-from kvatlas.connectors.store.base import FRAME_BYTES, Namespace
+from kvatlas.connectors.store.base import Namespace
+from kvatlas.connectors.store.frame import FRAME_BYTES
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
 from kvatlas.connectors.transfer.host import HostTransferEngine
 from kvatlas.connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes

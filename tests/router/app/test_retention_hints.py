@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvatlas.connectors.scheduler.plans import HINT, retention_hint
-from kvatlas.publisher.pool.host_tier import RetentionHint
+from kvatlas.publisher.pool.retention_order import RetentionHint
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.config.checks import check_config
 from kvatlas.router.config.errors import ConfigError

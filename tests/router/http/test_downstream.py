@@ -219,7 +219,7 @@ async def test_application_that_waits_for_the_end_of_a_request_hears_of_it() -> 
         reader, writer = await rig.connect()
         writer.write(request())
         assert (await read_answer(reader)).body == b"ok"
-        await until(lambda: heard == ["http.disconnect"], "it is told")
+        await until(lambda: heard == ["http.disconnect"], "it hears of it")
         writer.close()
 
 

@@ -1,6 +1,6 @@
 """Each request of a recorded-like load goes where it went before, with the hit that was predicted there.
 
-A change that moves a choice on purpose names the moved ones, and writes the digests anew:
+A change that moves a choice on purpose names the moved ones, and writes the digests again:
 ``python -m benchmarks.choices --tree CHECKOUT`` shows what differs from another checkout, ``--write`` writes.
 """
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.publisher.pool.host_tier import RetentionHint
+from kvatlas.publisher.pool.retention_order import RetentionHint
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.simulation.command import read_tiers
 from kvatlas.router.simulation.requests import continued

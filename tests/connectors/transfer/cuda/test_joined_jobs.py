@@ -10,7 +10,7 @@ import pytest
 from benchmarks import virtual_link
 from kvatlas.connectors.transfer import cuda
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult, joined
-from kvatlas.connectors.worker.staged import JoinedStores
+from kvatlas.connectors.worker.joined_stores import JoinedStores
 from tests.connectors.transfer.cuda.bench import PAGE, LongPass, SlowDriver
 from tests.connectors.transfer.cuda.fakes import FakeDevice
 from tests.support.waiting import HANG_S
