@@ -113,7 +113,7 @@ class FeedManager:
             self.stop(engine_id)
 
     def _feed_changed(self, followed: _Followed) -> None:
-        """Tell a new state; of a feed that was stopped nothing more is told."""
+        """Pass on a new state; nothing more is passed on of a feed that was stopped."""
         engine_id = followed.engine.engine_id
         if followed.feed is not None and self._followed.get(engine_id) is followed:
             self._on_change(engine_id, followed.feed.stats)

@@ -1,4 +1,4 @@
-"""What a decision reads of all engines at once: arrays in the engines' order.
+"""Values of all engines that a decision reads: arrays in the engines' order.
 
 ``FleetValues`` is the same for every prompt, and kept between decisions; ``Candidates`` adds what one prompt
 finds: its hits, and its wait. A ``Candidate`` is made of an engine only where one is looked at, mostly for
@@ -22,7 +22,7 @@ Places = npt.NDArray[np.intp]
 
 
 class FleetValues(msgspec.Struct, gc=False):
-    """What any prompt finds at some engines: arrays in their order, and what follows from all of them.
+    """Values of some engines that are the same for any prompt: arrays in their order, and what follows from all of them.
 
     ``rates``: ``prefill_s_per_token``, ``fastest`` the least; ``decode_s``: ``interference_s``; ``requests``:
     running and waiting; ``recent_s``: recent work, with its mean; ``admitted_s``: when the router last sent a
