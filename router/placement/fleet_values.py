@@ -22,7 +22,7 @@ Places = npt.NDArray[np.intp]
 
 
 class FleetValues(msgspec.Struct, gc=False):
-    """Values of some engines that are the same for any prompt: arrays in their order, and what follows from all of them.
+    """Values of some engines that are the same for any prompt: arrays, and what follows from all of them.
 
     ``rates``: ``prefill_s_per_token``, ``fastest`` the least; ``decode_s``: ``interference_s``; ``requests``:
     running and waiting; ``recent_s``: recent work, with its mean; ``admitted_s``: when the router last sent a
