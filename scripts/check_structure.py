@@ -145,7 +145,6 @@ SEPARATE = {
     # Still to be cut, or to be joined by what they have in common.
     "router/index/offloaded.py",
     "router/placement/eligible.py",
-    "router/placement/split_legs.py",
     "router/prompts/bodies.py",
     "router/prompts/chat/compiled.py",
     "router/prompts/chat/watched.py",

@@ -71,13 +71,7 @@ from kvatlas.router.placement.split import (
     complete_layouts,
     messages_of,
 )
-from kvatlas.router.placement.split_legs import (
-    DecodePlacement,
-    PrefillPlacement,
-    PullPlacement,
-    SidecarPlacement,
-    give_hint,
-)
+from kvatlas.router.placement.steps import DecodeStep, PrefillStep, PullStep, SidecarStep, give_hint
 from kvatlas.router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from kvatlas.router.prompts.reader import INLINE_BLOCKS_MAX, PromptReader
 from kvatlas.router.proxy.attempt import Fields
@@ -87,8 +81,6 @@ _NO_QUEUE = QueueSettings()
 _NO_PD = PdSettings()
 _NO_PULL = PullSettings()
 _LOG_EVERY_S = 1.0
-_NO_CONNECTOR_S = 60.0
-"""How long a prefill engine that handed nothing over is not asked again; a connector comes with a restart."""
 # A decision looks up again where the engines changed while it waited; if they change each time, it goes by
 # what it has: those that it chooses from are always those of the moment.
 _LOOK_UPS_MAX: Final = 3
@@ -216,51 +208,29 @@ class Planner:
                 return self._placed_apart(request, decision, split, waited_s)
             self.pd_stats.count(self.pd_stats.aggregated, split.why)
         headers = self._client_headers(request, decision) if self._expose else ()
-        placement: Placement
-        if decision.pull is not None:
-            pulling = request, decision, decision.pull, self.pulls, self._accounts
-            placement = PullPlacement(*pulling, client_headers=headers, waited_s=waited_s)
-        else:
-            placement = Placement(request, decision, self._accounts, headers, waited_s)
+        steps = () if decision.pull is None else (PullStep(decision.pull, self.pulls),)
+        placement = Placement(request, decision, self._accounts, headers, waited_s, steps)
         # A sidecar replaces the transfer parameters of a request that is to pull.
         if decision.pull is None or not request.carried:
-            give_hint(request, placement, None, self._accounts)
+            give_hint(request, self._accounts, placement)
         return placement
 
     def _placed_apart(
         self, request: InboundRequest, decision: Decision, split: Split, waited_s: float
-    ) -> DecodePlacement:
+    ) -> Placement:
         """Open the entry at the decode engine before the prefill engine is asked."""
-        prefill = None
+        accounts, headers = self._accounts, self._client_headers(request, decision)
+        helpers: list[Placement] = []
         if split.prefill is not None:
-            prefill = PrefillPlacement(
-                request,
-                split.prefill,
-                self._accounts,
-                waited_s=waited_s,
-                rest_s=_NO_CONNECTOR_S,
-            )
-        headers = self._client_headers(request, decision)
-        if prefill is not None and request.carried:
+            as_stream = msgspec.structs.replace(request, stream=True)
+            helpers = [Placement(as_stream, split.prefill, accounts, (), waited_s, (PrefillStep(),))]
+        if helpers and request.carried:
             self.pd_stats.split += 1
             # Without a retention hint: the sidecar replaces the transfer parameters of both bodies.
-            return SidecarPlacement(
-                request,
-                decision,
-                split,
-                self._accounts,
-                client_headers=headers,
-                prefill=prefill,
-            )
-        decode = DecodePlacement(
-            request,
-            decision,
-            split,
-            self._accounts,
-            client_headers=headers,
-            prefill=prefill,
-        )
-        give_hint(request, decode, prefill, self._accounts)
+            return Placement(request, decision, accounts, headers, 0.0, (SidecarStep(split, helpers[0]),))
+        step = DecodeStep(split, helpers[0] if helpers else None)
+        decode = Placement(request, decision, accounts, headers, 0.0, (step,))
+        give_hint(request, accounts, decode, *helpers)
         return decode
 
     def _check(self) -> None:

@@ -7,11 +7,12 @@ Invariants: a placement is removed from every account exactly once (``Attempt``)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 
 from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.groups import Family
 from kvatlas.router.admission.admission_queue import AdmissionQueue
 from kvatlas.router.admission.claims import ENGINE_PRIORITY
 from kvatlas.router.admission.fair_queue import Charge, Priority
@@ -226,16 +227,47 @@ def predicted_first_token(
     return FirstTokenParts(queue_s, pages_s, load_s, prefill_s, engine_s, total_s)
 
 
-class Placement(Attempt):
-    """One request on one engine, with its decision."""
+class Step:
+    """One step of a plan beside its engine (``kvatlas.router.placement.steps``), told what happens to its
+    placement. ``alone``: no other engine could take its engine's place."""
 
-    _is_answer: ClassVar[bool] = True
-    """Whether the client gets this engine's answer."""
-    _leg: ClassVar[Leg] = ""
-    _gap_s: float | None = None
-    """Seconds between the answer of the prefill engine and this request."""
-    _untimed: bool = False
-    """Its first byte does not show the end of the prefill."""
+    leg: Leg = ""
+    alone: bool = False
+    hit: Hit | None = None
+    """Predicted part of the answer's ``cached_tokens``, if that is another engine's."""
+    prefill_engine: str = ""
+    """Engine that computes the prompt, known to the one that answers alone."""
+
+    def sent(self, placement: Placement) -> None:
+        """Set what is sent; the accounts have the placement."""
+
+    def facts(self) -> dict[str, Any]:
+        """Implement ``Attempt``."""
+        return {}
+
+    def nothing_held(self, placement: Placement) -> None:
+        """Implement ``Attempt``."""
+
+    def refused(self, status: int, wait_s: float) -> bool:
+        """The engine answered with an error. Returns whether it is another one's."""
+        return False
+
+    def begun(self) -> None:
+        """The first byte of an answer of success came."""
+
+    def learned(
+        self, placement: Placement, usage: Usage | None, predicted_s: float | None, ttft_s: float | None
+    ) -> None:
+        """The answer ended. ``usage`` None: without one of a single predicted prompt; then the seconds to its
+        first token, predicted and measured."""
+
+    def ended(self, placement: Placement, failed: str) -> None:
+        """The end, once."""
+
+
+class Placement(Attempt):
+    """One request on one engine, with its decision and the steps of its plan."""
+
     __slots__ = (
         "_accounts",
         "_answered",
@@ -244,18 +276,31 @@ class Placement(Attempt):
         "_charged",
         "_first_token",
         "_flying",
+        "_gap_s",
         "_hashes",
         "_hit",
+        "_is_answer",
+        "_leg",
         "_pooled",
         "_predicted",
         "_prefilled",
+        "_steps",
         "_streamed_tokens",
         "_ticket",
         "_ttft_s",
         "_unseen",
+        "_untimed",
         "decision",
         "engine",
     )
+    _ttft_s: float | None
+    _gap_s: float | None
+    """Seconds between the answer of the prefill engine and this request."""
+    _first_token: FirstTokenParts | None
+    _charged: Charge | None
+    """Of two engines for one request the one that answers is charged, until the request's end."""
+    _flying: InflightPrompt | None
+    _pooled: PooledPrompt | None
 
     def __init__(
         self,
@@ -264,9 +309,13 @@ class Placement(Attempt):
         accounts: Accounts,
         client_headers: Fields,
         waited_s: float = 0.0,
-        *,
-        later: bool = False,
+        steps: Sequence[Step] = (),
     ) -> None:
+        self._steps = steps
+        leg = self._leg = steps[0].leg if steps else ""
+        decodes = leg == "decode"
+        # Whether the client gets this engine's answer.
+        self._is_answer = leg != "prefill"
         choice, read = decision.choice, decision.read
         engine, candidate = decision.engines[choice.index], decision.candidates[choice.index]
         address = engine.engine
@@ -304,17 +353,15 @@ class Placement(Attempt):
             engine_headers=fields,
             client_headers=client_headers,
             waited_s=waited_s,
-            later=later,
+            later=decodes,
         )
-        self.decision = decision
-        self.engine = engine
-        self._candidate = candidate
-        self._hit = hit
-        self._accounts = accounts
+        self.decision, self.engine, self._accounts = decision, engine, accounts
+        self._candidate, self._hit = candidate, hit
         self._answered = self._prefilled = self._unseen = False
-        self._ttft_s: float | None = None
-        self._first_token: FirstTokenParts | None = None
-        decodes, now = self._leg == "decode", self.asked_s
+        self._ttft_s = self._gap_s = self._first_token = None
+        # Whether its first byte does not show the end of the prefill.
+        self._untimed = False
+        now = self.asked_s
         if decodes:
             self._ticket = engine.load.reserve(now, decision.prompt_tokens)
         else:
@@ -333,13 +380,10 @@ class Placement(Attempt):
                 sequences=work.prompts * work.answers,
             )
         accounts.load_stats.admitted_silent += not engine.up
-        # Of two engines for one request the one that answers is charged, until the request's end.
-        self._charged: Charge | None = None
+        self._charged = self._flying = self._pooled = None
         if accounts.room is not None and self._is_answer:
             base_model = engine.base_model or ""
             self._charged = accounts.room.charge(request.claim, base_model, work.uncached_tokens)
-        self._flying: InflightPrompt | None = None
-        self._pooled: PooledPrompt | None = None
         self._streamed_tokens = 0
         # Whether the hit of this engine was predicted, for a single prompt with one answer.
         self._predicted = False
@@ -353,6 +397,8 @@ class Placement(Attempt):
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
+        for step in steps:
+            step.sent(self)
 
     def streamed(self, events: int) -> None:
         """Implement ``Attempt``."""
@@ -368,7 +414,7 @@ class Placement(Attempt):
         """Implement ``Attempt``."""
         decision, candidate = self.decision, self._candidate
         known = candidate.hit.confidence != "none"
-        return {
+        found = {
             "kvatlas.reason": decision.choice.reason,
             "kvatlas.mode": candidate.hit.mode,
             "kvatlas.prompt_tokens": decision.prompt_tokens,
@@ -378,9 +424,40 @@ class Placement(Attempt):
             "kvatlas.engines": len(decision.engines),
             "kvatlas.read": decision.read.source if isinstance(decision.read, Prompt) else None,
         }
+        if self._leg:
+            found["kvatlas.leg"] = self._leg
+        if self._leg == "decode":
+            found["kvatlas.gap_s"] = self._gap_s
+        for step in self._steps:
+            found |= step.facts()
+        return found
+
+    def handed_over(self, gap_s: float) -> None:
+        """Implement ``Attempt``."""
+        self._gap_s = gap_s
+
+    def nothing_held(self) -> None:
+        """Implement ``Attempt``."""
+        for step in self._steps:
+            step.nothing_held(self)
+
+    def end_unobserved(self) -> None:
+        """The end will not be reported: infer it from the engine's running-requests gauge."""
+        self._untimed = True
+        self.engine.load.unseen(self._ticket, self.now(), lambda: None)
+
+    def refused(self, status: int, wait_s: float) -> bool:
+        """Implement ``Attempt``."""
+        for step in self._steps:
+            if step.refused(status, wait_s):
+                return self._end(None, "status")
+        return super().refused(status, wait_s)
 
     def next_best(self, count: int) -> tuple[str, ...]:
         """Implement ``Attempt``."""
+        if any(step.alone for step in self._steps):
+            # The others may have another version than the prefill engine, or be the source of a pull.
+            return ()
         decision, totals = self.decision, self.decision.choice.scored.totals
         order = sorted(range(len(totals)), key=totals.__getitem__)
         urls = dict.fromkeys(decision.engines[i].engine.base_url for i in order)
@@ -436,6 +513,8 @@ class Placement(Attempt):
         self._answered = True
         engine = self.engine
         engine.answers += 1
+        for step in self._steps:
+            step.begun()
         if emptied := cache_reset(self.request.path, self.request.query):
             # Its engine announces this only with its next batch, so known blocks are dropped at once; after a
             # reset that was not carried out the router expects less than there is.
@@ -470,7 +549,10 @@ class Placement(Attempt):
     def _served(self) -> None:
         """Update the shadow: the engine has computed the prompt."""
         read, shadow = self.decision.read, self.engine.shadow
-        if shadow is not None and isinstance(read, Prompt):
+        if shadow is None or not isinstance(read, Prompt):
+            return
+        # A decode engine receives the blocks of full attention only.
+        if self._leg != "decode" or all(group.family is Family.FULL for group in shadow.spec.groups):
             shadow.served(read.token_ids, read.hashes)
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
@@ -493,16 +575,17 @@ class Placement(Attempt):
         if self._pooled is not None:
             tokens = None if usage is None else usage.completion_tokens
             engine.evictions.end(self._pooled, tokens, computed=self._answered)
-        if not isinstance(self.decision.read, Prompt):
-            return
-        feed: str | None = None
-        if self._answered and not engine.closed:
-            if not self._prefilled and engine.shadow is not None:
-                self._served()
-            if not self._unseen:
-                feed = engine.feed_state
-                self._learn(usage, feed)
-        accounts.books.add(self._book, usage, feed, now)
+        if isinstance(self.decision.read, Prompt):
+            feed: str | None = None
+            if self._answered and not engine.closed:
+                if not self._prefilled and engine.shadow is not None:
+                    self._served()
+                if not self._unseen:
+                    feed = engine.feed_state
+                    self._learn(usage, feed)
+            accounts.books.add(self._book, usage, feed, now)
+        for step in self._steps:
+            step.ended(self, failed)
 
     def _book(self, usage: Usage | None, feed: str | None, now: float) -> None:
         """Enter it in the books, once per tick. ``feed``: state of the feed at the end of the request, the
@@ -582,7 +665,11 @@ class Placement(Attempt):
 
     def _learn(self, usage: Usage | None, feed: str) -> None:
         """Learn from the engine's report."""
-        if usage is None or usage.cached_tokens is None:
+        for step in self._steps:
+            predicted_s = None if self._first_token is None else self._first_token.total_s
+            step.learned(self, usage if self._predicted else None, predicted_s, self._ttft_s)
+        # Behind a prefill elsewhere it is that engine's.
+        if usage is None or usage.cached_tokens is None or self._leg == "decode":
             return
         engine, decision, hit, actual = self.engine, self.decision, self._hit, usage.cached_tokens
         if isinstance(decision.read, Prompt) and decision.read.num_prompts == 1:
@@ -611,7 +698,9 @@ class Placement(Attempt):
 
     def usage_facts(self) -> PlacementFacts:
         """Describe the prompt and the predicted hit."""
-        read, hit = self.decision.read, self._reported_hit
+        read, hit = self.decision.read, self._hit
+        for step in self._steps:
+            hit = step.hit or hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
             return PlacementFacts(
                 queue_s=self._candidate.queue_s, prefill_engine=self._prefill_engine, work=self.work
@@ -634,9 +723,6 @@ class Placement(Attempt):
     @property
     def _prefill_engine(self) -> str:
         """Engine that computed the prompt for this one; "": none."""
-        return "" if self.handoff is None else self.handoff.source
-
-    @property
-    def _reported_hit(self) -> Hit:
-        """Predicted part of the answer's ``cached_tokens``."""
-        return self._hit
+        if self.handoff is not None:
+            return self.handoff.source
+        return self._steps[0].prefill_engine if self._steps else ""

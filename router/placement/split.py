@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 
+from kvatlas.publisher.groups import Family
 from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.layout import CacheLayout
@@ -21,12 +23,11 @@ from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import SplitBody, split_body
 from kvatlas.router.pd.handoff import DisaggState, Handoff
 from kvatlas.router.pd.settings import PdSettings
-from kvatlas.router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
+from kvatlas.router.placement.candidate import Candidate, Cost, Hit, PlacementRequest, PolicySettings, Reason
 from kvatlas.router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
 from kvatlas.router.placement.eligible import Length, candidates, length_of
 from kvatlas.router.placement.engine import Engine, PromptView
 from kvatlas.router.placement.placement import Decision, Split, read_by
-from kvatlas.router.placement.split_legs import lacking
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.prompts.request import ChatBody
 
@@ -509,3 +510,19 @@ def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
     fetches = engine.engine.decodes and engine.kind == "vllm"
     lacks = lacking(engine, candidate.hit, tokens) if fetches else 0
     return Side(candidate, engine.version, lacks, engine.own_s)
+
+
+def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
+    """Prompt tokens that would be transferred to this engine."""
+    # Models with Mamba layers always receive their state, so their full-attention prefix counts; it is no hit
+    # for the engine alone.
+    has = hit.soon_tokens
+    layout = engine.layout
+    if layout is not None and _has_mamba(layout):
+        has = max(has, hit.shared_prefix_tokens)
+    return max(0, prompt_tokens - has)
+
+
+@lru_cache(maxsize=256)
+def _has_mamba(layout: CacheLayout) -> bool:
+    return any(c.family is Family.MAMBA for c in layout.classes)
