@@ -350,7 +350,7 @@ MUTATIONS: dict[str, tuple[str, str, Plan, Patch]] = {
         "work",
         "metrics count",
         small(),
-        around(RequestTracker, "_count", repeated(2)),
+        around(RequestTracker, "_settle", repeated(2)),
     ),
     "a request computed twice": (
         "work",

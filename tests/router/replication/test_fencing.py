@@ -53,6 +53,8 @@ async def test_writes_alone_are_fenced_too(plain_server: AnyServer) -> None:
         await writer.take("e")
         writer.mirror.store("e", FULL, blocks(1))
         await writer.mirror.flush()
+        counters = writer.mirror.counters
+        assert (counters.claims, counters.blocks_written, counters.remirrors) == (1, 1, 0)
         registry = Registry(writer.client, MODEL)
         scope, token = await registry.open(), writer.mirror.mirrored()["e"]
         slot = (await registry.fetch()).slots["e"]  # type: ignore[union-attr]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing
+from functools import partial
 
 import pytest
 
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.registry import EngineFacts, IndexRefused
+from kvatlas.router.replication.service import check_index
+from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, Writer, blocks, until
 from tests.support.redis_servers import AnyServer, Cluster, any_program
@@ -289,16 +292,20 @@ async def test_another_schema_is_refused(server: AnyServer) -> None:
     server.command("SET", f"{settings.namespace}:schema", "2")
     async with Replicas(settings, "a") as replicas:
         writer = replicas["a"]
-        for attempt in (writer.mirror.registry.check, writer.mirror.flush):
+        at_start = partial(check_index, IndexSettings(url=settings.url, namespace=settings.namespace))
+        for attempt in (writer.mirror.registry.check, writer.mirror.flush, at_start):
             with pytest.raises(IndexRefused, match=r"schema 2.*writes schema 1"):
                 await attempt()
         server.command("DEL", f"{settings.namespace}:schema")
+        assert await at_start() == ""
         await writer.take("e")
         server.command("HSET", writer.mirror.registry.keys.scope, "schema", "3", "v", "x")
         with pytest.raises(IndexRefused, match="schema 3"):
             await replicas.look(MANY[:1])
         with pytest.raises(IndexRefused, match="schema 3"):
             await writer.mirror.registry.check()
+        server.kill()
+        assert await at_start(), "says why it cannot be used, and refuses nothing"
 
 
 @pytest.mark.long

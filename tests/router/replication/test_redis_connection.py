@@ -8,7 +8,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvatlas.router.replication.redis_client import connection_arguments
-from kvatlas.router.replication.redis_connection import IndexUnavailable, PipelinedConnection, pack, within
+from kvatlas.router.replication.redis_connection import (
+    IndexUnavailable,
+    PipelinedConnection,
+    ServerError,
+    pack,
+    unavailable,
+    within,
+)
 from kvatlas.router.replication.settings import parse_url
 
 INFO = b"run_id:abc\r\nredis_mode:standalone\r\nrole:master\r\n"
@@ -77,6 +84,33 @@ def test_replies_in_pieces() -> None:
         first, second = await link.ask(b"x", 2, 10)
         assert first == [b"a\r\n", None, [7]]
         assert (second.status_code, str(second)) == ("ERR", "no")
+
+    asyncio.run(talk(answer, body))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (b"ERR no", "ERR"),
+        (b"OOM command not allowed", "OOM"),
+        (b"READONLY a replica", "READONLY"),
+        (b"NOSCRIPT No matching script.", "NOSCRIPT"),
+        (b"UNBLOCKED force unblock from blocking operation", "UNBLOCKED"),
+        (b"MOVED 7 10.0.0.1:6379", "MOVED"),
+        (b"FENCED", "FENCED"),
+        (b"", "ERR"),
+    ],
+)
+def test_errors_of_the_server_are_named_by_their_first_word(error: bytes, reason: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"-%b\r\n" % error)
+        await reader.read()
+
+    async def body(link: PipelinedConnection) -> None:
+        (reply,) = await link.ask(b"x", 1, 10)
+        found = unavailable(reply)
+        assert (type(found), found.reason) == (ServerError, reason)
 
     asyncio.run(talk(answer, body))
 
