@@ -40,7 +40,7 @@ VALGRIND = ("valgrind", "--quiet", "--tool=callgrind", "--separate-threads=no", 
 
 
 def text(rng: random.Random, size: int) -> str:
-    """Words of about so many bytes."""
+    """Words of about this many bytes."""
     return " ".join(rng.choices(_WORDS, k=size // 6))
 
 

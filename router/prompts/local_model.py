@@ -39,7 +39,7 @@ from kvatlas.router.prompts.request import (
     num_values,
 )
 from kvatlas.router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
-from kvatlas.router.prompts.shared_prompts import CHARS_MIN
+from kvatlas.router.prompts.shared_prompts import NEW_CHARS_MIN
 from kvatlas.router.prompts.tokenizer import PromptTokenizer
 from kvatlas.router.prompts.truncation import ids_of, truncated
 from kvatlas.router.prompts.worker_threads import Workers
@@ -308,7 +308,7 @@ class LocalModel:
         """The same text behind another worker's prompt, if that has more of it."""
         text, _, before, kept, layout, spans = written
         first, known = (0, 0) if before is None else (before.begin, before.starts[kept])
-        if self._shared is None or first + len(text) - known < CHARS_MIN:
+        if self._shared is None or first + len(text) - known < NEW_CHARS_MIN:
             return written
         if layout is not None and first:
             spans = layout.written([one.text for one in messages])
@@ -389,9 +389,7 @@ class LocalModel:
         if not turn.num_tokens:
             raise NotLocalError("empty")
         if self._shared is not None:
-            if over is not None:
-                turn.shared_tokens = min(over.shared_tokens, turn.at)
-            self._shared.offer(shared_scope, one)
+            self._shared.offer(shared_scope, one, over, turn.at)
         if found is not None and over is found.over:
             self._cache.put_next(one, found)
         else:

@@ -188,9 +188,7 @@ def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptE
     over = None if found is None else found.over
     if cache.shared is not None:
         over = cache.shared.find_ids(scope, keys, 0 if found is None else found.shared, extras) or over
-        if over is not None:
-            one.turn.shared_tokens = min(over.shared_tokens, over.common(one.turn))
-        cache.shared.offer_ids(scope, one)
+        cache.shared.offer_ids(scope, one, over)
     if found is not None and over is found.over:
         cache.put_next(one, found)
     else:

@@ -14,6 +14,7 @@ Event-loop thread only.
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from typing import Final
 
@@ -27,15 +28,19 @@ from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.shared_records import SharedRecords
 
 DELAY_S = 0.1
-# Reading so little again costs about as much as finding it.
+# Shorter prompts are not shared; finding longer ones would hold the event loop for more than 5 ms.
 CHARS_MIN: Final = 4096
-# Finding a longer text would hold the event loop for more than 5 ms.
 CHARS_MAX: Final = 1 << 21
 _IDS_MIN, _IDS_MAX = CHARS_MIN // 4, CHARS_MAX // 4
-# Two pieces between cuts: prompts that differ at their end only are not written again.
-_TOKENS_MIN: Final = 512
-# A record costs as much as reading this part of its text.
+# Less new text is not looked up, and a prompt with fewer new tokens not written: reading it again costs less.
+# So much is two pieces between cuts, the most that another end of a long message makes new.
+NEW_CHARS_MIN: Final = 2048
+_NEW_TOKENS_MIN: Final = 512
+# A smaller part of a prompt costs less than its record; cuts of a long text are half as far apart.
 _PART: Final = 16
+# A step of the event loop writes this much, in about 1 ms, or one longer prompt; then others have their turn.
+_STEP_TOKENS: Final = 1 << 16
+_STEP_S: Final = 0.002
 # Prompts that wait to be written; further ones are read again where they are needed.
 _WAITING_MAX: Final = 256
 
@@ -68,14 +73,14 @@ class SharedPrompts:
         """A prompt that may begin as this text does, further than its first ``begin`` characters, which are
         known; None if nothing is known, or too little is new."""
         new = len(text) - begin
-        if new < CHARS_MIN or new * _PART < len(text) or len(text) > CHARS_MAX:
+        if new < NEW_CHARS_MIN or new * _PART < len(text) or not CHARS_MIN <= len(text) <= CHARS_MAX:
             return None
         return self._look_up(scope, text_keys(scope, text), begin // CHUNK_BYTES, extras)
 
     def find_ids(self, scope: bytes, keys: list[int], first: int, extras: PromptExtras) -> Turn | None:
         """The same for a prompt of ids with these keys, of which the ``first`` are known."""
-        new = (len(keys) - first) * CHUNK_TOKENS
-        if new < _IDS_MIN or (len(keys) - first) * _PART < len(keys) or len(keys) > _IDS_MAX // CHUNK_TOKENS:
+        new, tokens = len(keys) - first, len(keys) * CHUNK_TOKENS
+        if new < 2 or new * _PART < len(keys) or not _IDS_MIN <= tokens <= _IDS_MAX:
             return None
         found = self._look_up(scope, keys, first, extras)
         return None if found is None else found[0]
@@ -93,33 +98,44 @@ class SharedPrompts:
         self._stats.shared_misses += 1
         return None
 
-    def offer(self, scope: bytes, one: Conversation) -> None:
-        """Write this prompt soon, unless most of it is there."""
+    def offer(self, scope: bytes, one: Conversation, over: Turn | None, num_tokens: int) -> None:
+        """Write this prompt soon, unless most is there. Its first ``num_tokens`` are those of ``over``."""
         cut = one.cut
         # A text of one piece has nothing that another one could reuse.
         if cut is not None and len(cut.starts) > 1 and CHARS_MIN <= cut.begin + len(cut.text) <= CHARS_MAX:
-            self._offer(scope, one, is_text=True)
+            self._offer(scope, one, over, num_tokens, is_text=True)
 
-    def offer_ids(self, scope: bytes, one: Conversation) -> None:
+    def offer_ids(self, scope: bytes, one: Conversation, over: Turn | None) -> None:
         """The same for a prompt of ids."""
         if _IDS_MIN <= one.turn.num_tokens <= _IDS_MAX:
-            self._offer(scope, one, is_text=False)
+            self._offer(scope, one, over, 0 if over is None else over.common(one.turn), is_text=False)
 
-    def _offer(self, scope: bytes, one: Conversation, *, is_text: bool) -> None:
-        tokens = one.turn.num_tokens
-        missing = tokens - one.turn.shared_tokens
-        if missing < _TOKENS_MIN or missing * _PART < tokens:
+    def _offer(
+        self, scope: bytes, one: Conversation, over: Turn | None, num_tokens: int, *, is_text: bool
+    ) -> None:
+        turn, tokens = one.turn, one.turn.num_tokens
+        if over is not None:
+            turn.shared_tokens = min(over.shared_tokens, num_tokens)
+        new = tokens - turn.shared_tokens
+        if new < _NEW_TOKENS_MIN or new * _PART < tokens:
             return
         if not self._waiting:
-            asyncio.get_running_loop().call_later(DELAY_S, self.write)
+            asyncio.get_running_loop().call_later(DELAY_S, self._write_some)
         if len(self._waiting) < _WAITING_MAX:
             self._waiting[id(one)] = scope, one, is_text
 
-    def write(self) -> None:
-        """Write the prompts that wait."""
-        waiting, self._waiting = self._waiting, {}
-        for scope, one, is_text in waiting.values():
+    def _write_some(self) -> None:
+        """Write prompts that wait in steps of the event loop."""
+        self.write(_STEP_TOKENS)
+        if self._waiting:
+            asyncio.get_running_loop().call_later(_STEP_S, self._write_some)
+
+    def write(self, tokens_max: float = math.inf) -> None:
+        """Write prompts that wait, the last of which reaches this number of tokens together."""
+        while self._waiting and tokens_max > 0:
+            scope, one, is_text = self._waiting.pop(next(iter(self._waiting)))
             cut, turn = one.whole_cut(), one.turn
+            tokens_max -= turn.num_tokens
             if is_text is (cut is None):  # its next turn, which came meanwhile, is of another kind
                 continue
             keys = one.keys if cut is None else text_keys(scope, cut.text)
@@ -137,7 +153,7 @@ def _record_of(scope: bytes, turn: Turn, cut: CutText) -> bytes:
             memoryview(cut.text.encode(errors="surrogatepass")),
             memoryview(array("I", cut.starts)).cast("B"),
             memoryview(array("I", cut.counts)).cast("B"),
-            memoryview(turn.ids).cast("B"),
+            memoryview(turn.end(0)).cast("B"),
             [chain.packed() for chain in turn.chains.values() if chain.hashes],
         )
     )
