@@ -404,13 +404,10 @@ class OwnConnections:
         out: Outbound,
         timeout_s: float,
         once: Callable[[], None] | None = None,
-        body: bytes | None = None,
     ) -> Awaitable[Any]:
-        """Implement ``Carrier``; ``once`` as for ``UpstreamClient.request``; ``body``: instead of the
-        client's."""
+        """Implement ``Carrier``; ``once`` as for ``UpstreamClient.request``."""
         request = out.request
-        if body is None:
-            body = request.body if attempt.sent_body is None else attempt.sent_body
+        body = request.body if attempt.sent_body is None else attempt.sent_body
         origin = self._client.origins.get(attempt.base_url) or self._client.origin(attempt.base_url)
         named: bytes | memoryview = body
         begin = b""

@@ -177,11 +177,11 @@ class DisaggForwarder:
         usage: Usage | None = None
         answer: Any = None
         try:
-            prefill_body = await run_cooperatively(body.prefill(params, attempt.retention))
+            attempt.sent_body = await run_cooperatively(body.prefill(params, attempt.retention))
             timeout_s = self.proxy.first_byte_timeout_s
             attempt.check_eligible()
             await_first_byte(attempt, self._carrier, out.client.task)
-            answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=prefill_body)
+            answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s)
             # Not the time of arrival: the loop may have been busy, and the lease would be taken for younger
             # than it is.
             held_since_s = max(asked_s, self._idle.at_s)
@@ -306,9 +306,9 @@ class DisaggForwarder:
                 out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         try:
-            text = await run_cooperatively(body.decode(handoff.params, attempt.retention))
+            attempt.sent_body = await run_cooperatively(body.decode(handoff.params, attempt.retention))
             attempt.check_eligible()
-            asking = self._carrier.ask(attempt, out, timeout_s, on_sent, text)
+            asking = self._carrier.ask(attempt, out, timeout_s, on_sent)
             waits_s = handoff.leased and not out.request.stream
             answer: Answer = await (self._witnessed(asking, handoff) if waits_s else asking)
         except HandoffRefusedError:

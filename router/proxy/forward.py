@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Final, Protocol
 
 import msgspec
@@ -39,7 +39,7 @@ from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.pd.bodies import hint_params
 from kvatlas.router.pd.handoff import DisaggState, NotFetchedError
 from kvatlas.router.pd.settings import PdSettings, PdStats
-from kvatlas.router.pd.transfer import KvSource, connector_of
+from kvatlas.router.pd.transfer import connector_of
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.attempt import (
     BROKEN,
@@ -211,11 +211,7 @@ class Forwarder:
             if disagg is None and placement.body is not None:
                 disagg = self._legs.disagg()
             try:
-                outcome = await (
-                    self._attempt(placement, out, carrier, None)
-                    if disagg is None and out.entry is None and not self._stats.suspects_current
-                    else self._carry_on(placement, out, carrier, disagg)
-                )
+                outcome = await self._attempt(placement, out, carrier, disagg)
             except AgainError as again:
                 # At most once per prefill that the disagg allows, plus one.
                 # Not an attempt of its own: the failure was the prefill's, and the decode engine may be used
@@ -266,39 +262,32 @@ class Forwarder:
                 raise
             return await self._planner.place(out.request, exclude=exclude, disagg=disagg)
 
-    async def _carry_on(
+    async def _attempt(
         self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
     ) -> Refusal | UpstreamError | None:
-        """Charge the tenant, then implement ``_attempt``; before it, the prompt is computed by another
-        engine, where the placement says so. Raises ``AgainError``, and ``ApiError`` for a request that its
-        tenant may not make."""
+        """Have the request answered as placed. None: it has been (or the answer broke off); else why not.
+        Raises ``AgainError``, and ``ApiError`` for a request that its tenant may not make."""
         prefill, body = placement.prefill, placement.body
         try:
-            if (
-                self._deaths is not None
-                and self._stats.suspects_current
-                and self._deaths.holds(out.digest(), self._settings.suspect_s)
-            ):
-                # It may have ended an engine while it waited for its place.
-                raise AgainError("suspected", placement.engine_id)
+            if self._stats.suspects_current:
+                self._check_suspect(placement, out)
             # One that takes over a prompt that has been computed costs what that did.
             if out.entry is not None and (body is None or prefill is not None):
                 out.entry.placed(placement.work)
-        except BaseException:
-            placement.finished(None)
-            if prefill is not None:
-                prefill.finished(None)
-            raise
-        if disagg is None:
-            return await self._attempt(placement, out, carrier, None)
-        try:
-            if prefill is not None and body is not None:
+            if disagg is not None and prefill is not None and body is not None:
                 self._note_placed(prefill, out)
                 await self._legs.prefill(prefill, body, out, disagg, new_transfer_id())
                 self._legs.check_decode(placement, out)
-            return await self._attempt(placement, out, carrier, disagg)
+            return await self._exchange(placement, out, carrier, disagg)
         finally:
             placement.finished(None)
+            if prefill is not None:
+                prefill.finished(None)
+
+    def _check_suspect(self, placement: Attempt, out: Outbound) -> None:
+        """Raise ``AgainError`` for a request that may have ended an engine while it waited for its place."""
+        if self._deaths is not None and self._deaths.holds(out.digest(), self._settings.suspect_s):
+            raise AgainError("suspected", placement.engine_id)
 
     def _note_placed(self, placement: Attempt, out: Outbound) -> None:
         """An engine is asked now."""
@@ -405,10 +394,10 @@ class Forwarder:
             raise no_ready_engine("All connections to the engines are in use; retry shortly.")
         raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
 
-    async def _attempt(
+    async def _exchange(
         self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
     ) -> Refusal | UpstreamError | None:
-        """None: the request has been answered (or the answer broke off); else why it has not."""
+        """Ask the engine of the client's answer, and pass that on."""
         connection: Answer | None = None
         await_first_byte(placement, carrier, out.client.task)
         try:
@@ -445,7 +434,6 @@ class Forwarder:
         else:
             return None
         finally:
-            placement.finished(None)
             if connection is not None:
                 carrier.done(connection)
 
@@ -537,13 +525,40 @@ class Forwarder:
         timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
         if disagg is not None and placement.body is not None:
             return self._legs.fetch(placement, placement.body, out, disagg, timeout_s)
+        steps = self._changed_body(placement, out, disagg)
+        if steps is None:
+            return carrier.ask(placement, out, timeout_s)
+        return self._ask_changed(placement, out, carrier, timeout_s, steps)
+
+    async def _ask_changed(
+        self,
+        placement: Attempt,
+        out: Outbound,
+        carrier: Carrier,
+        timeout_s: float,
+        steps: Generator[None, None, bytes],
+    ) -> Answer | None:
+        placement.sent_body = await run_cooperatively(steps)
+        placement.check_eligible()
+        return await carrier.ask(placement, out, timeout_s)
+
+    @staticmethod
+    def _changed_body(
+        placement: Attempt, out: Outbound, disagg: DisaggState | None
+    ) -> Generator[None, None, bytes] | None:
+        """Steps to the body that this engine gets instead of the client's; None: it gets that one."""
         if placement.kv_source is not None:
-            return self._ask_to_pull(placement, placement.kv_source, out, timeout_s)
+            # With the engine from which a part of the prompt is fetched. A name of its own per attempt:
+            # engines forget a request's transfer by name when it ends
+            # (vllm/v1/kv_offload/tiering/p2p/manager.py ``on_request_finished``, 0.32).
+            return placement.kv_source.asked_with(new_transfer_id(), placement.retention)
         if disagg is not None and disagg.distrusts_caches:
-            return self._ask_without_cache(placement, out, timeout_s)
+            # With a salt that no other request has.
+            return with_value(out.request.body, b"cache_salt", new_transfer_id(), adds=True)
         if placement.retention and placement.sent_body is None:
-            return self._ask_with_hint(placement, out, carrier, timeout_s)
-        return carrier.ask(placement, out, timeout_s)
+            # With a retention hint alone: the engine transfers nothing.
+            return with_first(out.request.body, b"kv_transfer_params", hint_params(placement.retention))
+        return None
 
     async def _ask_without_order(
         self, placement: Attempt, out: Outbound, disagg: DisaggState | None
@@ -554,35 +569,6 @@ class Forwarder:
         if answer is not None and answer.status != _BAD_REQUEST:
             placement.order_refused()
             self._stats.priorities_refused += 1
-        return answer
-
-    async def _ask_with_hint(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, timeout_s: float
-    ) -> Answer | None:
-        """With a retention hint alone: the engine transfers nothing."""
-        hinted = with_first(out.request.body, b"kv_transfer_params", hint_params(placement.retention))
-        placement.sent_body = await run_cooperatively(hinted)
-        placement.check_eligible()
-        return await carrier.ask(placement, out, timeout_s)
-
-    async def _ask_to_pull(
-        self, placement: Attempt, source: KvSource, out: Outbound, timeout_s: float
-    ) -> Answer:
-        """With the engine from which a part of the prompt is fetched."""
-        # A name of its own per attempt: engines forget a request's transfer by name when it ends
-        # (vllm/v1/kv_offload/tiering/p2p/manager.py ``on_request_finished``, 0.32).
-        body = await run_cooperatively(source.asked_with(new_transfer_id(), placement.retention))
-        placement.check_eligible()
-        answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
-        return answer
-
-    async def _ask_without_cache(self, placement: Attempt, out: Outbound, timeout_s: float) -> Answer:
-        """With a salt that no other request has."""
-        body = await run_cooperatively(
-            with_value(out.request.body, b"cache_salt", new_transfer_id(), adds=True)
-        )
-        placement.check_eligible()
-        answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer
 
     async def _read_refusal(self, connection: Answer) -> bytes:
