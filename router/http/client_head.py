@@ -1,10 +1,4 @@
-"""The head of a client's request: request line and fields (RFC 9112, section 3 and 5), gone through once.
-
-Clients repeat their heads byte by byte, but for the length of the body: ``KnownHeads`` finds what was parsed
-before by the bytes. Invariant: a line of a head that was parsed is its ``content-length``, and the parser
-refuses another one, or a ``transfer-encoding`` beside it; so its body is what follows, and nothing else of
-the head depends on the number.
-"""
+"""The head of a client's request: request line and fields (RFC 9112, section 3 and 5), gone through once."""
 
 from __future__ import annotations
 
@@ -13,8 +7,6 @@ from urllib.parse import unquote
 
 import httptools
 import msgspec
-
-from kvatlas.router.openai.apis import PROMPT_APIS
 
 Header = tuple[bytes, bytes]
 
@@ -61,54 +53,3 @@ def target_parts(url: bytes) -> tuple[str, bytes, bytes]:
         raw_path, query = parsed.path or b"/", parsed.query or b""
     path = raw_path.decode("latin-1")
     return unquote(path) if "%" in path else path, raw_path, query
-
-
-_KNOWN_MAX = 1024
-_KNOWN_BYTES_MAX = 4096
-"""Of one head."""
-_SEEN_MAX = 8192
-_LENGTH_DIGITS_MAX = 12
-_LENGTH_NAME_BYTES = len(b"\r\nContent-Length: ")
-
-
-class KnownHeads:
-    """Heads of requests with prompts that came more than once."""
-
-    __slots__ = ("_by_bytes", "_seen")
-
-    def __init__(self) -> None:
-        self._by_bytes: dict[bytes, ClientHead] = {}
-        # Hashes of those that came once: heads that are all different, as with a trace's id, push out none.
-        self._seen: set[int] = set()
-
-    def find(self, data: bytes, bytes_max: int) -> tuple[bytes, ClientHead | None, int]:
-        """Return the key of the head of a request that came whole and alone, the head if it is known, and
-        where the body begins; no key: it did not, or its length is not to be seen."""
-        end = data.find(b"\r\n\r\n", 0, min(bytes_max, _KNOWN_BYTES_MAX))
-        if end < 0:
-            return b"", None, 0
-        at = data.find(b"\r\nContent-Length: ", 0, end)
-        if at < 0 and (at := data.find(b"\r\ncontent-length: ", 0, end)) < 0:
-            return b"", None, 0
-        at += _LENGTH_NAME_BYTES
-        behind = data.index(b"\r\n", at)
-        digits = data[at:behind]
-        end += 4
-        if not digits.isdigit() or len(digits) > _LENGTH_DIGITS_MAX or len(data) - end != int(digits):
-            return b"", None, 0
-        key = data[:at] + data[behind:end]
-        return key, self._by_bytes.get(key), end
-
-    def keep(self, key: bytes, head: ClientHead) -> None:
-        """Keep a head that came once before, if it may be used for another body."""
-        if not head.keep_alive or head.method != "POST" or head.path not in PROMPT_APIS:
-            return
-        if (seen := hash(key)) not in self._seen:
-            if len(self._seen) >= _SEEN_MAX:
-                self._seen.clear()
-            self._seen.add(seen)
-            return
-        if len(self._by_bytes) >= _KNOWN_MAX:
-            del self._by_bytes[next(iter(self._by_bytes))]
-        fields = [field for field in head.fields if field[0] != b"content-length"]
-        self._by_bytes[key] = msgspec.structs.replace(head, fields=fields, by_name=dict(fields), sorted=None)

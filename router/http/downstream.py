@@ -16,15 +16,18 @@ from collections import deque
 from typing import Any, cast
 
 import httptools
+import msgspec
 from uvicorn.server import ServerState
 
 from kvatlas.router.http.asgi import answering, connection_scope
-from kvatlas.router.http.client_head import ClientHead, Header, KnownHeads, head_error, target_parts
+from kvatlas.router.http.client_head import ClientHead, Header, head_error, target_parts
 from kvatlas.router.http.deadlines import NEVER
 from kvatlas.router.http.descriptors import is_last_descriptor
+from kvatlas.router.http.known_heads import KnownHeads, without_length
 from kvatlas.router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
 from kvatlas.router.http.request_cycle import RequestCycle, error_response_bytes, request_id_of
 from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.openai.apis import PROMPT_APIS
 from kvatlas.router.openai.errors import (
     ApiError,
     bad_request,
@@ -211,7 +214,7 @@ class DownstreamConnection(asyncio.Protocol):
         if self._probe_only and head.path not in PROBE_PATHS:
             self.stats.connections_refused += 1
             raise RejectedRequestError(too_many_connections())
-        cycle = RequestCycle(self, head, head.keep_alive and not self._probe_only)
+        cycle = RequestCycle(self, head, self.peer, head.keep_alive and not self._probe_only)
         if self._current is None:
             self._start_cycle(cycle, self._reader.received_s)
         else:
@@ -440,7 +443,7 @@ class RequestReader:
         connection: DownstreamConnection,
         settings: ListenSettings,
         stats: ListenStats,
-        known: KnownHeads,
+        known: KnownHeads[ClientHead],
     ) -> None:
         self._known = known
         # Of the head that comes, if it may become known.
@@ -489,8 +492,7 @@ class RequestReader:
         self.received_s, self.progressed = now, False
         if self.state is _IDLE and self._goes_on:
             self._key, head, begin = self._known.find(data, self._settings.header_bytes_max)
-            if head is not None:
-                self._take_known(head, data[begin:])
+            if head is not None and self._take_known(head, data[begin:]):
                 return
         rest: bytes | memoryview = data
         try:
@@ -510,15 +512,18 @@ class RequestReader:
                 bad_request("invalid_http", "This is not a valid HTTP/1.1 request.")
             ) from error
 
-    def _take_known(self, head: ClientHead, body: bytes) -> None:
-        """Pass a whole request on, of which nothing needs the parser."""
+    def _take_known(self, head: ClientHead, body: bytes) -> bool:
+        """Pass a whole request on without the parser; False: there is no room for its body."""
+        capacity = self._connection.capacity
+        if not capacity.reserve_body(len(body)):
+            return False
         self.progressed = True
-        self.cycle = self._connection.on_head(head)
-        if body:
-            self._connection.on_body_bytes(self.cycle, body, last=True)
-        cycle, self.cycle = self.cycle, None
-        if cycle is not None:
-            cycle.body_ended()
+        try:
+            self._connection.on_head(head).body_came(body)
+        except RejectedRequestError:
+            capacity.release_body(len(body))
+            raise
+        return True
 
     def _parse(self, data: bytes | memoryview) -> None:
         """Feed the parser. Raises what it raises."""
@@ -632,9 +637,16 @@ class RequestReader:
         )
         self._goes_on = head.keep_alive
         if self._key:
-            self._known.keep(self._key, head)
+            self._keep(self._key, head)
             self._key = b""
         self.cycle = self._connection.on_head(head)
+
+    def _keep(self, key: bytes, head: ClientHead) -> None:
+        """Make a head known that may be used for another body."""
+        if head.keep_alive and head.method == "POST" and head.path in PROMPT_APIS and self._known.again(key):
+            fields = without_length(head.fields)
+            known = msgspec.structs.replace(head, fields=fields, by_name=dict(fields), sorted=None)
+            self._known.keep(key, known)
 
     def _check_request_head(self, version: str, hosts: int) -> None:
         """Raise ``RejectedRequestError`` for an invalid head."""

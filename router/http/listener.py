@@ -19,9 +19,10 @@ from typing import Any, Protocol, cast
 import structlog
 import uvicorn
 
-from kvatlas.router.http.client_head import KnownHeads
+from kvatlas.router.http.client_head import ClientHead
 from kvatlas.router.http.deadlines import Sweeper, sweep_interval_s
 from kvatlas.router.http.descriptors import is_last_descriptor
+from kvatlas.router.http.known_heads import KnownHeads
 from kvatlas.router.http.settings import HandshakeStats, ListenSettings, ListenStats
 from kvatlas.router.openai.errors import ApiError
 
@@ -324,7 +325,7 @@ class ListenConfig(uvicorn.Config):
         self.handshakes: Handshakes | None = None
         self.draining = False
         """The server is shutting down: each connection closes after its next response."""
-        self.heads = KnownHeads()
+        self.heads = KnownHeads[ClientHead]()
         self.sweeper = Sweeper(clock, _sweep_interval_s(listen))
         self.configure(listen)
 

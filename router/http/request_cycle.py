@@ -120,7 +120,6 @@ class CycleConnection(Protocol):
     transport: asyncio.Transport
     capacity: Capacity
     write_paused: asyncio.Future[None] | None
-    peer: bytes
     scope: dict[str, Any]
     read_paused: bool
     draining: bool
@@ -179,6 +178,7 @@ class RequestCycle(msgspec.Struct, eq=False):
 
     _connection: CycleConnection
     head: ClientHead
+    peer: bytes
     _keep_alive: bool
     carrier: None = None
     policy: Callable[[list[Header]], list[Header]] | None = None
@@ -199,11 +199,6 @@ class RequestCycle(msgspec.Struct, eq=False):
     _chunked: bool = False
     _remaining_bytes: int = -1
     """Bytes of the response body still to be sent; -1: unknown."""
-
-    @property
-    def peer(self) -> bytes:
-        """Implement ``ClientRequest``."""
-        return self._connection.peer
 
     @property
     def connection_scope(self) -> dict[str, Any]:
@@ -238,6 +233,12 @@ class RequestCycle(msgspec.Struct, eq=False):
         if self._waiter is not None:
             self._wake()
         return self._body_bytes
+
+    def body_came(self, data: bytes) -> None:
+        """Take the whole body of a request that has just begun, which is counted in ``capacity`` already."""
+        self._request_body = _BODY_COMPLETE
+        self._body_bytes = self._reserved_bytes = len(data)
+        self._body_chunks.append(data)
 
     def body_ended(self) -> None:
         """Mark the request as complete."""

@@ -18,6 +18,7 @@ import httptools
 
 from kvatlas.router.http.deadlines import NEVER
 from kvatlas.router.http.keepalive import keep_alive
+from kvatlas.router.http.known_heads import KnownHeads, without_length
 from kvatlas.router.http.settings import ClientSettings, ClientStats
 
 # Kept open to one server: about as many requests as one engine runs at once.
@@ -26,6 +27,7 @@ IDLE_CONNECTIONS_MAX = 256
 HEAD_BYTES_MAX = 64 * 1024
 # Of a response held for a slow client; beyond it, reading from the engine pauses.
 READ_AHEAD_BYTES_MAX = 256 * 1024
+_OK = 200
 # Bytes of a field line besides name and value: ``: `` and CRLF (RFC 9112, section 5).
 _FIELD_OVERHEAD_BYTES = 4
 
@@ -64,6 +66,10 @@ class UpstreamState(enum.Enum):
     IDLE = enum.auto()
     CLOSING = enum.auto()
     CLOSED = enum.auto()
+
+
+KnownAnswers = KnownHeads[list[tuple[bytes, bytes]]]
+"""Fields of answers with status 200."""
 
 
 # Bound once: access to a member through its enum takes 0.4 us in Python 3.11.
@@ -106,6 +112,8 @@ class UpstreamConnection(asyncio.Protocol):
         "_head_bytes",
         "_head_fed_bytes",
         "_keep_alive",
+        "_key",
+        "_known",
         "_loop",
         "_method",
         "_on_lost",
@@ -134,7 +142,10 @@ class UpstreamConnection(asyncio.Protocol):
         stats: ClientStats,
         clock: Callable[[], float],
         on_lost: Callable[[UpstreamConnection], None],
+        known: KnownAnswers | None = None,
     ) -> None:
+        self._known = known or KnownAnswers()
+        self._key = b""  # of the head that comes, if it may become known
         self._settings = settings
         self._stats = stats
         self._clock = clock
@@ -354,9 +365,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._response is _COMPLETE:
             self._keep_alive = False
             return
-        if self._response is not _BODY:
-            self._response = _HEAD
-            self._head_fed_bytes += len(data)
+        if self._response is not _BODY and self._takes_head(data):
+            return
         chunks, fields = len(self._chunks), len(self._fields)
         try:
             self._parser.feed_data(data)
@@ -365,12 +375,7 @@ class UpstreamConnection(asyncio.Protocol):
             if not self.complete:
                 self._fail(error)
         if self._chunks_at_end >= 0:
-            # Bytes after the end of the response: they must not reach the client as part of it.
-            if len(self._chunks) > self._chunks_at_end:
-                del self._chunks[self._chunks_at_end :]
-            # The parser expects a body after the head of a response to HEAD (RFC 9110, section 9.3.2).
-            if self._method == "HEAD":
-                self._parser = httptools.HttpResponseParser(self)
+            self._ended()
         elif self._response is _BODY and len(self._chunks) > chunks:
             self._unparsed_bytes = 0
             if self._step is not None and self._take_step(self._step):
@@ -385,6 +390,37 @@ class UpstreamConnection(asyncio.Protocol):
             if self._exceeds_head_limit():
                 self._fail()
         self._wake()
+
+    def _takes_head(self, data: bytes) -> bool:
+        """Whether this is a whole answer whose head is known; then it needs no parser. Otherwise it is a part
+        of a head, for the parser."""
+        self._key = b""
+        if self._response is _WAITING and self._method != "HEAD":
+            self._key, fields, begin = self._known.find(data, HEAD_BYTES_MAX)
+            if fields is not None:
+                body = data[begin:]
+                self.status, self.headers = _OK, [*fields, (b"content-length", b"%d" % len(body))]
+                if body:
+                    self._chunks.append(body)
+                self._keep_alive = True
+                self._end_response()
+                self._wake()
+                return True
+        self._response = _HEAD
+        self._head_fed_bytes += len(data)
+        return False
+
+    def _ended(self) -> None:
+        """The answer ended in this read."""
+        # Bytes after the end of the response: they must not reach the client as part of it.
+        if len(self._chunks) > self._chunks_at_end:
+            del self._chunks[self._chunks_at_end :]
+        # The parser expects a body after the head of a response to HEAD (RFC 9110, section 9.3.2).
+        if self._method == "HEAD":
+            self._parser = httptools.HttpResponseParser(self)
+        if self._key and self.status == _OK and self._keep_alive and self._known.again(self._key):
+            self._known.keep(self._key, without_length(self.headers))
+        self._key = b""
 
     def _exceeds_head_limit(self) -> bool:
         """Add the new fields to the size of the head or trailer; return whether it is too large."""

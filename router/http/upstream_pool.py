@@ -18,7 +18,7 @@ from kvatlas.router.http.deadlines import NEVER, Sweeper, sweep_interval_s
 from kvatlas.router.http.descriptors import is_out_of_descriptors
 from kvatlas.router.http.settings import ClientSettings, ClientStats
 from kvatlas.router.http.tls import TlsFiles, client_context
-from kvatlas.router.http.upstream import IDLE_CONNECTIONS_MAX, UpstreamConnection, UpstreamError
+from kvatlas.router.http.upstream import IDLE_CONNECTIONS_MAX, KnownAnswers, UpstreamConnection, UpstreamError
 
 # Methods that may be sent twice. POST is inference; everything else is sent at most once.
 REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS", "POST"})
@@ -70,6 +70,7 @@ class UpstreamClient:
         """By base URL, those used so far."""
         self._tls = tls or client_context(TlsFiles(), "")
         self._sweeper = Sweeper(clock, _tick(settings))
+        self._known = KnownAnswers()
         self._owner: dict[UpstreamConnection, Origin] = {}
         self.configure(settings)
 
@@ -161,7 +162,9 @@ class UpstreamClient:
             self._stats.engine_pool_overflows += 1
             raise UpstreamError("overflow", sent=False)
         origin.open += 1
-        connection = UpstreamConnection(self._settings, self._stats, self._clock, self._connection_lost)
+        connection = UpstreamConnection(
+            self._settings, self._stats, self._clock, self._connection_lost, self._known
+        )
         self._owner[connection] = origin
         self._stats.engine_connects += 1
         try:

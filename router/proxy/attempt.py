@@ -386,12 +386,15 @@ class Carrier(Protocol):
     def done(self, answer: Answer) -> None:
         """The answer is not needed any more."""
 
+    @property
     def may_retry(self) -> bool:
         """Whether another engine may be asked after a failure."""
 
 
 class OwnConnections:
     """The carrier of one attempt after another over our own connections to engines."""
+
+    may_retry = True
 
     def __init__(self, client: UpstreamClient) -> None:
         self._client = client
@@ -427,10 +430,6 @@ class OwnConnections:
             origin, request.method, head + begin, named, timeout_s, once=once, ready=attempt.check_eligible
         )
 
-    def may_retry(self) -> bool:
-        """Implement ``Carrier``."""
-        return True
-
 
 # Reports of a failed answer: to the attempt, the record, and the log.
 
@@ -459,13 +458,6 @@ def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> 
     """Tell the attempt that its connection failed, and count that if it ended it."""
     if attempt.broke(error.reason):
         stats.count_failure("refused" if error.reason == "overflow" else error.reason)
-
-
-def await_first_byte(attempt: Attempt, carrier: Carrier, task: asyncio.Task[Any] | None) -> None:
-    """From now on the request's ``task`` is cancelled where the engine goes down before the first byte, if
-    another engine may be asked then."""
-    if task is not None and carrier.may_retry():
-        attempt.awaited(task.cancel)
 
 
 def abandoned(attempt: Attempt, stats: ProxyStats) -> UpstreamError | None:

@@ -42,7 +42,6 @@ from kvatlas.router.proxy.attempt import (
     Outbound,
     OwnConnections,
     abandoned,
-    await_first_byte,
     ended_with_process,
     engine_failed,
 )
@@ -180,7 +179,8 @@ class DisaggForwarder:
             attempt.sent_body = await run_cooperatively(body.prefill(params, attempt.retention))
             timeout_s = self.proxy.first_byte_timeout_s
             attempt.check_eligible()
-            await_first_byte(attempt, self._carrier, out.client.task)
+            if out.client.task is not None:
+                attempt.awaited(out.client.task.cancel)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s)
             # Not the time of arrival: the loop may have been busy, and the lease would be taken for younger
             # than it is.

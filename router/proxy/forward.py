@@ -53,7 +53,6 @@ from kvatlas.router.proxy.attempt import (
     Outbound,
     OwnConnections,
     abandoned,
-    await_first_byte,
     ended_with_process,
     engine_failed,
 )
@@ -233,7 +232,7 @@ class Forwarder:
                 break
             breaks = await self._note_break(out, placement, outcome, breaks)
             # A gateway that carries the request decides itself whether it can be sent again.
-            if breaks >= _BREAKS_MAX or not carrier.may_retry():
+            if breaks >= _BREAKS_MAX or not carrier.may_retry:
                 break
         await self._give_up(outcome, out)
 
@@ -280,7 +279,8 @@ class Forwarder:
                 self._legs.check_decode(placement, out)
             return await self._exchange(placement, out, carrier, disagg)
         finally:
-            placement.finished(None)
+            if placement.open:
+                placement.finished(None)
             if prefill is not None:
                 prefill.finished(None)
 
@@ -399,7 +399,10 @@ class Forwarder:
     ) -> Refusal | UpstreamError | None:
         """Ask the engine of the client's answer, and pass that on."""
         connection: Answer | None = None
-        await_first_byte(placement, carrier, out.client.task)
+        task = out.client.task
+        if task is not None and carrier.may_retry:
+            # It is cancelled where the engine goes down before the first byte: another one is asked then.
+            placement.awaited(task.cancel)
         try:
             if placement.body is not None:
                 placement.asked()
@@ -521,12 +524,23 @@ class Forwarder:
     def _ask(
         self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
     ) -> Awaitable[Answer | None]:
+        """Send the engine its body: the client's, or another one instead."""
         settings = self._settings
         timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
         if disagg is not None and placement.body is not None:
             return self._legs.fetch(placement, placement.body, out, disagg, timeout_s)
-        steps = self._changed_body(placement, out, disagg)
-        if steps is None:
+        if placement.kv_source is not None:
+            # The engine from which a part of the prompt is fetched. A name of its own per attempt: engines
+            # forget a request's transfer by name when it ends
+            # (vllm/v1/kv_offload/tiering/p2p/manager.py ``on_request_finished``, 0.32).
+            steps = placement.kv_source.asked_with(new_transfer_id(), placement.retention)
+        elif disagg is not None and disagg.distrusts_caches:
+            # A salt that no other request has.
+            steps = with_value(out.request.body, b"cache_salt", new_transfer_id(), adds=True)
+        elif placement.retention and placement.sent_body is None:
+            # A retention hint alone: the engine transfers nothing.
+            steps = with_first(out.request.body, b"kv_transfer_params", hint_params(placement.retention))
+        else:
             return carrier.ask(placement, out, timeout_s)
         return self._ask_changed(placement, out, carrier, timeout_s, steps)
 
@@ -538,27 +552,10 @@ class Forwarder:
         timeout_s: float,
         steps: Generator[None, None, bytes],
     ) -> Answer | None:
+        """With the body that the steps make of the client's."""
         placement.sent_body = await run_cooperatively(steps)
         placement.check_eligible()
         return await carrier.ask(placement, out, timeout_s)
-
-    @staticmethod
-    def _changed_body(
-        placement: Attempt, out: Outbound, disagg: DisaggState | None
-    ) -> Generator[None, None, bytes] | None:
-        """Steps to the body that this engine gets instead of the client's; None: it gets that one."""
-        if placement.kv_source is not None:
-            # With the engine from which a part of the prompt is fetched. A name of its own per attempt:
-            # engines forget a request's transfer by name when it ends
-            # (vllm/v1/kv_offload/tiering/p2p/manager.py ``on_request_finished``, 0.32).
-            return placement.kv_source.asked_with(new_transfer_id(), placement.retention)
-        if disagg is not None and disagg.distrusts_caches:
-            # With a salt that no other request has.
-            return with_value(out.request.body, b"cache_salt", new_transfer_id(), adds=True)
-        if placement.retention and placement.sent_body is None:
-            # With a retention hint alone: the engine transfers nothing.
-            return with_first(out.request.body, b"kv_transfer_params", hint_params(placement.retention))
-        return None
 
     async def _ask_without_order(
         self, placement: Attempt, out: Outbound, disagg: DisaggState | None

@@ -128,7 +128,8 @@ class StreamRelay(msgspec.Struct, eq=False):
             out += events.end()
         if not begun and events.passing:
             self._begin()
-            if not passing and self._success and not events.failed:
+            named = self._attempt.request.response_id and not passing
+            if named and self._success and not events.failed:
                 tell_named(self._attempt, out)
         if events.aborted or events.failed or events.given_up:
             self._failed(out)
@@ -208,8 +209,6 @@ class StreamRelay(msgspec.Struct, eq=False):
 
 def tell_named(attempt: Attempt, begin: bytes) -> None:
     """Tell the attempt whether its answer of success, which begins so, has the id that was chosen for it."""
-    if not attempt.request.response_id:
-        return
     chosen = of_engine(attempt.request.response_id, attempt.engine_id)
     attempt.named(obeyed=begin.find(chosen.encode()) >= 0)
 
@@ -320,7 +319,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
             if not self._seen_end and aborted(attempt.request.path, body):
                 # It was too long to be kept back, or a gateway's.
                 broke_off(attempt, self._record, UpstreamError("aborted"), self._stats)
-            tell_named(attempt, body)
+            if attempt.request.response_id:
+                tell_named(attempt, body)
             try:
                 usage = read_usage(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

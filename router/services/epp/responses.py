@@ -451,6 +451,7 @@ class GatewayCarrier:
     def done(self, answer: Answer) -> None:
         self.broken = self.broken or not answer.at_eof
 
+    @property
     def may_retry(self) -> bool:
         """Implement ``Carrier``: False, since the gateway has already tried another engine, whose answer is
         there."""

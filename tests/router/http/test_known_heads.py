@@ -8,12 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.router.http.client_head import ClientHead, KnownHeads
+from kvatlas.router.http.client_head import ClientHead
 from kvatlas.router.http.downstream import RejectedRequestError, RequestReader
+from kvatlas.router.http.known_heads import KnownHeads
+from kvatlas.router.http.listener import Capacity
 from kvatlas.router.http.settings import ListenSettings, ListenStats
+from kvatlas.router.http.upstream import KnownAnswers, UpstreamConnection, UpstreamError
 from kvatlas.router.openai.apis import CHAT
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.examples import examples
 from tests.support.proxy_rig import Engine, answer, read_answer, routing
+from tests.support.transports import FakeTransport
+from tests.support.waiting import run
 
 NO_LENGTH = b"content-length"
 
@@ -24,6 +30,7 @@ class _Connection:
     def __init__(self) -> None:
         self.got: list[Any] = []
         self.heads: list[ClientHead] = []
+        self.capacity = Capacity(ListenSettings())
 
     def on_head(self, head: ClientHead) -> _Connection:
         self.heads.append(head)
@@ -39,11 +46,16 @@ class _Connection:
     def on_trailer_start(self) -> None:
         self.got.append("trailer")
 
+    def body_came(self, data: bytes) -> None:
+        self.got += [data, "end"] if data else ["end"]
+
     def body_ended(self) -> None:
         self.got.append("end")
 
 
-def _read(reads: list[bytes], known: KnownHeads, listen: ListenSettings | None = None) -> _Connection:
+def _read(
+    reads: list[bytes], known: KnownHeads[ClientHead], listen: ListenSettings | None = None
+) -> _Connection:
     connection = _Connection()
     reader = RequestReader(cast("Any", connection), listen or ListenSettings(), ListenStats(), known)
     try:
@@ -60,7 +72,7 @@ def _post(body: bytes, *lines: bytes, target: bytes = CHAT.encode()) -> bytes:
 
 
 def test_the_third_of_a_kind_is_not_parsed() -> None:
-    known = KnownHeads()
+    known = KnownHeads[ClientHead]()
     heads = _read([_post(b"x" * size, b"Accept: */*") for size in (3, 10, 5, 200, 0)], known).heads
     assert [head is heads[2] for head in heads] == [False, False, True, True, True]
     assert NO_LENGTH not in heads[2].by_name, "that of another request"
@@ -109,7 +121,7 @@ def test_known_heads_change_nothing(
     lines: list[bytes], bodies: list[bytes], method: bytes, target: bytes, together: int, limit: int
 ) -> None:
     """Whatever the head says of lengths, and however requests and bodies share reads."""
-    known, listen = KnownHeads(), ListenSettings(header_bytes_max=limit)
+    known, listen = KnownHeads[ClientHead](), ListenSettings(header_bytes_max=limit)
     begin = b"\r\n".join((b"%b %b HTTP/1.1" % (method, target), b"Host: a", *lines))
     messages = [b"%b\r\nContent-Length: %d\r\n\r\n%b" % (begin, len(body), body) for body in bodies]
     messages += [begin + b"\r\n\r\n" + body for body in bodies]
@@ -121,8 +133,8 @@ def test_known_heads_change_nothing(
 
 
 def test_heads_that_are_all_different_push_out_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.router.http.client_head._KNOWN_MAX", 4)
-    known = KnownHeads()
+    monkeypatch.setattr("kvatlas.router.http.known_heads._KNOWN_MAX", 4)
+    known = KnownHeads[ClientHead]()
     usual = [_post(b"{}", b"Accept: %d" % number) for number in range(4)]
     _read(usual * 3, known)
     _read([_post(b"{}", b"traceparent: %d" % number) for number in range(100)], known)
@@ -149,9 +161,80 @@ async def test_every_request_has_its_own_body_id_and_address() -> None:
 
 
 def test_nothing_follows_a_request_that_ends_its_connection() -> None:
-    known = KnownHeads()
+    known = KnownHeads[ClientHead]()
     usual = _post(b"{}")
     _read([usual] * 3, known)
     ended = [_post(b"{}", b"Connection: close"), usual]
     for _ in range(3):
         assert _read(ended, known).got == _read(ended, KnownHeads()).got
+
+
+_ANSWER_LINES = st.sampled_from(
+    [
+        b"content-type: application/json",
+        b"Content-Length: 3",
+        b"content-length: +3",
+        b"x-note: content-length: 7",
+        b"transfer-encoding: chunked",
+        b"Transfer-Encoding: gzip",
+        b"connection: close",
+        b"Connection: keep-alive",
+        b"x\x00: y",
+        b" folded: 1",
+    ]
+)
+
+
+def _answers(reads: list[list[bytes]], known: KnownAnswers, method: str) -> list[Any]:
+    """Status, fields, body and what becomes of the connection, of one answer after another."""
+
+    async def main() -> list[Any]:
+        got: list[Any] = []
+        one = UpstreamConnection(ProxySettings(), ProxyStats(), lambda: 0.0, lambda _: None, known)
+        one.connection_made(FakeTransport())
+        for pieces in reads:
+            one.send_request(method, b"", b"", 1.0)
+            for data in pieces:
+                one.data_received(data)
+            fields = sorted(one.headers)
+            try:
+                body = one.read_nowait()
+            except UpstreamError as error:
+                body = error.reason.encode()
+            got.append((one.status, fields, one.complete, body, one.make_idle()))
+            if not got[-1][-1]:
+                break
+        return got
+
+    return run(main())
+
+
+@settings(max_examples=examples(400))
+@given(
+    st.sampled_from(
+        [b"200 OK", b"200 Fine", b"204 No Content", b"304 Not Modified", b"100 Continue", b"500 No"]
+    ),
+    st.lists(_ANSWER_LINES, max_size=3),
+    st.lists(st.sampled_from([b"", b"{}", b"abcdef", b"\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"]), max_size=4),
+    st.sampled_from(["POST", "HEAD"]),
+    st.integers(0, 200),
+    st.booleans(),
+)
+def test_known_answers_change_nothing(
+    status: bytes, lines: list[bytes], bodies: list[bytes], method: str, cut: int, surplus: bool
+) -> None:
+    known = KnownAnswers()
+    begin = b"\r\n".join((b"HTTP/1.1 " + status, *lines))
+    whole = [b"%b\r\ncontent-length: %d\r\n\r\n%b" % (begin, len(body), body) for body in bodies]
+    reads = [[one] for one in whole] + [[one[:cut], one[cut:]] for one in whole]
+    reads += [[one + b"x"] for one in whole] if surplus else []
+    for _ in range(3):
+        assert _answers(reads, known, method) == _answers(reads, KnownAnswers(), method)
+
+
+def test_the_third_answer_of_a_kind_is_not_parsed() -> None:
+    known = KnownAnswers()
+    reads = [[b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (size, b"x" * size)] for size in (2, 0, 9)]
+    found = _answers(reads, known, "POST")
+    assert [body for _, _, _, body, _ in found] == [b"xx", b"", b"x" * 9]
+    assert len(known._by_bytes) == 1
