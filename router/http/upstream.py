@@ -394,7 +394,6 @@ class UpstreamConnection(asyncio.Protocol):
     def _takes_head(self, data: bytes) -> bool:
         """Whether this is a whole answer whose head is known; then it needs no parser. Otherwise it is a part
         of a head, for the parser."""
-        self._key = b""
         if self._response is _WAITING and self._method != "HEAD":
             self._key, fields, begin = self._known.find(data, HEAD_BYTES_MAX)
             if fields is not None:

@@ -238,3 +238,9 @@ def test_the_third_answer_of_a_kind_is_not_parsed() -> None:
     found = _answers(reads, known, "POST")
     assert [body for _, _, _, body, _ in found] == [b"xx", b"", b"x" * 9]
     assert len(known._by_bytes) == 1
+
+
+def test_an_answer_that_ends_its_connection_is_not_known() -> None:
+    known, last = KnownAnswers(), b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
+    for _ in range(4):
+        assert [idle for *_, idle in _answers([[last]], known, "POST")] == [False]
