@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.config.schema import Config, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.observe.findings import Finding, Severity
 from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.prompts.settings import ANY_MODEL
 from kvatlas.router.proxy.settings import ProxySettings
@@ -32,6 +34,19 @@ def check_error(answer: Any, code: str) -> None:
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["code"] == code
     assert answer["error"]["message"]
+
+
+async def test_ready_shows_errors_before_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    severities = (Severity.WARNING, Severity.ERROR, Severity.OK, Severity.WARNING, Severity.ERROR)
+
+    def found(_: object) -> Generator[None, None, list[Finding]]:
+        yield
+        return [Finding(f"check.{number}", one, "router", "") for number, one in enumerate(severities)]
+
+    monkeypatch.setattr("kvatlas.router.api.app.current_findings", found)
+    async with routing(configure(), wait=False) as rig:
+        _, body = await rig.ask("GET", "/ready")
+    assert [one["check"] for one in body["problems"]] == ["check.1", "check.4", "check.0", "check.3"]
 
 
 async def test_ready_says_no_until_an_engine_answers_and_is_known() -> None:

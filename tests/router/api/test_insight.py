@@ -5,15 +5,17 @@ from __future__ import annotations
 from kvatlas.router.api.views import is_named, show_history
 from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config
+from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.settings import ListenStats
 
 
 def test_errors_are_5xx_broken_streams_and_refused_connections() -> None:
-    router = Router(Config())
+    router = Router(Config(engines=(EngineAddress("http://e:1"),)))
     try:
         router.listen_stats = ListenStats(connections_refused=20, bodies_refused=10)
         (interval,) = show_history(router.sources).intervals
         assert (interval.requests, interval.errors, interval.unavailable) == (20, 30, 30)
+        assert (interval.exact, interval.compared) == (0, 0)
         statuses = {"200": 50, "404": 7, "429": 6, "client_gone": 5, "unseen": 4, "500": 3, "503": 2}
         router.proxy.requests.counts.update({("m", "", status): count for status, count in statuses.items()})
         router.proxy.requests.counts["m", "", "broken_stream"] = 1

@@ -125,6 +125,7 @@ async def test_every_change_is_in_the_log_with_who_and_what_became_of_it(tmp_pat
             ("remove", "ann", UNUSED, "engine_not_found"),
             ("add", "ann", "", "invalid_json"),
         ]
+        assert [line.get("outcome", {}) for line in lines[:1]] == [{"sources": ["admin"]}]
         assert {line["client"] for line in lines} == {"127.0.0.1"}
         assert all(TOKEN not in repr(line) for line in lines)
         stats = admin.rig.router.admin.stats  # type: ignore[union-attr]
