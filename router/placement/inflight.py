@@ -319,23 +319,27 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
             found.sort(key=_first, reverse=True)
         return found
 
-    def count_kept(self, engine_id: str, marks: Sequence[_Mark], by: int) -> None:
-        """Count one more (1) or less (-1) of the prompts that pass through it and keep these."""
-        start, end, cut = self.start, self.end, 0
+
+def _count_kept(path: Sequence[PrefixNode], engine_id: str, marks: Sequence[_Mark], by: int) -> None:
+    """Count one more (1) or less (-1) of the prompts that pass through these nodes and keep these."""
+    first = min(marks)[0]
+    for node in path:
+        start, end = node.start, node.end
+        if end < first:
+            continue
+        cut, keepers = 0, node.keepers
         for low, last, ends in marks:
             if end in (last, low):
                 cut = by
             if (low <= start and end <= last) or low == end == last:
-                counts = self.keepers.get(ends)
-                if counts is None:
-                    counts = self.keepers[ends] = {}
+                counts = keepers.setdefault(ends, {})
                 if count := counts.get(engine_id, 0) + by:
                     counts[engine_id] = count
                 else:
                     del counts[engine_id]
                     if not counts:
-                        del self.keepers[ends]
-        self.cuts += cut
+                        del keepers[ends]
+        node.cuts += cut
 
 
 def _marks(keeps: Kept) -> list[_Mark]:
@@ -587,8 +591,8 @@ class InflightPrefixes:
                 child.engines[engine_id] = child.engines.get(engine_id, 0) + 1
                 node, depth = child, child.end
                 path.append(node)
-        for node in path if marks else ():
-            node.count_kept(engine_id, marks, 1)
+        if marks:
+            _count_kept(path, engine_id, marks, 1)
 
     def _unkeep(self, prompt: InflightPrompt, path: Sequence[PrefixNode]) -> None:
         engine_id = prompt.engine_id
@@ -596,8 +600,7 @@ class InflightPrefixes:
             unstored.pop(prompt, None)
             if not unstored:
                 del self._unstored[engine_id]
-        for node in path:
-            node.count_kept(engine_id, prompt.marks, -1)
+        _count_kept(path, engine_id, prompt.marks, -1)
         prompt.keeps = prompt.marks = ()
 
     def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:

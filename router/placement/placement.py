@@ -124,29 +124,34 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     def most_held(self) -> MostHeld:
         """Return the longest hit of all engines, and the part that only one of them holds."""
-        candidates, index, second = self.candidates, 0, 0
+        candidates = self.candidates
         columns_of = columns(candidates)
-        tokens = [held.whole_tokens for held in columns_of.hits]
-        most = max(tokens, default=0)
-        if most:
+        hits, most, second, longest = columns_of.hits, 0, 0, 0
+        for number, held in enumerate(hits, 1):
+            tokens = held.whole_tokens
+            if tokens > most:
+                most, second, longest = tokens, most, number
+            elif tokens > second:
+                second = tokens
+        chosen = candidates[self.choice.index]
+        own = (chosen.hit if self.pull is None else self.pull.hit).whole_tokens
+        index, sole, sole_s = 0, None, 0.0
+        if most > second or most > own:
             which: list[int] = columns_of.which.tolist()
-            longest = [number for number, count in enumerate(tokens, 1) if count == most]
-            index = min([which.index(number) for number in longest])
-            alone = len(longest) == 1 == which.count(longest[0])
-            second = max([count for count in tokens if count < most], default=0) if alone else most
-        only = most - second
-        sole, sole_s = (
-            (self.engines[index], columns_of.states[index].prefill_s_per_token * only)
-            if only
-            else (None, 0.0)
-        )
+            index = which.index(longest)
+            if most == second:
+                index = min(
+                    at for at, number in enumerate(which) if number and hits[number - 1].whole_tokens == most
+                )
+            elif which.count(longest) == 1:
+                sole_s = columns_of.states[index].prefill_s_per_token * (most - second)
+                sole = self.engines[index]
         if self.skipped:
             late = max([one.whole_tokens for one in columns(self.skipped).hits], default=0)
             if late > most:
                 return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
-        chosen = candidates[self.choice.index]
-        if most > (chosen.hit if self.pull is None else self.pull.hit).whole_tokens:
+        if most > own:
             holder = candidates[index]
             if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
                 missed = "pages"
