@@ -19,6 +19,7 @@ from kvatlas.router.simulation.requests import (
     Asked,
     Request,
     WorkloadError,
+    _mix,
     block_hashes,
     continued,
     spread,
@@ -94,9 +95,14 @@ def test_ticks_are_spread_within_themselves_in_their_order(ticks: list[int], see
     assert times == [one.at_s for one in spread(coarse, seed=seed)]
 
 
-def test_times_that_are_fine_are_left_alone() -> None:
-    fine = [asked(at_s, 100, 1, 1) for at_s in (0.0, 0.5, 3.5)]
+@pytest.mark.parametrize("times", [(0.0, 0.5, 3.5), (100.0, 100.5)])
+def test_times_that_are_fine_are_left_alone(times: tuple[float, ...]) -> None:
+    fine = [asked(at_s, 100, 1, 1) for at_s in times]
     assert spread(fine) == fine
+
+
+def test_ids_are_mixed_by_splitmix64() -> None:
+    assert _mix(0) == 0xE220A8397B1DCDAF  # its first number from seed 0
 
 
 def test_a_next_turn_says_what_was_generated() -> None:
