@@ -66,8 +66,7 @@ class Repair(msgspec.Struct):
 
     def saw(self, seq: int) -> None:
         """Record a batch of the response."""
-        if self.lowest_seq is None or seq < self.lowest_seq:
-            self.lowest_seq = seq
+        self.lowest_seq = seq if self.lowest_seq is None else min(seq, self.lowest_seq)
 
 
 REPLAY_ATTEMPTS_MAX = 3

@@ -530,6 +530,11 @@ def test_a_check_without_an_answer_confirms_nothing() -> None:
     for _ in range(REPLAY_ATTEMPTS_MAX):
         driver.fail()
     assert driver.stats.unconfirmed
+    driver = reconnected()
+    driver.live(frame(7))
+    for _ in range(REPLAY_ATTEMPTS_MAX):
+        driver.fail()
+    assert (driver.stats.restarts, driver.forgets) == (1, 1), "what came live is that of a new process"
 
 
 def test_a_suspect_process_is_checked_by_replay() -> None:
@@ -582,8 +587,12 @@ def test_without_replay_the_first_seq_says_whether_history_is_known() -> None:
     fresh, late = Driver(has_replay=False), Driver(has_replay=False)
     for driver in (fresh, late):
         assert driver.state == (FeedState.COLD, "")
+        for _ in range(2):
+            driver.connected()
+            assert driver.state == (FeedState.DEGRADED, "history_unknown"), "subscribed, and nothing to ask"
+            driver.disconnected()
         driver.connected()
-        assert driver.state == (FeedState.DEGRADED, "history_unknown"), "subscribed, and nothing to ask"
+        assert driver.state == (FeedState.DEGRADED, "history_unknown"), "nothing that could be unverified"
     fresh.live(frame(0))
     assert fresh.state == (FeedState.READY, "")
     late.live(frame(4))

@@ -20,6 +20,7 @@ from kvatlas.publisher.events import (
 from kvatlas.publisher.snapshot import SnapshotLedger
 from kvatlas.publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.recovery import RESTART_PAUSE_S
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
@@ -172,6 +173,13 @@ async def test_vllm_57789_with_the_id(wide: bool, context: zmq.Context) -> None:
         engine.live(9, publisher_id=OTHER_ID, wide=wide)  # another process: nothing is credited
         await until(lambda: feed.stats.restarts == 1)
         assert copies(fleet, 1, 2, 4) == [False, False, False]
+        await engine.asked()
+        engine.live(10, publisher_id=ID, wide=wide)  # two that publish at one address
+        await until(lambda: feed.stats.restarts == 2)
+        loop = asyncio.get_running_loop()
+        restarted_s = loop.time()
+        await engine.asked()
+        assert loop.time() - restarted_s > 0.9 * RESTART_PAUSE_S, "not for every batch of the other"
     engine.close()
 
 
@@ -230,10 +238,12 @@ async def test_vllm_50134_on_the_replay_socket(context: zmq.Context) -> None:
         peer = await engine.asked()
         parts: list[list[Event]] = [
             [AllBlocksCleared(), stored(1, 2)],
+            *[[named(1), removed(1)]] * 6,
             [stored(3, parent=2), named(1), removed(2)],
         ]
-        for events in parts:
+        for events in parts:  # together longer than an answer may take: it goes on
             engine.answer(peer, b"kv", signed(5), encode_batch(0.0, events))
+            await asyncio.sleep(FAST.hold_s_max / 5)
         engine.answer(peer, b"", END_SEQ, b"")
         await until(lambda: feed.state is FeedState.READY)
         assert copies(fleet, 1, 2, 3) == [True, False, True]
