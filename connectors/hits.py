@@ -47,16 +47,15 @@ class GroupShape:
             raise ValueError(f"group {self.group_idx}: block_tokens must be >= 1 and span_tokens >= 0")
 
 
-# The engine's rules for one KV cache group, applied to blocks held outside the GPU.
-#
-# vLLM has these rules in its single-type managers, as class methods that query a block pool.
-# ``OffloadedBlocks`` replaces the pool; ``GroupFamily`` is one manager and the groups that share its spec,
-# which the engine looks up together. No rule is reimplemented here, so none can differ from the engine's.
-
-
 class OffloadedBlocks:
-    """The block pool interface used by the managers, backed by ``held``; hashes in ``local`` count as
-    held."""
+    """The block pool interface used by the managers, backed by ``held``; hashes in ``local`` count as held.
+
+    The engine's rules for one KV cache group, applied to blocks held outside the GPU.
+
+    vLLM has these rules in its single-type managers, as class methods that query a block pool.
+    ``OffloadedBlocks`` replaces the pool; ``GroupFamily`` is one manager and the groups that share its spec,
+    which the engine looks up together. No rule is reimplemented here, so none can differ from the engine's.
+    """
 
     def __init__(
         self, hash_block_tokens: int, held: Callable[[bytes], bool], local: frozenset[bytes]

@@ -186,9 +186,6 @@ def _start(
     return start(read, check, run, print_config=print_config, check_config=check_config)
 
 
-# Arguments of ``kvatlas demo``. Light to import: the implementation is loaded when it runs.
-
-
 app = App(
     name="kvatlas",
     version=__version__,

@@ -43,20 +43,19 @@ from kvatlas.router.proxy.settings import Aliases
 from kvatlas.router.replication.settings import SettingsError, redacted
 from kvatlas.router.workers.context import WorkerContext
 
-# Last time limit of a shutdown: after it the process is ended, and what did not end is logged.
-#
-# Every step of a shutdown has its own time limit; this one is for unforeseen cases: a task that swallows its
-# cancellation, a thread that hangs, a blocked event loop. So it runs in its own thread. Invariants: it does
-# nothing before ``begin``, and a process that ends by itself does not wait for it.
-
-
 _log = structlog.get_logger()
 _NAMED_MAX = 20
 _ASYNCIO = Path(asyncio.__file__).parent
 
 
 class ShutdownGuard:
-    """``limit_s`` is called once, when the shutdown begins; ``end`` ends the process with a status."""
+    """``limit_s`` is called once, when the shutdown begins; ``end`` ends the process with a status.
+
+    The last time limit of a shutdown, after which what did not end is logged. Every step has its own; this
+    one is for a task that swallows its cancellation, a thread that hangs, a blocked event loop. So it runs in
+    its own thread. Invariants: it does nothing before ``begin``, and a process that ends by itself does not
+    wait for it.
+    """
 
     def __init__(self, limit_s: Callable[[], float], *, end: Callable[[int], object] = os._exit) -> None:
         self._limit_s = limit_s

@@ -104,14 +104,6 @@ class Counters:
             return dict(self._counts)
 
 
-# Digest that distinguishes model weights, cheap enough for every engine start.
-#
-# Two engines may serve different weights under one name: a local path with other content on another host, a
-# fine-tune copied over its base model. So weights in a directory are sampled: name, size and a few kilobytes
-# of every weight file and of the model's configuration. Weights from a hub are identified by the resolved
-# commit.
-
-
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIGURATION = "config.json"
 _FILES_MAX = 256
@@ -123,6 +115,13 @@ def weights_digest(model: str) -> str:
     """Hexadecimal digest of the weights at this path; empty if it is no local file or directory.
 
     An unreadable file contributes its name only.
+
+    Digest that distinguishes model weights, cheap enough for every engine start.
+
+    Two engines may serve different weights under one name: a local path with other content on another host, a
+    fine-tune copied over its base model. So weights in a directory are sampled: name, size and a few
+    kilobytes of every weight file and of the model's configuration. Weights from a hub are identified by the
+    resolved commit.
     """
     path = Path(model)
     try:

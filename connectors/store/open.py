@@ -19,20 +19,19 @@ from kvatlas.connectors.store.base import BlockStore, Counters, StoreUnavailable
 from kvatlas.connectors.tier.base import StoreTierSettings
 from kvatlas.connectors.worker.staged import StagingSettings
 
-# Circuit breaker of a store: after several failures in a row, calls fail immediately for a while.
-#
-# ``Circuit`` counts failures and allows a new attempt, by one caller at a time, after a pause that doubles
-# with every failed attempt. ``GuardedStore`` puts one in front of any store. Both are thread-safe.
-
-
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
 
 class Circuit:
-    """Closed (calls pass) until ``failures_max`` calls in a row failed; then open, with occasional
-    attempts."""
+    """Closed (calls pass) until ``failures_max`` calls in a row failed; then open, with occasional attempts.
+
+    Circuit breaker of a store: after several failures in a row, calls fail immediately for a while.
+
+    ``Circuit`` counts failures and allows a new attempt, by one caller at a time, after a pause that doubles
+    with every failed attempt. ``GuardedStore`` puts one in front of any store. Both are thread-safe.
+    """
 
     def __init__(
         self,

@@ -12,19 +12,19 @@ from typing import Protocol
 
 from kvatlas.publisher.pool.retention_order import RetentionHint
 
-# Block keys name one block of one KV cache group outside the GPU.
-#
-# A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
-# chained over the whole prefix, so a key names a block's content within one engine configuration. Stores that
-# several engines share prepend a namespace (``kvatlas.connectors.store.base``). Keys are compared as bytes
-# and never truncated; the 64-bit hashes of KV events are for the router only.
-
-
 _GROUP_BYTES = 4
 
 
 def block_key(block_hash: bytes, group_idx: int) -> bytes:
-    """Key of the block with this hash in this group. OverflowError unless 0 <= group_idx < 2**32."""
+    """Key of the block with this hash in this group. OverflowError unless 0 <= group_idx < 2**32.
+
+    Block keys name one block of one KV cache group outside the GPU.
+
+    A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
+    chained over the whole prefix, so a key names a block's content within one engine configuration. Stores
+    that several engines share prepend a namespace (``kvatlas.connectors.store.base``). Keys are compared as
+    bytes and never truncated; the 64-bit hashes of KV events are for the router only.
+    """
     return block_hash + group_idx.to_bytes(_GROUP_BYTES, "big")
 
 

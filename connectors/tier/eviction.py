@@ -17,19 +17,16 @@ from kvatlas.connectors.hits import GroupKind, GroupShape
 from kvatlas.connectors.tier.prefix_tree import Node, PrefixTree
 from kvatlas.publisher.pool.retention_order import OWNER_SHARE, HintCounters, RetentionHint, RetentionOrder
 
-# Interface of an eviction policy.
-#
-# A policy knows keys only; the tier excludes keys from eviction that are being stored or loaded, or were just
-# used.
-
-
 Spared = Callable[[bytes], bool]
 """Whether a key must not be evicted now."""
 
 
 class EvictionPolicy(Protocol):
-    """Chooses the keys to evict; it is notified of every key from its reservation to its end. No call
-    blocks."""
+    """Chooses the keys to evict; it is notified of every key from its reservation to its end. No call blocks.
+
+    A policy knows keys only; the tier excludes keys from eviction that are being stored or loaded, or were
+    just used.
+    """
 
     def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
         """Begin the store of a request's keys (``Tier.begin_store``); keys already held count as used."""
@@ -114,29 +111,6 @@ class HintedPolicy:
         return chosen
 
 
-# Eviction that keeps whole prefixes usable: blocks that can no longer serve a hit go first.
-#
-# A hit needs every full-attention block of its prefix but, of each window or state group, only the tail at
-# its boundary. So keys are evicted in this order: (1) keys below a missing full-attention block; (2) tails at
-# boundaries where no request is expected to resume, because the prompt continued there; (3) the least
-# recently used end of a prompt, with the tails of all its groups and the full blocks that only it uses, up to
-# a branch of another prompt or a boundary above that can still be resumed. So heads of prefixes live longest,
-# and groups are evicted together. A boundary is an end if nothing follows, if prompts branch there, or if
-# loads ended there more than once.
-#
-# Invariants: every added key is in exactly one node; a key is chosen at most once. The amortised work per
-# choice is bounded by the longest window in boundaries, and that of a step by the blocks it stores.
-#
-# Measured by ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group, shared
-# system prompts, conversations and one-off prompts, seeded): share of prompt tokens that can be loaded::
-#
-#     slots          lru  boundary
-#     2000         0.351     0.498
-#     4000         0.490     0.614
-#     8000         0.610     0.627
-#     16000        0.631     0.641
-
-
 # Most spared keys visited in one queue before the next queue is used.
 _SCAN_MAX = 64
 # Most nodes evicted at a time: a very long prompt is evicted in parts, as rows are needed.
@@ -144,7 +118,30 @@ _RUN_MAX = 256
 
 
 class BoundaryPolicy:
-    """The policy ``boundary`` over a tree of prefixes. ``nodes_max`` bounds the tree."""
+    """The policy ``boundary`` over a tree of prefixes. ``nodes_max`` bounds the tree.
+
+    Eviction that keeps whole prefixes usable: blocks that can no longer serve a hit go first.
+
+    A hit needs every full-attention block of its prefix but, of each window or state group, only the tail at
+    its boundary. So keys are evicted in this order: (1) keys below a missing full-attention block; (2) tails
+    at boundaries where no request is expected to resume, because the prompt continued there; (3) the least
+    recently used end of a prompt, with the tails of all its groups and the full blocks that only it uses, up
+    to a branch of another prompt or a boundary above that can still be resumed. So heads of prefixes live
+    longest, and groups are evicted together. A boundary is an end if nothing follows, if prompts branch
+    there, or if loads ended there more than once.
+
+    Invariants: every added key is in exactly one node; a key is chosen at most once. The amortised work per
+    choice is bounded by the longest window in boundaries, and that of a step by the blocks it stores.
+
+    Measured by ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group, shared
+    system prompts, conversations and one-off prompts, seeded): share of prompt tokens that can be loaded::
+
+        slots          lru  boundary
+        2000         0.351     0.498
+        4000         0.490     0.614
+        8000         0.610     0.627
+        16000        0.631     0.641
+    """
 
     def __init__(
         self, shapes: Sequence[GroupShape], hash_block_tokens: int, boundary_tokens: int, nodes_max: int

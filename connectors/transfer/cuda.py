@@ -106,16 +106,6 @@ def cut_at_chunks(pieces: Pieces, host_side: int, base: int, chunk_bytes: int) -
     return pieces[0][whole] + inside, pieces[1][whole] + inside, ends - starts
 
 
-# One direction of transfers: waiting jobs, the job being enqueued, the parts in flight.
-#
-# A large job is enqueued in parts, each followed by an event, so that it neither fills the device's queues
-# nor delays the other direction. Small waiting jobs are enqueued as one part, because calls and launches cost
-# as much as their bytes. All parts of a lane go to one stream in order: the event of a job's last part
-# follows the whole job.
-#
-# Not locked: the engine's lock guards every method except ``prepare``, which only its submit thread calls.
-
-
 PART_PIECES_MAX = 16_384
 # Most bytes in a part, unless it is a single piece.
 PART_BYTES_MAX = 32 << 20
@@ -204,7 +194,16 @@ class PreparedJobs:
 
 
 class Lane:
-    """One direction. ``throttled`` counts how often the bytes in flight reached their limit."""
+    """One direction of transfers: waiting jobs, the job being enqueued, the parts in flight. ``throttled``
+    counts how often the bytes in flight reached their limit.
+
+    A large job is enqueued in parts, each followed by an event, so that it neither fills the device's queues
+    nor delays the other direction. Small waiting jobs are enqueued as one part, because calls and launches
+    cost as much as their bytes. All parts of a lane go to one stream in order: the event of a job's last part
+    follows the whole job.
+
+    Not locked: the engine's lock guards every method except ``prepare``, which only its submit thread calls.
+    """
 
     def __init__(self, direction: Direction, stream: StreamHandle, inflight_bytes_max: int) -> None:
         self.direction = direction

@@ -155,20 +155,20 @@ def _impossible(job: TransferJob) -> TransferResult:
     return TransferResult(job.job_id, job.direction, ok=False, seconds=0.0, bytes_by_group={}, error=reason)
 
 
-# Ranks that hold the same KV share one copy outside the GPU.
-#
-# With MLA, or with fewer KV heads than tensor-parallel ranks, vLLM keeps equal blocks on several ranks
-# (``kv_tp_replicas``). Each rank then stores its share of every job and loads all of it. Invariants: exactly
-# one replica stores each block of a job; every replica answers the job.
-
-
 Share = Callable[[GroupMoves], npt.NDArray[np.bool_]]
 """Mask of the moves that this rank stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """This rank is number ``index`` of ``count`` ranks with the same KV, in replica group ``group``."""
+    """This rank is number ``index`` of ``count`` ranks with the same KV, in replica group ``group``.
+
+    Ranks that hold the same KV share one copy outside the GPU.
+
+    With MLA, or with fewer KV heads than tensor-parallel ranks, vLLM keeps equal blocks on several ranks
+    (``kv_tp_replicas``). Each rank then stores its share of every job and loads all of it. Invariants:
+    exactly one replica stores each block of a job; every replica answers the job.
+    """
 
     count: int = 1
     index: int = 0
@@ -242,9 +242,6 @@ def _selected(moves: GroupMoves, mine: npt.NDArray[np.bool_]) -> GroupMoves:
         tuple(key for key, kept in zip(moves.keys, mine.tolist(), strict=True) if kept) if moves.keys else ()
     )
     return GroupMoves(moves.group_idx, moves.block_ids[mine], moves.slots[mine], keys)
-
-
-# Transfer engines for the device of a KV cache, with host memory for their rows.
 
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a memory file system, not for files that stay

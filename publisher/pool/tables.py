@@ -250,13 +250,9 @@ class FullTable(GroupTable):
         return limit - limit % self.layout.hash_block_size
 
 
-# Tables of groups that free blocks while a request runs: sliding window and chunked local attention.
-#
-# Facts: ``SlidingWindowManager`` and ``ChunkedLocalAttentionManager`` of vLLM 0.32.
-
-
 class WindowTable(GroupTable):
-    """Sliding window: frees blocks behind it; stores the blocks that a hit at a kept boundary needs."""
+    """Sliding window: frees blocks behind it; stores the blocks that a hit at a kept boundary needs.
+    As ``SlidingWindowManager`` of vLLM 0.32."""
 
     def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
         self.window = spec.sliding_window or 1
@@ -338,7 +334,8 @@ class RingTable(ReplayedTable):
 
 
 class ChunkedTable(GroupTable):
-    """Chunked local attention: frees whole chunks behind the current one."""
+    """Chunked local attention: frees whole chunks behind the current one. As ``ChunkedLocalAttentionManager``
+    of vLLM 0.32."""
 
     def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
         self.chunk = spec.attention_chunk_size or spec.block_size
@@ -355,17 +352,17 @@ class ChunkedTable(GroupTable):
         return min(super().quiet_to(before, now), (before // self.chunk + 1) * self.chunk)
 
 
-# Allowed ends of a prefill chunk when Mamba states are saved at chunk ends (mode "align").
-#
-# A state can only be stored at the end of a chunk. Chunks therefore end at block boundaries, at the last
-# boundary of the prompt and at the end of a prefix that other prompts share. Source:
-# ``Scheduler._mamba_block_aligned_split`` of vLLM 0.32.
-
-
 def aligned_chunk(
     layout: PoolLayout, request: PoolRequest, start: int, num_tokens: int, chunk_tokens_max: int
 ) -> int:
-    """Length of the next chunk, at most ``num_tokens``; 0 if the budget reaches no allowed end."""
+    """Length of the next chunk, at most ``num_tokens``; 0 if the budget reaches no allowed end.
+
+    Allowed ends of a prefill chunk when Mamba states are saved at chunk ends (mode "align").
+
+    A state can only be stored at the end of a chunk. Chunks therefore end at block boundaries, at the last
+    boundary of the prompt and at the end of a prefix that other prompts share. Source:
+    ``Scheduler._mamba_block_aligned_split`` of vLLM 0.32.
+    """
     # Decoding is not split: after the prompt (or, resumed after a preemption, all but the last token) every
     # end is allowed.
     prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)

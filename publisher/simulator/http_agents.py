@@ -36,9 +36,6 @@ from kvatlas.publisher.simulator.api_protocol import (
 from kvatlas.publisher.simulator.model import EngineModel, Prepared
 from kvatlas.publisher.simulator.stepper import Generation, Stepper, Token
 
-# One HTTP exchange of the simulated engine, over ASGI.
-
-
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

@@ -285,13 +285,6 @@ class KvConnector:
             self._gone.popitem(last=False)
 
 
-# The side channel between simulated engines: loads, notifications and heartbeats over real TCP.
-#
-# A decode engine opens a connection for each exchange, sends one message and reads one reply. A message is
-# its length (four bytes) and msgpack. A load is a handshake, a delay for its blocks, and a read notification.
-# Message size, connections and the time of an exchange are bounded.
-
-
 Address = tuple[str, int]
 _MESSAGE_BYTES_MAX = 1 << 20
 _CONNECTIONS_MAX = 256
@@ -309,6 +302,12 @@ class TransferLink:
     ``common`` must be equal on two engines that exchange blocks. One block of one group takes ``s_per_block``
     seconds and has ``block_bytes`` bytes. ``loaded`` is called for each completed load, with whether its
     content was intact; ``failed`` for each load that failed.
+
+    The side channel between simulated engines: loads, notifications and heartbeats over real TCP.
+
+    A decode engine opens a connection for each exchange, sends one message and reads one reply. A message is
+    its length (four bytes) and msgpack. A load is a handshake, a delay for its blocks, and a read
+    notification. Message size, connections and the time of an exchange are bounded.
     """
 
     def __init__(

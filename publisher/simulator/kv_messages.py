@@ -73,14 +73,6 @@ class Reply(msgspec.Struct, frozen=True):
 Message = TransferHandshake | FetchRequest | Read | Heartbeat | Probe | Fetch
 
 
-# ``kv_transfer_params`` of requests and of a prefill engine's answers.
-#
-# Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Only types are checked, as in the
-# engine; missing values have the same consequences as there (``Fault``). MooncakeConnector uses
-# ``transfer_id`` and ``remote_bootstrap_addr``, OffloadingConnector ``remote_decoder``,
-# ``remote_prefiller`` and ``remote_kv_source``.
-
-
 Json = dict[str, Any]
 
 
@@ -95,7 +87,13 @@ class Fault(StrEnum):
 
 
 class TransferParams(msgspec.Struct, kw_only=True):
-    """Parameters of one request."""
+    """``kv_transfer_params`` of requests and of a prefill engine's answers.
+
+    Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Only types are checked, as in the
+    engine; missing values have the same consequences as there (``Fault``). MooncakeConnector uses
+    ``transfer_id`` and ``remote_bootstrap_addr``, OffloadingConnector ``remote_decoder``,
+    ``remote_prefiller`` and ``remote_kv_source``.
+    """
 
     do_remote_decode: bool = False
     """Compute the prompt, keep its blocks, and return their address."""
@@ -167,9 +165,6 @@ def transferred_blocks(group: GroupSpec, table: list[int]) -> list[int]:
     return held[-1:] if group.family is Family.MAMBA else held
 
 
-# Counters of the connector, under the names of vLLM's NixlConnector. Each appears with its first event.
-
-
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _BYTES = tuple(float(2**power) for power in range(11, 35, 2))
 _HISTOGRAMS = (
@@ -196,7 +191,8 @@ class Observed(msgspec.Struct):
 
 
 class TransferStats(msgspec.Struct):
-    """Counters of the connector since the engine's start."""
+    """Counters of the connector since the engine's start, under the names of vLLM's NixlConnector. Each
+    appears with its first event."""
 
     failed_transfers: int = 0
     failed_notifications: int = 0

@@ -38,14 +38,6 @@ from kvatlas.publisher.simulator.request import Sampler, SimRequest
 from kvatlas.publisher.simulator.settings import EngineSettings, release, resolve_groups
 from kvatlas.publisher.simulator.tokenizer import ChatTokenizer, TemplateError, shared_tokenizer
 
-# Generated text: words chosen by a random stream seeded with the prompt.
-#
-# Only vocabulary entries are used that are a whole word and that their own text tokenizes back to. The first
-# word has a leading space unless the prompt ends in white space or in a special token. So
-# ``encode(decode(ids)) == ids`` also when a chat template puts the text into the next turn's prompt, and that
-# turn hits the generated tokens.
-
-
 _SPACED = re.compile("Ġ[a-z]{3,}")
 _PLAIN = re.compile("[a-z]{3,}")
 _OUTPUT_TOKENS_MIN = 8
@@ -85,7 +77,15 @@ class WrongContinuation(NamedTuple):
 
 
 class TextSource:
-    """Source of continuations; the same prompt and seed give the same text on every engine."""
+    """Source of continuations; the same prompt and seed give the same text on every engine.
+
+    Generated text: words chosen by a random stream seeded with the prompt.
+
+    Only vocabulary entries are used that are a whole word and that their own text tokenizes back to. The
+    first word has a leading space unless the prompt ends in white space or in a special token. So
+    ``encode(decode(ids)) == ids`` also when a chat template puts the text into the next turn's prompt, and
+    that turn hits the generated tokens.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, *, seed: int, natural_tokens_max: int) -> None:
         self._tokenizer = tokenizer
@@ -169,7 +169,6 @@ class EngineModel:
         self.root = settings.root or settings.model
         self.rust = settings.frontend == "rust"
         self.owner = "sglang" if settings.kind == "sglang" else "vllm-frontend-rs" if self.rust else "vllm"
-        self._render_metrics = stats.render_sglang if settings.kind == "sglang" else stats.render
         self.max_model_len = max_model_len
         self.version = settings.version
         self.release = release(settings.version)
@@ -272,7 +271,9 @@ class EngineModel:
     def metrics(
         self, counted: stats.EngineStats, gauges: stats.Gauges, transfers: TransferStats | None
     ) -> bytes:
-        return self._render_metrics(
+        if self.owner == "sglang":
+            return stats.render_sglang(gauges, self._cache, model=self.name, dp_rank=self._dp_rank)
+        return stats.render(
             counted,
             gauges,
             self._cache,

@@ -58,12 +58,6 @@ class SimRequest(msgspec.Struct, eq=False):
             raise ValueError(f"{self.request_id}: needs a prompt and max_tokens >= 1, got {self.max_tokens}")
 
 
-# Counters of a simulated engine, and their form on ``/metrics`` under vLLM's names.
-#
-# The scheduler counts in ``EngineStats``; ``render`` writes the text exposition format at scrape time. Names,
-# labels and buckets are those of vLLM 0.32 (``vllm/v1/metrics``).
-
-
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 TTFT_BUCKETS_S = (
     0.001,
@@ -92,7 +86,11 @@ TTFT_BUCKETS_S = (
 
 
 class EngineStats(msgspec.Struct):
-    """Counters since the engine's start, in tokens unless named otherwise."""
+    """Counters of a simulated engine since its start, in tokens unless named otherwise.
+
+    The scheduler counts in ``EngineStats``; ``render`` writes the text exposition format at scrape time.
+    Names, labels and buckets are those of vLLM 0.32 (``vllm/v1/metrics``).
+    """
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -230,19 +228,8 @@ def render(
     return generate_latest(registry)
 
 
-def render_sglang(
-    stats: EngineStats,
-    gauges: Gauges,
-    cache: CacheConfig,
-    *,
-    model: str,
-    dp_rank: int,
-    transfers: TransferStats | None = None,
-    drafts: bool = False,
-    started_s: float = 1.0,
-) -> bytes:
+def render_sglang(gauges: Gauges, cache: CacheConfig, *, model: str, dp_rank: int) -> bytes:
     """The body of SGLang's ``GET /metrics``: its gauges (srt/observability/metrics_collector.py, 0.5.23)."""
-    del stats, transfers, drafts, started_s  # other names, no connectors, no collector of processes
     registry = CollectorRegistry()
     labels = {"dp_rank": str(dp_rank), "engine_type": "unified", "model_name": model, "tp_rank": "0"}
     values = {

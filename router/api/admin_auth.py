@@ -146,9 +146,6 @@ def _address(scope: Any) -> str:
     return ":".join(host.split(":")[:4]) if host.count(":") > 1 and "." not in host else host
 
 
-# Counters of the admin API.
-
-
 class AdminStats(msgspec.Struct):
     """Outcomes of requests to the admin API."""
 

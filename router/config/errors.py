@@ -15,9 +15,6 @@ class ConfigError(ValueError):
     """An unusable setting; the message names the key and the remedy."""
 
 
-# Texts of configuration errors: similar names for unknown ones, and descriptions of types.
-
-
 _NEAR = 0.75
 # ``url`` for ``base_url``.
 _IS_A_PART = 0.8

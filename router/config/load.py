@@ -260,9 +260,6 @@ def _engine(fields: Any, prefix: str) -> EngineAddress:
     return msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
 
 
-# The merged configuration as text, with the source of each value.
-
-
 def describe(loaded: Loaded) -> str:
     """Return the merged configuration as ``key = value`` lines, with the source unless it is a default."""
     lines = []

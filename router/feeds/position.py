@@ -10,8 +10,6 @@ from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch
 from kvatlas.router.feeds.actions import Action, Adopt, Apply, Forget
 from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 
-# Two bounded buffers of a feed: batches held back, and digests of recent batches.
-
 
 class HeldBatches:
     """Batches waiting for earlier ones, by seq. Bounded in number and payload bytes."""
@@ -266,26 +264,24 @@ class Position:
                 self._offload_seen = True
 
 
-# Expected share of a predicted hit while a feed is incomplete.
-#
-# READY: all of it. Otherwise the known state is evidence, and of a hit
-#
-#     the share is applied / (applied + missing + waiting)
-#
-# ``applied``: batches that the known state is based on (since the engine's start, its last cache clear, or up
-# to a snapshot's cut); ``missing``: batches known to be lost; ``waiting``: batches that exist but have not
-# been applied yet. For a problem without a number (a phantom alarm, a process that may be another one), half
-# of that. A feed that is only silent keeps its share, as nothing indicates a change. A feed that lost its
-# connection has none until the process is confirmed: an engine that restarts loses its cache, and its next
-# event may come late.
-
-
 # Reasons without a number of batches.
 DOUBTS = frozenset({"phantom", "unverified"})
 
 
 def expected_share(stats: FeedStats) -> float:
-    """Return the expected share of a predicted hit, 0 to 1."""
+    """Return the expected share of a predicted hit while a feed is incomplete, 0 to 1.
+
+    READY: all of it. Otherwise the known state is evidence, and of a hit
+
+        the share is applied / (applied + missing + waiting)
+
+    ``applied``: batches that the known state is based on (since the engine's start, its last cache clear, or
+    up to a snapshot's cut); ``missing``: batches known to be lost; ``waiting``: batches that exist but have
+    not been applied yet. For a problem without a number (a phantom alarm, a process that may be another one),
+    half of that. A feed that is only silent keeps its share, as nothing indicates a change. A feed that lost
+    its connection has none until the process is confirmed: an engine that restarts loses its cache, and its
+    next event may come late.
+    """
     if stats.state is FeedState.READY:
         return 1.0
     if stats.unconfirmed:

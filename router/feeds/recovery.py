@@ -14,8 +14,6 @@ from kvatlas.router.feeds.actions import Action, RequestReplay, RequestSnapshot
 from kvatlas.router.feeds.base import FeedSettings, FeedStats, Frame
 from kvatlas.router.feeds.position import NOWHERE, HeldBatches, Position
 
-# A feed's attempts to become complete by replay: the one in progress, and how reliable replay is.
-
 
 class RepairKind(Enum):
     """Why a replay was requested; the value is the reason shown in the feed's state."""

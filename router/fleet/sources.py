@@ -104,18 +104,18 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
     return list(found.values())
 
 
-# Runs every source of engines and merges their sets into the desired state.
-#
-# Invariants: a source that fails through a bug is restarted, and the others continue; engines with invalid
-# addresses never reach the desired state.
-
-
 _AFTER_FAULT_S = 2.0
 
 
 class FleetSources:
     """The static list and all ``sources`` of one router. ``changed`` is called when the desired state may
-    differ."""
+    differ.
+
+    Runs every source of engines and merges their sets into the desired state.
+
+    Invariants: a source that fails through a bug is restarted, and the others continue; engines with invalid
+    addresses never reach the desired state.
+    """
 
     def __init__(
         self,

@@ -84,28 +84,26 @@ class Handoff(msgspec.Struct, gc=False):
         self.sent = True
 
 
-# State machine of a request on two engines, without sockets or clock.
-#
-# The proxy reports the outcome of each request; the state says whether the next placement may be split, which
-# engines to exclude, and which handoff may be sent. Invariants: a prefill's parameters are sent at most once
-# (``Handoff``); at most ``prefills_max`` prefills are requested, and after that the request stays on one
-# engine, so it ends.
-#
-#     placed --> prefill --handed over--> decode --> answer
-#                  | failed: another prefill engine; none left: whole
-#                  | refused by 4xx, nothing handed over: whole
-#                decode | not reached: another decode engine, same handoff while young
-#                       | too late: prefill again (its blocks are cached)
-#                       | 500: the blocks could not be fetched: whole, also on the same engine
-#                       | its answer began too late: whole, and caches are not read
-#                       | otherwise failed: split again elsewhere
-
-
 _BROKEN = 500
 
 
 class DisaggState:
-    """State of one request, from its first split placement to its end."""
+    """State of one request on two engines, from its first split placement to its end. No sockets, no clock.
+
+    The proxy reports the outcome of each request; the state says whether the next placement may be split,
+    which engines to exclude, and which handoff may be sent. Invariants: a prefill's parameters are sent at
+    most once (``Handoff``); at most ``prefills_max`` prefills are requested, and after that the request stays
+    on one engine, so it ends.
+
+        placed --> prefill --handed over--> decode --> answer
+                     | failed: another prefill engine; none left: whole
+                     | refused by 4xx, nothing handed over: whole
+                   decode | not reached: another decode engine, same handoff while young
+                          | too late: prefill again (its blocks are cached)
+                          | 500: the blocks could not be fetched: whole, also on the same engine
+                          | its answer began too late: whole, and caches are not read
+                          | otherwise failed: split again elsewhere
+    """
 
     __slots__ = ("_handoff", "_settings", "_whole", "distrusts_caches", "failed", "prefills")
 

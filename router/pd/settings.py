@@ -77,7 +77,6 @@ PREFILLER: Final = b"x-prefiller-host-port"
 KV_SOURCE: Final = b"x-kv-cache-source-host-port"
 # Request field: rank of the answering engine, which has no meaning for the prefill engine.
 RANK: Final = b"x-data-parallel-rank"
-# Counters of requests on two engines; the metrics exporter reads them.
 
 
 class PdStats(msgspec.Struct):

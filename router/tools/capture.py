@@ -102,9 +102,6 @@ def _read_trace(path: Path) -> Iterator[CapturedFrame]:
         raise RecordingError(f"{path}:{number}: {error}") from None
 
 
-# Progress of reading a long capture, shown on a terminal only.
-
-
 _EVERY_FRAMES = 256
 
 

@@ -16,9 +16,6 @@ import msgspec
 from kvatlas.router.observe.findings import BAD, Finding, Severity
 from kvatlas.router.tools.doctor.evidence import EngineEvidence, Evidence
 
-# Findings, and the results of checks.
-
-
 # Subject of findings about several engines together.
 FLEET = "fleet"
 

@@ -180,19 +180,19 @@ def _request(answer: HttpAnswer, prompt: Prompt | None, hit: EngineHit, *, event
     )
 
 
-# The probe: three small requests to one engine, to see whether it publishes what it computes, whether the
-# predicted hit is the real one, and whether a salt prevents it. The first prompt is new (random words); the
-# second begins with it, the third is the second with a salt. All are read and predicted by the serving code.
-# Costs the engine the prefill of the prompts and three tokens.
-
-
 # Length used before the layout is known: four of the largest common blocks (128 tokens) and a margin.
 _FIRST_TOKENS = 600
 _BLOCKS = 3
 
 
 async def probe(prober: EngineProber) -> ProbeEvidence:
-    """Send the requests; the first is repeated with a longer prompt if the blocks turn out to be large."""
+    """Send the requests; the first is repeated with a longer prompt if the blocks turn out to be large.
+
+    The probe: three small requests to one engine, to see whether it publishes what it computes, whether the
+    predicted hit is the real one, and whether a salt prevents it. The first prompt is new (random words); the
+    second begins with it, the third is the second with a salt. All are read and predicted by the serving
+    code. Costs the engine the prefill of the prompts and three tokens.
+    """
     seen = ProbeEvidence(requests=[])
     length = _wanted_tokens(prober)
     first = await prober.text(length)
