@@ -171,7 +171,7 @@ def test_running_out_of_descriptors_is_no_engines_fault(
             reader, writer = await rig.connect()
             writer.write(request(b"", method="GET", target="/nothing"))
             assert (await read_answer(reader)).status == 404
-            descriptors._LastLog.next_at = 0.0
+            monkeypatch.setattr(descriptors._LastLog, "next_at", 0.0)
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             taken: list[int] = []
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
