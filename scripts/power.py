@@ -111,6 +111,8 @@ EXTRA_TESTS = {
     "publisher/pool": ["publisher/simulator/test_pull.py", "publisher/test_sglang_events.py"],
     "router/tools": ["router/admission/test_key_file.py"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],
+    "connectors/tier": ["connectors/store/test_store_tier.py", "connectors/offload"],
+    "connectors/scheduler": ["connectors/offload", "connectors/multi", "connectors/hits"],
     "router/prompts": ["frontends", "images", "token_ids"],
 }
 """Files ``tests/router/app/test_NAME.py``, or others below ``tests``, that show the work of a part through

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -203,11 +203,10 @@ class Fleet:
 
 
 class Relay:
-    """A way to a server on this machine that can be cut: bytes stop, connections stay. Bytes take ``delay_s``
-    each way, as over a distance: what is sent meanwhile is not held up by what was sent before."""
+    """A way to a server on this machine. Bytes take ``delay_s`` each way, as over a distance: what is sent
+    meanwhile is not held up by what was sent before."""
 
-    def __init__(self, port: int, delay_s: float = 0.0) -> None:
-        self.cut = False
+    def __init__(self, port: int, delay_s: float) -> None:
         self._delay_s = delay_s
         self.url = ""
         self._port = port
@@ -247,8 +246,6 @@ class Relay:
                 while True:
                     due_s, data = await under_way.get()
                     await asyncio.sleep(due_s - loop.time())
-                    while self.cut:
-                        await asyncio.sleep(0.02)
                     if not data:
                         break
                     target.write(data)
@@ -259,20 +256,11 @@ class Relay:
             target.close()
 
 
-@contextmanager
-def processes(index: str, *, engines: int = 3, members: int = 2, cut: str | None = None) -> Iterator[Any]:
-    """(Engine URLs, replicas) in processes of their own; the first replica goes by way of ``cut``."""
-    with (
-        engine_process([QUICK] * engines) as urls,
-        replicas(members, urls, index, *SETTINGS, first_index=cut) as made,
-    ):
-        yield urls, made
-
-
 @asynccontextmanager
-async def fleet(index: str, *, tools: str | None = None, **options: Any) -> AsyncIterator[Fleet]:
-    """A fleet at work, every engine followed. ``tools``: the URL to look at the index with, if another."""
-    with processes(index, **options) as (urls, members):
+async def fleet(index: str, *, tools: str | None = None, engines: int = 3) -> AsyncIterator[Fleet]:
+    """Two replicas in processes of their own at work, every engine followed. ``tools``: the URL to look at
+    the index with, if another."""
+    with engine_process([QUICK] * engines) as urls, replicas(2, urls, index, *SETTINGS) as members:
         async with aiohttp.ClientSession() as session:
             clients = Clients(members, session)
             made = Fleet(tools or index, urls, members, clients)

@@ -103,10 +103,6 @@ class Replica:
         self.process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
 
-    def use_index(self, url: str) -> None:
-        """Another way to the index, for a replica not started yet."""
-        self._environ["KVATLAS_INDEX_URL"] = url
-
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, env=self._environ, stderr=subprocess.PIPE)
         assert self.process.stderr is not None
@@ -148,13 +144,9 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replicas(
-    count: int, engines: list[str], index: str, *settings: str, first_index: str | None = None
-) -> Iterator[list[Replica]]:
+def replicas(count: int, engines: list[str], index: str, *settings: str) -> Iterator[list[Replica]]:
     """``count`` replicas ``r0``, ``r1``, ... of one fleet; stopped at the end, whatever state they are in."""
     made = [Replica(f"r{number}", engines, index, *settings) for number in range(count)]
-    if first_index is not None:
-        made[0].use_index(first_index)
     try:
         for replica in made:
             replica.start()
