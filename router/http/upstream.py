@@ -394,6 +394,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _takes_head(self, data: bytes) -> bool:
         """Whether this is a whole answer whose head is known; then it needs no parser. Otherwise it is a part
         of a head, for the parser."""
+        self._key = b""
         if self._response is _WAITING and self._method != "HEAD":
             self._key, fields, begin = self._known.find(data, HEAD_BYTES_MAX)
             if fields is not None:
@@ -419,7 +420,6 @@ class UpstreamConnection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
         if self._key and self.status == _OK and self._keep_alive and self._known.again(self._key):
             self._known.keep(self._key, without_length(self.headers))
-        self._key = b""
 
     def _exceeds_head_limit(self) -> bool:
         """Add the new fields to the size of the head or trailer; return whether it is too large."""
