@@ -221,18 +221,12 @@ class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.url:
             super().__post_init__()
-        if self.share == "load":
-            self._check_load_only()
-        if len(self.replica) > 200 or not self.replica.isprintable():
-            raise SettingsError(f"replica {self.replica[:50]!r}: up to 200 printable characters")
-
-    def _check_load_only(self) -> None:
-        if not self.url:
-            raise SettingsError("share = 'load': there is no server to share it through; set url")
         for key, default in (("code_bytes", 1), ("lookup_timeout_s", 0.005)):
-            if getattr(self, key) != default:
+            if self.share == "load" and getattr(self, key) != default:
                 raise SettingsError(f"{key} = {getattr(self, key)}: is for look-ups of blocks, and there are "
                                     "none with share = 'load'; remove one of the two")  # fmt: skip
+        if len(self.replica) > 200 or not self.replica.isprintable():
+            raise SettingsError(f"replica {self.replica[:50]!r}: up to 200 printable characters")
 
     @property
     def is_shared(self) -> bool:

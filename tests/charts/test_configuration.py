@@ -161,8 +161,9 @@ def test_deletion_costs_are_written_by_routers_that_may(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", ["blocks", "load"])
 def test_routers_share_blocks_or_load(tmp_path: Path, share: str) -> None:
-    redis = {"url": "redis://cache:6379/0", "share": share}
-    assert _load(Rendered({**MINIMAL, "redis": redis}), tmp_path).index.share == share
+    for where in ({"url": "redis://cache:6379/0"}, {"existingSecret": "index"}):
+        redis = {**where, "share": share}
+        assert _load(Rendered({**MINIMAL, "redis": redis}), tmp_path).index.share == share
     alone = _load(Rendered({**MINIMAL, "redis": {"share": share}}), tmp_path).index
     assert not alone.is_shared, "nothing to share it through: not an error"
 

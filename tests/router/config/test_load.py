@@ -163,7 +163,6 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[server]\nlog_level = "loud"', "server.log_level = 'loud': expected one of debug,"),
         ('[server]\nlog_format = "xml"', "server.log_format = 'xml': expected one of console, json"),
         ("[fleet]\npoll_interval_s = 0", "fleet.poll_interval_s must be positive"),
-        ('[index]\nshare = "load"', "index.share = 'load': there is no server to share it through; set url"),
         (
             '[index]\nurl = "redis://a"\nshare = "load"\ncode_bytes = 2',
             "index.code_bytes = 2: is for look-ups of blocks, and there are none with share = 'load'",
@@ -280,6 +279,7 @@ def test_chat_templates_that_are_valid(tmp_path: Path) -> None:
         ("[queue]\nengine_requests_max = 8\nsaturation_s = 1", []),
         ("[pull]\ngbit_s = 10", ["pull.gbit_s has no effect without pull.enabled"]),
         ("[index]\nlease_s = 9", ["index.lease_s has no effect without index.url"]),
+        ('[index]\nshare = "load"', ["index.share has no effect without index.url"]),
         (
             "[fleet.kubernetes]\nnamespaces = ['a']",
             [
