@@ -63,6 +63,7 @@ from kvatlas.router.placement.engine import (
 from kvatlas.router.placement.placement import Decision, Placement, Split, read_by
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import Pulls, any_waits
+from kvatlas.router.placement.pull_step import PullStep
 from kvatlas.router.placement.saturation import SaturationGate
 from kvatlas.router.placement.shadow import SHADOW_TOKENS_MAX, ShadowPrompt
 from kvatlas.router.placement.split import (
@@ -71,7 +72,7 @@ from kvatlas.router.placement.split import (
     complete_layouts,
     messages_of,
 )
-from kvatlas.router.placement.steps import DecodeStep, PrefillStep, PullStep, SidecarStep, give_hint
+from kvatlas.router.placement.split_steps import DecodeStep, PrefillStep, SidecarStep
 from kvatlas.router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from kvatlas.router.prompts.reader import INLINE_BLOCKS_MAX, PromptReader
 from kvatlas.router.proxy.attempt import Fields
@@ -212,7 +213,7 @@ class Planner:
         placement = Placement(request, decision, self._accounts, headers, waited_s, steps)
         # A sidecar replaces the transfer parameters of a request that is to pull.
         if decision.pull is None or not request.carried:
-            give_hint(request, self._accounts, placement)
+            _give_hint(request, self._accounts, placement)
         return placement
 
     def _placed_apart(
@@ -230,7 +231,7 @@ class Planner:
             return Placement(request, decision, accounts, headers, 0.0, (SidecarStep(split, helpers[0]),))
         step = DecodeStep(split, helpers[0] if helpers else None)
         decode = Placement(request, decision, accounts, headers, 0.0, (step,))
-        give_hint(request, accounts, decode, *helpers)
+        _give_hint(request, accounts, decode, *helpers)
         return decode
 
     def _check(self) -> None:
@@ -628,3 +629,14 @@ def _read_by(
     """Return the prompt as this engine's frontend makes it, and its length in tokens."""
     read = read_by(read, engine)
     return read, read.num_tokens if isinstance(read, Prompt) else tokens
+
+
+def _give_hint(request: InboundRequest, accounts: Accounts, *placements: Placement) -> None:
+    """Give a request's retention hint to the engines that obey it."""
+    if request.retention is None:
+        return
+    source, hint = request.retention
+    for one in placements:
+        if one.engine.obeys_hints:
+            one.retention = hint
+            accounts.retention.stats.sent[source] += 1

@@ -233,7 +233,7 @@ def predicted_first_token(
 
 
 class Step:
-    """One step of a plan beside its engine (``kvatlas.router.placement.steps``), told what happens to its
+    """One step of a plan beside its engine (``pull_step``, ``split_steps``), told what happens to its
     placement. ``alone``: no other engine could take its engine's place."""
 
     leg: Leg = ""

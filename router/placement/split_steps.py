@@ -1,13 +1,10 @@
-"""Steps of a plan beside its engine: what each sends, and what it does with the end.
+"""Steps of a plan for two engines: what each sends, and what it does with the end.
 
 A prompt computed elsewhere has two placements, of ``PrefillStep`` and ``DecodeStep``. Both enter the accounts
 when the decision is made, so the decode engine's place is reserved while the prefill runs. The decode engine
 does no prefill: nothing is learned about rates. While the blocks are transferred, vLLM serves later requests,
 so hits on them count only after events. Its ``cached_tokens`` are the prefill engine's hit, so the prediction
 is compared there. Invariant: each placement ends once, independently of the other.
-
-``PullStep``: the engine fetches a prefix from another one's host memory. ``give_hint``: what the engine's
-connector should keep.
 """
 
 from __future__ import annotations
@@ -16,12 +13,9 @@ from typing import Any
 
 from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.observe.receipts import Leg
-from kvatlas.router.openai.request import InboundRequest, Usage
-from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
+from kvatlas.router.pd.settings import PREFILLER
 from kvatlas.router.placement.candidate import Hit
-from kvatlas.router.placement.engine import Accounts
 from kvatlas.router.placement.placement import Placement, Split, Step
-from kvatlas.router.placement.pull import PullOrder, PullOutcome, Pulls
 
 _OK = 200
 _NO_CONNECTOR_S = 60.0
@@ -103,59 +97,3 @@ class SidecarStep(DecodeStep):
     def ended(self, placement: Placement, failed: str) -> None:
         """Implement ``Step``."""
         self._helper.finished(None)
-
-
-class PullStep(Step):
-    """The engine pulls a part of the prompt from another one's host memory, and computes the rest."""
-
-    alone = True
-
-    def __init__(self, order: PullOrder, pulls: Pulls) -> None:
-        self._order, self._pulls = order, pulls
-        self._judged = False
-        """Its end is counted: an answer that breaks off later is no second one."""
-
-    def sent(self, placement: Placement) -> None:
-        """Implement ``Step``."""
-        order = self._order
-        self._pulls.begin(placement.engine, order, placement.asked_s)
-        if placement.request.carried:
-            source = endpoint_of(order.source.engine.base_url)
-            placement.engine_headers += ((KV_SOURCE, source.encode()),)
-            placement.watched = True
-        else:
-            placement.kv_source = order.kv_source
-
-    def facts(self) -> dict[str, Any]:
-        """Implement ``Step``."""
-        order = self._order
-        return {"kvatlas.pull_source": order.source.engine_id, "kvatlas.pull_tokens": order.pull.tokens}
-
-    def learned(
-        self, placement: Placement, usage: Usage | None, predicted_s: float | None, ttft_s: float | None
-    ) -> None:
-        """Implement ``Step``."""
-        # At once, unlike the receipt: the next decision must not choose a bad pair again.
-        self._judged = True
-        came = None if usage is None else self._order.came_tokens(usage.cached_tokens)
-        self._end(placement, self._pulls.judge(self._order, came, predicted_s, ttft_s))
-
-    def ended(self, placement: Placement, failed: str) -> None:
-        """Implement ``Step``."""
-        if failed and not self._judged:
-            # The router's own doing (an engine that is drained, our limits) says nothing of the pair.
-            self._end(placement, "unsent" if placement.blameless else "failed")
-
-    def _end(self, placement: Placement, outcome: PullOutcome) -> None:
-        self._pulls.end(placement.engine.engine_id, self._order, outcome, placement.now())
-
-
-def give_hint(request: InboundRequest, accounts: Accounts, *placements: Placement) -> None:
-    """Give a request's retention hint to the engines that obey it."""
-    if request.retention is None:
-        return
-    source, hint = request.retention
-    for one in placements:
-        if one.engine.obeys_hints:
-            one.retention = hint
-            accounts.retention.stats.sent[source] += 1
