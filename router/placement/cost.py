@@ -100,7 +100,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
         wait_s, more_s = candidate.queue_s, candidate.recent_s - self.recent_mean_s
         wait_s = candidate.room_s if candidate.room_s > wait_s else wait_s  # noqa: FURB136
-        cached, shared_prefix, _, load_s, paged = _part(candidate.hit, prompt_tokens, settings)
+        cached, shared_prefix, _, load_s, paged = self.parts[self.candidates.which.item(index)]
         rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
         prefill_s, decode_s = rate * uncached, candidate.decode_interference_s * candidate.running
         if shared_prefix > cached:
@@ -134,7 +134,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and the delay by
         its running requests, without the engine's own overhead."""
         candidate = self.candidates[index]
-        cached, _, _, load_s, _ = _part(candidate.hit, self.prompt_tokens, self.settings)
+        cached, _, _, load_s, _ = self.parts[self.candidates.which.item(index)]
         wait_s = max(candidate.queue_s, candidate.room_s)
         prefill_s = candidate.prefill_s_per_token * (self.prompt_tokens - cached)
         return wait_s + prefill_s + load_s + candidate.interference_s
@@ -178,24 +178,26 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     """Score every candidate."""
     # Arrays instead of objects: this covers the whole fleet for each request. Only engines that hold a part
     # of the prompt differ in what they compute, and equal hits share it.
-    found = columns(candidates)
+    found = candidates if isinstance(candidates, Candidates) else columns(candidates)
     values, hits = found.values, found.hits
     parts = [_part(_NO_HIT, prompt_tokens, settings)]
+    by_rates = [parts[0][_BY_RATE]]
     # Only a share of the wait for pages: all of it would move sessions away from the engines that hold
     # them, so that more is computed and all wait longer (docs/decisions/014-pages-and-recent-work.md).
-    queues = found.queues_s(settings.room_share)
+    queues = found.queues_s(settings.room_share) if found.rooms else found.queue_s
     longest, loaded, loads = 0, False, False
     for hit in hits:
         part = _part(hit, prompt_tokens, settings)
         parts.append(part)
-        _, shared_prefix, _, load_s, _ = part
+        _, shared_prefix, by_rate, load_s, _ = part
+        by_rates.append(by_rate)
         longest = shared_prefix if shared_prefix > longest else longest  # noqa: FURB136
         loaded = loaded or load_s > 0.0
         # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
         loads = loads or hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1
     mean_s = values.recent_mean_s
-    scored = ScoredCandidates(found, prompt_tokens, settings, queues, queues, parts, longest, mean_s)
-    totals = scored.totals = values.rates * (scored.column(_BY_RATE) if hits else parts[0][_BY_RATE])
+    totals: Floats = values.rates * (np.array(by_rates)[found.which] if hits else by_rates[0])
+    scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
     totals += queues
     if loaded:
         totals += scored.column(_LOAD_S)

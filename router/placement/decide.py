@@ -403,22 +403,18 @@ class Planner:
     ) -> ShadowPrompt | None:
         """Do in turns of the loop what would hold it: hash a long prompt, and look it up in many shadows.
         Returns the prompt for them, if any engine has one."""
-        if read.num_tokens > INLINE_BLOCKS_MAX:
-            await self._hash(read, candidate_set)
+        # Hashing may move to a thread, and a decision must not wait after its look-ups; short prompts are
+        # hashed where they are looked up.
+        for frontend, scheme in candidate_set.schemes if read.num_tokens > INLINE_BLOCKS_MAX else ():
+            variant = read.behind(frontend)
+            if variant is not None and variant.num_tokens > INLINE_BLOCKS_MAX * scheme.hash_block_size:
+                await self._reader.hashes(variant, scheme)
         if not candidate_set.guessed:
             return None
         shadows = ShadowPrompt(read.token_ids, read.hashes)
         if len(engines) * read.num_tokens > SHADOW_TOKENS_MAX:
             await run_cooperatively(shadows.look_ahead([engine.shadow for engine in engines]))
         return shadows
-
-    async def _hash(self, read: Prompt, candidate_set: CandidateSet) -> None:
-        """Hash a long prompt before its look-ups: that may move to a thread, and a decision must not wait
-        after its look-ups. Short prompts are hashed where they are looked up."""
-        for frontend, scheme in candidate_set.schemes:
-            variant = read.behind(frontend)
-            if variant is not None and variant.num_tokens > INLINE_BLOCKS_MAX * scheme.hash_block_size:
-                await self._reader.hashes(variant, scheme)
 
     def _choose(
         self,
@@ -546,7 +542,7 @@ class Planner:
             return PromptView(tokens, look.hits, others=look.load)
         held, alike, nothing = look.hits, _NONE_ALIKE, _NO_HITS
         for (model, frontend), names in candidate_set.by_model.items():
-            variant = prompt.behind(frontend)
+            variant = prompt if frontend == prompt.frontend else prompt.variants.get(frontend)
             if variant is None:
                 continue
             ids = names if not look.hits else [name for name in names if name not in look.hits]
@@ -559,7 +555,7 @@ class Planner:
         coming: dict[str, int] = {}
         last, inflight, mixed = tokens - 1, self._accounts.inflight, bool(prompt.variants)
         for frontend, scheme in candidate_set.schemes:
-            variant = prompt.behind(frontend)
+            variant = prompt if frontend == prompt.frontend else prompt.variants.get(frontend)
             if variant is None:
                 continue
             unit = scheme.hash_block_size

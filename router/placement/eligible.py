@@ -19,6 +19,7 @@ those of reading every engine again (tests/router/placement/test_snapshot.py).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
@@ -105,7 +106,9 @@ class EligibleEngines:
         self, request: InboundRequest, exclude: frozenset[str], length: Length = NO_LENGTH
     ) -> list[Engine]:
         """Return the engines. Raises ``ApiError`` if there are none."""
-        holder = None if request.pinned is not None else self._holder(request, exclude)
+        holder = None
+        if request.pinned is None and request.earlier_response is not None:
+            holder = self._holder(request, exclude, request.earlier_response)
         if holder is not None and request.reads_response:
             # Also where no engine is ready to compute.
             return [holder]
@@ -199,11 +202,11 @@ class EligibleEngines:
             raise no_ready_engine(f"{path} {why}, and this router isolates caches; retry shortly.")
         raise salt_not_accepted(f"{path} {why}, and this router isolates caches")
 
-    def _holder(self, request: InboundRequest, exclude: frozenset[str]) -> Engine | None:
-        """Return the engine that made the response that a request is about; None: about none that a router
-        has named. Raises ``ApiError`` where it cannot be asked."""
+    def _holder(self, request: InboundRequest, exclude: frozenset[str], response: str) -> Engine | None:
+        """Return the engine that made the response that a request is about; None: no router has named it.
+        Raises ``ApiError`` where it cannot be asked."""
         # Any other one would answer that the response does not exist.
-        wanted = None if request.earlier_response is None else engine_digits(request.earlier_response)
+        wanted = engine_digits(response)
         if wanted is None:
             return None
         found = next((engine for engine in self._fleet if digits_of(engine.engine_id) == wanted), None)
@@ -277,6 +280,9 @@ class CandidateSets:
             self._changes = changes
             self._whole.clear()
             self._last = _KeptSet([], NO_CANDIDATES)
+        last = self._last
+        if engines is last.listed and not last.passing:
+            return last.found
         model = engines[0].base_model if engines else None
         if model is not None:
             serving = self._fleet.serving(model)
@@ -284,8 +290,8 @@ class CandidateSets:
                 kept = self._whole.get(model)
                 if kept is None or not kept.holds:
                     kept = self._whole[model] = _KeptSet(serving, candidate_set(serving))
-                if engines is kept.asked or kept.engines.issuperset(engines):
-                    kept.asked = engines
+                if kept.engines.issuperset(engines):
+                    self._last = kept.listing(engines)
                     return kept.found
         if self._last.listed != engines or not self._last.holds:
             self._last = _KeptSet(engines, candidate_set(engines))
@@ -296,16 +302,22 @@ class _KeptSet:
     """A set of these engines."""
 
     def __init__(self, engines: Sequence[Engine], found: CandidateSet) -> None:
-        self.listed = self.asked = engines
+        self.listed = engines
         self.engines = frozenset(engines)
         self.found = found
         # Schemes that may change without a change of fleet and scopes.
-        self._passing = [(one, one.scheme) for one in engines if one.lasting_scheme is None]
+        self.passing = [(one, one.scheme) for one in engines if one.lasting_scheme is None]
 
     @property
     def holds(self) -> bool:
         """Whether no engine has another scheme by now."""
-        return not self._passing or all(engine.scheme == scheme for engine, scheme in self._passing)
+        return not self.passing or all(engine.scheme == scheme for engine, scheme in self.passing)
+
+    def listing(self, engines: Sequence[Engine]) -> _KeptSet:
+        """Return the same set for a list of some of them."""
+        found = copy.copy(self)
+        found.listed = engines
+        return found
 
 
 def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
