@@ -21,9 +21,9 @@ from kvatlas.router.admission.claims import read_claim
 from kvatlas.router.observe.cache_funnel import CacheFunnel
 from kvatlas.router.observe.receipts import Receipt
 from kvatlas.router.placement.candidate import PolicySettings
-from kvatlas.router.placement.eligible import within_service_level
 from kvatlas.router.placement.first_token import FirstTokenErrors
 from kvatlas.router.placement.placement import Decision
+from kvatlas.router.placement.service_level import within_service_level
 from kvatlas.router.prompts.prompt import Prompt
 
 _RUNS = 500

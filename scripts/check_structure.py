@@ -144,7 +144,6 @@ SEPARATE = {
     "connectors/transfer/cuda_driver.py",
     # Still to be cut, or to be joined by what they have in common.
     "router/index/offloaded.py",
-    "router/placement/eligible.py",
     "router/prompts/bodies.py",
     "router/prompts/chat/compiled.py",
     "router/prompts/chat/watched.py",

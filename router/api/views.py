@@ -33,10 +33,10 @@ from kvatlas.router.observe.receipts import COMPARED, Receipt
 from kvatlas.router.observe.requests import BROKEN, RequestRecord, RequestTracker
 from kvatlas.router.openai.members import run_cooperatively
 from kvatlas.router.placement.candidate import Candidate, Hit
-from kvatlas.router.placement.eligible import SloForecast
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.others import OthersLoad, others_at
 from kvatlas.router.placement.placement import Decision, Split
+from kvatlas.router.placement.service_level import SloForecast
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 
 T = TypeVar("T")

@@ -318,21 +318,18 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
         due = idle[totals[idle] <= dearest]
         if len(due) and len(due := within_bound(scored, due)):
             return _settle(scored, due, key), "probe"
-    equals = (totals <= best + _tie_s(scored)).nonzero()[0]
+    # Differences below the error of a prediction would otherwise decide by noise: costs within it are equal,
+    # for the fastest engine, whose error is the smallest in seconds.
+    price, rate = 1 + scored.settings.eviction_premium, scored.candidates.values.fastest
+    share_s = TIE_FRACTION * price * scored.prompt_tokens * rate
+    limit_s = best + (share_s if share_s > TIE_S else TIE_S)  # noqa: FURB136
+    equals = (totals <= limit_s).nonzero()[0]
     if len(equals) == 1:
         return equals.item(0), "cheapest"
     # The usual case costs nothing more: queues are short.
     if scored.queues.item(scored.queues.argmax()) > scored.settings.queue_gap_s:
         equals = within_bound(scored, equals)
     return _settle(scored, equals, key), "tie"
-
-
-def _tie_s(scored: ScoredCandidates) -> float:
-    """Largest difference of equal costs: for the fastest engine, whose error is the smallest in seconds."""
-    # Differences below the error of a prediction would otherwise decide by noise.
-    price, rate = 1 + scored.settings.eviction_premium, scored.candidates.values.fastest
-    share_s = TIE_FRACTION * price * scored.prompt_tokens * rate
-    return share_s if share_s > TIE_S else TIE_S  # noqa: FURB136
 
 
 def _settle(scored: ScoredCandidates, equals: Places, key: int) -> int:

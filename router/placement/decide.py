@@ -17,7 +17,6 @@ import msgspec
 import structlog
 import xxhash
 
-from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.admission.fair_queue import Priority
 from kvatlas.router.fleet.status import Fleet, Frontend
@@ -40,17 +39,9 @@ from kvatlas.router.placement.candidate import (
     PullSettings,
     placement_request,
 )
+from kvatlas.router.placement.candidate_sets import NO_CANDIDATES, CandidateSet, CandidateSets
 from kvatlas.router.placement.cost import Choice, LongWait, late_first_token, long_wait
-from kvatlas.router.placement.eligible import (
-    NO_CANDIDATES,
-    CandidateSet,
-    CandidateSets,
-    EligibleEngines,
-    FleetSnapshots,
-    length_of,
-    slo_forecast,
-    within_service_level,
-)
+from kvatlas.router.placement.eligible import EligibleEngines, length_of
 from kvatlas.router.placement.engine import (
     NO_PEER_SNAPSHOT,
     Accounts,
@@ -65,7 +56,9 @@ from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import Pulls, any_waits
 from kvatlas.router.placement.pull_step import PullStep
 from kvatlas.router.placement.saturation import SaturationGate
+from kvatlas.router.placement.service_level import decide, slo_forecast
 from kvatlas.router.placement.shadow import SHADOW_TOKENS_MAX, ShadowPrompt
+from kvatlas.router.placement.snapshot import FleetSnapshots
 from kvatlas.router.placement.split import (
     DecodeCandidates,
     DisaggregationPlanner,
@@ -85,7 +78,6 @@ _LOG_EVERY_S = 1.0
 # A decision looks up again where the engines changed while it waited; if they change each time, it goes by
 # what it has: those that it chooses from are always those of the moment.
 _LOOK_UPS_MAX: Final = 3
-_NONE_SKIPPED: Sequence[Candidate] = ()
 _NONE_ALIKE: Sequence[Holders] = ()
 _NO_HITS: Mapping[str, EngineHit] = {}
 
@@ -440,7 +432,10 @@ class Planner:
             order = order_of(request.claim.priority, self._accounts.wall(), self._settings.engine_priority)
         if isinstance(read, Prompt):
             asked = self._asked(read, candidate_set, look, now, shadows, detail=rehearsal)
-            question = self._question(read, candidate_set.schemes[0][1])
+            hashes = read.hashes(candidate_set.schemes[0][1])
+            # A prompt shorter than a block has no hash.
+            key = 0 if hashes else xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(list(read.token_ids)))
+            question = placement_request(read.num_tokens, hashes, fallback_key=key)
         else:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
@@ -453,16 +448,15 @@ class Planner:
         state = copy.copy(self._arm_state) if rehearsal else self._arm_state
         due_s, forecast = request.claim.due_s, None
         left_s = math.inf if due_s is None else due_s - now
+
+        def pick(among: Sequence[Candidate]) -> Choice:
+            return self._policy(among, question, self._settings, state)
+
         if apart is None:
-            choice = self._policy(found, question, self._settings, state)
-            skipped = _NONE_SKIPPED
-            if due_s is not None:
-                level = within_service_level(engines, found, choice, left_s, self._accounts.slo_stats)
-                forecast = slo_forecast(engines, choice, left_s) if rehearsal else None
-                if level is not None:
-                    engines, found, skipped = level
-                    choice = self._policy(found, question, self._settings, state)
-            pull = None
+            chosen = decide(engines, found, pick, left_s, self._accounts.slo_stats)
+            if due_s is not None and rehearsal:
+                forecast = slo_forecast(engines, chosen.first or chosen.choice, left_s)
+            engines, found, choice, pull = chosen.engines, chosen.candidates, chosen.choice, None
             if pulling is not None and isinstance(read, Prompt) and any_waits(found):
                 held = self._held_alone(read, candidate_set)
                 by_header = bool(request.carried)
@@ -479,14 +473,10 @@ class Planner:
                 look.problem,
                 pull=pull,
                 order=order,
-                skipped=skipped,
+                skipped=chosen.skipped,
                 slo_forecast=forecast,
             )
         able = DecodeCandidates(read, engines, found, look.problem)
-
-        def pick(among: Sequence[Candidate]) -> Choice:
-            return self._policy(among, question, self._settings, state)
-
         choice, split = apart.decide(able, asked, question, pick, now, left_s)
         read, tokens = _read_by(read, asked.tokens, engines[choice.index])
         if due_s is not None:
@@ -594,11 +584,6 @@ class Planner:
         matched = self._accounts.affinity.match(read.keys)
         common = {engine_id: text_tokens(count, CHUNK_BYTES) for engine_id, count in matched.items()}
         return PromptView(text_tokens(len(read.keys), CHUNK_BYTES), common=common, others=look.load)
-
-    def _question(self, prompt: Prompt, scheme: HashScheme) -> PlacementRequest:
-        hashes = prompt.hashes(scheme)
-        fallback = 0 if hashes else xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(list(prompt.token_ids)))
-        return placement_request(prompt.num_tokens, hashes, fallback_key=fallback)
 
     def _client_headers(self, request: InboundRequest, decision: Decision) -> Fields:
         """Fields that expose the decision to the client, if configured."""

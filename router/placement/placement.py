@@ -27,13 +27,13 @@ from kvatlas.router.openai.work import Work
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.placement.candidate import Candidate, Cost, Hit
 from kvatlas.router.placement.cost import Choice, LongWait, predicted_wait_s
-from kvatlas.router.placement.eligible import SloForecast
 from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder
 from kvatlas.router.placement.evictions import PooledPrompt
 from kvatlas.router.placement.first_token import FirstTokenParts
 from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.pull import PullOrder
+from kvatlas.router.placement.service_level import SloForecast
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.proxy.attempt import Answer, Attempt, Fields
 from kvatlas.router.proxy.headers import cache_reset
@@ -227,7 +227,7 @@ def predicted_first_token(
         return None
     queue_s = candidate.queue_s
     pages_s, load_s, prefill_s = cost.wait_s - queue_s, cost.load_s, cost.prefill_s
-    engine_s = engine.rates.overhead_s + candidate.interference_s
+    engine_s = engine.rates.overhead_s + candidate.decode_interference_s * candidate.running
     total_s = queue_s + pages_s + load_s + prefill_s + engine_s
     return FirstTokenParts(queue_s, pages_s, load_s, prefill_s, engine_s, total_s)
 
@@ -331,7 +331,7 @@ class Placement(Attempt):
         work = decision.work(request)
         more_s = 0.0 if work.uncached_tokens == choice.uncached_tokens else decision.more_s(work)
         # Of several prompts, that of the last one.
-        first_token_s = cost.first_token_s + more_s
+        first_token_s = cost.wait_s + cost.prefill_s + cost.load_s + more_s
         work_s = cost.prefill_s + more_s
         place = float(request.priority) if order is None else order.rank_s(work_s)
         self._hashes: Sequence[BlockHash] | None = None

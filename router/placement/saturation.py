@@ -20,11 +20,11 @@ from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.openai.apis import SALTED, UNCACHED
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.placement.candidate import Candidate
-from kvatlas.router.placement.eligible import FleetSnapshot
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.placement import Decision
+from kvatlas.router.placement.snapshot import FleetSnapshot
 from kvatlas.router.proxy.headers import POST_PATHS
 
 # What engines compute, render or tokenize; all else is answered at once.

@@ -25,9 +25,11 @@ from kvatlas.router.pd.handoff import DisaggState, Handoff
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import Candidate, Cost, Hit, PlacementRequest, PolicySettings, Reason
 from kvatlas.router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
-from kvatlas.router.placement.eligible import Length, candidates, length_of
+from kvatlas.router.placement.eligible import Length, length_of
 from kvatlas.router.placement.engine import Engine, PromptView
 from kvatlas.router.placement.placement import Decision, Split, read_by
+from kvatlas.router.placement.service_level import Pick
+from kvatlas.router.placement.snapshot import candidates
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.prompts.request import ChatBody
 
@@ -56,10 +58,6 @@ from kvatlas.router.prompts.request import ChatBody
 # whole answers took 2 % longer in the mean of the six; counted at decode engines only, 5 %.
 #
 # Invariants: an engine is never paired with itself; ties go to the longest shared prefix, then by rendezvous.
-
-
-Pick = Callable[[Sequence[Candidate]], Choice]
-"""The policy's choice among some engines; raises ``ValueError`` without any."""
 
 
 class Side(msgspec.Struct, frozen=True, gc=False):

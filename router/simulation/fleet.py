@@ -36,7 +36,6 @@ from kvatlas.router.placement.cost import (
     predicted_wait_s,
     score,
 )
-from kvatlas.router.placement.eligible import FleetSnapshots, within_service_level
 from kvatlas.router.placement.engine import (
     NO_PEER_SNAPSHOT,
     Accounts,
@@ -51,6 +50,8 @@ from kvatlas.router.placement.load import Ticket
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import PullSources, link_busy_s, occupy_links, page_prices, with_pull
 from kvatlas.router.placement.rates import FleetRates, RateSettings
+from kvatlas.router.placement.service_level import decide
+from kvatlas.router.placement.snapshot import FleetSnapshots
 from kvatlas.router.simulation.disaggregation import Leg, Roles
 from kvatlas.router.simulation.engine import SimEngine
 from kvatlas.router.simulation.event_times import Arrivals, Calendar
@@ -335,24 +336,19 @@ class FleetSim:
             choice = make_choice(score(candidates, tokens, self._knobs), place, "policy")
             choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
             return place, choice, None
-        roles = self._roles
-        if roles is None:
-            choice = self._policy(candidates, question, self._knobs, self._state)
-            if left_s < math.inf:
-                stats = self._accounts.slo_stats
-                level = within_service_level(self._fleet, candidates, choice, left_s, stats)
-                if level is not None:
-                    engines, found, _ = level
-                    choice = self._policy(found, question, self._knobs, self._state)
-                    return self._fleet.index(engines[choice.index]), choice, None
-            if self._pull_s_per_token:
-                choice = with_pull(choice, self._sources(question.prompt_tokens))
-            return choice.index, choice, None
 
         def pick(some: Sequence[Candidate]) -> Choice:
             return self._policy(some, question, self._knobs, self._state)
 
-        return roles.choose(candidates, question, pick, self._knobs, left_s)
+        if self._roles is not None:
+            return self._roles.choose(candidates, question, pick, self._knobs, left_s)
+        chosen = decide(self._fleet, candidates, pick, left_s, self._accounts.slo_stats)
+        choice = chosen.choice
+        if chosen.skipped:
+            return self._fleet.index(chosen.engines[choice.index]), choice, None
+        if self._pull_s_per_token:
+            choice = with_pull(choice, self._sources(question.prompt_tokens))
+        return choice.index, choice, None
 
     def _sources(self, prompt_tokens: int = 0) -> PullSources:
         """Return the engines as sources of pulls, for the prompt looked up last."""

@@ -23,8 +23,8 @@ from kvatlas.router.index.hit_rules import order_matters
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.placement.candidate import Hit, PolicySettings
+from kvatlas.router.placement.candidate_sets import candidate_set
 from kvatlas.router.placement.decide import Planner
-from kvatlas.router.placement.eligible import candidate_set
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.tools.trace_file import TraceHeader, header_facts
 from kvatlas.router.tools.trace_verification import ProbePrompt

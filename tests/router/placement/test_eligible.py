@@ -20,7 +20,8 @@ from kvatlas.router.openai.apis import CHAT, RESPONSES
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import ResponseIds, of_engine
-from kvatlas.router.placement.eligible import CandidateSets, EligibleEngines, candidate_set
+from kvatlas.router.placement.candidate_sets import CandidateSets, candidate_set
+from kvatlas.router.placement.eligible import EligibleEngines
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.shadow import ShadowSpec
 from tests.support.event_writer import Writer, batch

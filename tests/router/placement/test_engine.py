@@ -19,12 +19,12 @@ from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.query_plan import EngineHit
 from kvatlas.router.placement.candidate import Hit
-from kvatlas.router.placement.eligible import candidates
 from kvatlas.router.placement.engine import Accounts, Engine, PromptView
 from kvatlas.router.placement.inflight import InflightPrefixes
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.rates import PrefillSample
 from kvatlas.router.placement.shadow import ShadowPrompt, ShadowSpec
+from kvatlas.router.placement.snapshot import candidates
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 
 NOW = 100.0

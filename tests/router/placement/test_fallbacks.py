@@ -15,7 +15,7 @@ def _placement(costs_s: list[float], servers: list[int], chosen: int) -> Any:
     engines = [SimpleNamespace(engine=SimpleNamespace(base_url=f"http://e:{server}")) for server in servers]
     choice = SimpleNamespace(scored=SimpleNamespace(totals=costs_s))
     decision = SimpleNamespace(choice=choice, engines=engines)
-    return cast("Any", SimpleNamespace(decision=decision, base_url=f"http://e:{chosen}"))
+    return cast("Any", SimpleNamespace(decision=decision, base_url=f"http://e:{chosen}", _steps=()))
 
 
 def test_the_cheapest_come_first_and_the_chosen_one_not_at_all() -> None:

@@ -14,10 +14,9 @@ from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.query_plan import EngineHit, Holders
-from kvatlas.router.placement import eligible
+from kvatlas.router.placement import snapshot as snapshots_of_lists
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
 from kvatlas.router.placement.cost import choose, predicted_wait_s, score, within_level
-from kvatlas.router.placement.eligible import FleetSnapshot, FleetSnapshots
 from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder, PromptView
 from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.load import Ticket
@@ -25,6 +24,7 @@ from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.placement import Decision
 from kvatlas.router.placement.rates import PrefillSample
 from kvatlas.router.placement.saturation import any_room, joins_sibling
+from kvatlas.router.placement.snapshot import FleetSnapshot, FleetSnapshots
 from tests.router.placement import full_scan
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples
@@ -367,9 +367,9 @@ def test_snapshots_of_more_lists_than_are_kept_leave_no_reader() -> None:
     lists = [world.engines[:number] for number in (1, 2, 3, 4)]
     for _ in range(20):
         for engines in lists:
-            for _ in range(eligible._SNAPSHOTS_MAX):
+            for _ in range(snapshots_of_lists._SNAPSHOTS_MAX):
                 snapshots.of([*engines, *world.engines[: len(snapshots._kept) % 3]])
-    assert len(world.accounts.changes._readers) == len(snapshots._kept) <= eligible._SNAPSHOTS_MAX
+    assert len(world.accounts.changes._readers) == len(snapshots._kept) <= snapshots_of_lists._SNAPSHOTS_MAX
 
 
 def test_the_earliest_breaker_decides_when_breakers_are_asked_again() -> None:

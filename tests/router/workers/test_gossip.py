@@ -24,10 +24,10 @@ from kvatlas.router.config.schema import Config
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.placement.candidate import PullSettings
-from kvatlas.router.placement.eligible import candidates
 from kvatlas.router.placement.engine import PromptView
 from kvatlas.router.placement.others import NO_OTHERS, OthersLoad, others_at
 from kvatlas.router.placement.pull import link_busy_s, occupy_links
+from kvatlas.router.placement.snapshot import candidates
 from kvatlas.router.workers.context import WorkerContext
 from kvatlas.router.workers.gossip import SiblingGossip
 from tests.support.waiting import until

@@ -1,0 +1,85 @@
+"""The choice among engines of which each may be predicted to miss a request's target for the first token.
+
+``decide`` is all that chooses one engine for a whole request: in decisions, their explanations, and
+simulations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvatlas.router.fleet.engines import EngineId
+from kvatlas.router.placement.candidate import Candidate
+from kvatlas.router.placement.cost import Choice, within_level
+from kvatlas.router.placement.engine import Engine
+from kvatlas.router.placement.first_token import SloStats
+from kvatlas.router.placement.fleet_values import Candidates, columns
+
+Pick = Callable[[Sequence[Candidate]], Choice]
+"""The policy's choice among some engines; raises ``ValueError`` without any."""
+
+
+class Chosen(msgspec.Struct, frozen=True, gc=False):
+    """A choice, and among which engines: ``skipped`` are predicted to miss the target."""
+
+    engines: Sequence[Engine]
+    candidates: Sequence[Candidate]
+    choice: Choice
+    skipped: Sequence[Candidate] = ()
+    first: Choice | None = None
+    """The choice among all."""
+
+
+def decide(
+    engines: Sequence[Engine], found: Sequence[Candidate], pick: Pick, left_s: float, stats: SloStats
+) -> Chosen:
+    """Choose an engine; one that gives the first token in ``left_s``, if any is predicted to."""
+    choice = pick(found)
+    level = None if left_s == math.inf else within_service_level(engines, found, choice, left_s, stats)
+    if level is None:
+        return Chosen(engines, found, choice)
+    some, candidates, skipped = level
+    return Chosen(some, candidates, pick(candidates), skipped, choice)
+
+
+def within_service_level(
+    engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float, stats: SloStats
+) -> tuple[list[Engine], Candidates, Candidates] | None:
+    """Leave out the engines predicted to give the first token later than in ``left_s``.
+
+    Returns the engines that remain, their candidates, and the candidates left out. None: the engine chosen by
+    cost makes it, or none does.
+    """
+    scored, index = choice.scored, choice.index
+    stats.decisions += 1
+    if scored.first_token_s(index) + engines[index].own_s <= left_s:
+        return None
+    met = within_level(scored, [one.own_s for one in engines], left_s)
+    in_time = [at for at, good in enumerate(met) if good]
+    late = [at for at, good in enumerate(met) if not good]
+    if not in_time:
+        stats.hopeless += 1
+        return None
+    stats.engines_skipped += len(late)
+    whole = columns(found)
+    return [engines[at] for at in in_time], whole.only(in_time), whole.only(late)
+
+
+class SloForecast(msgspec.Struct, frozen=True):
+    """Explained: seconds left until the request's target, and each engine's predicted first token with its
+    margin, without another engine's help."""
+
+    left_s: float
+    predicted_s: dict[EngineId, float]
+
+
+def slo_forecast(engines: Sequence[Engine], choice: Choice, left_s: float) -> SloForecast:
+    """Return the first token predicted at each engine, for explanations."""
+    predicted = {
+        engine.engine_id: choice.scored.first_token_s(index) + engine.own_s
+        for index, engine in enumerate(engines)
+    }
+    return SloForecast(left_s, predicted)
