@@ -12,7 +12,6 @@ import zmq
 
 from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockStored
-from tests.connectors.e2e.shared_servers import complete, forget_gpu
 from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine
 
@@ -50,10 +49,3 @@ def stored_blocks(engine: VllmEngine) -> dict[tuple[str, str | None], set[tuple[
                     place = found.setdefault((str(event.medium), event.ownership), set())
                     place |= {(event.group_idx, block_hash) for block_hash in event.block_hashes}
     raise AssertionError("the server did not answer to the end")
-
-
-def all_stored(engine: VllmEngine, prompt: list[int]) -> None:
-    """Let stores go on that only further steps report, and empty the GPU's prefix cache."""
-    for number in range(3):
-        complete(engine.base_url, [*prompt[:20], 10 + number], max_tokens=2)
-    forget_gpu(engine.base_url)

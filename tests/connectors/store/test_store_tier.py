@@ -170,6 +170,7 @@ def test_a_store_that_is_away_is_not_asked_for_every_request(rigs: Any) -> None:
         assert rig.tier.held(f"r{i}", [key(i + 2)]) == frozenset()
         assert rig.tier.begin_store([key(i + 2)]) == []
     assert len(rig.store.calls) == 1
+    assert rig.tier.counters["stores_left_out_store_away"] == 100
     rig.store.gone = False
     rig.clock.now += SETTINGS.away_for_s
     rig.write(key(1))
@@ -235,6 +236,9 @@ def test_stores_under_way_are_bounded(rigs: Any) -> None:
     assert rig.tier.counters["stores_left_out_too_many"] == 2
     rig.tier.end_store(key(0), ok=True)
     assert len(rig.tier.begin_store([key(3), key(4)])) == 1
+    rig.tier.end_store(key(1), ok=False)
+    assert rig.tier.counters["failed_stores"] == 1
+    assert len(rig.tier.begin_store([key(1)])) == 1
 
 
 def test_answers_kept_are_bounded(rigs: Any) -> None:
@@ -253,6 +257,7 @@ def test_a_key_whose_load_failed_is_not_held_until_stored_again(rigs: Any) -> No
     assert rig.tier.begin_store([key(1)]) == []
     rig.tier.end_load(key(1), ok=False)
     rig.tier.end_load(key(2), ok=True)
+    assert rig.tier.counters["failed_loads"] == 1
     assert rig.ask(key(1), key(2)) == {key(2)}
     assert rig.tier.begin_load([key(1), key(2)]) is None
     assert not rig.tier.busy()

@@ -157,6 +157,15 @@ def test_a_bad_value_is_not_held_and_its_slot_waits_for_the_other_readers() -> N
     assert tier.counters.failed_loads == 1
 
 
+def test_a_store_that_failed_is_counted_and_leaves_its_slot() -> None:
+    tier, key = HostTier(1, LruPolicy()), block_key(b"new", 0)
+    for _ in range(2):
+        assert tier.begin_store([key]) == [(key, 0)]
+        tier.end_store(key, ok=False)
+    assert (tier.counters.failed_stores, tier.counters.stores) == (2, 0)
+    assert tier.held("r", [key]) == frozenset()
+
+
 def test_a_store_begun_before_a_reset_is_never_held() -> None:
     tier = HostTier(2, LruPolicy())
     key = block_key(b"old", 0)
