@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
 
+from kvatlas.router.observe import receipt_log
 from kvatlas.router.observe.cache_funnel import FUNNELS_MAX, OTHER, CacheFunnel
 from kvatlas.router.observe.cache_worth import WORTH_HALF_LIFE_S, CacheWorth
 from kvatlas.router.observe.receipt_log import RECEIPTS_KEPT, ReceiptLog
@@ -164,6 +165,21 @@ def test_memory_is_bounded() -> None:
         book.add(receipt(n, n))
     assert len(book.log.latest) == RECEIPTS_KEPT
     assert book.log.latest[-1].predicted_tokens == RECEIPTS_KEPT + WINDOW - 1
+
+
+def test_receipts_are_made_for_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(*fields: Any) -> Receipt:
+        made.append(fields)
+        return Receipt(*fields)
+
+    monkeypatch.setattr(receipt_log, "Receipt", make)
+    book, one = Book(), receipt(64, 48)
+    book.add(one)
+    assert not made
+    assert book.log.latest == [one]
+    assert made == [astuple(one)]
 
 
 def test_a_listener_gets_every_receipt() -> None:
