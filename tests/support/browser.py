@@ -75,11 +75,14 @@ class Tab:
 
     async def shows(self, selector: str, text: str) -> None:
         """Wait until the element shows it."""
-        for _ in range(600):
-            if text in await self.text(selector):
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError(f"{selector} never showed {text!r}: {await self.text(selector)!r}")
+        shown = ""
+
+        async def it_does() -> bool:
+            nonlocal shown
+            shown = await self.text(selector)
+            return text in shown
+
+        await until(it_does, lambda: f"{selector} shows {text!r}: {shown!r}")
 
     async def size(self, width: int, height: int = 800) -> None:
         shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
