@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -156,29 +158,23 @@ def test_check_config_checks_and_stops(kvatlas: Callable[..., subprocess.Complet
     assert "server.tls_cert_file" in told.stderr
 
 
-@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], 2))
-def test_serve_logs_its_address_and_ends_cleanly(number: int) -> None:
-    process = subprocess.Popen(
-        [
-            *KVATLAS,
-            "serve",
-            "--port",
-            "0",
-            "--engine",
-            "http://127.0.0.1:9",
-            "--set",
-            "server.log_format=json",
-        ],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@contextmanager
+def serving() -> Iterator[tuple[subprocess.Popen[str], IO[str], str]]:
+    """A router in a process that listens: itself, its log, its URL."""
+    words = ["serve", "--port", "0", "--engine", "http://127.0.0.1:9", "--set", "server.log_format=json"]
+    process = subprocess.Popen([*KVATLAS, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process, process.stderr as log:
         said = {}
         while said.get("event") != "listening":
             said = json.loads(log.readline())
-        with urllib.request.urlopen(f"{said['url']}/health") as answer:
+        yield process, log, said["url"]
+
+
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], 2))
+def test_serve_logs_its_address_and_ends_cleanly(number: int) -> None:
+    with serving() as (process, log, url):
+        with urllib.request.urlopen(f"{url}/health") as answer:
             assert json.load(answer) == {"status": "ok"}
         process.send_signal(number)
         rest = log.read()
@@ -205,27 +201,8 @@ def test_a_router_with_a_closed_log_pipe_ends_at_sigterm() -> None:
 
 @pytest.mark.process
 def test_a_port_in_use_is_reported_with_status_1() -> None:
-    first = subprocess.Popen(
-        [
-            *KVATLAS,
-            "serve",
-            "--port",
-            "0",
-            "--engine",
-            "http://127.0.0.1:9",
-            "--set",
-            "server.log_format=json",
-        ],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert first.stderr is not None
-    with first, first.stderr as log:
-        said = {}
-        while said.get("event") != "listening":
-            said = json.loads(log.readline())
-        port = said["url"].rpartition(":")[2]
+    with serving() as (first, _, url):
+        port = url.rpartition(":")[2]
         second = started("serve", "--port", port, "--ops-port", "0", "--engine", "http://127.0.0.1:9")
         assert second.returncode == 1
         (line,) = [line for line in second.stderr.splitlines() if "already in use" in line]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,18 @@ def test_an_unusable_key_file_is_refused_naming_the_key(tmp_path: Path) -> None:
             load(flags={"fleet.api_key_file": str(path)}, environ={})
 
 
+@asynccontextmanager
+async def routing_to(answer: Callable[..., Awaitable[None]], key: Path) -> AsyncIterator[Router]:
+    """A router with this key, once an engine that answers so is ready."""
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        engines = (EngineAddress(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"),)
+        fleet = FleetSettings(api_key_file=str(key), poll_down_interval_s=0.05)
+        router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
+        async with router.running():
+            await until(lambda: router.fleet.ready("m"), "ready")
+            yield router
+
+
 async def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret-word\n")
     asked: list[bytes] = []
@@ -41,15 +55,8 @@ async def test_the_router_asks_engines_with_the_key(tmp_path: Path) -> None:
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-    engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
-    router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
-    async with router.running():
-        await until(lambda: router.fleet.ready("m"), "ready")
-    server.close()
-    await server.wait_closed()
+    async with routing_to(answer, tmp_path / "key"):
+        pass
     assert b"secret-word" in asked[0]
 
 
@@ -68,20 +75,12 @@ async def test_an_engine_renders_with_the_clients_authorization(tmp_path: Path) 
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    fleet = FleetSettings(api_key_file=str(tmp_path / "key"), poll_down_interval_s=0.05)
-    engines = (EngineAddress(f"http://127.0.0.1:{port}"),)
-    router = Router(Config(server=ServerConfig(port=0), engines=engines, fleet=fleet))
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
     own = [(b"authorization", b"Bearer clients-own")]
-    async with router.running():
-        await until(lambda: router.fleet.ready("m"), "ready")
+    async with routing_to(answer, tmp_path / "key") as router:
         for headers in ([], own):
             path = "/v1/chat/completions"
             await router.reader.read(InboundRequest("POST", path, b"", headers, body, "m"))
-    server.close()
-    await server.wait_closed()
     without, given = rendered
     assert b"authorization" not in without
     assert b"authorization: bearer clients-own" in given
