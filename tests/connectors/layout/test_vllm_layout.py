@@ -42,6 +42,7 @@ from kvatlas.connectors.layout import (  # noqa: E402
 from kvatlas.connectors.transfer.base import Direction  # noqa: E402
 from kvatlas.connectors.transfer.host import HostTransferEngine  # noqa: E402
 from tests.connectors.transfer.contract import ArrayMemory, job, move  # noqa: E402
+from tests.support.waiting import HANG_S  # noqa: E402
 
 NUM_BLOCKS = 13
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
@@ -163,16 +164,16 @@ def round_trip(kv_cache_config: Any, tensors: dict[str, Any]) -> CacheView:
         layers = kv_cache_config.kv_cache_groups[group.group_idx].layer_names
         before, held = whole.clone(), contents(tensors, layers, 5)
         engine.submit(job(1 + 3 * number, Direction.STORE, move(group.group_idx, [5], [3])))
-        assert engine.wait([1 + 3 * number], 30)
+        assert engine.wait([1 + 3 * number], HANG_S)
         assert torch.equal(whole, before)
         wipe(tensors, layers, 5)
         assert not torch.equal(whole, before)
         engine.submit(job(2 + 3 * number, Direction.LOAD, move(group.group_idx, [5], [3])))
-        assert engine.wait([2 + 3 * number], 30)
+        assert engine.wait([2 + 3 * number], HANG_S)
         assert torch.equal(whole, before)
         others = [contents(tensors, layers, b) for b in range(NUM_BLOCKS) if b != 9]
         engine.submit(job(3 + 3 * number, Direction.LOAD, move(group.group_idx, [9], [3])))
-        assert engine.wait([3 + 3 * number], 30)
+        assert engine.wait([3 + 3 * number], HANG_S)
         assert all(map(torch.equal, contents(tensors, layers, 9), held))
         for old, block in zip(others, [b for b in range(NUM_BLOCKS) if b != 9], strict=True):
             assert all(map(torch.equal, contents(tensors, layers, block), old))
@@ -305,7 +306,7 @@ def test_a_group_on_another_rank_is_empty_here() -> None:
     assert (view.groups[0].regions, view.groups[0].row_bytes) == ((), 0)
     engine = HostTransferEngine(view, ArrayMemory(view.row_bytes * 2))
     engine.submit(job(1, Direction.STORE, move(0, [1], [0])))
-    assert engine.wait([1], 30)
+    assert engine.wait([1], HANG_S)
     [result] = engine.poll()
     assert result.ok
     engine.close()

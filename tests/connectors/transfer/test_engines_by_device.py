@@ -44,7 +44,7 @@ def test_a_step_in_which_many_requests_fill_a_block_loses_none(monkeypatch: pyte
         for job in jobs:
             engine.submit(job)
         gate.set()
-        assert engine.wait([job.job_id for job in jobs], 30)
+        assert engine.wait([job.job_id for job in jobs], HANG_S)
         assert [result.error for result in engine.poll() if not result.ok] == []
     finally:
         gate.set()
@@ -67,7 +67,7 @@ def test_closing_does_not_wait_for_a_copy_that_hangs(monkeypatch: pytest.MonkeyP
     assert begun.wait(HANG_S)
     assert not engine.close(timeout_s=0.01)
     gate.set()
-    assert engine.wait([1], 30)
+    assert engine.wait([1], HANG_S)
     assert [result.ok for result in engine.poll()] == [True]  # its rows were still there to be written
     assert engine.close()
 

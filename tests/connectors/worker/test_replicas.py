@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvatlas.connectors.layout import CacheView, Piece, group_pages
+from kvatlas.connectors.settings import ConfigError
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
 from kvatlas.connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
 from kvatlas.connectors.worker import worker
@@ -35,7 +36,7 @@ def job(number: int, direction: Direction, count: int = len(NAMED)) -> TransferJ
 def run(engine: TransferEngine, work: TransferJob) -> int:
     """Bytes that a rank moved for a job that went well."""
     engine.submit(work)
-    assert engine.wait([work.job_id], 30)
+    assert engine.wait([work.job_id], HANG_S)
     (result,) = engine.poll()
     assert (result.job_id, result.ok, result.error) == (work.job_id, True, "")
     return sum(result.bytes_by_group.values())
@@ -127,4 +128,7 @@ def test_host_memory_holds_as_many_more_rows() -> None:
         kv_cache_tensors=[SimpleNamespace(size=100 * 6400, host_resident=False)], num_blocks=100
     )
     alone, shared = (slots_of(config, 1 << 20, shares, "host_bytes") for shares in (8, 1))
-    assert shared >= 8 * alone
+    assert (alone, shared) == ((1 << 20) // 8 // 6400, (1 << 20) // 6400)
+    with pytest.raises(ConfigError, match="a block takes 6400 bytes of it; give 25600 or more"):
+        slots_of(config, 25_599, 2, "host_bytes")
+    assert slots_of(config, 25_600, 2, "host_bytes") == 2
