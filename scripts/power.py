@@ -62,6 +62,7 @@ EXTRA_TESTS = {
         "cache_isolation",
         "cache_funnel",
         "engine_deaths",
+        "retention_hints",
     ],
     "router/proxy": [
         "moved_requests",
@@ -107,7 +108,7 @@ EXTRA_TESTS = {
     "router/config": ["router/api/test_ops_port.py", "router/cli/test_command_line.py"],
     "router/fleet": ["engines", "scaling", "reload", "sources", "isolation_proof"],
     "router/http": ["router/proxy/test_deaths.py", "router/services/epp/test_exchange.py"],
-    "router/observe": ["usage", "traces", "cache_funnel", "sessions", "retention_hints", "request_metrics"],
+    "router/observe": ["usage", "traces", "cache_funnel", "sessions", "request_metrics"],
     "publisher/pool": ["publisher/simulator/test_pull.py", "publisher/test_sglang_events.py"],
     "router/tools": ["router/admission/test_key_file.py"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],

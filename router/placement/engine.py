@@ -33,20 +33,20 @@ from kvatlas.router.index.model import HashedPrompt, Residency
 from kvatlas.router.index.query_plan import EngineHit, Holders
 from kvatlas.router.observe.books import Books
 from kvatlas.router.observe.group_prefixes import GroupPrefixes
-from kvatlas.router.observe.hot_prefixes import HotPrefixes
 from kvatlas.router.observe.receipt_log import ReceiptLog
 from kvatlas.router.observe.receipts import EngineReceipts
 from kvatlas.router.observe.requests import SessionLedger
-from kvatlas.router.observe.retention import RetentionHints
 from kvatlas.router.placement.affinity import AffinityMap
 from kvatlas.router.placement.candidate import Confidence, Hit
 from kvatlas.router.placement.cost import AdmissionStats
 from kvatlas.router.placement.evictions import EvictionForecast
 from kvatlas.router.placement.first_token import FirstTokenErrors, SloStats
+from kvatlas.router.placement.hot_prefixes import HotPrefixes
 from kvatlas.router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import LoadAccount, LoadStats
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.rates import FleetRates
+from kvatlas.router.placement.retention import RetentionHints
 from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.proxy.attempt import Answer, Attempt

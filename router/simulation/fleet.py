@@ -26,7 +26,6 @@ from kvatlas.router.index.hit_rules import hits_behind
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import HashedPrompt
 from kvatlas.router.index.query_plan import EngineHit, Mode
-from kvatlas.router.observe.retention import RetentionHints
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, placement_request
 from kvatlas.router.placement.cost import (
     Choice,
@@ -50,6 +49,7 @@ from kvatlas.router.placement.load import Ticket
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import PullSources, link_busy_s, occupy_links, page_prices, with_pull
 from kvatlas.router.placement.rates import FleetRates, RateSettings
+from kvatlas.router.placement.retention import RetentionHints
 from kvatlas.router.placement.service_level import decide
 from kvatlas.router.placement.snapshot import FleetSnapshots
 from kvatlas.router.simulation.disaggregation import Leg, Roles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvatlas.router.observe.hot_prefixes import EVERY
+from kvatlas.router.placement.hot_prefixes import EVERY
 from tests.support.whole_router import MODEL, configure, routing, running
 
 DOCUMENT = "/kvatlas/openapi.json"

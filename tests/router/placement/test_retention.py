@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvatlas.connectors.scheduler.plans import HINT, retention_hint
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.observe.hot_prefixes import EVERY, HotPrefixes
-from kvatlas.router.observe.retention import (
+from kvatlas.router.placement.hot_prefixes import EVERY, HotPrefixes
+from kvatlas.router.placement.retention import (
     GAP_S_MAX,
     SESSIONS_MAX,
     VALUE_MIN,

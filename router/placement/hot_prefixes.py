@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.observe.retention import GAP_S_MAX, Reuse
+from kvatlas.router.placement.retention import GAP_S_MAX, Reuse
 
 _REPEATS_MIN = 3
 
