@@ -171,12 +171,13 @@ def mutations(path: str) -> Iterator[Mutation]:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and all below it, without annotations, which nothing evaluates."""
+    """The node and all below it, without annotations, which nothing evaluates, and ``strict`` of ``zip``,
+    which guards what no caller does."""
     yield node
     for name, value in ast.iter_fields(node):
         if name not in {"annotation", "returns"}:
             for inner in value if isinstance(value, list) else [value]:
-                if isinstance(inner, ast.AST):
+                if isinstance(inner, ast.AST) and getattr(inner, "arg", None) != "strict":
                     yield from _walk(inner)
 
 
