@@ -295,6 +295,9 @@ def test_a_settled_scheme_is_checked_again_and_given_up() -> None:
     assert engine.scheme_mismatches == 3
     feed(fleet, Writer(other).stored(tokens(100, seed=99)))
     assert engine.scheme == other
+    feed(fleet, *[Writer(other).stored(tokens(100, seed=n)) for n in range(63)])
+    feed(fleet, *[Writer(DEFAULT).stored(tokens(100, seed=n)) for n in (100, 101)])
+    assert (engine.scheme, engine.scheme_mismatches) == (other, 5), "those before do not count any more"
 
 
 def test_one_odd_event_does_not_unsettle() -> None:
