@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -103,7 +103,7 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
     if path != apis.CHAT or len(body) > _DECODED_BYTES_MAX:
         return None
     try:
-        chat = cast(_Chat, _CHAT.decode(body))
+        chat: _Chat = _CHAT.decode(body)  # type: ignore[assignment]  # made at run time, of this base
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     if (
@@ -142,7 +142,8 @@ def answer_tokens(parsed: Parsed) -> tuple[int, int]:
 
 def num_answers(parsed: Parsed) -> int:
     """Return how many answers a request wants to its prompt (``n``), at most ``ANSWERS_MAX``."""
-    count = lax_whole(parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n"))
+    given = parsed.n if isinstance(parsed, ChatFields) else _given(parsed)("n")
+    count = None if given is None else lax_whole(given)
     return 1 if count is None else max(1, min(count, ANSWERS_MAX))
 
 

@@ -146,6 +146,8 @@ _PLACE: Final = re.compile(r" (?<=[A-Za-z] )")
 # Shorter pieces are not cut: a cut costs 1 us when its text is first seen, a character after the last one
 # that two turns share 5 ns.
 PIECE_CHARS: Final = 1024
+# A cut this near another one saves less than it costs: a template writes several marks around a message.
+NEAR_CHARS: Final = 24
 # Cuts are apart by at least this part of the text since the first start: 400 KB have a hundred, 8 MB two
 # hundred.
 _SPREAD: Final = 32
@@ -326,15 +328,19 @@ class Cuts(NamedTuple):
     prefix: Ids | None
     suffix: Ids | None
 
-    def split(self, text: str, begin: int = 0) -> list[int]:
-        """Cuts of ``text`` from ``begin`` on: ``begin`` itself, the character offset of every barrier, and
-        places in long pieces."""
+    def split(self, text: str, begin: int = 0, near_chars: int = NEAR_CHARS) -> list[int]:
+        """Cuts of ``text`` from ``begin`` on: ``begin`` itself, the character offsets of barriers that are at
+        least ``near_chars`` behind the cut before, and places in long pieces."""
         starts, chars = [begin], len(text) - begin
         if self.barrier is not None and chars > _WINDOW_CHARS:
-            starts += self._barrier_starts(self.barrier, text, begin + 1)
+            starts += self._barrier_starts(self.barrier, text, begin + near_chars, near_chars)
         elif self.barrier is not None:
-            for match in self.barrier.finditer(text, begin + 1):
-                starts.append(match.start())
+            near = begin + near_chars
+            for match in self.barrier.finditer(text, near):
+                start = match.start()
+                if start >= near:
+                    starts.append(start)
+                    near = start + near_chars
         return list(word_cuts(text, starts)) if self.words and chars > PIECE_CHARS else starts
 
     def may_cut(self, text: str, at: int) -> bool:
@@ -343,15 +349,21 @@ class Cuts(NamedTuple):
             return True
         return self.words and between_words(text, at)
 
-    def _barrier_starts(self, barrier: re.Pattern[str], text: str, begin: int) -> Iterator[int]:
+    def _barrier_starts(
+        self, barrier: re.Pattern[str], text: str, begin: int, near_chars: int
+    ) -> Iterator[int]:
         """Starts of barriers from ``begin`` on; window by window, so that other threads can run."""
-        overlap = self.barrier_chars_max - 1
+        overlap, near = self.barrier_chars_max - 1, begin
         # A regular expression holds the GIL: window by window, other threads can run.
         # Barriers never overlap each other, so a window may begin inside one.
         while begin < len(text):
             end = begin + _WINDOW_CHARS
             matches = barrier.finditer(text, begin, end + overlap)
-            yield from (match.start() for match in matches if match.start() < end)
+            for match in matches:
+                start = match.start()
+                if near <= start < end:
+                    yield start
+                    near = start + near_chars
             begin = end
 
 
@@ -363,7 +375,7 @@ def cuts_of(tokenizer: Tokenizer) -> Cuts:
     found = Cuts(
         barrier_pattern(barriers), max(map(len, barriers), default=0), parts_words(tokenizer), *frame
     )
-    if not all(_is_same(tokenizer, text, found.split(text)) for text in _around_barriers(barriers)):
+    if not all(_is_same(tokenizer, text, found.split(text, 0, 1)) for text in _around_barriers(barriers)):
         found = found._replace(barrier=None)
     if not (found.words and all(_is_same(tokenizer, text, [0, at]) for text, at in _BETWEEN_WORDS)):
         found = found._replace(words=False)

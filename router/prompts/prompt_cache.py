@@ -112,7 +112,20 @@ class PrefixCache:
         common = over.common(turn)
         # Another turn may have come while this one was tokenized, or room was needed.
         alone = before.turn is over and id(before) in self._kept
-        if not (alone and (shared == len(before.keys) or _has_little_else(before, shared, one, common))):
+        last = len(before.keys) - 1
+        if not (
+            alone
+            and (
+                shared > last
+                # A question that replaces another one after the same messages would keep the whole prompt a
+                # second time. Only the last message, or chunk, may differ: of conversations that share a long
+                # system prompt each is kept from its second turn on, and pays twice for its first question.
+                or (
+                    1 <= last == shared < len(one.keys)
+                    and _LITTLE * (over.num_tokens - common) <= over.num_tokens
+                )
+            )
+        ):
             self.put(one, over)
             return
         self._stats.tokens_reused += common
@@ -142,7 +155,8 @@ class PrefixCache:
             index[key] = one
             if old is not None and old is not one and old.keys[-1] == key:
                 self._drop(old)
-        self._use(one)
+        if index[one.keys[0]] is not one:  # it was not used last, since another one came meanwhile
+            self._use(one)
         self._stats.prefix_bytes += more_bytes
         while self._stats.prefix_bytes > self._bytes_max:
             self._drop(next(iter(self._kept.values())))
@@ -162,17 +176,6 @@ class PrefixCache:
         assert all(id(one) in live for one in self._index.values())  # noqa: S101
         assert all(one.size_bytes == _size(one) for one in self._kept.values())  # noqa: S101
         assert self._stats.prefix_bytes == sum(one.size_bytes for one in self._kept.values())  # noqa: S101
-
-
-def _has_little_else(before: Conversation, shared: int, one: Conversation, num_tokens: int) -> bool:
-    """Whether a turn contains all of the last one but an end that is quickly tokenized again.
-
-    A question that replaces another one after the same messages would keep the whole prompt a second time.
-    Only the last message, or chunk, may differ: of conversations that share a long system prompt each is kept
-    from its second turn on, and pays twice for its first question.
-    """
-    last, length = len(before.keys) - 1, before.turn.num_tokens
-    return 1 <= last == shared < len(one.keys) and _LITTLE * (length - num_tokens) <= length
 
 
 def cached_ids(cache: PrefixCache, stats: PromptStats, ids: Ids, extras: PromptExtras, scope: bytes) -> Turn:

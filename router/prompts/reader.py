@@ -387,17 +387,9 @@ class PromptReader:
             return self._prompt_of(found, target, extras, parsed, source="local", by=by)
         self.stats.multi_prompt += rest.prompts > 0
         least, most = answer_tokens(parsed)
+        answers = num_answers(parsed)
         return Prompt(
-            turn,
-            self.stats,
-            source="local",
-            by=by,
-            rest=rest,
-            skips_cache=parsed.skips_cache(),
-            answer_tokens_max=most,
-            answer_tokens_min=least,
-            num_answers=num_answers(parsed),
-            frontend=frontend,
+            turn, self.stats, "local", by, rest, parsed.skips_cache(), most, least, answers, frontend
         )
 
     async def _read_tokens(
