@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import SGLANG, HashScheme, block_hashes
+from kvatlas.router.prompts.bodies import decode_body
 from kvatlas.router.prompts.conversation import Turn, common_tokens
 from kvatlas.router.prompts.prompt_cache import PrefixCache
 from kvatlas.router.prompts.reader import Prompt, PromptReader
@@ -17,7 +20,7 @@ from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.truncation import ids_of
 from tests.support.examples import examples
 from tests.support.prompts import cases
-from tests.support.prompts.readers import TEMPLATES, local_reader, model_dir, read_exact, say
+from tests.support.prompts.readers import TEMPLATES, local_reader, model_dir, read_exact, request, say
 
 SCHEMES = (
     HashScheme(),
@@ -186,6 +189,40 @@ def test_dialogs_of_any_length_grow_and_branch(tmp_path: Path, template: str, wo
             assert found.token_ids == expected
             assert turn == 0 or warm.stats.tokens_new - tokens < 700, "only what is new is tokenized"
         dialog += [say("user", question), say("assistant", "Because.")]
+
+
+CALLS_MAX = 56
+"""Python calls of the router that read and hash a next turn, of any length."""
+
+
+@pytest.mark.parametrize("words", [10, 3_000])
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_next_turn_takes_a_bounded_number_of_calls(
+    folders: dict[str, Path], words: int, grows: bool
+) -> None:
+    reader, found = local_reader(folders["chatml"]), 0
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        nonlocal found
+        found += event == "call" and "/router/prompts/" in frame.f_code.co_filename
+
+    for system in ("Be brief.", "Be kind."):  # the first dialog teaches the layouts
+        dialog = [say("system", system), say("user", (WORDS * words)[: 5 * words])]
+        for turn in range(4):
+            asked = request({"messages": [*dialog, say("assistant", "So?"), say("user", f"Why, {turn}?")]})
+            asked.prompt = decode_body(asked.path, asked.body)
+            found, reading = 0, reader.read(asked)
+            sys.setprofile(enter)
+            try:
+                reading.send(None)
+            except StopIteration as end:
+                end.value.hashes(SCHEMES[0])
+            finally:
+                sys.setprofile(None)
+            if grows:
+                dialog += [say("assistant", "So?"), say("user", f"Why, {turn}?")]
+    assert not grows or len(reader._cache) == 2, "one for each dialog"
+    assert found <= CALLS_MAX
 
 
 @settings(max_examples=examples(300), deadline=None)
