@@ -16,9 +16,8 @@ publisher id, if present, decides alone. After a disconnect nothing is applied u
 confirmed, if there is a replay socket. Until the anchor or a batch has confirmed the process, its state is
 ``unconfirmed``: blocks of a process that may have ended do not count.
 
-Other parts: ``recovery`` (the repair in progress, restarts), ``replay.ReplayAnswers``,
-``snapshot.SnapshotAnswers``. No sockets, no logging, no clock: every input carries ``now`` (monotonic
-seconds) and returns its actions.
+Other parts: ``recovery`` (the repair in progress, restarts), ``replay_answers``, ``snapshot_answers``.
+No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.
 """
 
 from __future__ import annotations

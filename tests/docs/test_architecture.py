@@ -51,7 +51,7 @@ def test_every_package_is_described_and_every_module_named_exists(package: str, 
 
 
 def words_of(path: Path) -> str:
-    """What a reader who looks for a word finds: the file's name, its head, and the names that it defines."""
+    """Where a reader who looks for a word finds it: the name of the file, its head, and what it defines."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return text.lower()

@@ -167,7 +167,7 @@ def test_memory_is_bounded() -> None:
     assert book.log.latest[-1].predicted_tokens == RECEIPTS_KEPT + WINDOW - 1
 
 
-def test_receipts_are_made_for_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receipts_are_made_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     def make(*fields: Any) -> Receipt:

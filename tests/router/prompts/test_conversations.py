@@ -228,7 +228,7 @@ def test_a_next_turn_takes_a_bounded_number_of_calls(
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.integers(0, 12)), max_size=30))
 def test_turns_that_share_a_beginning_keep_their_ids(steps: list[tuple[int, int, int]]) -> None:
-    """Whatever goes on where: ids are an array that several turns share, each with an end of its own."""
+    """Ids are an array that several turns share, each with an end of its own."""
     turns = [Turn(ids_of(range(20)), None)]
     whole = [list(range(20))]
     for number, (one, most, new) in enumerate(steps):

@@ -82,7 +82,7 @@ READY = FeedState.READY
         (UNKNOWN, LAYOUT, READY, False, replace(NOTHING, layout=LAYOUT)),
     ],
 )
-def test_others_are_told_what_they_can_predict(
+def test_others_learn_what_they_can_predict(
     query: EngineQuery | EngineHit,
     layout: CacheLayout | None,
     state: FeedState,
