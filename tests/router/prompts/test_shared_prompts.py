@@ -51,6 +51,10 @@ def prompts_are_written_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prompts, "DELAY_S", 1e6)
 
 
+def read_one(worker: PromptReader, body: Any, path: str = "/v1/chat/completions") -> Prompt:
+    return read_exact(worker, body, path, model=body.get("model", "m"))
+
+
 class Team:
     """Workers that share a memory, and one reader that is alone."""
 
@@ -75,7 +79,7 @@ class Team:
     ) -> Prompt:
         """A worker reads a prompt, hashes and shares it."""
         worker = self.workers[slot]
-        prompt = read_exact(worker, body, path)
+        prompt = read_one(worker, body, path)
         for scheme in schemes:
             prompt.hashes(scheme)
         assert worker._cache.shared is not None
@@ -117,7 +121,7 @@ def test_turns_that_alternate_between_workers_equal_those_of_one(
     for turn in range(9):
         messages.append(say("user", words(rng, size // 10)))
         body = chat(*messages, **fields)
-        assert_is(team.read(turn % 3, body), read_exact(alone, body))
+        assert_is(team.read(turn % 3, body), read_one(alone, body))
         messages.append(say("assistant", words(rng, size // 10)))
     if size > CHARS_MIN:
         # Each worker reads its first turn of the conversation from the others.
@@ -135,7 +139,7 @@ def test_completions_of_a_growing_text(tmp_path: Path, tokenizer: Any, chars: in
     text = text[: chars - 2_000] + " the router asks" * 200
     for number, end in enumerate((chars - 300, chars - 200, chars)):
         body = {"prompt": text[:end]}
-        assert_is(team.read(number % 2, body, COMPLETIONS), read_exact(alone, body, COMPLETIONS))
+        assert_is(team.read(number % 2, body, COMPLETIONS), read_one(alone, body, COMPLETIONS))
     by_words = tokenizer is byte_level_tokenizer  # the other one's texts have no cuts
     assert team.stats("shared_hits")[1] == int(chars > CHARS_MIN and by_words)
     assert team.stats("shared_written") == [int(chars > CHARS_MIN and by_words), 0]
@@ -147,12 +151,12 @@ def test_prompts_of_ids_that_grow_and_branch(folder: Path, num_tokens: int) -> N
     ids = [rng.randrange(500) for _ in range(num_tokens)]
     for number, end in enumerate((num_tokens, num_tokens + 50, num_tokens - 600, num_tokens + 90)):
         body = {"prompt": [*ids[:end], *[1] * (end - num_tokens), number]}
-        assert_is(team.read(number % 2, body, COMPLETIONS), read_exact(alone, body, COMPLETIONS))
+        assert_is(team.read(number % 2, body, COMPLETIONS), read_one(alone, body, COMPLETIONS))
     is_long = num_tokens > 1024
     assert team.stats("shared_hits") == [0, int(is_long)]
     assert (team.stats("blocks_hashed")[1] < num_tokens // 16) == is_long
     salted = {"prompt": ids, "cache_salt": "x"}
-    assert_is(team.read(0, salted, COMPLETIONS), read_exact(alone, salted, COMPLETIONS))
+    assert_is(team.read(0, salted, COMPLETIONS), read_one(alone, salted, COMPLETIONS))
     assert team.stats("shared_hits")[0] == 0
 
 
@@ -174,7 +178,8 @@ def test_hashes_of_every_scheme_are_shared(folder: Path) -> None:
     team, schemes = Team(folder, lora_paths={"a": "/a"}), (*SCHEMES, *OTHER_SCHEMES)
     body = chat(say("user", words(random.Random(13), 10_000)), cache_salt="x")
     body["model"] = "a"
-    expected = read_exact(local_reader(folder), body)
+    expected = read_one(local_reader(folder, lora_paths={"a": "/a"}), body)
+    assert expected.extras.lora_path == "/a"
     for slot in range(2):
         assert_is(team.read(slot, body, schemes=schemes), expected, schemes)
     assert team.stats("blocks_hashed")[1] < 20 * len(schemes) < team.stats("blocks_hashed")[0]
@@ -185,11 +190,11 @@ def test_another_question_after_the_same_document_is_found(folder: Path) -> None
     document, questions = say("system", words(rng, 30_000)), [words(rng, size) for size in (10, 900, 9_000)]
     for number, question in enumerate(questions):
         body = chat(document, say("user", question))
-        assert_is(team.read(number % 2, body), read_exact(local_reader(folder), body))
+        assert_is(team.read(number % 2, body), read_one(local_reader(folder), body))
     assert team.stats("shared_hits")[1] == 1
     branch = chat(document, say("user", words(rng, 15_000)))
     team.workers[0] = team.worker(0)  # a successor knows nothing, and finds it
-    assert_is(team.read(0, branch), read_exact(local_reader(folder), branch))
+    assert_is(team.read(0, branch), read_one(local_reader(folder), branch))
     assert team.stats("shared_hits")[0] == 1
 
 
@@ -208,9 +213,28 @@ def test_prompts_of_another_scope_are_not_reused(tmp_path: Path, other: dict[str
     if other == {"cache_salt": "b"}:
         bodies[0].pop("cache_salt")
     for slot, body in enumerate(bodies):
-        expected = read_exact(local_reader(tmp_path), body, COMPLETIONS)
+        expected = read_one(local_reader(tmp_path), body, COMPLETIONS)
         assert_is(team.read(slot, body, COMPLETIONS), expected)
     assert team.stats("shared_hits") == [0, 0]
+
+
+def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = lambda scope, data: [7] * (len(data) // 1024 + 1)  # noqa: E731
+    monkeypatch.setattr(shared_prompts, "text_keys", keys)
+    monkeypatch.setattr("kvatlas.router.prompts.prompt_cache.token_keys", keys)
+    rng, team, alone = random.Random(17), Team(folder, lora_paths={"a": "/a"}), local_reader(folder)
+    alone_adapter = local_reader(folder, lora_paths={"a": "/a"})
+    texts = [words(random.Random(seed), 6_000) for seed in range(2)]
+    fields: list[dict[str, Any]] = [{}, {"cache_salt": "x"}, {"model": "a"}, {"tools": cases.TOOLS}]
+    for _ in range(30):
+        more, text, slot = rng.choice(fields), rng.choice(texts), rng.randrange(2)
+        team.workers[slot] = team.worker(slot)
+        if rng.random() < 0.3 and "tools" not in more:
+            body, path = {"prompt": [ord(char) % 500 for char in text], **more}, COMPLETIONS
+        else:
+            body, path = chat(say("user", text + rng.choice(CHUNKS)), **more), "/v1/chat/completions"
+        one = alone_adapter if "model" in more else alone
+        assert_is(team.read(slot, body, path), read_one(one, body, path))
 
 
 def test_another_tokenizer_of_the_same_name_is_not_reused(tmp_path: Path) -> None:
@@ -220,11 +244,11 @@ def test_another_tokenizer_of_the_same_name_is_not_reused(tmp_path: Path) -> Non
     team.read(0, body)
     model_dir(tmp_path / "a", "thinking_tools", tokenizer=plain_tokenizer())
     team.workers[1] = team.worker(1)
-    assert_is(team.read(1, body), read_exact(local_reader(tmp_path / "a"), body))
+    assert_is(team.read(1, body), read_one(local_reader(tmp_path / "a"), body))
     assert team.stats("shared_hits") == [0, 0]
     model_dir(tmp_path / "a", "thinking_tools", additional_special_tokens=["asks"])
     team.workers[1] = team.worker(1)
-    assert_is(team.read(1, body), read_exact(local_reader(tmp_path / "a"), body))
+    assert_is(team.read(1, body), read_one(local_reader(tmp_path / "a"), body))
     assert team.stats("shared_hits") == [0, 0]
 
 
@@ -236,7 +260,7 @@ def test_another_template_reuses_what_is_the_same_text(tmp_path: Path) -> None:
     template = (tmp_path / "tokenizer_config.json").read_text().replace("assistant", "helper")
     (tmp_path / "tokenizer_config.json").write_text(template)
     team.workers[1] = team.worker(1)
-    assert_is(team.read(1, chat(*messages)), read_exact(local_reader(tmp_path), chat(*messages)))
+    assert_is(team.read(1, chat(*messages)), read_one(local_reader(tmp_path), chat(*messages)))
 
 
 def test_any_turns_at_any_worker_in_a_memory_that_is_too_small(folder: Path) -> None:
@@ -252,7 +276,7 @@ def test_any_turns_at_any_worker_in_a_memory_that_is_too_small(folder: Path) -> 
             team.workers[slot] = team.worker(slot)
         messages += [say("user", words(rng, rng.randint(1, 900))), say("assistant", words(rng, 300))]
         body = chat(*messages[:-1])
-        assert_is(team.read(rng.randrange(2), body), read_exact(alone, body))
+        assert_is(team.read(rng.randrange(2), body), read_one(alone, body))
     assert sum(team.stats("shared_overwritten")) > 0
     assert sum(team.stats("shared_hits")) > 0
 
@@ -262,7 +286,7 @@ def test_a_prompt_that_is_too_large_for_the_memory_is_refused(folder: Path, char
     team = Team(folder, size=1 << 20)
     body = chat(say("user", words(random.Random(7), chars)))
     for slot in range(2):
-        assert_is(team.read(slot, body), read_exact(local_reader(folder), body))
+        assert_is(team.read(slot, body), read_one(local_reader(folder), body))
     is_large = chars > 100_000
     assert team.stats("shared_refused") == [int(is_large), int(is_large)]
     assert team.stats("shared_hits") == [0, int(not is_large)]
@@ -284,7 +308,7 @@ def test_hashes_that_were_missing_are_written_by_who_made_them(folder: Path) -> 
     body = chat(say("user", words(random.Random(9), 20_000)))
     shared = team.workers[0]._cache.shared
     assert shared is not None
-    read_exact(team.workers[0], body)
+    read_one(team.workers[0], body)
     shared.write()  # without its hashes
     team.read(1, body)
     assert team.stats("tokens_new")[1] < 200
@@ -399,7 +423,7 @@ def test_turns_that_alternate_between_processes_of_which_one_is_killed(folder: P
                 workers[turn % 2].close()
                 workers[turn % 2] = stack.enter_context(closing(Process(folder, file, turn % 2)))
             messages.append(say("user", words(rng, 500)))
-            expected = read_exact(alone, chat(*messages))
+            expected = read_one(alone, chat(*messages))
             ids, hashes, stats = workers[turn % 2].read(chat(*messages))
             assert ids == list(expected.token_ids)
             assert hashes == block_hashes(expected.token_ids, HashScheme(), expected.extras)
@@ -412,6 +436,6 @@ def test_turns_that_alternate_between_processes_of_which_one_is_killed(folder: P
 
 def test_one_process_shares_nothing(folder: Path) -> None:
     alone = local_reader(folder)
-    read_exact(alone, chat(say("user", words(random.Random(12), 20_000))))
+    read_one(alone, chat(say("user", words(random.Random(12), 20_000))))
     assert alone._cache.shared is None
     assert alone.stats.shared_misses == PromptStats().shared_misses == 0
