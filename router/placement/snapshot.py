@@ -43,6 +43,7 @@ class FleetSnapshot:
 
     __slots__ = (
         "_at",
+        "_beyond_s",
         "_borrowed",
         "_borrowing",
         "_due",
@@ -59,7 +60,6 @@ class FleetSnapshot:
         "_others",
         "_position",
         "_positions",
-        "_queues",
         "_recent_sum",
         "_recents",
         "_scheduled_s",
@@ -68,6 +68,7 @@ class FleetSnapshot:
         "_unclear",
         "_until_s",
         "_waiting",
+        "_whole_s",
         "changed",
         "engines",
         "values",
@@ -100,7 +101,7 @@ class FleetSnapshot:
         self._fits_tokens, self._waiting = np.full(count, math.inf), nothing.copy()
         self._surely_fits = math.inf
         # ``HeadProgress`` of each: queues that do not fall with time have a head of 0 s.
-        self._queues, self._head_at_s, self._head_s = np.zeros((2, count)), nothing.copy(), nothing.copy()
+        self._whole_s, self._beyond_s, self._head_at_s, self._head_s = np.zeros((4, count))
         self._moving: set[int] = set()
         # Engines whose own hit is not that of others with equal blocks.
         self._unclear: set[int] = set()
@@ -131,8 +132,8 @@ class FleetSnapshot:
         old = [place for place in places if place >= 0]
 
         def taken(values: Floats) -> Floats:
-            found = np.zeros((*values.shape[:-1], count))
-            found[..., known] = values[..., old]
+            found = np.zeros(count)
+            found[known] = values[old]
             return found
 
         values = like.values
@@ -148,9 +149,8 @@ class FleetSnapshot:
         self._lates = [0 if place < 0 else like._lates[place] for place in places]
         self._recent_sum, self._late_sum = sum(self._recents), sum(self._lates)
         self._fits_tokens, self._waiting = taken(like._fits_tokens), taken(like._waiting)
-        self._queues, self._head_at_s, self._head_s = map(
-            taken, (like._queues, like._head_at_s, like._head_s)
-        )
+        self._whole_s, self._beyond_s = taken(like._whole_s), taken(like._beyond_s)
+        self._head_at_s, self._head_s = taken(like._head_at_s), taken(like._head_s)
         self._until_s = [math.inf if place < 0 else like._until_s[place] for place in places]
         self.changed.update(like.changed)
         if len(known) < count:
@@ -192,11 +192,10 @@ class FleetSnapshot:
     def queue_s(self, others: Mapping[str, OthersLoad] | None, now: float) -> Floats:
         """Return the seconds of prompts queued at each engine; ``values`` are of now as well."""
         self._refresh(others, now)
-        whole_s, beyond_s = self._queues
         if not self._moving:
-            return whole_s.copy()
-        left_s: Floats = whole_s - np.minimum(now - self._head_at_s, self._head_s)
-        return np.maximum(left_s, 0.0) + beyond_s
+            return self._whole_s.copy()
+        left_s: Floats = self._whole_s - np.minimum(now - self._head_at_s, self._head_s)
+        return np.maximum(left_s, 0.0) + self._beyond_s
 
     def _pass(self, asked: PromptView, hits: Sequence[Hit], which: Places, queue_s: Floats) -> dict[int, int]:
         """Take off the prompts that this one would pass in the engines' own order. Returns their pages."""
@@ -366,11 +365,11 @@ class FleetSnapshot:
         self._fits_tokens[at] = load.pages.surely_fits_tokens
         if head is not None:
             self._moving.add(at)
-            self._queues[0, at], self._queues[1, at] = head.whole_s, head.beyond_s
+            self._whole_s[at], self._beyond_s[at] = head.whole_s, head.beyond_s
             self._head_at_s[at], self._head_s[at] = head.head_at_s, head.head_s
         else:
             self._moving.discard(at)
-            self._queues[0, at], self._queues[1, at], self._head_s[at] = queue_s, 0.0, 0.0
+            self._whole_s[at], self._beyond_s[at], self._head_s[at] = queue_s, 0.0, 0.0
         if feed is None or feed.state is not _READY or feed.unconfirmed or engine.evictions.crowded:
             self._unclear.add(at)
         else:
