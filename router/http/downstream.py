@@ -23,7 +23,7 @@ from kvatlas.router.http.asgi import answering, connection_scope
 from kvatlas.router.http.client_head import ClientHead, Header, head_error, target_parts
 from kvatlas.router.http.deadlines import NEVER
 from kvatlas.router.http.descriptors import is_last_descriptor
-from kvatlas.router.http.known_heads import KnownHeads, without_length
+from kvatlas.router.http.known_heads import KnownHeads, head_key, without_fields
 from kvatlas.router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
 from kvatlas.router.http.request_cycle import RequestCycle, error_response_bytes, request_id_of
 from kvatlas.router.http.settings import ListenSettings, ListenStats
@@ -491,7 +491,8 @@ class RequestReader:
         """Parse received bytes. Raises ``RejectedRequestError``."""
         self.received_s, self.progressed = now, False
         if self.state is _IDLE and self._goes_on:
-            self._key, head, begin = self._known.find(data, self._settings.header_bytes_max)
+            self._key, begin = head_key(data, self._settings.header_bytes_max)
+            head = self._known.by_key.get(self._key)
             if head is not None and self._take_known(head, data[begin:]):
                 return
         rest: bytes | memoryview = data
@@ -644,7 +645,7 @@ class RequestReader:
     def _keep(self, key: bytes, head: ClientHead) -> None:
         """Make a head known that may be used for another body."""
         if head.keep_alive and head.method == "POST" and head.path in PROMPT_APIS and self._known.again(key):
-            fields = without_length(head.fields)
+            fields = without_fields(head.fields, b"content-length")
             known = msgspec.structs.replace(head, fields=fields, by_name=dict(fields), sorted=None)
             self._known.keep(key, known)
 

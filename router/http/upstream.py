@@ -18,7 +18,7 @@ import httptools
 
 from kvatlas.router.http.deadlines import NEVER
 from kvatlas.router.http.keepalive import keep_alive
-from kvatlas.router.http.known_heads import KnownHeads, without_length
+from kvatlas.router.http.known_heads import KnownHeads, head_key, without_date, without_fields
 from kvatlas.router.http.settings import ClientSettings, ClientStats
 
 # Kept open to one server: about as many requests as one engine runs at once.
@@ -107,6 +107,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_chunks_at_end",
         "_clock",
         "_counted_fields",
+        "_dated",
         "_error",
         "_fields",
         "_head_bytes",
@@ -146,6 +147,8 @@ class UpstreamConnection(asyncio.Protocol):
     ) -> None:
         self._known = known or KnownAnswers()
         self._key = b""  # of the head that comes, if it may become known
+        self._dated = False
+        """``date`` is left out of it."""
         self._settings = settings
         self._stats = stats
         self._clock = clock
@@ -396,10 +399,15 @@ class UpstreamConnection(asyncio.Protocol):
         of a head, for the parser."""
         self._key = b""
         if self._response is _WAITING and self._method != "HEAD":
-            self._key, fields, begin = self._known.find(data, HEAD_BYTES_MAX)
+            key, begin = head_key(data, HEAD_BYTES_MAX)
+            self._key, date = without_date(key)
+            self._dated = bool(date)
+            fields = self._known.by_key.get(self._key)
             if fields is not None:
                 body = data[begin:]
                 self.status, self.headers = _OK, [*fields, (b"content-length", b"%d" % len(body))]
+                if date:
+                    self.headers.append((b"date", date))
                 if body:
                     self._chunks.append(body)
                 self._keep_alive = True
@@ -419,7 +427,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._method == "HEAD":
             self._parser = httptools.HttpResponseParser(self)
         if self._key and self.status == _OK and self._keep_alive and self._known.again(self._key):
-            self._known.keep(self._key, without_length(self.headers))
+            fields = without_fields(self.headers, b"content-length", b"date")
+            # One with another time, or another way to write it, would lose that.
+            if len(self.headers) - len(fields) == 1 + self._dated:
+                self._known.keep(self._key, fields)
 
     def _exceeds_head_limit(self) -> bool:
         """Add the new fields to the size of the head or trailer; return whether it is too large."""

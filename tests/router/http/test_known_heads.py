@@ -139,9 +139,9 @@ def test_heads_that_are_all_different_push_out_none(monkeypatch: pytest.MonkeyPa
     usual = [_post(b"{}", b"Accept: %d" % number) for number in range(4)]
     _read(usual * 3, known)
     _read([_post(b"{}", b"traceparent: %d" % number) for number in range(100)], known)
-    assert {head.by_name.get(b"accept") for head in known._by_bytes.values()} == {b"0", b"1", b"2", b"3"}
+    assert {head.by_name.get(b"accept") for head in known.by_key.values()} == {b"0", b"1", b"2", b"3"}
     _read([_post(b"{}", b"X-Other: a")] * 3, known)
-    assert len(known._by_bytes) == 4
+    assert len(known.by_key) == 4
 
 
 async def test_every_request_has_its_own_body_id_and_address() -> None:
@@ -173,6 +173,12 @@ def test_nothing_follows_a_request_that_ends_its_connection() -> None:
 _ANSWER_LINES = st.sampled_from(
     [
         b"content-type: application/json",
+        b"date: Sun, 29 Nov 2026 13:42:07 GMT",
+        b"Date: Sun, 29 Nov 2026 13:42:08 GMT",
+        b"DATE: now",
+        b"date: a\x00b",
+        b"date: a\nb: c",
+        b"date:",
         b"Content-Length: 3",
         b"content-length: +3",
         b"x-note: content-length: 7",
@@ -239,7 +245,7 @@ def test_the_third_answer_of_a_kind_is_not_parsed() -> None:
     reads = [[b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (size, b"x" * size)] for size in (2, 0, 9)]
     found = _answers(reads, known, "POST")
     assert [body for _, _, _, body, _ in found] == [b"xx", b"", b"x" * 9]
-    assert len(known._by_bytes) == 1
+    assert len(known.by_key) == 1
 
 
 def test_an_answer_that_ends_its_connection_is_not_known() -> None:
@@ -253,4 +259,24 @@ def test_an_answer_to_head_teaches_nothing() -> None:
     known, begin = KnownAnswers(), b"HTTP/1.1 200 OK\r\nx: %d\r\ncontent-length: 2\r\n\r\n"
     for _ in range(3):
         _answers([[begin % 1 + b"{}"], [begin % 2]], known, "POST", "HEAD")
-    assert list(known._by_bytes.values()) == [[(b"x", b"1")]]
+    assert list(known.by_key.values()) == [[(b"x", b"1")]]
+
+
+def test_the_time_of_an_answer_is_its_own() -> None:
+    known = KnownAnswers()
+    times = [b"Sun, 29 Nov 2026 13:42:%02d GMT" % second for second in range(5)]
+    reads = [[b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: 2\r\n\r\n{}" % one] for one in times]
+    told = [dict(fields) for _, fields, *_ in _answers(reads, known, "POST")]
+    assert [fields[b"date"] for fields in told] == times
+    assert list(known.by_key.values()) == [[]]
+    bad = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: 2\r\n\r\n{}"
+    for value in (b"a\x00b", b"a\nb: c", b"a\rb"):
+        one = [[bad % value]]
+        assert _answers(one, known, "POST") == _answers(one, KnownAnswers(), "POST")
+
+
+@pytest.mark.parametrize("dates", [b"DATE: now", b"date: a\r\nDate: b", b"Date: a;b", b"date: a\r\nDATE: b"])
+def test_no_time_of_an_answer_is_lost(dates: bytes) -> None:
+    known, one = KnownAnswers(), [[b"HTTP/1.1 200 OK\r\n%b\r\ncontent-length: 2\r\n\r\n{}" % dates]]
+    for _ in range(4):
+        assert _answers(one, known, "POST") == _answers(one, KnownAnswers(), "POST")
