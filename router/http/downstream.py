@@ -515,15 +515,17 @@ class RequestReader:
 
     def _take_known(self, head: ClientHead, body: bytes) -> bool:
         """Pass a whole request on without the parser; False: there is no room for its body."""
-        capacity = self._connection.capacity
-        if not capacity.reserve_body(len(body)):
+        connection = self._connection
+        if not connection.capacity.reserve_body(len(body)):
             return False
-        self.progressed = True
         try:
-            self._connection.on_head(head).body_came(body)
+            connection.on_head(head).body_came(body)
         except RejectedRequestError:
-            capacity.release_body(len(body))
+            connection.capacity.release_body(len(body))
             raise
+        if connection.write_paused is None:
+            # Nothing more is waited for of the client.
+            connection.deadline = NEVER
         return True
 
     def _parse(self, data: bytes | memoryview) -> None:

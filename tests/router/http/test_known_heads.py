@@ -32,6 +32,7 @@ class _Connection:
         self.got: list[Any] = []
         self.heads: list[ClientHead] = []
         self.capacity = Capacity(ListenSettings())
+        self.write_paused, self.deadline = None, 0.0
 
     def on_head(self, head: ClientHead) -> _Connection:
         self.heads.append(head)
