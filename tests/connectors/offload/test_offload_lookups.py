@@ -121,3 +121,16 @@ def test_the_deadline_counts_from_the_first_question(fixture: Fixture) -> None:
     tier.now += REST * COST_S
     tier.keys = None
     assert fixture.hit() is None, "a new question has its own deadline"
+
+
+def test_the_deadline_of_a_request_that_ended_is_not_that_of_its_successor(fixture: Fixture) -> None:
+    fixture.tier.keys = None
+    assert fixture.hit() is None
+    fixture.tier.now += 8
+    fixture.lookups.forget("r")
+    assert fixture.hit() is None
+    fixture.tier.now += 8
+    assert fixture.hit() is None
+    assert fixture.counters.take() == {}
+    fixture.tier.now += 8
+    assert fixture.hit() == 0
