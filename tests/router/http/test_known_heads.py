@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import cycle
 from typing import Any, cast
 
@@ -281,3 +282,16 @@ def test_no_time_of_an_answer_is_lost(dates: bytes) -> None:
     known, one = KnownAnswers(), [[b"HTTP/1.1 200 OK\r\n%b\r\ncontent-length: 2\r\n\r\n{}" % dates]]
     for _ in range(4):
         assert _answers(one, known, "POST") == _answers(one, KnownAnswers(), "POST")
+
+
+async def test_a_known_request_may_take_longer_than_its_connection_may_be_idle() -> None:
+    async def script(engine: Engine, call: Any, writer: Any) -> None:
+        await asyncio.sleep(3.0 if len(engine.calls) == 4 else 0.0)
+        writer.write(answer(200, b"{}"))
+
+    listen = ListenSettings(keepalive_timeout_s=1.0, drain_s_max=0.5)
+    async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
+        reader, writer = await rig.connect()
+        for _ in range(4):
+            writer.write(_post(b'{"model":"m"}'))
+            assert (await read_answer(reader)).status == 200
