@@ -199,15 +199,18 @@ def kept_prefixes(rule: KeptRule, prompt_tokens: int, hit: Hit, retention_interv
 
 
 def _between_ends(ends: list[int], held: int, rule: KeptRule) -> Kept:
-    """Return single ends and the boundaries between two whose windows meet (``_with_windows_met``)."""
-    alignment, unit, found, base = rule.alignment, rule.hash_block_size, list[range](), held
+    """Return these ends, and the boundaries between two whose windows meet (``_with_windows_met``)."""
+    alignment, unit, base = rule.alignment, rule.hash_block_size, held
+    spans: list[list[int]] = []
     for end in ends:
-        first = (base // alignment + 1) * alignment
-        if first < end <= base + rule.window_tokens:
-            found.append(range(first // unit, (end - 1) // unit + 1, alignment // unit))
-        found.append(range(end // unit, end // unit + 1))
+        first = (base // alignment + 1) * alignment if end <= base + rule.window_tokens else end
+        if spans and first == base + alignment:
+            spans[-1][1] = end
+        else:
+            spans.append([first, end])
         base = end
-    return tuple(found)
+    step = alignment // unit
+    return tuple([range(low // unit, end // unit + 1, step if end > low else 1) for low, end in spans])
 
 
 def _with_windows_met(ends: set[int], spans: list[range], held: int, rule: KeptRule) -> list[range]:
