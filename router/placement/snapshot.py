@@ -229,15 +229,15 @@ class FleetSnapshot:
             known = self._positions.get(id(names))
             if known is None or known.names is not names:
                 known = self._positions_of(names)
-            first, those = known.first, known.those
+            _, those, first, places = known
             if special and not those.isdisjoint(special):
                 apart = those.intersection(special)
                 single.update(dict.fromkeys(apart, held))
                 first = min(those - apart, default=-1)
             if first >= 0:
                 hits.append(engines[first].discounted(held))
-                if known.places is not None:
-                    which[known.places] = len(hits)
+                if places is not None:
+                    which[places] = len(hits)
                 else:
                     for at in those:
                         which[at] = len(hits)
