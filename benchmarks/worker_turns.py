@@ -1,15 +1,15 @@
 """Cost of the next turn of a conversation whose connections change: one worker, and several.
 
-    python -m benchmarks.worker_turns [--workers 1 2] [--bytes 1024 32768] [--conversations 48] [--rounds 4]
+    python -m benchmarks.worker_turns [--workers 1 2] [--bytes 1024 32768] [--conversations 400] [--rounds 4]
         [--instructions] [--tree CHECKOUT]
 
 Four cheap engines hold nothing of these conversations. Each has a beginning of the given size, then four
 turns of 900 bytes; all of them have a turn, then there is a pause, as between question and answer. Each
 request takes one of 32 connections by chance, so any worker. One line per number of workers and size:
 microseconds of CPU per request, all workers together, by turn: medians over the rounds, each of new
-conversations. ``--instructions``: thousands of instructions under valgrind's callgrind instead, which other
-work on the machine changes less; timers run fifty times as often there. ``--tree``: the router of another
-checkout.
+conversations. With few of them the share of polls and timers grows. ``--instructions``: thousands of
+instructions under valgrind's callgrind instead, which other work on the machine changes less; timers run
+fifty times as often there. ``--tree``: the router of another checkout.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bytes", type=int, nargs="+", default=[1024, 32768])
-    parser.add_argument("--conversations", type=int, default=48)
+    parser.add_argument("--conversations", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--tree", type=Path, default=HERE)

@@ -107,7 +107,7 @@ async def cost(requests: int, blocks: int) -> dict[str, Any]:
         for start in range(0, requests, 4):
             for hashes in prompts[start : start + 4]:
                 now = time.monotonic()
-                prompt = books.add(E, hashes, now, (blocks,))
+                prompt = books.add(E, hashes, now, (range(blocks, blocks + 1),))
                 books.prefilled(prompt, now)
                 books.end(prompt, now)
             await asyncio.sleep(0.003)
