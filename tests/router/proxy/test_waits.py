@@ -29,12 +29,11 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
         ("_decide", "self._reader.read"): AGAIN,
         ("_decide", "self._find_edits"): AGAIN,
         ("_decide", "self._look_ahead"): AGAIN,
-        ("_look_ahead", "self._hash"): AGAIN,
+        ("_look_ahead", "self._reader.hashes"): AGAIN,
         ("_look_ahead", "run_cooperatively"): AGAIN,
         ("_decide", "self._look"): AGAIN,
         ("_find_edits", "apart.read_body"): AGAIN,
         ("_find_edits", "self.pulls.body"): AGAIN,
-        ("_hash", "self._reader.hashes"): AGAIN,
         ("_look", "shared.look"): AGAIN,
     },
     "forward": {
