@@ -14,7 +14,7 @@ import msgspec
 
 from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.prompts.chat.anthropic import disabled_effort, wants_system_first
-from kvatlas.router.prompts.chat.compiled import PrecompiledLayout, TemplateRejectsError
+from kvatlas.router.prompts.chat.compiled import MESSAGES_MAX, PrecompiledLayout, TemplateRejectsError
 from kvatlas.router.prompts.chat.conversions import TemplateTraits
 from kvatlas.router.prompts.chat.messages import (
     Message,
@@ -236,7 +236,7 @@ class ChatRenderer:
         """The layout of a chat, if it is known, and the texts that it is written around; None: it must be
         rendered."""
         template, context = form
-        if context.continue_final or not isinstance(template, ChatTemplate):
+        if context.continue_final or len(messages) > MESSAGES_MAX or not isinstance(template, ChatTemplate):
             return None
         roles: list[str] = []
         texts: list[str] = []

@@ -539,7 +539,8 @@ _KEPT_MAX: Final = 256
 _WAYS_MAX: Final = 4
 # Characters written by the template itself; longer output is not kept.
 _CHARS_MAX: Final = 1 << 14
-_MESSAGES_MAX: Final = 64
+MESSAGES_MAX: Final = 64
+"""Longer chats are always rendered."""
 
 Key = tuple[bytes, str, tuple[str, ...]]
 """Equal only if all other arguments are; the content format; the roles of all messages."""
@@ -593,7 +594,7 @@ class Skeletons:
     def learn(self, key: Key, texts: list[str], names: dict[str, Any], rendered: str) -> None:
         """Keep the layout of a rendered chat, if it can be proven."""
         ways = self._kept.get(key, ())
-        if self._watching is None or len(ways) >= _WAYS_MAX or len(texts) > _MESSAGES_MAX:
+        if self._watching is None or len(ways) >= _WAYS_MAX or len(texts) > MESSAGES_MAX:
             return
         if len(self._kept) >= _KEPT_MAX:
             self._kept.clear()
