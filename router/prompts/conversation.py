@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -105,7 +105,7 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-class WrittenText(NamedTuple):
+class WrittenText(msgspec.Struct, frozen=True, gc=False):
     """The text of a turn from where ``before`` begins (None: all of it), the text of the turn ``over``, of
     which it shares ``kept`` pieces; and how it was written, if its layout is known."""
 

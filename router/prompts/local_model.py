@@ -306,8 +306,8 @@ class LocalModel:
         self, written: WrittenText, messages: list[KnownMessage], shared_scope: bytes, extras: PromptExtras
     ) -> WrittenText:
         """The same text behind another worker's prompt, if that has more of it."""
-        text, _, before, kept, layout, spans = written
-        first, known = (0, 0) if before is None else (before.begin, before.starts[kept])
+        text, before, layout, spans = written.text, written.before, written.layout, written.spans
+        first, known = (0, 0) if before is None else (before.begin, before.starts[written.kept])
         if self._shared is None or first + len(text) - known < NEW_CHARS_MIN:
             return written
         if layout is not None and first:
@@ -325,7 +325,8 @@ class LocalModel:
     ) -> tuple[CutText, Turn]:
         """Cut and tokenize a text from the last cut that it shares with another, whose ids are reused.
         ``special``: with special tokens around the text."""
-        text, over, before, kept, layout, spans = written
+        text, over, before, kept = written.text, written.over, written.before, written.kept
+        layout, spans = written.layout, written.spans
         if self._directory.rebuilt:
             raise NotLocalError("tokenizer_class")
         if self._unlike is not None and self._unlike.search(text):

@@ -69,7 +69,7 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     def __post_init__(self) -> None:
-        self.num_tokens = self._turn.num_tokens
+        self.num_tokens = self._turn.at + len(self._turn.tail)  # a property is a call
         self.num_prompts = 1 + self.rest.prompts
 
     def is_surely_shorter(self, tokens: float) -> bool:

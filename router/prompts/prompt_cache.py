@@ -112,7 +112,7 @@ class PrefixCache:
         common = over.common(turn)
         # Another turn may have come while this one was tokenized, or room was needed.
         alone = before.turn is over and id(before) in self._kept
-        last = len(before.keys) - 1
+        last, length = len(before.keys) - 1, over.at + len(over.tail)
         if not (
             alone
             and (
@@ -120,10 +120,7 @@ class PrefixCache:
                 # A question that replaces another one after the same messages would keep the whole prompt a
                 # second time. Only the last message, or chunk, may differ: of conversations that share a long
                 # system prompt each is kept from its second turn on, and pays twice for its first question.
-                or (
-                    1 <= last == shared < len(one.keys)
-                    and _LITTLE * (over.num_tokens - common) <= over.num_tokens
-                )
+                or (1 <= last == shared < len(one.keys) and _LITTLE * (length - common) <= length)
             )
         ):
             self.put(one, over)
