@@ -330,6 +330,7 @@ class Master:
         self._on_error = on_error
         # Digests of the scripts known to the server.
         self._loaded: set[str] = set()
+        self._closed = False
 
     async def command(self, *args: bytes | str | int) -> Reply:
         """Run a command and return the reply as parsed by redis-py. Raises ``IndexUnavailable``."""
@@ -338,6 +339,10 @@ class Master:
                 return await self.redis.execute_command(*args)
         except (RedisError, OSError) as error:
             raise self._problem(error) from error
+        finally:
+            if self._closed:
+                # redis-py does not close a connection that is being made.
+                await self.close()
 
     async def run(self, call: ScriptCall) -> Reply:
         """Run one script. Raises ``IndexUnavailable``."""
@@ -368,6 +373,7 @@ class Master:
         return replies
 
     async def close(self) -> None:
+        self._closed = True
         self.pipelined.abort()
         with suppress(RedisError, OSError):
             await self.redis.aclose()

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from redis.asyncio import BlockingConnectionPool
 
 from kvatlas.router.replication.redis_client import connection_arguments
 from kvatlas.router.replication.redis_connection import (
     IndexUnavailable,
+    Master,
     PipelinedConnection,
     ServerError,
     pack,
@@ -17,6 +19,8 @@ from kvatlas.router.replication.redis_connection import (
     within,
 )
 from kvatlas.router.replication.settings import parse_url
+from tests.world.loop import VirtualLoop
+from tests.world.seams import run_with
 
 INFO = b"run_id:abc\r\nredis_mode:standalone\r\nrole:master\r\n"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -69,6 +73,29 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
         assert link.waited_s == 0
 
     asyncio.run(talk(answer, body))
+
+
+@pytest.mark.parametrize("after_us", range(0, 1000, 100))
+def test_a_command_that_connects_leaves_no_connection_when_its_master_is_closed(after_us: int) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            writer.write(b"+OK\r\n")
+        writer.close()
+
+    async def main(loop: VirtualLoop) -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 6379)
+        arguments = connection_arguments(parse_url("redis://127.0.0.1:6379"), 10.0)
+        pool = BlockingConnectionPool(host="127.0.0.1", port=6379, **arguments)
+        master = Master(pool, PipelinedConnection(pool.make_connection(), lambda: None), 10.0, lambda _: None)
+        asked = asyncio.ensure_future(master.command("SET", "a", "b"))
+        await asyncio.sleep(after_us / 1e6)
+        await master.close()
+        await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.sleep(1)
+        assert not loop.net.transports
+        server.close()
+
+    run_with(main)
 
 
 def test_replies_in_pieces() -> None:
