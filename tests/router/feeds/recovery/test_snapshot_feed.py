@@ -236,9 +236,10 @@ async def test_vllm_50134_on_the_replay_socket(context: zmq.Context) -> None:
     engine, fleet = Scripted(context), FleetResidency(ModelFacts())
     async with following(engine.events, engine.side, fleet) as feed:
         peer = await engine.asked()
+        again: list[Event] = [named(1), removed(1)]
         parts: list[list[Event]] = [
             [AllBlocksCleared(), stored(1, 2)],
-            *[[named(1), removed(1)]] * 6,
+            *[again] * 6,
             [stored(3, parent=2), named(1), removed(2)],
         ]
         for events in parts:  # together longer than an answer may take: it goes on
