@@ -327,8 +327,8 @@ class DownstreamConnection(asyncio.Protocol):
     def _reject(self, error: ApiError) -> None:
         """Answer a rejected request after the requests before it, and close."""
         if self._reader.cycle is not None and self._queue and self._reader.cycle is self._queue[-1]:
-            # The rejected body is this request's.
-            self._queue.pop()
+            # The rejected body is this request's; what has come of it is given back.
+            self._queue.pop().on_disconnect()
             self._reader.cycle = None
         if self._current is not None and self._reader.cycle is None:
             self._deferred_error = error

@@ -136,6 +136,29 @@ async def test_all_bodies_together_are_bounded() -> None:
         await until(lambda: room.body_bytes == 0, "given back")
 
 
+async def test_a_queued_body_that_is_refused_gives_back_what_came_of_it() -> None:
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await engine.go.wait()
+        writer.write(answer(200, b"{}"))
+
+    listen = ListenSettings(bodies_bytes_max=1000, drain_s_max=0.5)
+    async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
+        room = rig.server.config.capacity  # type: ignore[attr-defined]
+        reader, writer = await rig.connect()
+        body = b'{"model":"m","x":"%b"}' % (b"x" * 600)
+        writer.write(request(body))
+        await until(lambda: engine.calls, "the first is asked")
+        queued = request(body)
+        writer.write(queued[:-300])
+        await until(lambda: room.body_bytes == 2 * len(body) - 300, "a part of the second has come")
+        writer.write(queued[-300:])
+        await until(lambda: rig.listen_stats.bodies_refused, "it is refused")
+        assert room.body_bytes == len(body)
+        engine.go.set()
+        assert [(await read_answer(reader)).status for _ in range(2)] == [200, 503]
+        assert room.body_bytes == 0
+
+
 async def test_bytes_after_a_refused_body_begin_no_request() -> None:
     listen = ListenSettings(bodies_bytes_max=1000, drain_s_max=0.5)
     async with Engine(writes(answer(200, b"{}"))) as engine, routing(engine.url, listen=listen) as rig:
