@@ -35,6 +35,8 @@ _TRUE: Final = frozenset({"true", "1", "on", "t", "y", "yes"})
 _PARAMETER: Final = re.compile(
     rb'[ \t]*;[ \t]*([A-Za-z*]+)=(?:"((?:[^"\\\r\n]|\\[^\\\r\n])*)"|([^\s";,\\]+))'
 )
+# Of other unquoted values (RFC 9110, section 5.6.6). Boundaries are sent unquoted with more characters.
+_TOKEN: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BOUNDARY: Final = re.compile(rb"[0-9A-Za-z'()+_,./:=?-]{1,70}")
 _HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*)")
 _PLAIN_ENCODINGS: Final = frozenset({b"7bit", b"8bit", b"binary"})
@@ -208,6 +210,8 @@ def _parameters(text: bytes, where: str) -> dict[bytes, bytes]:
                 break
             raise _refused(f"its {where} is malformed")
         name = match[1].lower()
+        if match[3] is not None and name != b"boundary" and not _TOKEN.fullmatch(match[3]):
+            raise _refused(f"its {where} has a value that must be in quotes")
         if name in found:
             raise _refused(f"its {where} says {name.decode()!r} twice")
         found[name] = match[2] if match[3] is None else match[3]

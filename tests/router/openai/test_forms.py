@@ -148,6 +148,8 @@ ODD = [
     b'--x7\r\nContent-Disposition: form-data; name="Model"\r\n\r\nm\r\n--x7--',
     b'--x7\r\nContent-Disposition: form-data; name="mod\\el"\r\n\r\nm\r\n--x7--',
     b'--x7\r\nContent-Disposition: form-data; name="mod%65l"\r\n\r\nm\r\n--x7--',
+    b"--x7\r\nContent-Disposition: form-data; name=:\r\n\r\nm\r\n--x7--",
+    b"--x7\r\nContent-Disposition: form-data; name=mod@el\r\n\r\nm\r\n--x7--",
     b'--x7\r\nContent-Disposition: attachment; name="model"\r\n\r\nm\r\n--x7--',
     b"--x7\r\n\r\nm\r\n--x7--",
     HEAD + b"\r\nX: " + b"x" * 9000 + b"\r\n\r\nm\r\n--x7--",
