@@ -4,7 +4,7 @@ A decision asks every engine for the same values: its queue, its rate, what it h
 them are as they were at the decision before, so a snapshot keeps those of each engine, and reads them again
 only when something happened to the engine (``EngineChanges``), or when time alone changes them: for each it
 is known until when they are good. Engines with an equal hit share it, and many hold nothing. So a decision
-takes a Python step for every engine that changed, and otherwise reckons with arrays; a ``Candidate`` is made
+takes a Python step for every engine that changed, and otherwise computes with arrays; a ``Candidate`` is made
 of an engine only where one is looked at.
 
 Invariant: a snapshot's values are those of reading every engine again
