@@ -6,9 +6,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+from array import array
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,8 +27,10 @@ from kvatlas.router.placement.candidate import Hit, PolicySettings
 from kvatlas.router.placement.candidate_sets import candidate_set
 from kvatlas.router.placement.decide import Planner
 from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.prompts.conversation import Turn
+from kvatlas.router.prompts.prompt import Prompt
+from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.tools.trace_file import TraceHeader, header_facts
-from kvatlas.router.tools.trace_verification import ProbePrompt
 from tests.support.paths import ROOT
 from tests.vllm.forked import run
 
@@ -38,20 +41,14 @@ FAMILIES_MIN = 40
 PAIRS = 12
 
 
-class Asked(ProbePrompt):
-    """A prompt of given tokens, as placement reads it."""
-
-    skips_cache = False
-    variants: ClassVar[dict[str, Any]] = {}
-
-    def behind(self, frontend: str) -> Asked:
-        return self
+def prompt_of(token_ids: list[int]) -> Prompt:
+    return Prompt(Turn(array("I", token_ids), NO_EXTRAS), PromptStats(), source="local")
 
 
 class Hashed:
     """A reader whose prompts are hashed on demand."""
 
-    async def hashes(self, prompt: Asked, scheme: Any) -> None:
+    async def hashes(self, prompt: Prompt, scheme: Any) -> None:
         prompt.hashes(scheme)
 
 
@@ -80,7 +77,7 @@ class Router:
             expose_decision=False,
         )
 
-    def hit(self, prompt: Asked) -> Hit:
+    def hit(self, prompt: Prompt) -> Hit:
         planner, found = self._planner, candidate_set([self.engine])
         asked = planner._asked(prompt, found, planner._peer_state(), 0.0, detail=False)  # type: ignore[arg-type]
         return planner._snapshots.of([self.engine]).candidates(asked, 0.0)[0].hit
@@ -90,7 +87,7 @@ class Router:
         for payload in pair["events"]:
             self.residency.apply(decode_batch(base64.b64decode(payload)))
         self.residency.writer.finish_detection()
-        ahead, behind = (Asked(pair[name], NO_EXTRAS) for name in ("ahead", "behind"))
+        ahead, behind = (prompt_of(pair[name]) for name in ("ahead", "behind"))
         kept, scheme = self.engine.kept(ahead.num_tokens, self.hit(ahead)), self.engine.scheme
         inflight, name = self.accounts.inflight, self.engine.engine_id
         sent = inflight.add(name, ahead.hashes(scheme), 0.0, kept, pair["priority"])

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.vllm.vllm_engine import VllmEngine
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 LENGTHS = (70, 200, 513, 1200)
+ROUNDS_MAX = 8
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +95,20 @@ def test_a_reset_that_names_the_connector_empties_the_host_too(url: str) -> None
     assert metric(url, "hit_tokens") == hits
 
 
+def together(engine: VllmEngine, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Answers to prompts that all wait before the first one is scheduled."""
+    with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
+        with engine.paused():
+            arrived = engine.added + len(prompts)
+            answering = pool.map(lambda one: complete(engine.base_url, one, max_tokens=12), prompts)
+            until(lambda: engine.added == arrived, "all requests wait", wait_s=300)
+        return list(answering)
+
+
 def test_a_hundred_and_twenty_together_in_a_pool_for_three(engine: VllmEngine) -> None:
     """Five beginnings, every request asked three times in random order: preemptions, evictions, loads. All
-    are there before the first one is scheduled."""
+    are there before the first one is scheduled; in which order they came is the threads' choice, and decides
+    whether one is preempted, so that they come again until one was."""
     url = engine.base_url
     rng = random.Random(5)
     shared_prefixes = [prompt(2000 + seed, 640) for seed in range(5)]
@@ -104,21 +117,23 @@ def test_a_hundred_and_twenty_together_in_a_pool_for_three(engine: VllmEngine) -
         for i, shared_prefix in enumerate(shared_prefixes * 8)
     ]
     reference = [complete(url, one, max_tokens=12) for one in asked]
-    forget(url)
-    hits, preempted = metric(url, "hit_tokens"), preemptions(url)
+    preempted = preemptions(url)
     order = [i for i in range(len(asked)) for _ in range(3)]
-    rng.shuffle(order)
-    with ThreadPoolExecutor(max_workers=len(order)) as pool:
-        with engine.paused():
-            arrived = engine.added + len(order)
-            answering = pool.map(lambda i: complete(url, asked[i], max_tokens=12), order)
-            until(lambda: engine.added == arrived, "all requests wait", wait_s=300)
-        answers = list(answering)
-    wrong = [
-        i for i, answer in zip(order, answers, strict=True) if not same_but_for_rounding(reference[i], answer)
-    ]
     assert len(order) == 120
-    assert wrong == []
-    assert metric(url, "hit_tokens") > hits
-    assert preemptions(url) > preempted
+    for _ in range(ROUNDS_MAX):
+        forget(url)
+        hits = metric(url, "hit_tokens")
+        rng.shuffle(order)
+        answers = together(engine, [asked[i] for i in order])
+        wrong = [
+            i
+            for i, answer in zip(order, answers, strict=True)
+            if not same_but_for_rounding(reference[i], answer)
+        ]
+        assert wrong == []
+        assert metric(url, "hit_tokens") > hits
+        if preemptions(url) > preempted:
+            break
+    else:
+        raise AssertionError("none was preempted")
     assert metric(url, "jobs", direction="load", result="failed") == 0
