@@ -105,7 +105,7 @@ def _there(tree: Path, words: list[str]) -> dict[str, Choices]:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

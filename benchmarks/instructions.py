@@ -142,7 +142,7 @@ async def measured(
 
 
 async def main() -> None:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -94,7 +94,7 @@ def measure(workers: int, runs: int) -> str:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--runs", type=int, default=5)

@@ -230,7 +230,7 @@ class Processes:
 
 
 async def open_streams(streams: int, seconds: float, per_s: float) -> dict[str, Any]:
-    """See the module."""
+    """Run the command line."""
     processes, loop = Processes(), asyncio.get_running_loop()
     await _some(20, processes.port)  # what is allocated once
     before = processes.seen()
@@ -293,7 +293,7 @@ async def _some(count: int, port: int) -> None:
 
 
 async def slow_reader(mebibytes: int, mb_per_s: float) -> dict[str, Any]:
-    """See the module."""
+    """Run the command line."""
     processes = Processes(mebibytes << 20)
     await _some(20, processes.port)
     before, most, received = processes.seen(), 0, 0

@@ -99,7 +99,7 @@ def workers(
 
 
 async def main() -> None:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -109,7 +109,7 @@ async def costs(
 
 
 async def main() -> None:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bytes", type=int, nargs="+", default=[1024, 32768])

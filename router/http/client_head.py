@@ -30,6 +30,10 @@ class ClientHead(msgspec.Struct, eq=False, gc=False):
     sorted: Any = None
     """For an application to keep what it makes of the fields, the same for each request."""
 
+    def with_fields(self, fields: list[Header]) -> ClientHead:
+        """Return the same head with other fields."""
+        return msgspec.structs.replace(self, fields=fields, by_name=dict(fields), sorted=None)
+
 
 def head_error(version: str, url: bytes, hosts: int) -> str:
     """Return the error of a parsed head with this number of Host fields (RFC 9112, 3.2); empty: none."""

@@ -16,7 +16,6 @@ from collections import deque
 from typing import Any, cast
 
 import httptools
-import msgspec
 from uvicorn.server import ServerState
 
 from kvatlas.router.http.asgi import answering, connection_scope
@@ -647,9 +646,7 @@ class RequestReader:
     def _keep(self, key: bytes, head: ClientHead) -> None:
         """Make a head known that may be used for another body."""
         if head.keep_alive and head.method == "POST" and head.path in PROMPT_APIS and self._known.again(key):
-            fields = without_fields(head.fields, b"content-length")
-            known = msgspec.structs.replace(head, fields=fields, by_name=dict(fields), sorted=None)
-            self._known.keep(key, known)
+            self._known.keep(key, head.with_fields(without_fields(head.fields, b"content-length")))
 
     def _check_request_head(self, version: str, hosts: int) -> None:
         """Raise ``RejectedRequestError`` for an invalid head."""

@@ -178,7 +178,7 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     """Score every candidate."""
     # Arrays instead of objects: this covers the whole fleet for each request. Only engines that hold a part
     # of the prompt differ in what they compute, and equal hits share it.
-    found = candidates if isinstance(candidates, Candidates) else columns(candidates)
+    found = columns(candidates)
     values, hits = found.values, found.hits
     parts = [_part(_NO_HIT, prompt_tokens, settings)]
     by_rates = [parts[0][_BY_RATE]]

@@ -134,7 +134,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             elif tokens > second:
                 second = tokens
         chosen = candidates[self.choice.index]
-        own = (chosen.hit if self.pull is None else self.pull.hit).whole_tokens
+        own = self.hit.whole_tokens
         index, sole, sole_s = 0, None, 0.0
         if most > second or most > own:
             which: list[int] = columns_of.which.tolist()

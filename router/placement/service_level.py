@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -45,6 +46,22 @@ def decide(
     return Chosen(some, candidates, pick(candidates), skipped, choice)
 
 
+class Delaying(Protocol):
+    """An engine; ``own_s``: its overhead for a request, and the margin for errors of its predictions."""
+
+    @property
+    def own_s(self) -> float: ...
+
+
+def level_met(choice: Choice, engines: Sequence[Delaying], left_s: float) -> list[bool] | None:
+    """Return which engines are predicted to give the first token in ``left_s``; None: the chosen one is, and
+    the others are not looked at."""
+    scored, index = choice.scored, choice.index
+    if scored.first_token_s(index) + engines[index].own_s <= left_s:
+        return None
+    return within_level(scored, [one.own_s for one in engines], left_s)
+
+
 def within_service_level(
     engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float, stats: SloStats
 ) -> tuple[list[Engine], Candidates, Candidates] | None:
@@ -53,11 +70,10 @@ def within_service_level(
     Returns the engines that remain, their candidates, and the candidates left out. None: the engine chosen by
     cost makes it, or none does.
     """
-    scored, index = choice.scored, choice.index
     stats.decisions += 1
-    if scored.first_token_s(index) + engines[index].own_s <= left_s:
+    met = level_met(choice, engines, left_s)
+    if met is None:
         return None
-    met = within_level(scored, [one.own_s for one in engines], left_s)
     in_time = [at for at, good in enumerate(met) if good]
     late = [at for at, good in enumerate(met) if not good]
     if not in_time:

@@ -24,11 +24,11 @@ from kvatlas.router.pd.bodies import SplitBody, split_body
 from kvatlas.router.pd.handoff import DisaggState, Handoff
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import Candidate, Cost, Hit, PlacementRequest, PolicySettings, Reason
-from kvatlas.router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
+from kvatlas.router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight
 from kvatlas.router.placement.eligible import Length, length_of
 from kvatlas.router.placement.engine import Engine, PromptView
 from kvatlas.router.placement.placement import Decision, Split, read_by
-from kvatlas.router.placement.service_level import Pick
+from kvatlas.router.placement.service_level import Pick, level_met
 from kvatlas.router.placement.snapshot import candidates
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.prompts.request import ChatBody
@@ -163,15 +163,12 @@ def pick_in_time(sides: Sequence[Side], pick: Pick, left_s: float) -> Choice:
     """Pick an engine; if it is predicted to give the first token later than in ``left_s``, one of those that
     are not, if there are any."""
     choice = pick([side.candidate for side in sides])
-    scored = choice.scored
-    if scored.first_token_s(choice.index) + sides[choice.index].own_s <= left_s:
-        return choice
-    met = within_level(scored, [side.own_s for side in sides], left_s)
-    places = [place for place, good in enumerate(met) if good]
+    met = level_met(choice, sides, left_s)
+    places = [] if met is None else [place for place, good in enumerate(met) if good]
     if not places:
         return choice
     some = pick([sides[place].candidate for place in places])
-    other = make_choice(scored, places[some.index], some.reason)
+    other = make_choice(choice.scored, places[some.index], some.reason)
     return msgspec.structs.replace(other, uncached_tokens=some.uncached_tokens)
 
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TypeVar, cast
 
-import msgspec
-
 from kvatlas.router.admission.claims import (
     ENGINE_PRIORITY,
     Targets,
@@ -175,7 +173,8 @@ class ProxyApp:
             sent = head.fields
             if self.requests.traces is not None:
                 self.requests.trace(record, sent)
-            head = head if gate is None else _cleaned(head, gate)
+            # Without what must not reach engines.
+            head = head if gate is None else head.with_fields(gate.for_engines(head.fields))
             fields = read_request_headers(head, request.peer)
             request_id = fields.request_id
             record.request_id, record.session = request_id.decode("latin-1"), fields.session
@@ -463,12 +462,6 @@ class ProxyApp:
         if request_id is not None:
             headers.append((b"x-request-id", request_id))
         await answer_whole(request, error.status, headers, body)
-
-
-def _cleaned(head: ClientHead, gate: KeyGate) -> ClientHead:
-    """Return the head without what must not reach engines."""
-    fields = gate.for_engines(head.fields)
-    return msgspec.structs.replace(head, fields=fields, by_name=dict(fields), sorted=None)
 
 
 def _served(record: RequestRecord) -> bool:

@@ -108,13 +108,14 @@ def test_the_owner_of_a_connection(peer: Any, client: str) -> None:
     assert client_key(peer) == client
 
 
-async def test_all_bodies_together_are_bounded() -> None:
-    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-        await engine.go.wait()
-        writer.write(answer(200, b"{}"))
+async def _when_told(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+    await engine.go.wait()
+    writer.write(answer(200, b"{}"))
 
+
+async def test_all_bodies_together_are_bounded() -> None:
     listen = ListenSettings(bodies_bytes_max=1_000_000, drain_s_max=0.5)
-    async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
+    async with Engine(_when_told) as engine, routing(engine.url, listen=listen) as rig:
         room = rig.server.config.capacity  # type: ignore[attr-defined]
         body = b'{"model":"m","x":"%b"}' % (b"x" * 600_000)
         first = asyncio.ensure_future(ask(rig, request(body)))
@@ -137,12 +138,8 @@ async def test_all_bodies_together_are_bounded() -> None:
 
 
 async def test_a_queued_body_that_is_refused_gives_back_what_came_of_it() -> None:
-    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
-        await engine.go.wait()
-        writer.write(answer(200, b"{}"))
-
     listen = ListenSettings(bodies_bytes_max=1000, drain_s_max=0.5)
-    async with Engine(script) as engine, routing(engine.url, listen=listen) as rig:
+    async with Engine(_when_told) as engine, routing(engine.url, listen=listen) as rig:
         room = rig.server.config.capacity  # type: ignore[attr-defined]
         reader, writer = await rig.connect()
         body = b'{"model":"m","x":"%b"}' % (b"x" * 600)
