@@ -125,24 +125,26 @@ class PrefixCache:
         ):
             self.put(one, over)
             return
+        one.messages_bytes = (
+            before.messages_bytes
+            - sum([each.weight_bytes for each in before.messages[shared:]])
+            + sum([each.weight_bytes for each in one.messages[shared:]])
+        )
+        one.fixed_bytes = before.fixed_bytes
+        one.size_bytes = _size(one)
+        if one.size_bytes > self._bytes_max // SHARE:
+            # The turn before stays: dropped, it would take the index keys of other conversations with it.
+            self.put(one, over)
+            return
         self._stats.tokens_reused += common
         turn.inherit(over, common, last=True)
-        size_bytes, index = before.size_bytes, self._index
-        for each in before.messages[shared:]:
-            before.messages_bytes -= each.weight_bytes
-        for each in one.messages[shared:]:
-            before.messages_bytes += each.weight_bytes
+        more_bytes, index = one.size_bytes - before.size_bytes, self._index
         for key in before.keys[shared:]:
             if index.get(key) is before:
                 del index[key]
         before.keys, before.turn, before.messages, before.cut = one.keys, turn, one.messages, one.cut
-        before.size_bytes = _size(before)
-        if before.size_bytes > self._bytes_max // SHARE:
-            self._stats.oversized += 1
-            before.size_bytes = size_bytes
-            self._drop(before)
-        else:
-            self._enter(before, shared, before.size_bytes - size_bytes)
+        before.messages_bytes, before.size_bytes = one.messages_bytes, one.size_bytes
+        self._enter(before, shared, more_bytes)
 
     def _enter(self, one: Conversation, first: int, more_bytes: int) -> None:
         """Index a conversation's keys from number ``first`` on."""

@@ -405,6 +405,7 @@ def test_the_prefix_cache_is_bounded(folder: Path) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @example([[0, 1], [0], [1, 0], [1, 1], [0, 1, 0], [1], [0]], 5064, False)  # sizes of objects differ by Python
 @example([[0, 1], [0], [1, 0], [1, 1], [0, 1, 0], [1], [0]], 5104, True)
+@example([[0, 0], [0], [0, 0, 0], [0]], 5400, True)  # too large a turn; another shares its start
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=30),
     st.integers(3000, 20000),
