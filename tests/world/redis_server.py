@@ -106,6 +106,7 @@ class _Connection(asyncio.Protocol):
         self._unread = b""
         self._server.connections[self] = None
         self._socket: Any = self._server.open()
+        self._loop: Any = asyncio.get_running_loop()
         self._process = self._socket._process_command
         self._socket._process_command = self._command
         self._socket.replied = self._reply
@@ -121,7 +122,9 @@ class _Connection(asyncio.Protocol):
             case b"CLIENT":
                 self._socket.put_response(b"OK")
             case _:
-                self._process(fields)
+                # A script is one turn of several commands for each of its keys here.
+                with self._loop.not_counted():
+                    self._process(fields)
 
     def data_received(self, data: bytes) -> None:
         data, self._unread = self._unread + data, b""
