@@ -27,11 +27,14 @@ from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
 from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.openai.errors import ApiError
+from kvatlas.router.placement.eligible import NO_LENGTH, EligibleEngines, Length
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.shadow import PoolEvidence, estimated_spec
 from kvatlas.router.prompts.adapter_paths import AdapterPaths
 from kvatlas.router.prompts.model_config import ModelConfigFile
 from kvatlas.router.prompts.settings import ModelPrompts
+from kvatlas.router.proxy.attempt import Attempt
 
 # It imports redis-py, which a router without a shared index does not need.
 if TYPE_CHECKING:
@@ -86,6 +89,7 @@ class EngineLifecycle:
             shared.attach(self.feeds, self.scopes)
             self._control = shared
         self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
+        self._eligible = EligibleEngines(self.fleet, accounts)
         self.loads = LoadSockets(self._load_read, clock=clock)
         self._audit = ResidencyAudit(self.fleet, self.scopes, self.feeds, clock=clock)
         self._tasks: asyncio.TaskGroup | None = None
@@ -151,14 +155,21 @@ class EngineLifecycle:
             self.feeds.suspect(engine.engine_id)
 
     def _abandon(self, engine: Engine, *, lost: bool = False) -> None:
-        """Move requests that wait for its first byte to other engines, if there are any."""
-        now = self._clock()
+        """Move requests that wait for its first byte to other engines, where one may answer them: an engine
+        that is removed while it computes is better than none."""
+        now, without = self._clock(), frozenset((engine.engine_id,))
 
-        def elsewhere(model: str | None) -> bool:
-            ready = self.fleet.ready(model)
+        def elsewhere(attempt: Attempt) -> bool:
+            request, work = attempt.request, attempt.work
+            tokens = work.prompt_tokens + 1 if work.known and work.prompts == 1 else 0
+            length = Length(tokens, tokens) if tokens else NO_LENGTH
+            try:
+                found = self._eligible.engines(request, without, length)
+            except ApiError:
+                return False
             return any(
-                other is not engine and other.up and other.engine.answers and other.breaker.allows(now)
-                for other in ready
+                other.up and other.breaker.allows(now) and other.context_tokens(request.model) >= tokens
+                for other in found
             )
 
         engine.abandon(elsewhere, lost=lost)

@@ -411,9 +411,9 @@ class Engine(EngineStatus):
         """Implement ``EngineStatus``."""
         return self.breaker.overdue(self._accounts.now())
 
-    def abandon(self, elsewhere: Callable[[str | None], bool], *, lost: bool = False) -> None:
-        """Move requests that wait for its first byte to another engine, if ``elsewhere`` finds one for the
-        model. ``lost``: only those that its breaker considers lost."""
+    def abandon(self, elsewhere: Callable[[Attempt], bool], *, lost: bool = False) -> None:
+        """Move requests that wait for its first byte to another engine, if ``elsewhere`` finds one for them.
+        ``lost``: only those that its breaker considers lost."""
         if not lost:
             # It may come back with another scheduling policy.
             self.takes_order = True
@@ -425,7 +425,7 @@ class Engine(EngineStatus):
                 continue
             if lost and not self.breaker.lost(attempt.asked_s, now, expected_s=attempt.expected_s):
                 continue
-            if elsewhere(request.model):
+            if elsewhere(attempt):
                 del self.waiting[attempt]
                 attempt.abandoned, attempt.died = True, not lost and self.unreachable
                 cancel()

@@ -164,7 +164,7 @@ async def test_an_engine_that_refuses_priorities_is_asked_without_and_remembered
         assert seen == [0, 0, 0]
         assert rig.router.proxy.stats.priorities_refused == 1
         (engine,) = rig.router.fleet
-        engine.abandon(lambda model: False)  # as when it goes down
+        engine.abandon(lambda attempt: False)  # as when it goes down
         await rig.chat("hi")
         assert rig.router.proxy.stats.priorities_refused == 2
         rig.check_books()

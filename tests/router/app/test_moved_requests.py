@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from kvatlas.router.config.schema import Config, ModelConfig
-from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress, endpoint_of
 from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.openai.work import Work
 from kvatlas.router.placement.engine import Engine as FleetEngine
 from kvatlas.router.prompts.settings import ANY_MODEL
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, Call, Engine, answer, chunk, event
@@ -141,7 +142,7 @@ async def test_a_probe_of_an_engine_that_was_left_out_is_given_its_time() -> Non
         scripts[0].slow = True
         tasks = await _spread(rig, scripts)
         await until(lambda: len(left_out.waiting) == 1, "the probe waits for its first byte")
-        left_out.abandon(lambda model: True, lost=True)
+        left_out.abandon(lambda attempt: True, lost=True)
         assert len(left_out.waiting) == 1
         one.go.set()
         await _answered(tasks)
@@ -243,7 +244,7 @@ async def test_a_request_that_waits_at_two_deaths_is_given_to_no_third_engine(ho
                 at.end_older(rig.router.clock() + 1)
             else:
                 at.unreachable = True
-                at.abandon(lambda model: True)
+                at.abandon(lambda attempt: True)
             await until(lambda: stats.requests_moved == restarts, "it is moved")  # noqa: B023  # awaited here
         status, told = await task
         assert (status, stats.suspects_refused) == (503, {"twice": 1})
@@ -290,3 +291,31 @@ async def test_requests_bound_to_one_engine_are_sent_there_again_after_its_resta
         one.go.set()
         other.go.set()
         await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("why", ["salt not proven", "too short", "among", "breaker"])
+async def test_a_request_stays_at_an_engine_that_is_removed_where_no_other_may_answer_it(why: str) -> None:
+    async with two() as (rig, scripts, (one, other), lost):
+        tasks = await _spread(rig, scripts)
+        await until(lambda: len(lost.waiting) > 0, "they wait")
+        (spared,) = [engine for engine in rig.router.fleet if engine is not lost]
+        for attempt in lost.waiting:
+            if why == "salt not proven":
+                attempt.request.isolated = rig.router.fleet.needs_salt_proofs = True
+            elif why == "among":
+                attempt.request.among = frozenset({endpoint_of(one.url)})
+            elif why == "too short":
+                attempt.work = Work(100, 100)
+        if why == "too short":
+            spared._lengths = {None: 100}  # and none for an answer
+        elif why == "breaker":
+            for _ in range(3):
+                spared.breaker.record(False, rig.router.clock())
+        waited = len(lost.waiting)
+        rig.router.poller.assign(DesiredFleet((EngineAddress(other.url),)))
+        assert len(lost.waiting) == waited
+        scripts[1].slow = False
+        one.go.set()
+        other.go.set()
+        await _answered(tasks)
+        assert rig.router.proxy.stats.requests_moved == 0
