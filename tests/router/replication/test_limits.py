@@ -25,7 +25,7 @@ from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.examples import examples
 from tests.support.redis_servers import AnyServer
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 FIELDS = [(b"authorization", b"Bearer key")]
@@ -278,7 +278,7 @@ def test_whatever_a_field_holds_requests_go_on(rules: Path, field: bytes) -> Non
 async def connected(server: AnyServer) -> AsyncIterator[Client]:
     client = Client(make_settings(server.url))
     try:
-        assert await client.start(10)
+        assert await client.start(WAIT_S)
         yield client
     finally:
         await client.close()

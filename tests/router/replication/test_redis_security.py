@@ -14,7 +14,7 @@ import pytest
 from kvatlas.router.config.load import load
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable
-from kvatlas.router.replication.settings import SettingsError
+from kvatlas.router.replication.settings import SettingsError, SharedSettings
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
 from tests.support.paths import ROOT
@@ -90,11 +90,7 @@ def test_none_of_them_is_idle(plain_server: Server, right: str) -> None:
 
     async def body() -> None:
         settings = make_settings(url, namespace=namespace)
-        client = Client(settings)
-        ready = await client.start(0.5)
-        why = client.last_error
-        await client.close()
-        if not ready:
+        if why := await problem(settings):
             raise IndexUnavailable("connection", why)
         async with Replicas(settings, "a") as replicas:
             await everything(replicas)
@@ -102,6 +98,17 @@ def test_none_of_them_is_idle(plain_server: Server, right: str) -> None:
     with pytest.raises(IndexUnavailable):
         asyncio.run(body())
     assert right.removeprefix("+") in refusals(plain_server, "poor")
+
+
+async def problem(settings: SharedSettings) -> str:
+    """Why it does not connect; "": it does."""
+    client = Client(settings)
+    await client.start()
+    await until(lambda: client.last_error or client.masters(), "an answer", ignoring=(IndexUnavailable,))
+    await client.close()
+    with pytest.raises(IndexUnavailable):
+        _ = client.identity
+    return client.last_error
 
 
 def refusals(server: Server, user: str) -> set[str]:
@@ -119,13 +126,9 @@ async def test_without_rights_nothing_connects_and_nothing_leaks(
     userinfo: str, capsys: pytest.CaptureFixture[str], server: Server
 ) -> None:
     server.command("ACL", "SETUSER", "default", "off")
-    client = Client(make_settings(server.url.replace("://", f"://{userinfo}")))
-    assert not await client.start(0.5)
-    assert "AUTH" in client.last_error or "WRONGPASS" in client.last_error
-    with pytest.raises(IndexUnavailable):
-        _ = client.identity
-    await client.close()
-    told = client.last_error + capsys.readouterr().out
+    why = await problem(make_settings(server.url.replace("://", f"://{userinfo}")))
+    assert "AUTH" in why or "WRONGPASS" in why
+    told = why + capsys.readouterr().out
     assert "wrong" not in told.replace("WRONGPASS", "")
     assert "hunter2" not in told
 
@@ -150,10 +153,8 @@ async def test_tls_with_a_client_certificate(tmp_path: Path) -> None:
     with server:
         async with Replicas(make_settings(f"{url}?ca={tmp_path}/ca.crt&{own}"), "a") as replicas:
             await everything(replicas)
-        stranger = Client(make_settings(f"{url}?{own}"))
-        assert not await stranger.start(0.5), "its certificate is not trusted"
-        assert "certificate" in stranger.last_error.lower()
-        await stranger.close()
+        why = await problem(make_settings(f"{url}?{own}"))
+        assert "certificate" in why.lower(), "it is not trusted"
         with pytest.raises(SettingsError, match="TLS files"):
             Client(make_settings(f"{url}?ca=/nowhere.pem"))
 
@@ -167,19 +168,13 @@ async def test_an_authority_given_in_the_url_replaces_those_of_the_system(
 
     as_sentinel = url.replace("rediss://", "rediss+sentinel://").replace("/0", "/main")
 
-    async def problem(form: str) -> str:
-        client = Client(make_settings(form))
-        await client.start()
-        await until(lambda: client.last_error or client.masters(), "an answer", ignoring=(IndexUnavailable,))
-        await client.close()
-        return client.last_error
-
     with server:
-        assert await problem(url) == ""
-        assert "SENTINEL" in await problem(as_sentinel), "it is none, but its certificate is accepted"
+        assert await problem(make_settings(url)) == ""
+        why = await problem(make_settings(as_sentinel))
+        assert "SENTINEL" in why, "it is none, but its certificate is accepted"
         other = f"?ca={tmp_path}/other.crt"
-        assert "CERTIFICATE_VERIFY_FAILED" in await problem(url + other)
-        assert "does not answer" in await problem(as_sentinel + other)
+        assert "CERTIFICATE_VERIFY_FAILED" in await problem(make_settings(url + other))
+        assert "does not answer" in await problem(make_settings(as_sentinel + other))
 
 
 @pytest.mark.process
@@ -194,19 +189,11 @@ async def test_sentinel(tmp_path: Path) -> None:
     sentinel = subprocess.Popen([binary, str(config), "--sentinel"])
 
     try:
-        settings = make_settings(
-            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/main/2", connect_timeout_s=5.0
-        )
-        client = Client(settings)
-        assert await client.start(20), client.last_error
-        await client.close()
+        settings = make_settings(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/main/2")
         async with Replicas(settings, "a") as replicas:
             await everything(replicas)
-        stranger = Client(make_settings(f"redis+sentinel://127.0.0.1:{port}/other"))
-        assert not await stranger.start(0.3)
-        assert "no master named 'other'" in stranger.last_error
-        await stranger.close()
-
+        stranger = make_settings(f"redis+sentinel://127.0.0.1:{port}/other")
+        assert "no master named 'other'" in await problem(stranger)
     finally:
         sentinel.kill()
         sentinel.wait()
@@ -217,10 +204,7 @@ async def test_a_replica_is_not_written_to() -> None:
     binary = any_program()
     master = Server(binary)
     with Server(binary, "--replicaof", f"127.0.0.1 {master.port}") as replica:
-        client = Client(make_settings(replica.url))
-        assert not await client.start(0.3)
-        assert "replica" in client.last_error
-        await client.close()
+        assert "replica" in await problem(make_settings(replica.url))
         master.close()
 
 

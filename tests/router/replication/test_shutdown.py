@@ -16,7 +16,7 @@ from kvatlas.router.replication.service import SharedIndex
 from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.redis_servers import AnyServer
-from tests.support.waiting import run, until
+from tests.support.waiting import WAIT_S, run, until
 from tests.support.whole_router import MODEL, configure, routing, running, tenants
 
 AS_ADA = {"authorization": "Bearer key-of-ada"}
@@ -38,7 +38,7 @@ def test_a_router_with_several_leases_ends_without_a_fault_and_releases_each(
                 await _all_followed(rig.router.peers.index, engines)
                 rig.server.drain()  # by a signal; the end of the lifespan comes while the leases are released
             client = Client(settings)
-            assert await client.start(10)
+            assert await client.start(WAIT_S)
             holders = await Leases(client, MODEL, "observer").holders()
             await client.close()
             assert len(holders) == 3
@@ -62,7 +62,7 @@ async def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: 
         await index.release_leases()
         assert not index.lease_manager.held
         client = Client(settings)
-        assert await client.start(10)
+        assert await client.start(WAIT_S)
         holders = await Leases(client, MODEL, "observer").holders()
         await client.close()
         assert [lease.held for lease in holders.values()] == [False, False]
