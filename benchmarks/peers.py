@@ -1,10 +1,10 @@
 """Peers of kvatlas in comparisons: other routers' choices, each as one function over its knowledge.
 
-Written from the published sources and documents, read in August 2026, with their defaults. Every function
-returns the positions of the best engines; ties are not part of the rule and are drawn by the simulator.
-Tokens are prompt tokens; blocks are the engines' own.
+Written from the published sources and documents, with their defaults as of November 2026; each docstring
+names them. Every function returns the positions of the best engines; ties are not part of the rule and are
+drawn by the simulator. Tokens are prompt tokens; blocks are the engines' own.
 
-``COMPARED`` has them as variants of a simulated fleet, beside those of ``kvatlas simulate``.
+``PEERS`` has them as variants of a simulated fleet, ``COMPARED`` those of ``kvatlas simulate`` as well.
 
 Omitted in all of them: everything that is equal for identical, healthy engines (filters, breakers, weights
 per engine), and temperatures, which are 0 by default.
@@ -12,6 +12,7 @@ per engine), and temperatures, which are 0 by default.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -28,13 +29,17 @@ from kvatlas.router.placement.candidate import Candidate, PlacementRequest, Poli
 from kvatlas.router.placement.cost import Choice, choose
 from kvatlas.router.placement.policies import ArmState
 from kvatlas.router.simulation.other_router import OtherRouter, PrefixHit
+from kvatlas.router.simulation.setup import FleetSetup
 from kvatlas.router.simulation.variants import VARIANTS, Variant, ViewName
 
-REGRESSION = "ttft-regression"
 NO_HIT_NEUTRAL = 0.5
 # Prefix, KV usage, queue, no-hit LRU: the weights of llm-d's guide for precise prefix routing.
 LLM_D_WEIGHTS = (3.0, 2.0, 2.0, 2.0)
-SMG_MATCH_MIN, SMG_REQUESTS_BEYOND, SMG_RATIO = 0.5, 32, 1.1
+LLM_D_STICKY_SHARE, LLM_D_PENALTY_S, LLM_D_TOKENS_MAX = 0.8, 18.0, 4_194_304
+LLM_D_GAUGE_S = 0.05
+DYNAMO_QUEUE = 16.0
+SMG_MATCH_MIN, SMG_REQUESTS_BEYOND, SMG_RATIO = 0.3, 64, 1.5
+SMG_GAUGE_S, SMG_REQUEST_TOKENS, SMG_TOKENS_PER_S, SMG_USAGE_S = 10.0, 1024, 2000.0, 0.15
 VLLM_ROUTER_MATCH_MIN, VLLM_ROUTER_REQUESTS_BEYOND, VLLM_ROUTER_RATIO = 0.3, 64, 1.5
 
 
@@ -52,37 +57,69 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     """The engine's gauge as last polled, like ``usage``."""
     usage: float = 0.0
+    dispatched: int = 0
+    """Number of requests sent there since that poll."""
     cold_turn: int = 0
     """Sequence number of the last prompt without any hit that was sent there; 0: never."""
     tree_tokens: int = 0
     """Size of this router's history of the engine."""
+    tokens_per_s: float = 8000.0
+    """Its peak prefill rate, as an operator would measure it."""
 
 
 # (engines, prompt tokens, tokens per block) -> the best engines, at least one.
 Formula = Callable[[Sequence[PeerView], int, int], list[int]]
 
 
-def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
-    """Choose the lowest number of blocks to prefill and to decode, including this prompt's.
-
-    ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector`` and ``config.rs``: overlap weight 1.
-    """
-
-    # Prompt tokens count as to be prefilled until the first token; generated tokens are not tracked (the
-    # default).
-    def blocks(view: PeerView) -> float:
-        prefill = max(0, view.prefilling_tokens + prompt_tokens - view.prefix_tokens)
-        return prefill / block_tokens + view.active_blocks
-
-    return _lowest(map(blocks, views))
-
-
 def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """Choose the least uncached tokens not answered yet, this prompt's included, among the engines that hold
+    most of the prompt; among all while none does, or while those are busier by 18 s of prefill.
+
+    llm-d's recommended default, "sticky until saturated": https://github.com/llm-d/llm-d, guide
+    ``optimized-baseline`` (``router/optimized-baseline.values.yaml``), with ``prefix-cache-affinity-filter``
+    and ``token-load-scorer`` of https://github.com/llm-d/llm-d-router at ebab6879 (22 Aug 2026). The filter
+    compares the least loaded holder of at least 0.80 of the prompt's blocks with the least loaded other
+    engine, by its ``peakPrefillThroughput``, which the guide says to measure.
+    """
+    # The prompt's tokens count until its first token comes (``inflight-load-producer``). Cached blocks are
+    # those of ``approx-prefix-cache-producer``, which keeps a history of its own and reads no events.
+    whole = max(1, prompt_tokens // block_tokens) * block_tokens
+    sticky = [at for at, view in enumerate(views) if view.prefix_tokens >= LLM_D_STICKY_SHARE * whole]
+    others = [at for at in range(len(views)) if at not in sticky]
+    places = sticky or others
+    if sticky and others:
+        held_s, free_s = (
+            min(views[at].prefilling_tokens / views[at].tokens_per_s for at in some)
+            for some in (sticky, others)
+        )
+        if held_s - free_s > LLM_D_PENALTY_S:
+            places = list(range(len(views)))
+    loads = [
+        min(LLM_D_TOKENS_MAX, views[at].prefilling_tokens + max(0, prompt_tokens - views[at].prefix_tokens))
+        for at in places
+    ]
+    return [places[at] for at in _lowest(loads)]
+
+
+def llm_d_lmetric(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """Choose the lowest product of the prompt's uncached tokens and the requests there, this one included.
+
+    https://github.com/llm-d/llm-d-router, ``lmetric-scorer`` (added after ebab6879 of 22 Aug 2026), as in
+    llm-d's guide ``precise-prefix-cache-routing`` (``router/lmetric.values.yaml``): cached blocks from
+    events and prompts in flight.
+    """
+    whole = prompt_tokens // block_tokens * block_tokens
+    return _lowest(max(0, whole - view.prefix_tokens) * (view.requests + 1) for view in views)
+
+
+def llm_d_precise(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
     """Choose the highest weighted sum of scores between 0 and 1: prefix share, free KV cache, queue, no-hit
     LRU.
 
-    llm-d/llm-d-router, the scorers ``precise-prefix-cache``, ``kv-cache-utilization``, ``queue`` and
-    ``no-hit-lru``.
+    llm-d's guide ``precise-prefix-cache-routing`` (its ``values.yaml``: weights 3, 2, 2, 2), with the scorers
+    ``precise-prefix-cache``, ``kv-cache-utilization``, ``queue`` and ``no-hit-lru`` of
+    https://github.com/llm-d/llm-d-router at ebab6879 (22 Aug 2026). Gauges are read every 50 ms
+    (``--refresh-metrics-interval``), cached blocks come from events and prompts in flight.
     """
     # The queue's score is the waiting count between the longest (0) and the shortest (1). A prompt held by no
     # engine goes to engines that never had such a prompt, then to the least recently used.
@@ -108,28 +145,61 @@ def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> l
     return _lowest(-score(place) for place in range(len(views)))
 
 
-def cache_aware(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
-    """Choose the least loaded of those with the deepest match, if it is deep and the load balanced enough.
+def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """Choose the lowest number of blocks to prefill and to decode, including this prompt's.
 
-    lightseekorg/smg, ``cache_aware.rs`` (1.13), defaults 0.5, 32 and 1.1: a match is a share of the prompt in
-    the router's own history; load is the number of its requests. Otherwise the engine with fewest requests.
+    https://github.com/ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector/default.rs``, defaults of
+    ``config.rs``, and the pages of version 1.7.0 at docs.nvidia.com/dynamo (Nov 2026): overlap credit 1 and
+    its decay 0, prefill load scale 1, active request weight 0.
+
+    Its queue (``queue.rs``, ``--router-queue-threshold``) is off by default since 1.4.0 of 14 Aug 2026
+    (pull request 11599); ``dynamo-queue`` has it at 16, the default before: while every engine has more than
+    16 steps' tokens yet to be prefilled, prompts wait in the router, first come, first served.
+    """
+
+    # Prompt tokens count as to be prefilled until the first token; generated tokens are not tracked (the
+    # default).
+    def blocks(view: PeerView) -> float:
+        prefill = max(0, view.prefilling_tokens + prompt_tokens - view.prefix_tokens)
+        return prefill / block_tokens + view.active_blocks
+
+    return _lowest(map(blocks, views))
+
+
+def smg(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """Choose the shortest expected wait among the holders of the deepest match, if it is deep and they have
+    not far more requests than the fleet's mean; otherwise among all engines that have not.
+
+    https://github.com/smg-project/smg 1.13 (Oct 2026), ``policies/cache_aware.rs`` and ``least_load.rs``
+    after pull requests 2161 and 2341 (16 and 27 Aug 2026), defaults of its command line: 0.3, 64 and 1.5. A
+    match is a share of the prompt in the router's own history. The expected wait is that of HTTP workers
+    whose gauges show no tokens: 1,024 tokens for each request that waits or was sent since the last poll
+    (10 s), at 2,000 tokens/s, and 0.15 s times usage / (1 - usage).
     """
     deepest = max(view.prefix_tokens for view in views)
+    mean = sum(view.requests for view in views) / len(views)
+    cool = [
+        at
+        for at, view in enumerate(views)
+        if not (view.requests > mean + SMG_REQUESTS_BEYOND and view.requests > SMG_RATIO * mean)
+    ]
+    places = list(range(len(views)))
     if deepest > SMG_MATCH_MIN * prompt_tokens:
-        holders = [place for place, view in enumerate(views) if view.prefix_tokens == deepest]
-        fewest = min(views[place].requests for place in holders)
-        mean = sum(view.requests for view in views) / len(views)
-        if not (fewest > mean + SMG_REQUESTS_BEYOND and fewest > SMG_RATIO * mean):
-            return [place for place in holders if views[place].requests == fewest]
-    return _lowest(view.requests for view in views)
+        places = [at for at in cool if views[at].prefix_tokens == deepest] or cool or places
+    waits_s = []
+    for at in places:
+        view, usage = views[at], min(views[at].usage, 0.999)
+        tokens = SMG_REQUEST_TOKENS * (view.waiting + view.dispatched)
+        waits_s.append(tokens / SMG_TOKENS_PER_S + SMG_USAGE_S * usage / (1 - usage))
+    return [places[at] for at in _lowest(waits_s)]
 
 
 def vllm_router(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
     """Choose a holder of the deepest match, or the engine with the smallest history; by load only if very
     uneven.
 
-    vllm-project/router 0.1.17, policy ``cache_aware``, defaults 0.3, 64 and 1.5: the fleet is uneven if the
-    most and the fewest requests differ by more than 64 and by more than half.
+    https://github.com/vllm-project/router 0.1.17 (Aug 2026), policy ``cache_aware``, defaults 0.3, 64 and
+    1.5: the fleet is uneven if the most and the fewest requests differ by more than 64 and by more than half.
     """
     fewest, most = min(v.requests for v in views), max(v.requests for v in views)
     if most - fewest > VLLM_ROUTER_REQUESTS_BEYOND and most > VLLM_ROUTER_RATIO * fewest:
@@ -189,11 +259,6 @@ class FirstTokenRegression:
             self._weights = np.asarray(np.linalg.solve(self._xtx, self._xty), np.float64)
 
 
-FORMULAS: Mapping[str, Formula] = MappingProxyType(
-    {"dynamo": dynamo, "llm-d": llm_d, "cache-aware": cache_aware, "vllm-router": vllm_router}
-)
-
-
 def _lowest(values: Iterable[float]) -> list[int]:
     found = list(values)
     best = min(found)
@@ -202,12 +267,11 @@ def _lowest(values: Iterable[float]) -> list[int]:
 
 # Another router in front of the simulated fleet: its knowledge of engines, and the delay of that.
 #
-# It knows its own requests immediately, an engine's gauges as of the last poll, and cached blocks either from
-# the engines' events (without delay) or from a history of its own, as large as that router's.
+# It knows its own requests immediately, an engine's gauges as of its own last poll, and cached blocks either
+# from the engines' events (without delay) or from a history of its own, as large as that router's.
 
-
-# Size of an approximate tree per engine, least recently used first: 2^24 characters, both routers' default.
-TREE_TOKENS_MAX = 4 << 20
+# Sizes of trees by default: 2^24 characters for each engine of vllm-router, 2^26 for all of smg's together.
+TREE_TOKENS_MAX, SMG_TREE_TOKENS_MAX = 4 << 20, 16 << 20
 
 
 def _leading(held: Container[BlockHash], hashes: Sequence[BlockHash]) -> int:
@@ -224,13 +288,17 @@ class History:
     """A prefix tree of sent prompts, as kept by routers without events: full attention, no groups.
 
     ``blocks_max`` per engine limits it, least recently used first; None: no limit. A prompt counts from its
-    placement. The tree needs no nodes: a block hash identifies its whole prefix.
+    placement. The tree needs no nodes: a block hash identifies its whole prefix. ``flat``: a plain list of
+    blocks, in which the start of a prefix is the oldest, as in llm-d's ``approx-prefix-cache-producer``.
     """
 
-    def __init__(self, engines: int, block_tokens: int, blocks_max: int | None) -> None:
+    def __init__(
+        self, engines: int, block_tokens: int, blocks_max: int | None, *, flat: bool = False
+    ) -> None:
         self._held: list[OrderedDict[BlockHash, None]] = [OrderedDict() for _ in range(engines)]
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
+        self._flat = flat
 
     def look(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> list[PrefixHit]:
         most = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
@@ -239,8 +307,8 @@ class History:
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         held = self._held[engine]
-        # The start of a prefix is evicted last.
-        for block_hash in reversed(hashes):
+        # In a tree the start of a prefix is evicted last.
+        for block_hash in hashes if self._flat else reversed(hashes):
             held[block_hash] = None
             held.move_to_end(block_hash)
         if self._blocks_max is not None:
@@ -265,24 +333,100 @@ class _Engine(msgspec.Struct, eq=False):
     requests: int = 0
     waiting: int = 0
     usage: float = 0.0
+    dispatched: int = 0
     cold_turn: int = 0
     active: Counter[BlockHash] = msgspec.field(default_factory=Counter)
     """Number of requests there that have each block."""
 
 
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """One other router: how it chooses, and where its knowledge comes from."""
+
+    what: str
+    formula: Formula | None
+    """None: a regression, which the router trains."""
+    view: ViewName = "truth"
+    gauge_s: float = math.inf
+    """Seconds between two polls of gauges; infinite: none are read."""
+    counts_in_flight: bool = False
+    """Whether blocks of prompts in flight count as cached."""
+    history: Callable[[FleetSetup, int], History] | None = None
+    """Its own history instead of events, by the tokens per block."""
+    queue: float | None = None
+    """Prompts wait in the router while every engine has this many steps' tokens yet to be prefilled."""
+
+
+def _flat(setup: FleetSetup, unit: int) -> History:
+    # autoTune: as many blocks as the engine says that it has.
+    return History(setup.engines, unit, setup.num_blocks, flat=True)
+
+
+def _tree(setup: FleetSetup, unit: int) -> History:
+    return History(setup.engines, unit, TREE_TOKENS_MAX // unit)
+
+
+def _common_tree(setup: FleetSetup, unit: int) -> History:
+    return History(setup.engines, unit, SMG_TREE_TOKENS_MAX // unit // setup.engines)
+
+
+_PEERS: Mapping[str, Peer] = MappingProxyType(
+    {
+        "llm-d": Peer(
+            what="llm-d's optimized baseline: sticky until saturated, then least token load",
+            formula=llm_d,
+            view="blind",
+            history=_flat,
+        ),
+        "llm-d-lmetric": Peer(
+            what="llm-d's lmetric scorer: uncached tokens times requests",
+            formula=llm_d_lmetric,
+            counts_in_flight=True,
+        ),
+        "llm-d-precise": Peer(
+            what="llm-d's precise routing: prefix share, KV usage, waiting, no-hit LRU",
+            formula=llm_d_precise,
+            gauge_s=LLM_D_GAUGE_S,
+            counts_in_flight=True,
+        ),
+        "dynamo": Peer(what="Dynamo's formula: blocks to prefill and to decode", formula=dynamo),
+        "dynamo-queue": Peer(
+            what="Dynamo's formula with its queue in the router", formula=dynamo, queue=DYNAMO_QUEUE
+        ),
+        "smg": Peer(
+            what="smg's cache_aware",
+            formula=smg,
+            view="blind",
+            gauge_s=SMG_GAUGE_S,
+            history=_common_tree,
+        ),
+        "ttft-regression": Peer(
+            what="lowest first token by a regression on prompt, hit and queue",
+            formula=None,
+            gauge_s=LLM_D_GAUGE_S,
+        ),
+        "vllm-router": Peer(
+            what="vllm-router's cache_aware", formula=vllm_router, view="blind", history=_tree
+        ),
+    }
+)
+
+
 class PeerRouter(OtherRouter):
     """State of one other router. Requests are identified by ``index``; ties are drawn by ``rng``."""
 
-    def __init__(self, name: str, engines: int, block_tokens: int, rng: random.Random) -> None:
-        self._regression = FirstTokenRegression() if name == REGRESSION else None
-        self._formula = FORMULAS[name] if self._regression is None else self._regression.shortest
-        self._counts_in_flight = name == "llm-d"
+    def __init__(self, name: str, setup: FleetSetup, block_tokens: int, rng: random.Random) -> None:
+        peer, timing = _PEERS[name], setup.timing
+        self._tokens_per_s = 1 / timing.prefill_s_per_token
+        self.gauge_s = peer.gauge_s
+        regression = FirstTokenRegression()
+        self._regression = regression if peer.formula is None else None
+        self._formula = peer.formula or regression.shortest
+        self._counts_in_flight = peer.counts_in_flight
         self._block_tokens = block_tokens
+        self._queue_tokens = math.inf if peer.queue is None else peer.queue * timing.chunk_tokens
         self._rng = rng
-        self._engines = [_Engine() for _ in range(engines)]
-        self._tree: History | None = None
-        if name in TREES:
-            self._tree = History(engines, block_tokens, TREE_TOKENS_MAX // block_tokens)
+        self._engines = [_Engine() for _ in range(setup.engines)]
+        self._tree = None if peer.history is None else peer.history(setup, block_tokens)
         self._sent: dict[int, _Sent] = {}
         self._cold = 0
 
@@ -311,6 +455,7 @@ class PeerRouter(OtherRouter):
             sent.features, sent.asked_s = self._regression.features(views[place], prompt_tokens), now
         self._sent[index] = sent
         engine.requests += 1
+        engine.dispatched += 1
         engine.prefilling_tokens += sent.prefilling_tokens
         engine.active.update(hashes)
         if self._tree is not None:
@@ -349,7 +494,11 @@ class PeerRouter(OtherRouter):
                 del engine.active[block]
 
     def polled(self, engine: int, waiting: int, usage: float) -> None:
-        self._engines[engine].waiting, self._engines[engine].usage = waiting, usage
+        state = self._engines[engine]
+        state.waiting, state.usage, state.dispatched = waiting, usage, 0
+
+    def full(self) -> bool:
+        return all(engine.prefilling_tokens > self._queue_tokens for engine in self._engines)
 
     def _prefixes(
         self, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit]
@@ -373,34 +522,26 @@ class PeerRouter(OtherRouter):
                 requests=engine.requests,
                 waiting=engine.waiting,
                 usage=engine.usage,
+                dispatched=engine.dispatched,
                 cold_turn=engine.cold_turn,
                 tree_tokens=size * self._block_tokens,
+                tokens_per_s=self._tokens_per_s,
             )
             for engine, prefix, size in zip(self._engines, prefixes, sizes, strict=True)
         ]
 
 
-# Routers without events.
-TREES = frozenset({"cache-aware", "vllm-router"})
-
-
-def _other(name: str, view: ViewName, what: str, *, predicts: bool = False) -> Variant:
-    other = partial(PeerRouter, name)
-    return Variant(policy="kvatlas", view=view, in_flight=False, other=other, predicts=predicts, what=what)
-
-
 PEERS: Mapping[str, Variant] = MappingProxyType(
     {
-        "dynamo": _other("dynamo", "truth", "Dynamo's formula: blocks to prefill and to decode"),
-        "llm-d": _other("llm-d", "truth", "llm-d's scores: prefix share, KV usage, waiting, no-hit LRU"),
-        "cache-aware": _other("cache-aware", "blind", "smg's cache_aware"),
-        REGRESSION: _other(
-            REGRESSION,
-            "truth",
-            "lowest first token by a regression on prompt, hit and queue",
-            predicts=True,
-        ),
-        "vllm-router": _other("vllm-router", "blind", "vllm-router's cache_aware"),
+        name: Variant(
+            policy="kvatlas",
+            view=peer.view,
+            in_flight=False,
+            other=partial(PeerRouter, name),
+            predicts=peer.formula is None,
+            what=peer.what,
+        )
+        for name, peer in _PEERS.items()
     }
 )
 

@@ -7,9 +7,9 @@ Workloads: Mooncake's conversation trace (``--trace`` or KVATLAS_CONVERSATION_TR
 times, and closed, where a turn waits for the answer before it), and generated documents, shared prompts in
 bursts, and tenants. A file that is not named is left out, with a line that says so. Four cache layouts; pools
 of 25 and 50 % of what the workload fills; arrivals so fast that round robin is busy for 60, 85 or 100 %.
-Eight engines; gauges are polled every 2 s (``--gauge-s``). Other routers place by their own formulas
-(``benchmarks/peers.py``). Every arm of a cell and seed meets the same requests at the same times;
-in closed sessions, the same requests and pauses.
+Eight engines. kvatlas polls gauges every 2 s (``--gauge-s``); other routers place by their own formulas and
+poll at their own intervals (``benchmarks/peers.py``). Every arm of a cell and seed meets the same requests at
+the same times; in closed sessions, the same requests and pauses.
 
 Runs go, one JSON line each, into ``--runs`` as cells finish; what is there already, for the same settings and
 number of requests, is not run again. ``--workloads``, ``--models``, ``--pools`` and ``--loads`` run a part.
@@ -70,7 +70,7 @@ def settings_name(gauge_s: float = GAUGE_S) -> str:
     knobs = PolicySettings()
     names = ("beta", "eviction_premium", "spread", "room_share", "crowding")
     values = ", ".join(f"{name} {getattr(knobs, name):g}" for name in names)
-    return f"{values}; gauges polled every {gauge_s:g} s"
+    return f"{values}; gauges polled every {gauge_s:g} s, by other routers at their own intervals"
 
 
 _requests: dict[tuple[str, int], list[Request]] = {}
@@ -209,7 +209,9 @@ def main() -> None:
     parser.add_argument("--models", type=words, default=tuple(MODELS))
     parser.add_argument("--pools", type=shares, default=POOLS)
     parser.add_argument("--loads", type=shares, default=LOADS)
-    parser.add_argument("--gauge-s", type=float, default=GAUGE_S, help="seconds between polls of gauges")
+    parser.add_argument(
+        "--gauge-s", type=float, default=GAUGE_S, help="seconds between kvatlas's polls of gauges"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=Path, default=Path("routing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")

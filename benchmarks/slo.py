@@ -47,6 +47,7 @@ def arms(target_s: int) -> tuple[str, ...]:
         f"kvatlas:{slo}+refuse=1",
         f"kvatlas:{slo}+refuse=2",
         "llm-d",
+        "llm-d-precise",
         "ttft-regression",
         f"ttft-regression:{slo}+refuse=1",
         "round-robin",

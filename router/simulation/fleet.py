@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -166,7 +167,6 @@ class FleetSim:
         self._view = router_view(variant, setup, pools, self._tiers)
         timing = setup.timing
         self._loads = [engine.load for engine in self._fleet]
-        self._gauges_s = setup.gauge_s
         self._holding = None if variant.hold is None else Holding(variant.hold, self._loads, timing.seqs_max)
         self._inflight = self._accounts.inflight
         self._open: dict[int, _Open] = {}
@@ -174,7 +174,10 @@ class FleetSim:
         self._other = None
         if variant.other is not None:
             unit = self._scheme.hash_block_size
-            self._other = variant.other(setup.engines, unit, random.Random(setup.seed))
+            self._other = variant.other(setup, unit, random.Random(setup.seed))
+        self._queued: deque[tuple[int, Request]] = deque()  # in another router
+        self._gauge_s = setup.gauge_s if self._other is None else self._other.gauge_s
+        self._gauges_s = self._gauge_s
         self._calendar = Calendar(setup.engines)
         self._arrivals = Arrivals((), speed=1.0, closed=False)
         self._now = 0.0
@@ -220,6 +223,9 @@ class FleetSim:
 
     def _arrive(self, index: int, request: Request) -> None:
         holding = self._holding
+        if self._queued or (self._other is not None and self._other.full()):
+            self._queued.append((index, request))
+            return
         if holding is None:
             self._place(index, request)
             return
@@ -437,7 +443,7 @@ class FleetSim:
             engine_s = calendar.next_s()
             next_s = min(wake_s, engine_s)
             if self._gauges_s <= min(next_s, until_s) < math.inf:
-                self._report()
+                self._report(min(next_s, until_s))
                 continue
             if next_s > until_s or next_s == float("inf"):
                 return
@@ -448,17 +454,23 @@ class FleetSim:
                 self._note(engine)
             if holding is not None:
                 holding.release(self._now, self._place)
+            while self._queued and self._other is not None and not self._other.full():
+                self._place(*self._queued.popleft())
 
-    def _report(self) -> None:
-        """Poll every engine's gauges, as the router does."""
+    def _report(self, until_s: float) -> None:
+        """Poll every engine's gauges, as the router does. Nothing changes before ``until_s``."""
+        if self._other is not None:
+            # So the last poll before then says all.
+            self._gauges_s += self._gauge_s * math.floor((until_s - self._gauges_s) / self._gauge_s)
         now = self._gauges_s
         for place, (engine, account) in enumerate(zip(self._engines, self._loads, strict=True)):
-            account.report(
-                running=engine.num_running, waiting=engine.num_waiting, now=now, usage=engine.usage
-            )
             if self._other is not None:
                 self._other.polled(place, engine.num_waiting, engine.usage)
-        self._gauges_s += self._setup.gauge_s
+            else:
+                account.report(
+                    running=engine.num_running, waiting=engine.num_waiting, now=now, usage=engine.usage
+                )
+        self._gauges_s += self._gauge_s
 
     def _note(self, engine: int) -> None:
         self._calendar.note(engine, self._engines[engine].next_s)

@@ -5,6 +5,7 @@ None is part of kvatlas; ``benchmarks/peers.py`` has those that results compare 
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.placement.candidate import Candidate
+from kvatlas.router.simulation.setup import FleetSetup
 
 
 class PrefixHit(NamedTuple):
@@ -27,6 +29,9 @@ class PrefixHit(NamedTuple):
 
 class OtherRouter(ABC):
     """Requests are identified by ``index``, engines by their place; times are seconds."""
+
+    gauge_s: float = math.inf
+    """Seconds between two polls of every engine's gauges; infinite: it reads none."""
 
     @abstractmethod
     def place(
@@ -58,9 +63,13 @@ class OtherRouter(ABC):
     def polled(self, engine: int, waiting: int, usage: float) -> None:
         """Gauges of an engine were read."""
 
+    def full(self) -> bool:
+        """Whether requests wait in the router now, first come, first served."""
+        return False
 
-MakeRouter = Callable[[int, int, random.Random], OtherRouter]
-"""Makes one for a number of engines, tokens per block, and a generator that draws between equals."""
+
+MakeRouter = Callable[[FleetSetup, int, random.Random], OtherRouter]
+"""Makes one for a fleet, tokens per block, and a generator that draws between equals."""
 
 
 def seen_of(candidates: Sequence[Candidate]) -> list[PrefixHit]:

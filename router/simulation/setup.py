@@ -92,7 +92,8 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a turn waits for the answer before it; otherwise every request arrives at its recorded time."""
     seed: int = 0
     gauge_s: float = 2.0
-    """Seconds between two polls of every engine's gauges, like ``fleet.poll_interval_s`` of a router."""
+    """Seconds between two polls of every engine's gauges: 0.4 of a router's ``fleet.poll_interval_s``. Other
+    routers have their own interval."""
     learn_rates: bool = False
     """Whether to learn each engine's prefill rate as the router does; otherwise variants get the true one.
     Learning from wrong predictions misleads a variant about load as well, so that variants differ in two

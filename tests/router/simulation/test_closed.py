@@ -52,7 +52,7 @@ def test_the_turn_after_a_request_that_fits_nowhere_comes() -> None:
 
 
 @settings(max_examples=examples(24))
-@given(st.integers(0, 1000), st.sampled_from(["kvatlas", "llm-d", "cache-aware"]), st.floats(0.5, 8.0))
+@given(st.integers(0, 1000), st.sampled_from(["kvatlas", "llm-d", "smg"]), st.floats(0.5, 8.0))
 def test_no_turn_comes_before_the_answer_it_follows(seed: int, variant: str, speed: float) -> None:
     requests = continued(tenants(25, 20.0, seed))
     run = fleet_run(requests, variant, closed=True, speed=speed, num_blocks=900)
