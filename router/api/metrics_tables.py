@@ -263,6 +263,13 @@ RESIDENCY: tuple[Column[EngineResidency], ...] = (
         "Blocks that were counted but not learned from, because the engine sent too many in that time",
         lambda r: r.budget.skipped,
     ),
+    counter(
+        "index_unlearned_blocks",
+        "Blocks whose prefix is not known although hashes are learned from events: unplaced (no event shows "
+        "their position), ambiguous (one prefix has two hashes), forgotten (the bound)",
+        lambda r: {} if r.learned is None else r.learned.left_out,
+        "reason",
+    ),
     gauge(
         "index_mode",
         "1 for the way in which block hashes of prompts are found: native, learned, or not yet",

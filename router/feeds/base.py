@@ -17,7 +17,8 @@ from kvatlas.publisher.events import DecodedBatch, EventDecodeError
 # frame is 8 bytes, or 24 if a publisher epoch follows the seq. Replay: ``[b"", topic, seq, payload]``, from
 # older publishers without the topic frame, and an end marker whose seq is -1. A message without a usable seq
 # raises ``WireError`` and has no effect; a payload that is too large or cannot be decoded still yields a
-# frame, since its seq is used up.
+# frame, since its seq is used up. ROCm's ATOM sends ``[payload]`` or ``[topic, payload]``, without a seq
+# (https://github.com/ROCm/ATOM/pull/869): the feed numbers these by arrival.
 
 
 # Largest payload that is decoded: some 2,500 times a busy engine's usual batch. Locating its events takes up
@@ -32,6 +33,8 @@ PAYLOAD_UNDECODABLE = "payload_undecodable"
 REASONS = (FRAME_COUNT, SEQ_LENGTH, SEQ_RANGE, PAYLOAD_OVERSIZE, PAYLOAD_UNDECODABLE)
 
 _SEQ_MAX = (1 << 63) - 1
+# ``Frame.seq`` of a batch that its publisher did not number.
+UNNUMBERED = -1
 _END_SEQ = b"\xff" * 8
 
 
@@ -64,6 +67,10 @@ def live_in_pieces(
     frames: list[bytes], *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
 ) -> Generator[None, None, Frame]:
     """Parse one SUB message in pieces, with a yield after each."""
+    if len(frames) in {1, 2}:
+        frame = yield from _numbered(UNNUMBERED, None, frames[-1], payload_bytes_max)
+        if frame.batch is not None:
+            return frame
     if len(frames) != 3:
         raise WireError(FRAME_COUNT, f"live message of {len(frames)} frames, expected 3")
     return (yield from _frame(frames[1], frames[2], payload_bytes_max))
@@ -93,7 +100,12 @@ def _frame(seq_frame: bytes, payload: bytes, payload_bytes_max: int) -> Generato
     seq = int.from_bytes(seq_frame[:8], "big")
     if seq > _SEQ_MAX:
         raise WireError(SEQ_RANGE, f"seq {seq} is negative as a signed number")
-    epoch = seq_frame[8:] or None
+    return (yield from _numbered(seq, seq_frame[8:] or None, payload, payload_bytes_max))
+
+
+def _numbered(
+    seq: int, epoch: bytes | None, payload: bytes, payload_bytes_max: int
+) -> Generator[None, None, Frame]:
     size = len(payload)
     if size > payload_bytes_max:
         return Frame(seq, None, size, size, epoch, PAYLOAD_OVERSIZE)

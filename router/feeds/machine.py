@@ -16,6 +16,9 @@ publisher id, if present, decides alone. After a disconnect nothing is applied u
 confirmed, if there is a replay socket. Until the anchor or a batch has confirmed the process, its state is
 ``unconfirmed``: blocks of a process that may have ended do not count.
 
+Batches without a number are numbered by arrival. Such a feed is never READY, as losses do not show, and after
+a disconnect the next batch counts as one of a new process.
+
 Other parts: ``recovery`` (the repair in progress, restarts), ``replay_answers``, ``snapshot_answers``.
 No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.
 """
@@ -24,8 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from kvatlas.router.feeds.actions import Action, StateChanged
-from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.base import UNNUMBERED, Cut, FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.position import NOWHERE
 from kvatlas.router.feeds.recovery import Recovery, RepairKind
 from kvatlas.router.feeds.replay_answers import ReplayAnswers
@@ -61,6 +66,7 @@ class FeedMachine:
         self._owed_since = NEVER_OWED
         # Of the last live batch of this connection.
         self._live_seq = NOWHERE
+        self._unnumbered = False
 
     # Inputs.
 
@@ -93,6 +99,8 @@ class FeedMachine:
         recovery.stale = False
         if not self._connected:
             self._connect(now)
+        if frame.seq == UNNUMBERED:
+            frame = self._number(now, frame)
         self._note_publisher(now, frame)
         in_step = frame.seq > self._live_seq
         if frame.batch is not None:
@@ -224,6 +232,14 @@ class FeedMachine:
 
     # Live batches.
 
+    def _number(self, now: float, frame: Frame) -> Frame:
+        """Give a batch without a number the next one."""
+        self._unnumbered = True
+        position = self._position
+        if self._recovery.unverified:
+            self._recovery.restart(now, None)
+        return replace(frame, seq=max(0, position.next_seq, position.top_seq + 1))
+
     def _ahead(self, now: float, frame: Frame) -> None:
         recovery = self._recovery
         position, repair = self._position, recovery.repair
@@ -305,7 +321,7 @@ class FeedMachine:
             return FeedState.DEGRADED, position.unknown
         if recovery.unverified:
             return FeedState.DEGRADED, "unverified"
-        if position.next_seq == NOWHERE:
-            # Subscribed: with nothing to ask for the history, no more will be known until it publishes.
-            return FeedState.DEGRADED, "history_unknown"
-        return FeedState.READY, ""
+        # Subscribed: with nothing to ask for the history, no more will be known until it publishes.
+        silent = position.next_seq == NOWHERE
+        missing = "history_unknown" if silent else "unnumbered" if self._unnumbered else ""
+        return FeedState.DEGRADED if missing else FeedState.READY, missing

@@ -259,7 +259,10 @@ class EngineResidency(EngineKnowledge):
         if self._detector.wants(root=event.parent_block_hash is None):
             self._detect(event)
         if self._learned is not None and self._layout is not None:
-            self._learned.observe(event, self._layout.hash_block_size)
+            self._learned.observe(event, self._layout.hash_block_size, self._holds)
+
+    def _holds(self, block: BlockHash) -> bool:
+        return self.index.holds(self.engine_id, GPU, block)
 
     def _learn(self, event: BlockStored) -> Plane | None:
         """Return the plane of a stored event after learning its group; None if the event is invalid."""
@@ -286,6 +289,8 @@ class EngineResidency(EngineKnowledge):
         plane, hashes = self._plane(event.group_idx), _hashes(event.block_hashes)
         if self.pool is not None:
             self.pool.removed(hashes)
+        if self._learned is not None:
+            self._learned.evicted(hashes)
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(hashes):
             self._remove(plane, hashes)

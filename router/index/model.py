@@ -17,6 +17,7 @@ from kvatlas.router.index.base import GPU, Index, IndexStats, Rows
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
+from kvatlas.router.index.learn.learned_keys import LearnedKeys
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.query_plan import (
     NOWHERE,
@@ -245,7 +246,7 @@ class FleetResidency:
             if isinstance(query, EngineHit):
                 single[engine_id] = query
             elif query.learned is not None:
-                rows = self.index.lookup(query.learned.translate(prompt.hashes(query.scheme)))
+                rows = self._learned_rows(prompt, query.scheme, query.learned)
                 single |= query_hits(rows, prompt.num_tokens, [query], detail=detail)
             else:
                 open_queries.setdefault(query.scheme, []).append(query)
@@ -255,12 +256,10 @@ class FleetResidency:
             alike = alike + together if alike else together
             single |= apart
             if open_queries and scheme in open_queries:
-                single |= self._unproven_hits(
-                    rows, prompt.num_tokens, open_queries.pop(scheme), detail=detail
-                )
+                single |= self._unproven_hits(rows, prompt, open_queries.pop(scheme), detail=detail)
         for scheme, queries in open_queries.items():
             rows = self._rows(prompt, scheme, elsewhere)
-            single |= self._unproven_hits(rows, prompt.num_tokens, queries, detail=detail)
+            single |= self._unproven_hits(rows, prompt, queries, detail=detail)
         return PromptHits(alike, single, plan.nothing)
 
     def held_alone(self, prompt: HashedPrompt, engine_ids: Iterable[str]) -> dict[str, int]:
@@ -322,39 +321,62 @@ class FleetResidency:
         return rows
 
     def _unproven_hits(
-        self, rows: Rows, num_tokens: int, queries: list[EngineQuery], *, detail: bool
+        self, rows: Rows, prompt: HashedPrompt, queries: list[EngineQuery], *, detail: bool
     ) -> dict[str, EngineHit]:
         """Return hits with possibly unproven schemes: a held block of the prompt proves the scheme it was
-        hashed with.
+        hashed with. Without one, prefixes learned from the engine's own events count.
         """
+        hits = query_hits(rows, prompt.num_tokens, queries, detail=detail)
         for query in queries:
-            if not query.proven and rows.holds(GPU, query.slot):
-                self._engines[query.engine_id].writer.confirm(query.scheme)
-        return query_hits(rows, num_tokens, queries, detail=detail)
+            if query.proven:
+                continue
+            writer = self._engines[query.engine_id].writer
+            scheme, layout, learned = writer.learned_scheme, writer.layout, writer.learned
+            if rows.holds(GPU, query.slot):
+                writer.confirm(query.scheme)
+            elif scheme is not None and layout is not None and learned is not None:
+                own = query._replace(scheme=scheme, layout=layout, mode="learned")
+                known = self._learned_rows(prompt, scheme, learned)
+                if known.holds(GPU, query.slot):
+                    hits |= query_hits(known, prompt.num_tokens, [own], detail=detail)
+        return hits
+
+    def _learned_rows(self, prompt: HashedPrompt, scheme: HashScheme, learned: LearnedKeys) -> Rows:
+        return self.index.lookup(learned.translate(prompt.hashes(scheme)))
 
     def find_query(self, engine: EngineResidency) -> EngineQuery | EngineHit:
         """Return the query of an engine, or a hit with the reason why nothing can be predicted."""
-        scheme, layout = engine.scheme, engine.layout
-        mode: Mode = "native" if engine.learned is None else "learned"
-        doubted = engine.doubted and self._remembered_mode == "assumed"
-        remembered = self._remembered is not None and engine.fits(self._remembered[0])
-        if self._remembered is not None and remembered and engine.unproven and not doubted:
-            scheme, layout = _assumed(*self._remembered, layout)
-            mode = self._remembered_mode
-        elif layout is None and self.facts.shared_stores:
-            scheme, layout = self._alike(engine)
-        if scheme is None and engine.assumed is not None:
-            scheme, layout, mode = engine.assumed, engine.layout, "assumed"
+        scheme, layout, learned = engine.scheme, engine.layout, engine.learned
+        mode: Mode = "native" if learned is None else "learned"
+        if engine.unproven and (likely := self._likely(engine)) is not None:
+            scheme, layout, mode = likely
+            learned = None
         if scheme is None or layout is None:
-            return EngineHit("unknown", why_unknown=_why_unknown(engine))
+            return EngineHit("unknown", why_unknown="no stored blocks seen yet")
         if layout.missing_facts:
             why = f"configure {', '.join(layout.missing_facts)} for this model"
             return EngineHit("unknown", why_unknown=why)
         slot = self.index.slot(engine.engine_id)
         place, proven = slot or NOWHERE, not engine.unproven
         return EngineQuery(
-            engine.engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven
+            engine.engine_id, scheme, layout, place, learned, engine.stores, mode, proven=proven
         )
+
+    def _likely(self, engine: EngineResidency) -> tuple[HashScheme, CacheLayout, Mode] | None:
+        """Return the likeliest scheme of an engine without a proven one, the layout to use it with, and the
+        mode; None if nothing suggests one."""
+        layout, remembered = engine.layout, self._remembered
+        scheme: HashScheme | None = None
+        mode = self._remembered_mode
+        doubted = engine.doubted and mode == "assumed"
+        if remembered is not None and engine.fits(remembered[0]) and not doubted:
+            scheme, layout = _assumed(*remembered, layout)
+        elif layout is None and self.facts.shared_stores:
+            mode = "native"
+            scheme, layout = self._alike(engine)
+        if scheme is None:
+            scheme, layout, mode = engine.assumed, engine.layout, "assumed"
+        return None if scheme is None or layout is None else (scheme, layout, mode)
 
     def _alike(self, new: EngineResidency) -> tuple[HashScheme | None, CacheLayout | None]:
         """Return scheme and layout of another engine of the model, expected for a new one that loads from
@@ -388,12 +410,6 @@ def _assumed(
         return scheme, remembered
     alike = own.hash_block_size == scheme.hash_block_size and own.lookahead == scheme.lookahead
     return (scheme if alike else None), own
-
-
-def _why_unknown(engine: EngineResidency) -> str:
-    if engine.layout is None:
-        return "no stored blocks seen yet"
-    return f"hash scheme not detected yet ({engine.detection})"
 
 
 # One residency per model. Equal block hashes mean equal prefixes only within one model, so every base model

@@ -176,7 +176,7 @@ class Detection(StrEnum):
 
     WAITING = "waiting"
     SEARCHING = "searching"
-    """Seeds are tried on evidence that may be incomplete; nothing is learned from events yet."""
+    """Seeds are tried on evidence that may be incomplete."""
     NATIVE = "native"
     LEARNED = "learned"
 

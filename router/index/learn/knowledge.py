@@ -1,8 +1,9 @@
 """Knowledge about an engine's cache and hashes: groups and layout, hash scheme, and their certainty.
 
-Groups come from stored events (``layout.py``), the scheme from events and prompts (``hash_scheme.py``). If
-the scheme cannot be found, prefixes are learned instead (``LearnedKeys``). Invariant: ``changed`` is called
-whenever a basis of predictions may have changed; invalid events are counted in ``rejected``.
+Groups come from stored events (``layout.py``), the scheme from events and prompts (``hash_scheme.py``). Until
+a scheme is proven, prefixes are learned beside it (``LearnedKeys``), from the first event on. Invariant:
+``changed`` is called whenever a basis of predictions may have changed; invalid events are counted in
+``rejected``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class EngineKnowledge:
         self.rejected: Counter[str] = Counter()
         # Called whenever layout, scheme, mode or stores may have changed.
         self.changed: Callable[[], None] = _nobody
-        # Scheme to hash prompts with: the engine's own, or the router's in learned mode; None before either.
+        # Scheme to hash prompts with: the engine's own, until it is proven the router's; None before events.
         self.scheme: HashScheme | None = None
         self._known_schemes = known_schemes
         self._shared_layouts = shared_layouts
@@ -75,10 +76,13 @@ class EngineKnowledge:
 
     def _inherit(self, old: EngineKnowledge) -> None:
         """Take over knowledge of the same engine process that is missing here."""
-        if self._detector.state is not Detection.NATIVE and old._detector.state is not Detection.WAITING:
-            self._detector, self._detected, self._learned = old._detector, old._detected, old._learned
-            self.assumed = old.assumed
-            self._relayout()
+        if self._detector.state is not Detection.NATIVE:
+            if self._learned is not None and old._learned is not None:
+                self._learned.keep(old._learned)
+            if old._detector.state is not Detection.WAITING:
+                self._detector, self._detected, self.assumed = old._detector, old._detected, old.assumed
+                self._learned = None if old._learned is None else self._learned
+                self._relayout()
         self._setup, self._drop_receipts = old._setup, old._drop_receipts
         if self._layout is None:
             self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
@@ -161,11 +165,14 @@ class EngineKnowledge:
         return []
 
     def _found_scheme(self) -> HashScheme | None:
-        if self._detector.scheme is not None:
-            return self._detector.scheme
-        if self._detector.state is Detection.LEARNED and self._groups.groups:
-            return learned_scheme(self._unit(), self._lookahead)
-        return None
+        return self._detector.scheme or self.learned_scheme
+
+    @property
+    def learned_scheme(self) -> HashScheme | None:
+        """Scheme of own keys; None before the first stored block, and in native mode."""
+        if self._learned is None or self._layout is None:
+            return None
+        return learned_scheme(self._layout.hash_block_size, self._lookahead)
 
     @property
     def mode(self) -> str:
@@ -212,7 +219,7 @@ class EngineKnowledge:
     @property
     def learned(self) -> LearnedKeys | None:
         """Translation of own keys to engine hashes; None in native mode."""
-        return self._learned if self._detector.state is Detection.LEARNED else None
+        return self._learned
 
     @property
     def layout(self) -> CacheLayout | None:

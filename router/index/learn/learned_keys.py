@@ -1,15 +1,18 @@
-"""Learned mode: engine hashes are looked up by token prefix if they cannot be computed.
+"""Learned mode: engine hashes are looked up by token prefix until they can be computed.
 
 For every stored event with known tokens and parent, the router's own chained key of the prefix is computed
-and mapped to the engine's hash. A query computes the own keys of its prompt and translates them. Blocks whose
-position is unknown (parent unknown, masked blocks that no full event of another group names, several media
-items in a block larger than a hash block) are left out and counted: learned mode under-predicts but never
-invents a block. Beyond ``_ENTRIES_MAX`` keys the oldest half is dropped.
+and mapped to the engine's hash, of whatever kind and width. A query computes the own keys of its prompt and
+translates them. Blocks whose position is unknown (parent unknown, masked blocks that no full event of another
+group names, several media items in a block larger than a hash block) are left out and counted: learned mode
+under-predicts but never invents a block. So are prefixes that are held under two hashes: these cover more
+than the events tell (a salt or an adapter with TensorRT-LLM). Beyond ``_ENTRIES_MAX`` blocks some are
+forgotten, those that the engine evicted longest ago first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,8 +23,10 @@ from kvatlas.publisher.events import BlockHash, BlockStored, EventDecodeError, t
 
 # About 150 MB (measured); engines hold fewer blocks than this.
 _ENTRIES_MAX = 1 << 19
+# Blocks forgotten at once: some milliseconds.
+_FORGOTTEN = 1 << 11
 
-# Placeholder for "no such block": hashes on the wire are never negative, so no index holds it.
+# Placeholder for "no such block": hashes are never negative here, so no index holds it.
 _ABSENT = BlockHash(-1)
 
 
@@ -32,13 +37,17 @@ class LearnedKeys:
         self._digest = hash_function("learned")
         self._digest_of: dict[BlockHash, bytes] = {}
         self._hash_of: dict[int, BlockHash] = {}
-        self.unplaced = 0
+        # Blocks that were evicted, in that order.
+        self._evicted: dict[BlockHash, None] = {}
+        self.left_out: Counter[str] = Counter()
+        """Blocks without a position: ``unplaced``, ``ambiguous`` (a prefix has two hashes), ``forgotten``."""
 
     def __len__(self) -> int:
-        return len(self._hash_of)
+        return len(self._digest_of)
 
-    def observe(self, event: BlockStored, unit: int) -> None:
-        """Learn from one stored event; ``unit`` is the hash block size in tokens."""
+    def observe(self, event: BlockStored, unit: int, held: Callable[[BlockHash], bool]) -> None:
+        """Learn from one stored event; ``unit`` is the hash block size in tokens. ``held``: whether the
+        engine holds a block, before this event."""
         hashes, size = event.block_hashes, event.block_size
         if not hashes or size == 0 or size % unit:
             return
@@ -47,13 +56,25 @@ class LearnedKeys:
             return
         parent = self._parent(event)
         if parent is None:
-            self.unplaced += len(hashes)
+            self.left_out["unplaced"] += len(hashes)
             return
         try:
-            self._learn(event, event.tokens(), parent, unit)
+            self._learn(event, event.tokens(), parent, unit, held)
         except (EventDecodeError, _BadExtraKeysError):
-            self.unplaced += len(hashes)
-        self._bound()
+            self.left_out["unplaced"] += len(hashes)
+        if len(self._digest_of) > _ENTRIES_MAX:
+            self._forget(held)
+
+    def evicted(self, hashes: Sequence[BlockHash]) -> None:
+        """Record removals: these blocks are forgotten first."""
+        known = self._digest_of
+        self._evicted.update({block: None for block in hashes if block in known})
+
+    def keep(self, earlier: LearnedKeys) -> None:
+        """Add what was learned before of the same process of the engine."""
+        self._digest_of = earlier._digest_of | self._digest_of
+        self._hash_of = earlier._hash_of | self._hash_of
+        self.left_out += earlier.left_out
 
     def translate(self, own_keys: Sequence[int]) -> list[BlockHash]:
         """Return the engine's hash for each own key; -1, which no index holds, if unknown."""
@@ -65,25 +86,48 @@ class LearnedKeys:
             return self._digest("")
         return self._digest_of.get(to_block_hash(event.parent_block_hash))
 
-    def _learn(self, event: BlockStored, tokens: list[int], parent: bytes, unit: int) -> None:
+    def _learn(
+        self,
+        event: BlockStored,
+        tokens: list[int],
+        parent: bytes,
+        unit: int,
+        held: Callable[[BlockHash], bool],
+    ) -> None:
         size, per_block = event.block_size, event.block_size // unit
         for number, wire in enumerate(event.block_hashes):
             extra = _with_lookahead(event, number, _extra(event, number))
             if extra is not None and per_block > 1:
-                self.unplaced += len(event.block_hashes) - number
+                self.left_out["unplaced"] += len(event.block_hashes) - number
                 return
             for start in range(number * size, (number + 1) * size, unit):
                 parent = self._digest((parent, tuple(tokens[start : start + unit]), extra))
-            block = to_block_hash(wire)
+            block, key = to_block_hash(wire), _key(parent)
+            known = self._hash_of.get(key)
+            if known is not None and known != block and (known == _ABSENT or held(known)):
+                self.left_out["ambiguous"] += 1
+                self._hash_of[key] = _ABSENT
+            else:
+                self._hash_of[key] = block
             self._digest_of[block] = parent
-            self._hash_of[int.from_bytes(parent[-8:], "big")] = block
+            self._evicted.pop(block, None)
 
-    def _bound(self) -> None:
-        tables: tuple[dict[Any, Any], ...] = (self._hash_of, self._digest_of)
-        for table in tables:
-            if len(table) > _ENTRIES_MAX:
-                for key in list(islice(table, _ENTRIES_MAX // 2)):
-                    del table[key]
+    def _forget(self, held: Callable[[BlockHash], bool]) -> None:
+        first = list(islice(self._evicted, _FORGOTTEN))
+        for block in first:
+            del self._evicted[block]
+        gone = [block for block in first if not held(block)]
+        for block in gone or list(islice(self._digest_of, _FORGOTTEN)):
+            digest = self._digest_of.pop(block, None)
+            if digest is None:
+                continue
+            self.left_out["forgotten"] += 1
+            if self._hash_of.get(_key(digest)) in {block, _ABSENT}:
+                del self._hash_of[_key(digest)]
+
+
+def _key(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")
 
 
 class _BadExtraKeysError(ValueError):

@@ -20,7 +20,7 @@ from kvatlas.publisher.events import (
     encode_batch,
     to_block_hash,
 )
-from kvatlas.router.feeds.base import REASONS, Frame, WireError, parse_live, parse_replay
+from kvatlas.router.feeds.base import REASONS, UNNUMBERED, Frame, WireError, parse_live, parse_replay
 
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """These values are slow to make, and slower on a busy machine."""
@@ -163,7 +163,8 @@ def test_equal_payloads_have_equal_digests_and_others_do_not() -> None:
     ("message", "reason"),
     [
         ([], "frame_count"),
-        ([SEQ, PAYLOAD], "frame_count"),
+        ([SEQ], "frame_count"),
+        ([PAYLOAD, SEQ], "frame_count"),
         ([b"", SEQ, PAYLOAD, b""], "frame_count"),
         ([b"", b"", PAYLOAD], "seq_length"),
         ([b"", SEQ + b"x", PAYLOAD], "seq_length"),
@@ -174,6 +175,13 @@ def test_a_message_without_a_place_in_the_stream_is_refused(message: list[bytes]
     with pytest.raises(WireError) as error:
         parse_live(message)
     assert error.value.reason == reason
+
+
+@pytest.mark.parametrize("message", [[PAYLOAD], [b"topic", PAYLOAD]])
+def test_batches_without_a_number_are_read(message: list[bytes]) -> None:
+    frame = parse_live(message)
+    assert frame.seq == UNNUMBERED
+    assert frame.batch is not None
 
 
 def test_an_unusable_payload_still_has_its_seq() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from kvatlas.publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
 from kvatlas.router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
-from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.base import UNNUMBERED, FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.feeds.position import HeldBatches, expected_share
 from kvatlas.router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S
@@ -693,6 +693,34 @@ def test_a_live_batch_ends_stale() -> None:
     driver.replay(*frames(2, 4))
     assert driver.state == (FeedState.READY, "")
     assert driver.applied == [0.0, 1.0, 2.0, 3.0]
+
+
+def unnumbered(ts: float) -> Frame:
+    return make_frame(0, UNNUMBERED, ts)
+
+
+@pytest.mark.parametrize("has_replay", [False, True])
+def test_batches_without_numbers_are_applied_in_the_order_of_arrival(has_replay: bool) -> None:
+    driver = started(has_replay=has_replay)
+    driver.live(*map(unnumbered, (0.0, 1.0, 1.0)))
+    for _ in driver.requests and range(REPLAY_ATTEMPTS_MAX):
+        driver.fail()
+    driver.live(unnumbered(2.0))
+    assert driver.applied == [0.0, 1.0, 1.0, 2.0]
+    assert driver.state == (FeedState.DEGRADED, "unnumbered"), "a loss would not show"
+    assert expected_share(driver.stats) == 1.0
+
+
+def test_after_a_disconnect_a_batch_without_a_number_is_one_of_a_new_process() -> None:
+    driver = started(has_replay=False)
+    driver.live(*map(unnumbered, (0.0, 1.0)))
+    driver.disconnected()
+    driver.connected()
+    assert expected_share(driver.stats) == 0.0
+    driver.live(unnumbered(2.0), unnumbered(3.0))
+    assert driver.applied == [2.0, 3.0]
+    assert (driver.forgets, driver.stats.restarts) == (1, 1)
+    assert driver.state == (FeedState.DEGRADED, "unnumbered")
 
 
 def test_answers_to_requests_that_are_void_are_ignored() -> None:

@@ -370,7 +370,7 @@ class TestRestart:
         fleet = told(fleet_of(), DENSE.stored(PROMPT), SPARSE.stored(PROMPT))
         fleet.forget("a")
         told(fleet, DENSE.stored(PROMPT, start=1), SPARSE.stored(PROMPT, start=1))
-        assert fleet.engine("a").scheme is None
+        assert fleet.engine("a").detection is Detection.WAITING
         told(fleet, *[writer.stored(PROMPT, stop=1, parent=12345) for writer in (DENSE, SPARSE)])
         found = answer(fleet, PROMPT)
         assert (found.mode, found.hit_tokens) == ("native", 192)
@@ -448,7 +448,7 @@ class TestRestart:
         fleet.remove("a")
         told(fleet, Writer(HashScheme(seed="x", hash_block_size=32)).stored(PROMPT, start=1), engine_id="b")
         found = fleet.predict(Prompt(PROMPT), ["b"])["b"]
-        assert (found.mode, found.hit_tokens) == ("unknown", 0)
+        assert (found.mode, found.hit_tokens) == ("learned", 0)
 
     def test_an_engine_that_left_is_unknown(self) -> None:
         fleet = told(fleet_of(), DENSE.stored(PROMPT))

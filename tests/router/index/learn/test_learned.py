@@ -36,6 +36,10 @@ def secretly(size: int = 16, **options: Any) -> Writer:
     return Writer(SCHEME, chain=random_chain(9, 16), size=size, **options)
 
 
+def nowhere(block: int) -> bool:
+    return False
+
+
 def learn(*events: Event, facts: ModelFacts | None = None) -> FleetResidency:
     """A fleet with one engine in learned mode that has sent these events."""
     fleet = FleetResidency(facts or ModelFacts())
@@ -87,7 +91,7 @@ def test_blocks_of_unknown_parents_are_counted_and_not_claimed() -> None:
     assert hit(fleet, prompt) == 0
     mapping = fleet.engine("a").learned
     assert mapping is not None
-    assert mapping.unplaced == 9
+    assert mapping.left_out["unplaced"] == 9
 
 
 def test_a_block_of_several_hash_blocks() -> None:
@@ -128,7 +132,7 @@ def test_extra_keys_in_blocks_larger_than_a_hash_block_are_left_out() -> None:
     assert hit(fleet, prompt, salted) == 0
     mapping = fleet.engine("a").learned
     assert mapping is not None
-    assert mapping.unplaced > 0
+    assert mapping.left_out["unplaced"] > 0
 
 
 def test_look_ahead_hashes() -> None:
@@ -158,23 +162,48 @@ def test_translation_of_unknown_keys_is_no_hash() -> None:
     assert LearnedKeys().translate([1, 2]) == [-1, -1]
 
 
-def test_the_mapping_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned, "_ENTRIES_MAX", 100)
+    monkeypatch.setattr(learned, "_FORGOTTEN", 20)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_mapping_is_bounded() -> None:
     keys, writer = LearnedKeys(), secretly()
     for seed in range(40):
-        keys.observe(writer.stored(tokens(160, seed=seed)), 16)
+        keys.observe(writer.stored(tokens(160, seed=seed)), 16, nowhere)
         assert len(keys) <= 100
-        assert len(keys._digest_of) <= 100
+        assert len(keys._hash_of) <= 100
     own = Prompt(tokens(170, seed=39)).hashes(detect.learned_scheme(16))
     assert keys.translate(own) == writer.hashes(tokens(160, seed=39)), "the latest stay"
+    assert keys.left_out["forgotten"] == 400 - len(keys)
 
 
-def test_the_same_prefix_under_ever_new_hashes_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned, "_ENTRIES_MAX", 100)
+@pytest.mark.usefixtures("small")
+def test_evicted_blocks_are_forgotten_first() -> None:
+    keys, writer = LearnedKeys(), secretly()
+    held: set[int] = set()
+    for seed in range(20):
+        prompt = tokens(160, seed=seed)
+        hashes = writer.hashes(prompt)
+        keys.observe(writer.stored(prompt), 16, held.__contains__)
+        if seed:
+            keys.evicted(hashes)  # type: ignore[arg-type]  # numbers
+        else:
+            held.update(hashes)  # type: ignore[arg-type]
+            keys.evicted(hashes)  # type: ignore[arg-type]  # one of two copies
+    own = Prompt(tokens(170, seed=0)).hashes(detect.learned_scheme(16))
+    assert keys.translate(own) == writer.hashes(tokens(160, seed=0)), "the system prompt, which is held"
+
+
+@pytest.mark.usefixtures("small")
+def test_the_same_prefix_under_ever_new_hashes_stays_bounded() -> None:
     keys = LearnedKeys()
     for seed in range(40):
-        keys.observe(Writer(SCHEME, chain=random_chain(seed, 16)).stored(tokens(160)), 16)
-    assert len(keys._digest_of) <= 100
+        keys.observe(Writer(SCHEME, chain=random_chain(seed, 16)).stored(tokens(160)), 16, nowhere)
+    assert len(keys) <= 100
+    assert len(keys._hash_of) <= 100
 
 
 def run_pool(groups: tuple[GroupSpec, ...], seed: int, *, retention: int | None) -> list[tuple[int, int]]:
@@ -239,6 +268,6 @@ def test_stored_events_of_odd_sizes_are_left_alone() -> None:
     keys = LearnedKeys()
     odd = secretly().stored(tokens(48))
     odd.block_size = 24
-    keys.observe(odd, 16)
+    keys.observe(odd, 16, nowhere)
     assert len(keys) == 0
     assert isinstance(odd, BlockStored)
