@@ -28,6 +28,7 @@ from benchmarks.routing import (
     TRACE,
     TRACE_VARIABLE,
     Cell,
+    Options,
     draw_of,
     files_given,
     put,
@@ -113,8 +114,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("queueing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")
     options = parser.parse_args()
-    runs = [run for run in runs_in(options.runs, options.requests) if run.arm in ARMS]
     files = files_given({TRACE: (options.trace, f"--trace nor {TRACE_VARIABLE}")})
+    shared = Options(options.requests, files)
+    runs = [run for run in runs_in(options.runs, shared) if run.arm in ARMS]
     workloads = [*files, *WORKLOADS]
     wanted = {
         Cell(workload, model, pool, load, seed): ARMS
@@ -124,14 +126,7 @@ def main() -> None:
         for workload in workloads
         for model in MODELS
     }
-    runs += run_missing(
-        wanted,
-        runs,
-        count=options.requests,
-        files=files,
-        processes=options.processes,
-        into=options.runs,
-    )
+    runs += run_missing(wanted, runs, options=shared, processes=options.processes, into=options.runs)
     put(report(runs), options.out)
 
 

@@ -1,6 +1,7 @@
 """kvatlas and other routers, where: fleets of simulated engines over workloads, models, pools, loads, seeds.
 
-    python benchmarks/routing.py [--trace TRACE] [--sessions TRACE] [--seeds 3] [--quick] [--runs F] [--out F]
+    python benchmarks/routing.py [--trace TRACE] [--sessions TRACE] [--seeds 5] [--quick] [--runs F] [--out F]
+        [--half shown|hidden --split-seed N] [--ablations [--store SIZE]]
 
 Workloads: Mooncake's conversation trace (``--trace`` or KVATLAS_CONVERSATION_TRACE), agent sessions
 (``--sessions`` or KVATLAS_AGENT_SESSIONS: any workload of ``kvatlas simulate``; replayed at the recorded
@@ -15,6 +16,12 @@ Runs go, one JSON line each, into ``--runs`` as cells finish; what is there alre
 number of requests, is not run again. ``--workloads``, ``--models``, ``--pools`` and ``--loads`` run a part.
 The report, in Markdown, is of all that is there. ``--quick``: 1,000 requests, one seed, the larger pool, the
 middle load.
+
+``--half`` takes one half of each workload's sessions, drawn by ``--split-seed``. Rule for tuning: constants
+are chosen on the shown half alone; a result is of the hidden half, or of another split.
+
+``--ablations``: instead of other routers, kvatlas without one part of its decision after the other
+(``benchmarks/ablations.py``); ``--store`` puts a store behind the GPUs, where prompts are loaded.
 """
 
 from __future__ import annotations
@@ -24,14 +31,18 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from benchmarks import ablations
 from benchmarks.peers import COMPARED, PEERS
 from benchmarks.routing_report import CLOSED, Run, report
 from kvatlas.router.placement.candidate import PolicySettings
@@ -40,6 +51,7 @@ from kvatlas.router.simulation.outcome import result_of
 from kvatlas.router.simulation.requests import Request
 from kvatlas.router.simulation.setup import FleetSetup
 from kvatlas.router.simulation.study import Job, round_robin, run_one, speed_for
+from kvatlas.router.simulation.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_store
 from kvatlas.router.simulation.variants import variants_of
 from kvatlas.router.simulation.workload import GENERATORS, WorkloadSource
 
@@ -65,32 +77,71 @@ class Cell(NamedTuple):
     seed: int
 
 
-def settings_name(gauge_s: float = GAUGE_S) -> str:
-    """The serving policy's own numbers, and how old gauges get: runs of other ones are not these."""
-    knobs = PolicySettings()
-    names = ("beta", "eviction_premium", "spread", "room_share", "crowding")
-    values = ", ".join(f"{name} {getattr(knobs, name):g}" for name in names)
-    return f"{values}; gauges polled every {gauge_s:g} s, by other routers at their own intervals"
+class Options(NamedTuple):
+    """Values shared by all runs of one call. ``half``: "" for all sessions."""
+
+    requests: int
+    files: Mapping[str, str]
+    gauge_s: float = GAUGE_S
+    half: str = ""
+    split_seed: int = 0
+    store: str = ""
+
+    @property
+    def settings(self) -> str:
+        """The serving policy's own numbers and what else a run depends on: runs of other ones are not
+        these."""
+        knobs = PolicySettings()
+        names = ("beta", "eviction_premium", "spread", "room_share", "crowding")
+        values = ", ".join(f"{name} {getattr(knobs, name):g}" for name in names)
+        half = f"; {self.half} half of split {self.split_seed}" if self.half else ""
+        store = f"; a store of {self.store}" if self.store else ""
+        return (
+            f"{values}; gauges polled every {self.gauge_s:g} s, by other routers at their own intervals"
+            f"{half}{store}"
+        )
 
 
-_requests: dict[tuple[str, int], list[Request]] = {}
+_requests: dict[tuple[str, int, int, str, int], list[Request]] = {}
 
 
-def requests_of(cell: Cell, count: int, files: Mapping[str, str]) -> list[Request]:
+def requests_of(cell: Cell, options: Options) -> list[Request]:
     """The draw of a cell; the last few are kept, for the next cells of this process."""
     workload = SESSIONS if cell.workload == CLOSED else cell.workload
-    key = (workload, cell.seed)
+    key = (workload, cell.seed, options.requests, options.half, options.split_seed)
     if key not in _requests:
         while len(_requests) >= 3:
             del _requests[next(iter(_requests))]
-        name = workload if workload in GENERATORS else files[workload]
-        _requests[key] = WorkloadSource(name=name, requests_max=count).draws([cell.seed])[cell.seed]
+        name = workload if workload in GENERATORS else options.files[workload]
+        most = 2 * options.requests if options.half else options.requests
+        found = WorkloadSource(name=name, requests_max=most).draws([cell.seed])[cell.seed]
+        if options.half:
+            found = half_of(found, options.split_seed, shown=options.half == "shown")
+        _requests[key] = found[: options.requests]
     return _requests[key]
 
 
-def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], gauge_s: float) -> list[Run]:
+def half_of(requests: Sequence[Request], split_seed: int, *, shown: bool) -> list[Request]:
+    """One half of the sessions, drawn by this seed; the other half has the others."""
+    sessions = list(dict.fromkeys(request.session for request in requests))
+    random.Random(split_seed).shuffle(sessions)
+    first = set(sessions[: (len(sessions) + 1) // 2])
+    kept = [at for at, request in enumerate(requests) if (request.session in first) == shown]
+    places = {old: new for new, old in enumerate(kept)}
+    found = []
+    for at in kept:
+        request, follows = requests[at], requests[at].follows
+        if follows is not None:
+            place = places.get(follows.request)
+            follows = None if place is None else msgspec.structs.replace(follows, request=place)
+            request = msgspec.structs.replace(request, follows=follows)
+        found.append(request)
+    return found
+
+
+def run_cell(cell: Cell, arms: list[str], options: Options) -> list[Run]:
     """The arms that are missing of one cell."""
-    requests = requests_of(cell, count, files)
+    requests = requests_of(cell, options)
     groups = groups_of(cell.model)
     setup = FleetSetup(
         groups=groups,
@@ -98,13 +149,21 @@ def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], 
         engines=ENGINES,
         seed=cell.seed,
         closed=cell.workload == CLOSED,
-        gauge_s=gauge_s,
+        gauge_s=options.gauge_s,
     )
     even = result_of(run_one(round_robin(setup), requests))
     setup = msgspec.structs.replace(setup, speed=speed_for(cell.load, requests, even))
+    if options.store:
+        size = block_bytes(groups, KV_KIB_PER_TOKEN)
+        store = read_store(options.store, setup.num_blocks * ENGINES, size)
+        setup = msgspec.structs.replace(setup, tiers=TierSetup(block_bytes=size, store=store))
     found = []
-    for name, arm in variants_of(arms, COMPARED).items():
-        outcome = result_of(run_one(Job(name=name, variant=arm, setup=setup), requests)).outcome
+    off = ablations.ABLATIONS
+    named = variants_of([arm for arm in arms if arm not in off], COMPARED)
+    for name in arms:
+        arm = named[name] if name in named else off[name]
+        asked = msgspec.structs.replace(setup, gauge_s=ablations.gauge_s(name, options.gauge_s))
+        outcome = result_of(run_one(Job(name=name, variant=arm, setup=asked), requests)).outcome
         found.append(
             Run(
                 workload=cell.workload,
@@ -113,17 +172,33 @@ def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], 
                 load=cell.load,
                 seed=cell.seed,
                 arm=name,
-                requests=count,
-                settings=settings_name(gauge_s),
+                requests=options.requests,
+                settings=options.settings,
                 hit_share=outcome.hit_share,
                 mean_s=outcome.ttft_mean_s,
                 p99_s=outcome.ttft_p99_s,
                 error_tokens=outcome.error_mean_tokens,
                 answer_s=outcome.answer_mean_s,
                 lasted_s=outcome.lasted_s,
+                revision=revision(),
             )
         )
     return found
+
+
+@cache
+def revision() -> str:
+    """The checkout's revision, with a + where it has been changed; "" without git."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _runs_of(path: Path) -> list[Run]:
+    """All runs of a file."""
+    if not path.exists():
+        return []
+    return [msgspec.json.decode(line, type=Run) for line in path.read_bytes().splitlines() if line.strip()]
 
 
 def draw_of(run: Run) -> Cell:
@@ -131,12 +206,11 @@ def draw_of(run: Run) -> Cell:
     return Cell(run.workload, run.model, run.pool, run.load, run.seed)
 
 
-def runs_in(path: Path, count: int, gauge_s: float = GAUGE_S) -> list[Run]:
+def runs_in(path: Path, options: Options) -> list[Run]:
     """The runs of earlier times that are of these settings and this length."""
-    if not path.exists():
-        return []
-    found = [msgspec.json.decode(line, type=Run) for line in path.read_bytes().splitlines() if line.strip()]
-    return [run for run in found if (run.requests, run.settings) == (count, settings_name(gauge_s))]
+    return [
+        run for run in _runs_of(path) if (run.requests, run.settings) == (options.requests, options.settings)
+    ]
 
 
 def files_given(files: Mapping[str, tuple[str | None, str]]) -> dict[str, str]:
@@ -155,11 +229,9 @@ def run_missing(
     wanted: Mapping[Cell, Sequence[str]],
     done: Iterable[Run],
     *,
-    count: int,
-    files: Mapping[str, str],
+    options: Options,
     processes: int,
     into: Path,
-    gauge_s: float = GAUGE_S,
 ) -> list[Run]:
     """The arms of each cell that are not ``done``; each cell's runs are appended to ``into`` as it ends."""
     known = {(draw_of(run), run.arm) for run in done}
@@ -167,11 +239,7 @@ def run_missing(
     found: list[Run] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as workers:
-        running = [
-            workers.submit(run_cell, cell, arms, count, files, gauge_s)
-            for cell, arms in missing.items()
-            if arms
-        ]
+        running = [workers.submit(run_cell, cell, arms, options) for cell, arms in missing.items() if arms]
         for number, future in enumerate(as_completed(running), 1):
             finished = future.result()
             found += finished
@@ -202,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", default=os.environ.get(TRACE_VARIABLE))
     parser.add_argument("--sessions", default=os.environ.get(SESSIONS_VARIABLE))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--workloads", type=words, help="a part of them, separated by commas")
@@ -216,6 +284,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("routing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--half", choices=("shown", "hidden"), default="", help="of each workload's sessions")
+    parser.add_argument("--split-seed", type=int, default=0, help="draws the halves")
+    parser.add_argument("--ablations", action="store_true", help="kvatlas without one part after the other")
+    parser.add_argument("--store", default="", help="a store behind the GPUs, as for kvatlas simulate")
     options = parser.parse_args()
     count, draws = options.requests, options.seeds
     pools, loads = options.pools, options.loads
@@ -231,19 +303,15 @@ def main() -> None:
     workloads = [one for one in there if options.workloads is None or one in options.workloads]
     seeds = range(options.first_seed, options.first_seed + draws)
     order = itertools.product(loads, seeds, pools, workloads, options.models)
-    wanted = {Cell(workload, model, pool, load, seed): ARMS for load, seed, pool, workload, model in order}
-    gauge_s = options.gauge_s
-    runs = runs_in(options.runs, count, gauge_s)
-    runs += run_missing(
-        wanted,
-        runs,
-        count=count,
-        files=files,
-        processes=options.processes,
-        into=options.runs,
-        gauge_s=gauge_s,
-    )
-    put(report(runs, settings_name(gauge_s), count), options.out)
+    arms = ablations.arms_of(options.store) if options.ablations else ARMS
+    wanted = {Cell(workload, model, pool, load, seed): arms for load, seed, pool, workload, model in order}
+    shared = Options(count, files, options.gauge_s, options.half, options.split_seed, options.store)
+    runs = runs_in(options.runs, shared)
+    runs += run_missing(wanted, runs, options=shared, processes=options.processes, into=options.runs)
+    if options.ablations:
+        put(ablations.report(_runs_of(options.runs)), options.out)
+    else:
+        put(report([run for run in runs if run.arm in ARMS], shared.settings, count), options.out)
 
 
 if __name__ == "__main__":

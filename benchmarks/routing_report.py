@@ -13,6 +13,8 @@ SERVING = "kvatlas"
 CLOSED = "closed agent sessions"
 LEVEL = 1.02
 GAIN = 0.90
+COLLAPSE = 1.5
+"""Worst seed over the best other router's worst."""
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Student's t, two-sided 95 %, for 1, 2, .. degrees of freedom; 2 beyond."""
 
@@ -35,6 +37,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     error_tokens: float
     answer_s: float = 0.0
     lasted_s: float = 0.0
+    revision: str = ""
+    """The checkout's."""
 
     @property
     def where(self) -> str:
@@ -53,11 +57,13 @@ class Place(NamedTuple):
 
 class Against(NamedTuple):
     """Serving policy over the best other arm: the mean over seeds, and half its 95 % interval (None: one
-    seed)."""
+    seed); ``tail`` and ``worst``: the same of p99, and its worst seed over the other's worst."""
 
     arm: str
     ratio: float
     half: float | None
+    tail: float
+    worst: float
 
     def __str__(self) -> str:
         spread = "" if self.half is None else f" ±{self.half:.2f}"
@@ -93,8 +99,11 @@ def against(arms: Arms, value: Value) -> Against | None:
     if not others:
         return None
     best = min(others, key=lambda arm: (_mean(others[arm], value), arm))
-    ratios = [value(mine[seed]) / value(run) for seed, run in others[best].items() if seed in mine]
-    return Against(best, statistics.fmean(ratios), _half(ratios))
+    pairs = [(mine[seed], run) for seed, run in others[best].items() if seed in mine]
+    ratios = [value(one) / value(other) for one, other in pairs]
+    tail = statistics.fmean(one.p99_s / other.p99_s for one, other in pairs)
+    worst = max(value(one) for one, _ in pairs) / max(value(other) for _, other in pairs)
+    return Against(best, statistics.fmean(ratios), _half(ratios), tail, worst)
 
 
 def _about(book: Book, settings: str, requests: int) -> str:
@@ -102,12 +111,24 @@ def _about(book: Book, settings: str, requests: int) -> str:
     seeds = sorted({seed for arms in book.values() for by_seed in arms.values() for seed in by_seed})
     return (
         f"`PYTHONPATH=. python benchmarks/routing.py`: {count} runs, {len(book)} cells, seeds {seeds}, at "
-        f"most {requests} requests each, 8 engines; {SERVING} with {settings}. All "
+        f"most {requests} requests each, 8 engines, {revisions(_runs(book))}; {SERVING} with {settings}. All "
         "seconds are simulated and depend on no machine. Cells: mean seconds to the first token over the "
-        "seeds, ± half a 95 % interval, in brackets hit % and p99; the shortest mean is bold. Ratio: kvatlas "
-        "over the best other router, so below 1 kvatlas is faster. What is simulated and what not: "
-        "docs/simulate.md."
+        "seeds, ± half a 95 % interval, in brackets hit %, p99 and the worst seed's mean; the shortest mean "
+        "is bold. Ratio: kvatlas over the best other router, so below 1 kvatlas is faster, then that of p99 "
+        "and of the worst seeds. What is simulated and what not: docs/simulate.md."
     )
+
+
+def revisions(runs: Iterable[Run]) -> str:
+    """The revisions at which these were measured."""
+    found = sorted({run.revision or "unknown" for run in runs})
+    return f"revision{'s' * (len(found) > 1)} {', '.join(found)}"
+
+
+def _runs(book: Book) -> Iterator[Run]:
+    for arms in book.values():
+        for by_seed in arms.values():
+            yield from by_seed.values()
 
 
 def _verdicts(book: Book) -> Iterator[str]:
@@ -119,6 +140,12 @@ def _verdicts(book: Book) -> Iterator[str]:
         f"- Mean time to first token at most {LEVEL:g} times the best other router's in {level} of "
         f"{len(found)} cells, at least {1 - GAIN:.0%} below it in {ahead}."
     )
+    tails = sum(one.tail <= LEVEL for one in found.values())
+    fallen = {place: one for place, one in found.items() if one.worst > COLLAPSE}
+    yield f"- p99 at most {LEVEL:g} times that router's in {tails}."
+    yield f"- Worst seed above {COLLAPSE:g} times that router's worst: {len(fallen)}."
+    for place, one in sorted(fallen.items(), key=lambda item: -item[1].worst):
+        yield f"  - {place}: {one.worst:.2f} times {one.arm}'s"
     yield f"- Cells that kvatlas loses: {len(lost)}."
     for place, one in sorted(lost.items(), key=lambda item: -item[1].ratio):
         yield f"  - {place}: {one} times {one.arm}'s"
@@ -137,7 +164,7 @@ def _table(book: Mapping[Place, Arms], value: Value, *, with_tail: bool = False)
         best_s = min(_mean(runs, value) for runs in by_arm.values())
         cells = [_cell(by_arm.get(arm), value, best_s, with_tail=with_tail) for arm in arms]
         one = against(by_arm, value)
-        last = ["-", "-"] if one is None else [one.arm, str(one)]
+        last = ["-", "-"] if one is None else [one.arm, f"{one}, {one.tail:.2f}, {one.worst:.2f}"]
         yield f"| {place.model}, {place.pool:.0%} | " + " | ".join(cells + last) + " |"
 
 
@@ -150,7 +177,8 @@ def _cell(runs: dict[int, Run] | None, value: Value, best_s: float, *, with_tail
     if not with_tail:
         return text
     hits, tail_s = _mean(runs, lambda run: run.hit_share), _mean(runs, lambda run: run.p99_s)
-    return f"{text} ({100 * hits:.0f}, {tail_s:.1f})"
+    worst_s = max(value(run) for run in runs.values())
+    return f"{text} ({100 * hits:.0f}, {tail_s:.1f}, {worst_s:.2f})"
 
 
 def _mean(runs: dict[int, Run], value: Value) -> float:

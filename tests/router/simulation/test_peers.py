@@ -213,7 +213,7 @@ def test_dynamo_s_queue_keeps_prompts_while_every_engine_has_16_steps_to_prefill
 
 
 class Recorder(OtherRouter):
-    """Sends all to the first engine, ten at a time at most, and notes what it is told."""
+    """Sends all to the first engine, ten at a time at most, and notes what it hears."""
 
     gauge_s = 0.5
 
