@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
-from kvatlas.publisher.events import BlockRemoved, BlockStored, Event
+from kvatlas.publisher.events import BlockRemoved, BlockStored, Event, encode_tokens
 from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.publisher.pool.hits import HitFinder
 from kvatlas.publisher.pool.layout import PoolLayout
@@ -24,6 +24,7 @@ from kvatlas.publisher.pool.store import Copies, PoolRequest, WireHash
 
 OWNER = "kvatlas-host"
 _THERE: Copies = 1
+_NO_TOKENS = encode_tokens([])
 
 HeldKey = tuple[int, WireHash]
 """Group, and the hash at the block's end."""
@@ -151,7 +152,13 @@ class HostTier:
         group = event.group_idx or 0
         new, gone = self.store([(group, block) for block in event.block_hashes])
         events: list[Event] = [BlockRemoved([block], "CPU", idx, "LOCAL", self._owner) for idx, block in gone]
-        if new:
+        if self._owner is None:
+            # vLLM's own offloading tells a hash per event, and no tokens.
+            events += [
+                BlockStored([block], None, _NO_TOKENS, 0, medium="CPU", group_idx=idx, locality="LOCAL")
+                for idx, block in new
+            ]
+        elif new:
             events.append(
                 replace(
                     event,

@@ -128,6 +128,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_connector_loads: bool = False
     """Set if the engines combine connectors with vLLM's MultiConnector: the first connector that has
     anything loads. Unset, the connector with the most tokens loads, as in ``HybridMultiConnector``."""
+    blocks_per_chunk: int | None = None
+    """Blocks that vLLM's OffloadingConnector keeps under one hash (its option `blocks_per_chunk`, or
+    `block_size` in tokens divided by the block size). Not set: taken from `/server_info`, or from events with
+    `self_describing_kv_events`; else 1. Set it if hits from host memory are predicted too low."""
     shadow: ShadowSettings = ShadowSettings()
     """Block pool of engines without events. Set it if predictions for such engines are wrong."""
 

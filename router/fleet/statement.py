@@ -82,6 +82,10 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     decode_ranks: int | None = None
     """Ranks of decode context parallelism."""
     retention_interval: Retention = None
+    blocks_per_chunk: int | None = None
+    """Blocks that its own offloading keeps under one hash, if given as a number."""
+    chunk_tokens: int | None = None
+    """The same, if given in tokens."""
     caches_prefixes: bool | None = None
     """False: prefix caching is off, as always for encoder-decoder models."""
     bounded_replay: bool | None = None
@@ -145,6 +149,7 @@ def server_info_statement(body: bytes) -> EngineStatement | None:
     method, mode = drafter.get("method"), cache.get("mamba_cache_mode")
     method = method if isinstance(method, str) and _METHOD.fullmatch(method) else ""
     replay = cache.get("swa_bounded_replay")
+    offload = _own_offload(_part(config, "kv_transfer_config"))
     return EngineStatement(
         source="server_info",
         drafts=bool(drafter),
@@ -159,8 +164,21 @@ def server_info_statement(body: bytes) -> EngineStatement | None:
         mamba_block_size=_tokens(cache.get("mamba_block_size")),
         decode_ranks=_tokens(_part(config, "parallel_config").get("decode_context_parallel_size")),
         retention_interval=_retention(cache),
+        blocks_per_chunk=_tokens(offload.get("blocks_per_chunk")),
+        chunk_tokens=_tokens(offload.get("block_size")),
         bounded_replay=replay if isinstance(replay, bool) else None,
     )
+
+
+def _own_offload(connector: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of vLLM's OffloadingConnector, alone or one of several."""
+    options = _part(connector, "kv_connector_extra_config")
+    if connector.get("kv_connector") == "OffloadingConnector":
+        return options
+    several = options.get("connectors")
+    parts = [part for part in several if isinstance(part, dict)] if isinstance(several, list) else []
+    own = next((part for part in parts if part.get("kv_connector") == "OffloadingConnector"), {})
+    return _part(own, "kv_connector_extra_config")
 
 
 def _sglang_statement(info: dict[str, Any]) -> EngineStatement:

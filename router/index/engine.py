@@ -208,10 +208,7 @@ class EngineResidency(EngineKnowledge):
 
     def _stored(self, event: BlockStored) -> None:
         if event.medium not in ON_GPU:
-            known = self._outside.stores
-            self._outside.stored(event)
-            if known is not self._outside.stores:
-                self._settle()
+            self._stored_outside(event)
             return
         if not event.block_size and not event.num_tokens():
             self._named(event)
@@ -235,6 +232,13 @@ class EngineResidency(EngineKnowledge):
             if self.pool is not None:
                 self.pool.stored(hashes, None if parent is None else to_block_hash(parent))
             self._note_session(event, hashes)
+
+    def _stored_outside(self, event: BlockStored) -> None:
+        known = self._outside.stores
+        if tokens := self._outside.stored(event):
+            self._learn_chunk(event, tokens)
+        if known is not self._outside.stores:
+            self._settle()
 
     def _note_session(self, event: BlockStored, hashes: list[BlockHash]) -> None:
         session_id, layout = event.session_id, self._layout

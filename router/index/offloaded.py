@@ -9,6 +9,10 @@ offloading looks in all its tiers), and each owner is a separate connector. One 
 the one that reaches furthest (the first that holds anything with ``ModelFacts.first_connector_loads``); host
 memory comes before storage, then by name.
 
+vLLM's own offloading keeps chunks of ``CacheLayout.blocks_per_chunk`` blocks, each under the hash at its end
+(``_lookup_complete_chunks``, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, 0.33): it loads
+whole chunks, from the one around ``L`` on, and nothing that is less than a chunk.
+
 If hits may end inside a block, a connector is asked from the last whole block on; the block in which a load
 ends must be held under the hash at that end, and with EAGLE loads end on whole blocks. Blocks that any engine
 wrote to a shared store are available to every engine that uses it. Sources: vLLM 0.32
@@ -20,7 +24,8 @@ adds a copy, one removal removes one, separately for each owner. SGLang's host m
 and publishes it again when it adds windows or states of it (``finish_write_through``, SGLang 0.5.23). Events
 about a shared store are hints: a block is present or not, however often it was published, and it expires if
 not published again for ``facts.shared_store_ttl_s`` (at least half of that), because the store's evictions
-are not published. A removal revokes what this engine published, not what others did.
+are not published. A removal revokes what this engine published, not what others did. An event of vLLM's own
+offloading is one chunk, however many hashes it lists; one removal lists those of several chunks.
 
 Nothing here affects the GPU's residency; one engine has at most ``PLACES_MAX`` places, events of further ones
 are counted and ignored.
@@ -28,6 +33,7 @@ are counted and ignored.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
@@ -41,6 +47,7 @@ from kvatlas.router.index.base import (
     CPU,
     GPU,
     OWNER_CHARS_MAX,
+    STORAGE,
     TURNS,
     Index,
     Plane,
@@ -87,6 +94,8 @@ class Extent(NamedTuple):
 
     tier: Tier
     layers: tuple[tuple[str, WordHits], ...]
+    tokens_min: int
+    """Fewest tokens that it loads."""
 
 
 def tiers(rows: Rows) -> tuple[Tier, ...]:
@@ -119,27 +128,27 @@ def tier_extents(
 ) -> tuple[Extent, ...]:
     """Return the extent of the hits of the 64 engines of ``word`` with each tier."""
     below = _below(on_gpu.hit_ends, layout, rows.num_hashes)
-    ends = _ends(layout)
-    return tuple(
-        Extent(
-            tier,
-            tuple(
-                (
-                    medium,
-                    evaluate(
-                        _joined(rows, layout, word, places, below),
-                        ends,
-                        num_tokens,
-                        word=word,
-                        loading=True,
-                        detail=detail,
-                    ),
-                )
-                for medium, places in tier.layers
-            ),
+    found: list[Extent] = []
+    for tier in tiers(rows):
+        chunk = _chunk(layout, tier.layers[0][1])
+        ends = _ends(layout, chunk)
+        layers = tuple(
+            (
+                medium,
+                evaluate(
+                    _joined(rows, layout, word, places, below, chunk),
+                    ends,
+                    num_tokens,
+                    word=word,
+                    loading=True,
+                    detail=detail,
+                ),
+            )
+            for medium, places in tier.layers
         )
-        for tier in tiers(rows)
-    )
+        longest = max([group.block_size for group in layout.groups], default=0) if chunk > 1 else 0
+        found.append(Extent(tier, layers, chunk * longest))
+    return tuple(found)
 
 
 def usable(extents: tuple[Extent, ...], stores: frozenset[str]) -> tuple[Extent, ...]:
@@ -155,7 +164,7 @@ def loaded(extents: tuple[Extent, ...], bit: int, hit: int, *, first: bool = Fal
     """
     most: dict[str, int] = {}
     furthest = hit
-    for _, layers in extents:
+    for _, layers, tokens_min in extents:
         by_medium: dict[str, int] = {}
         at = hit
         for medium, hits in layers:
@@ -163,7 +172,7 @@ def loaded(extents: tuple[Extent, ...], bit: int, hit: int, *, first: bool = Fal
             if end > at:
                 by_medium[medium] = end - at
                 at = end
-        if at > furthest:
+        if at > furthest and at - hit >= tokens_min:
             most, furthest = by_medium, at
             if first:
                 break
@@ -177,9 +186,9 @@ def held_alone(rows: Rows, layout: CacheLayout, num_tokens: int, word: int) -> l
     for tier in tiers(rows):
         medium, places = tier.layers[0]
         if medium == CPU and not connector_of(places[0]):
-            nothing = np.zeros(rows.num_hashes, np.uint64)
-            own = _joined(rows, layout, word, places, nothing)
-            return evaluate(own, _ends(layout), num_tokens, word=word, loading=True).hit
+            nothing, chunk = np.zeros(rows.num_hashes, np.uint64), layout.blocks_per_chunk
+            own = _joined(rows, layout, word, places, nothing, chunk)
+            return evaluate(own, _ends(layout, chunk), num_tokens, word=word, loading=True).hit
     return []
 
 
@@ -193,25 +202,44 @@ def shared_part(rows: Rows) -> Rows:
     return Rows(rows.num_hashes, columns)
 
 
+def _chunk(layout: CacheLayout, places: tuple[str, ...]) -> int:
+    """Return the blocks of a chunk of the connector that has these places."""
+    return 1 if connector_of(places[0]) else layout.blocks_per_chunk
+
+
 @lru_cache(maxsize=256)
-def _ends(layout: CacheLayout) -> CacheLayout:
-    """Return the layout with the boundaries at which a load may end."""
-    if layout.lookahead or not any(c.spec.is_eagle for c in layout.classes):
-        return layout
-    whole = max(layout.alignment, scheduler_block_size(layout.groups))
+def _ends(layout: CacheLayout, chunk: int) -> CacheLayout:
+    """Return the layout with the boundaries at which a load in chunks of so many blocks may end."""
+    whole = layout.alignment
+    if not layout.lookahead and any(c.spec.is_eagle for c in layout.classes):
+        whole = max(whole, scheduler_block_size(layout.groups))
+    if chunk > 1:
+        whole = math.lcm(whole, *[chunk * group.block_size for group in layout.groups])
     return layout if layout.alignment == whole else replace(layout, alignment=whole)
 
 
-def _joined(rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...], below: Words) -> Rows:
+def _joined(
+    rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...], below: Words, chunk: int
+) -> Rows:
     """Return one tier's rows as GPU rows, with everything before the GPU hits present."""
     columns: dict[tuple[Plane, int], Words] = {}
     for group in layout.groups:
-        held = below
+        held = np.zeros(rows.num_hashes, np.uint64)
         for place in places:
             plane = Plane(place, group.group_idx)
             held = held | (_held_by_any(rows, plane) if is_shared(place) else rows.plane(plane, word))
-        columns[Plane(GPU, group.group_idx), word] = held
+        if chunk > 1:
+            held = _whole_chunks(held, chunk * group.block_size // layout.hash_block_size)
+        columns[Plane(GPU, group.group_idx), word] = held | below
     return Rows(rows.num_hashes, columns)
+
+
+def _whole_chunks(held: Words, size: int) -> Words:
+    """Return all hash blocks of the chunks of this size whose last one is held."""
+    found = np.zeros_like(held)
+    ends = held[size - 1 :: size]
+    found[: len(ends) * size] = np.repeat(ends, size)
+    return found
 
 
 def _held_by_any(rows: Rows, plane: Plane) -> Words:
@@ -235,6 +263,8 @@ def _below(hits: Ends, layout: CacheLayout, num_hashes: int) -> Words:
     return covered
 
 
+# Media as vLLM's own offloading and LMCache name them: an event is one chunk.
+_CHUNK_MEDIA = frozenset({CPU, STORAGE, "cpu"})
 _UNKNOWN_MEDIA_MAX = 8
 _MEDIUM_CHARS_MAX = 40
 
@@ -260,23 +290,35 @@ class OffloadedBlocks:
         # Host memory of vLLM's own connector, and whether it may have been emptied without events.
         self._own_host: str | None = None
         self._doubted = False
+        # Whether an event listed several hashes of one chunk.
+        self._lists_inner = False
         self._turn = 0
         self._turned_s: float | None = None
         self.stores = frozenset()
 
-    def stored(self, event: BlockStored) -> None:
-        """Add one copy of each block; where there is one at most, mark it present."""
+    def stored(self, event: BlockStored) -> int:
+        """Add one copy of each block; where there is one at most, mark it present. Returns the tokens of the
+        chunk that the event describes; 0 if it describes blocks."""
         plane = self._plane(event)
         if plane is None:
-            return
+            return 0
         hashes = [to_block_hash(value) for value in event.block_hashes]
+        chunk = event.num_tokens() if self._is_chunk(event, plane) else 0
+        if chunk and len(hashes) > 1:
+            # With ``self_describing_kv_events``; only the last one is a key.
+            hashes, self._lists_inner = hashes[-1:], True
         if not is_shared(plane.medium) and not is_cleared_with_gpu(event.medium):
             if self._doubted and plane.medium == self._own_host and self._holds(plane, hashes):
                 self._empty_own_host()
             self._index.store(self.engine_id, plane, hashes)
-            return
+            return chunk
         for block in hashes:
             self._index.set_copies(self.engine_id, plane, block, 1)
+        return 0
+
+    @staticmethod
+    def _is_chunk(event: BlockStored | BlockRemoved, plane: Plane) -> bool:
+        return event.medium in _CHUNK_MEDIA and not connector_of(plane.medium)
 
     def removed(self, event: BlockRemoved) -> None:
         """Remove one copy of each block, or set the number of copies given in the event."""
@@ -284,6 +326,8 @@ class OffloadedBlocks:
         if plane is None:
             return
         hashes = [to_block_hash(value) for value in event.block_hashes]
+        if self._lists_inner and self._is_chunk(event, plane):
+            hashes = [block for block in hashes if self._index.holds(self.engine_id, plane.medium, block)]
         counts = event.remaining_copy_counts
         if is_shared(plane.medium):
             for turn in TURNS:

@@ -152,8 +152,11 @@ def find_facts(
     receipts: DropReceipts,
     groups: tuple[GroupSpec, ...],
     lookahead: int,
+    chunk_blocks: int = 0,
 ) -> tuple[ModelFacts, tuple[Fact, ...]]:
-    """Return the facts to predict with, and each fact that had to be found, with its source."""
+    """Return the facts to predict with, and each fact that had to be found, with its source.
+
+    ``chunk_blocks``: blocks of a chunk outside the GPU, by events; 0: none was seen."""
     eagle = _eagle(configured, evidence, receipts, groups, lookahead)
     mode = _mamba_mode(configured, evidence)
     sizes = [_block_size(evidence, name) for name in ("attention_block_size", "mamba_block_size")]
@@ -161,6 +164,7 @@ def find_facts(
     retention = _retention(configured, evidence)
     replay = _replay(configured, evidence, groups)
     hidden = _hidden(configured, receipts, groups)
+    chunk = _chunk(configured, evidence, groups, chunk_blocks)
     facts = replace(
         configured,
         hidden_groups=hidden is not None,
@@ -171,12 +175,13 @@ def find_facts(
         decode_ranks=1 if ranks is None else ranks.value,
         retention_interval=retention.value,
         replay_tokens=replay.value,
+        blocks_per_chunk=None if chunk is None else chunk.value,
     )
     families = {group.family for group in groups}
     sparse = families & {Family.MAMBA, Family.WINDOW}
     shown = [eagle, sizes[0], ranks, retention if sparse else None, replay if replay.value else None]
     shown += [mode, sizes[1]] if Family.MAMBA in families else []
-    shown += [hidden, *_unseen(evidence)]
+    shown += [hidden, chunk, *_unseen(evidence)]
     shown += _of_the_model(configured, evidence)
     return facts, tuple(fact for fact in shown if fact is not None)
 
@@ -316,6 +321,22 @@ def _retention(configured: ModelFacts, evidence: SetupEvidence) -> Fact:
             return Fact("retention_interval", stated.retention_interval, stated.source, "certain")
     # vLLM's default since 0.29.
     return Fact("retention_interval", 0, "none", "assumed")
+
+
+def _chunk(
+    configured: ModelFacts, evidence: SetupEvidence, groups: tuple[GroupSpec, ...], seen: int
+) -> Fact | None:
+    """Find how many blocks vLLM's own offloading keeps under one hash; None: as by default, one."""
+    if configured.blocks_per_chunk is not None:
+        return Fact("blocks_per_chunk", configured.blocks_per_chunk, "configuration", "certain")
+    for stated in evidence.statements:
+        if stated.blocks_per_chunk:
+            return Fact("blocks_per_chunk", stated.blocks_per_chunk, stated.source, "certain")
+        # ``build_offloading_config`` (kv_connector/v1/offloading/config.py, 0.33) takes tokens too.
+        sizes = [group.block_size for group in groups if group.family is Family.FULL]
+        if stated.chunk_tokens and sizes and not stated.chunk_tokens % sizes[0]:
+            return Fact("blocks_per_chunk", stated.chunk_tokens // sizes[0], stated.source, "likely")
+    return Fact("blocks_per_chunk", seen, "events", "certain") if seen > 1 else None
 
 
 def _unseen(evidence: SetupEvidence) -> Iterator[Fact]:

@@ -72,6 +72,7 @@ class EngineKnowledge:
         self._learned: LearnedKeys | None = LearnedKeys()
         self._layout: CacheLayout | None = None
         self._lookahead = 0
+        self._chunk_blocks = 0
         self._find_facts()
 
     def _inherit(self, old: EngineKnowledge) -> None:
@@ -84,6 +85,7 @@ class EngineKnowledge:
                 self._learned = None if old._learned is None else self._learned
                 self._relayout()
         self._setup, self._drop_receipts = old._setup, old._drop_receipts
+        self._chunk_blocks = max(self._chunk_blocks, old._chunk_blocks)
         if self._layout is None:
             self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
             self.facts, self.found_facts = old.facts, old.found_facts
@@ -145,7 +147,12 @@ class EngineKnowledge:
 
     def _find_facts(self) -> None:
         self.facts, self.found_facts = find_facts(
-            self._configured, self._setup, self._drop_receipts, self._groups.known, self._lookahead
+            self._configured,
+            self._setup,
+            self._drop_receipts,
+            self._groups.known,
+            self._lookahead,
+            self._chunk_blocks,
         )
         self._groups.take_facts(self.facts)
 
@@ -270,6 +277,14 @@ class EngineKnowledge:
         if changed:
             self._relayout()
         return True
+
+    def _learn_chunk(self, event: BlockStored, tokens: int) -> None:
+        """Learn from an event of one chunk outside the GPU, of so many tokens (``chunk_blocks``)."""
+        sizes = {group.group_idx: group.block_size for group in self._groups.groups}
+        size = sizes.get(event.group_idx or 0, 0)
+        if size and not tokens % size and tokens // size > max(self._chunk_blocks, 1):
+            self._chunk_blocks = tokens // size
+            self._relayout()
 
     def _relayout(self) -> None:
         self._find_facts()

@@ -64,7 +64,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``first_connector_loads``: of several connectors the first that holds anything loads, not the one
     that holds most. ``hidden_groups``: the engine has groups that publish nothing, although no group
     number is missing; ``replay_tokens``: number of tokens of a hit that are recomputed for such groups
-    (bounded replay).
+    (bounded replay). ``blocks_per_chunk``: number of blocks that vLLM's own offloading keeps under one
+    hash, None: to be found.
     """
 
     attention_chunk_size: int | None = None
@@ -87,6 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     first_connector_loads: bool = False
     hidden_groups: bool = False
     replay_tokens: int = 0
+    blocks_per_chunk: int | None = None
 
     def is_eagle(self, group_idx: int) -> bool:
         """Whether the lookup of this group drops its last block."""
@@ -129,6 +131,8 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     """Tokens at the end of each prompt that no hit covers."""
     load_tokens_min: int = 1
     """Fewest tokens that are loaded from outside the GPU; fewer are computed."""
+    blocks_per_chunk: int = 1
+    """Blocks that vLLM's own offloading keeps under one hash."""
 
     @property
     def single_group(self) -> bool:
@@ -206,6 +210,7 @@ def make_layout(
         computed_tokens=computed,
         # ``load_back_threshold`` (srt/mem_cache/unified_radix_cache.py of 0.5.23).
         load_tokens_min=10 if sglang else 1,
+        blocks_per_chunk=facts.blocks_per_chunk or 1,
     )
 
 

@@ -68,6 +68,28 @@ def test_which_drafters_keep_the_last_block(drafter: dict[str, Any], keeps: bool
     assert stated.keeps_last_block is keeps
 
 
+@pytest.mark.parametrize(
+    ("connector", "chunk"),
+    [
+        ("OffloadingConnector", {"blocks_per_chunk": 4}),
+        ("OffloadingConnector", {"block_size": 64}),
+        ("MultiConnector", {"connectors": [5, {"kv_connector": "NixlConnector"}, {"blocks_per_chunk": 4}]}),
+        ("LMCacheConnectorV1", {"blocks_per_chunk": 4}),
+        ("MultiConnector", {"connectors": None}),
+    ],
+)
+def test_chunks_of_vllms_own_offloading(connector: str, chunk: dict[str, Any]) -> None:
+    if isinstance(children := chunk.get("connectors"), list):
+        children[-1] = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": children[-1]}
+    config = {"kv_connector": connector, "kv_connector_extra_config": chunk}
+    body = {"vllm_config": INFO["vllm_config"] | {"kv_transfer_config": config}}
+    stated = server_info_statement(msgspec.json.encode(body))
+    assert stated is not None
+    known = connector == "OffloadingConnector" or isinstance(children, list)
+    expected = ((None, 64) if "block_size" in chunk else (4, None)) if known else (None, None)
+    assert (stated.blocks_per_chunk, stated.chunk_tokens) == expected
+
+
 def test_counters_of_the_rust_frontend_prove_drafts_only_above_zero() -> None:
     page = b'vllm:spec_decode_num_drafts{engine="0"} %b\nvllm:num_requests_running{engine="0"} 0\n'
     assert read_statement(page % b"0", 0) is None

@@ -14,9 +14,11 @@ from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
 from kvatlas.publisher.groups import Family
 from kvatlas.publisher.snapshot import SnapshotLedger
+from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.index import engine as residency
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn import hash_scheme as detect
+from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency, ModelIndexes
@@ -117,9 +119,18 @@ class TestOrderAndCopies:
 
 
 def by(owner: str | None, *, medium: str = "CPU", start: int = 4, stop: int | None = None) -> BlockStored:
-    """The prompt's blocks from ``start`` on, as a connector tells of them."""
+    """The prompt's blocks from ``start`` on, as a connector tells of them; vLLM's own tells no tokens."""
     stored = DENSE.stored(PROMPT, start=start, stop=stop)
     stored.medium, stored.ownership, stored.locality = medium, owner, "LOCAL"
+    if owner is None:
+        stored.token_ids, stored.block_size = encode_tokens([]), 0
+    return stored
+
+
+def as_chunk(start: int, stop: int) -> BlockStored:
+    """A chunk of vLLM's own offloading with ``self_describing_kv_events`` (v1/offloading/events.py, 0.33)."""
+    stored = DENSE.stored(PROMPT, start=start, stop=stop)
+    stored.medium, stored.locality = "CPU", "LOCAL"
     return stored
 
 
@@ -185,9 +196,7 @@ class TestGroupsAndMedia:
         assert hit(told(fleet, removed(HASHES[0], medium=None)), PROMPT) == 0
 
     def test_offloaded_blocks_are_distinguished(self) -> None:
-        stored = DENSE.stored(PROMPT, start=4)
-        stored.medium = "CPU"
-        fleet = told(fleet_of(), DENSE.stored(PROMPT, stop=4), stored)
+        fleet = told(fleet_of(), DENSE.stored(PROMPT, stop=4), by(None))
         found = answer(fleet, PROMPT)
         assert (found.hit_tokens, found.offloaded_tokens) == (64, 192)
         told(fleet, removed(HASHES[8], medium="CPU"), removed(HASHES[9], medium="STORAGE"))
@@ -199,6 +208,41 @@ class TestGroupsAndMedia:
         assert fleet.engine("a").layout is None
         assert fleet.index.copies("a", Plane("STORAGE", 0)) == 2
         assert not fleet.engine("a").rejected
+
+    @pytest.mark.parametrize(("stop", "loads"), [(3, 0), (4, 64), (6, 64), (8, 128), (12, 128)])
+    def test_chunks_of_vllms_own_offloading_are_loaded_whole(self, stop: int, loads: int) -> None:
+        """A shared prefix of 48 tokens loads nothing from chunks of four blocks."""
+        chunks = [as_chunk(start, start + 4) for start in (0, 4)]
+        other = PROMPT[: stop * 16] + tokens(100, seed=5)
+        fleet = told(fleet_of(), DENSE.stored(PROMPT), *chunks, AllBlocksCleared())
+        assert answer(fleet, other).cpu_tokens == loads
+        assert fleet.index.physical("a", "CPU") == 2, "a chunk has one key"
+        layout = fleet.engine("a").layout
+        assert layout is not None
+        assert layout.blocks_per_chunk == 4
+        told(fleet, removed(*HASHES[:8], medium="CPU"))
+        assert answer(fleet, other).cpu_tokens == 0
+        assert fleet.stats().unknown_removals == 0
+
+    def test_chunks_of_one_hash(self) -> None:
+        """As vLLM #57304 would publish them, and LMCache does."""
+        chunk = as_chunk(0, 4)
+        chunk.block_hashes, chunk.block_size = chunk.block_hashes[-1:], 64
+        fleet = told(fleet_of(), DENSE.stored(PROMPT), chunk, AllBlocksCleared())
+        assert answer(fleet, PROMPT).cpu_tokens == 64
+        fleet.stage("a", batch(DENSE.stored(PROMPT), by(None, start=3, stop=4), AllBlocksCleared()))
+        fleet.adopt("a")
+        assert answer(fleet, PROMPT).cpu_tokens == 64, "the size is known from before the snapshot"
+
+    def test_chunks_that_events_do_not_show_are_configured_or_stated(self) -> None:
+        events = [DENSE.stored(PROMPT), by(None, start=3, stop=4), AllBlocksCleared()]
+        assert answer(told(fleet_of(blocks_per_chunk=4), *events), PROMPT).cpu_tokens == 64
+        for stated in ({"blocks_per_chunk": 4}, {"chunk_tokens": 64}):
+            fleet = told(fleet_of(), *events)
+            assert answer(fleet, PROMPT).cpu_tokens == 0
+            statement = EngineStatement(source="server_info", **stated)
+            fleet.engine("a").learn_setup(SetupEvidence(statements=(statement,)))
+            assert answer(fleet, PROMPT).cpu_tokens == 64
 
     def test_owners_of_one_medium_do_not_cancel_each_other(self) -> None:
         fleet = told(fleet_of(), DENSE.stored(PROMPT, stop=4), *(by(o) for o in ("host", None)))
@@ -240,8 +284,7 @@ class TestGroupsAndMedia:
         assert (found.cpu_tokens, found.storage_tokens) == (0, 128)
 
     def test_a_reset_clears_the_gpu_alone(self) -> None:
-        offloaded = DENSE.stored(PROMPT)
-        offloaded.medium = "CPU"
+        offloaded = by(None, start=0)
         fleet = told(fleet_of(), DENSE.stored(PROMPT), SPARSE.stored(PROMPT), offloaded, AllBlocksCleared())
         assert fleet.index.copies("a", Plane("GPU", 1)) == 0
         assert fleet.index.copies("a", Plane("CPU", 0)) == 12
@@ -713,9 +756,8 @@ def test_a_long_random_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_detail_tells_the_hit_of_each_class_medium_by_medium() -> None:
-    events = [DENSE.stored(PROMPT, stop=count) for count in (2, 4, 5)]
-    for event, medium in zip(events, ("GPU", "CPU", "STORAGE"), strict=True):
-        event.medium = medium
+    outside = [by(None, medium=medium, start=0, stop=stop) for medium, stop in (("CPU", 4), ("STORAGE", 5))]
+    events = [DENSE.stored(PROMPT, stop=2), *outside]
     hit = told(fleet_of(), *events).predict(Prompt(PROMPT), ["a"], detail=True)["a"]
     assert hit.by_class[0].by_medium == {"GPU": 32, "CPU": 64, "STORAGE": 80}
     assert (hit.hit_tokens, hit.offloaded_tokens) == (32, 80)
@@ -747,8 +789,7 @@ class TestManyEngines:
             told(fleet, DENSE.stored(PROMPT, start=10, stop=12), engine_id=engine_id)
             if stop:
                 stored = DENSE.stored(PROMPT, stop=stop)
-                stored.medium = medium
-                told(fleet, stored, engine_id=engine_id)
+                told(fleet, by(None, start=0, stop=stop) if medium == "CPU" else stored, engine_id=engine_id)
         found = fleet.predict(Prompt(PROMPT), list(stops))
         held = {one: hit.hit_tokens + hit.cpu_tokens for one, hit in found.items()}
         assert held == {one: 16 * stop for one, stop in stops.items()}

@@ -129,6 +129,42 @@ class TestOneConnector:
         assert loads(layout, 200, held) == (0, {"CPU": 64})
 
 
+def chunked_reading(num_tokens: int, gpu: int, chunks: set[int], blocks: int) -> int:
+    """Tokens loaded of a prompt by vLLM's own offloading, full attention alone (``_lookup_complete_chunks``,
+    offloading/scheduler.py, 0.33), which ends a load before the last token here."""
+    size = 16 * blocks
+    end = start = gpu // size
+    while end in chunks and (end + 1) * size < num_tokens:
+        end += 1
+    tokens = end * size - gpu if end > start else 0
+    return tokens if tokens >= size else 0
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.integers(1, 400), st.integers(0, 24), st.sets(st.integers(0, 12)), st.sampled_from([1, 2, 3, 4, 8]))
+def test_chunks_are_loaded_as_vllm_loads_them(
+    num_tokens: int, gpu: int, chunks: set[int], blocks: int
+) -> None:
+    layout = replace(layout_of(full()), blocks_per_chunk=blocks)
+    gpu = min(gpu, (num_tokens - 1) // 16)
+    held = {"GPU": some(*range(gpu)), "CPU": some(*[(chunk + 1) * blocks - 1 for chunk in chunks])}
+    expected = chunked_reading(num_tokens, 16 * gpu, chunks, blocks)
+    assert loads(layout, num_tokens, held) == (16 * gpu, {"CPU": expected} if expected else {})
+
+
+def test_other_connectors_have_no_chunks_of_vllms_own() -> None:
+    layout = replace(layout_of(full()), blocks_per_chunk=4)
+    assert loads(layout, 100, {"GPU": some(), HOST: some(0, 1, 2)}) == (0, {"CPU": 48})
+
+
+def test_all_groups_have_chunks_of_as_many_blocks() -> None:
+    layout = replace(layout_of(full(0), window(1, 33)), blocks_per_chunk=2)
+    held: dict[str, Units] = {"GPU": {}, "CPU": {0: {1, 3, 5}, 1: {3}}}
+    assert loads(layout, 200, held) == (0, {"CPU": 64})
+    held["CPU"][1] = {5}
+    assert loads(layout, 200, held) == (0, {"CPU": 96})
+
+
 class TestSeveralPlaces:
     def test_connectors_are_not_joined(self) -> None:
         held = {"GPU": some(0), HOST: some(1), STORE: some(2, 3)}
