@@ -38,6 +38,7 @@ def _without(**settings: float) -> Variant:
 ABLATIONS: Mapping[str, Variant] = MappingProxyType(
     {
         "prompts in flight": replace(VARIANTS[SERVING], in_flight=False),
+        "evictions ahead": replace(VARIANTS[SERVING], evictions=False),
         "wait for pages": _without(room_share=0.0, crowding=0.0),
         "crowding": _without(crowding=0.0),
         "gauges": VARIANTS[SERVING],  # polled never

@@ -22,11 +22,12 @@ import msgspec
 import structlog
 
 from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import BlockHash
 from kvatlas.router.admission.admission_queue import AdmissionQueue
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.feeds.position import expected_hit
 from kvatlas.router.fleet.engines import EngineAddress, EngineId
-from kvatlas.router.fleet.status import EngineStatus
+from kvatlas.router.fleet.status import EngineStatus, Frontend
 from kvatlas.router.index.base import PoolListener, Rows
 from kvatlas.router.index.learn.layout import CacheLayout, retained_tokens
 from kvatlas.router.index.model import HashedPrompt, Residency
@@ -48,7 +49,6 @@ from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.rates import FleetRates
 from kvatlas.router.placement.retention import RetentionHints
 from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
-from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.proxy.attempt import Answer, Attempt
 from kvatlas.router.proxy.breaker import Breaker
 from kvatlas.router.proxy.headers import CacheReset
@@ -252,6 +252,16 @@ class Accounts:
         self.changes.forget(engine_id)
 
 
+class Hashed(Protocol):
+    """A prompt by its hashes (``kvatlas.router.prompts.prompt.Prompt``)."""
+
+    def behind(self, frontend: Frontend) -> Hashed | None:
+        """Return the prompt of engines with this frontend; None: unknown."""
+
+    def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]:
+        """Return the hashes of its whole blocks."""
+
+
 class PromptView(msgspec.Struct, gc=False):
     """One prompt's look-ups for all engines, by engine id.
 
@@ -269,7 +279,7 @@ class PromptView(msgspec.Struct, gc=False):
     shadows: ShadowPrompt | None = None
     order: EngineOrder | None = None
     """Its place in the engines' own order, if they have one."""
-    prompt: Prompt | None = None
+    prompt: Hashed | None = None
     """The prompt; None if its tokens are unknown."""
     alike: Sequence[Holders] = ()
     nothing: Mapping[str, EngineHit] = {}

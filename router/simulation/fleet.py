@@ -11,18 +11,19 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
-from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored
 from kvatlas.publisher.groups import Family
 from kvatlas.publisher.pool.retention_order import RetentionHint
 from kvatlas.router.admission.fair_queue import GENERATED_WORTH
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.index.hit_rules import hits_behind
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import HashedPrompt
@@ -45,6 +46,7 @@ from kvatlas.router.placement.engine import (
     PromptView,
     order_of,
 )
+from kvatlas.router.placement.evictions import PooledPrompt
 from kvatlas.router.placement.inflight import InflightPrompt, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import Ticket
 from kvatlas.router.placement.policies import ArmState, policy
@@ -87,6 +89,20 @@ class _Open(msgspec.Struct, eq=False):
     """Where the prompt is computed, if elsewhere."""
     promised: int = 0
     """Tokens to be pulled from another engine."""
+    pooled: PooledPrompt | None = None
+    """Its entry in the forecast of evictions."""
+
+
+class _Hashes(NamedTuple):
+    """Hashes of a prompt (``kvatlas.router.placement.engine.Hashed``)."""
+
+    known: Sequence[BlockHash]
+
+    def behind(self, frontend: Frontend) -> _Hashes:
+        return self
+
+    def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]:
+        return self.known
 
 
 class _Known(NamedTuple):
@@ -130,6 +146,11 @@ class FleetSim:
         self._hints = RetentionHints()
         self._alone: list[int] = []  # hits of the last prompt looked up, in host memory alone
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
+        self._layout = simulated_layout(setup.groups)
+        self._hits_behind = hits_behind(self._layout)
+        self._fleet = [self._engine(place) for place in range(setup.engines)]
+        follows = variant.view == "truth" and variant.in_flight and variant.evictions and not variant.prefill
+        self._forecasts = follows and self._fleet[0].evictions.blocks > 0
         pools = [
             HybridBlockPool(
                 setup.groups,
@@ -137,7 +158,7 @@ class FleetSim:
                 scheme=self._scheme,
                 retention_interval=setup.retention,
                 chunk_tokens_max=setup.timing.chunk_tokens,
-                events=False,
+                events=self._forecasts,
             )
             for _ in range(setup.engines)
         ]
@@ -148,9 +169,6 @@ class FleetSim:
                 load_s_per_token=setup.tiers.load_s_per_token("CPU", setup.groups),
                 storage_load_s_per_token=setup.tiers.load_s_per_token("STORAGE", setup.groups),
             )
-        self._layout = simulated_layout(setup.groups)
-        self._hits_behind = hits_behind(self._layout)
-        self._fleet = [self._engine(place) for place in range(setup.engines)]
         self._snapshots = FleetSnapshots(self._accounts.changes)
         self._engines = [
             SimEngine(
@@ -193,6 +211,7 @@ class FleetSim:
         )
         engine.feed = FeedStats(FeedState.READY)
         engine.load.pages.configure(self._setup.num_blocks, self._setup.groups)
+        engine.evictions.configure(self._setup.num_blocks, self._setup.groups)
         return engine
 
     def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
@@ -270,6 +289,8 @@ class FleetSim:
         )
         if choice.pull is not None:
             self._open[index].promised = choice.pull.tokens
+        if self._forecasts:
+            self._open[index].pooled = self._fleet[place].evictions.admit(hashes, tokens)
         if self._holding is not None:
             self._holding.charge(request.tenant, choice.uncached_tokens)
         if leg is not None:
@@ -432,6 +453,7 @@ class FleetSim:
             found = self._inflight.common(hashes, now, (tokens if self._hits_behind else last) // unit)
             asked.common = {name: min(count * unit, last) for name, count in found.blocks.items()}
             asked.coming = {name: count * unit for name, count in found.coming.items()}
+            asked.prompt = _Hashes(hashes) if self._forecasts else None
         return self._snapshots.of(self._fleet).candidates(asked, now)
 
     def _advance(self) -> None:
@@ -474,6 +496,19 @@ class FleetSim:
 
     def _note(self, engine: int) -> None:
         self._calendar.note(engine, self._engines[engine].next_s)
+        if self._forecasts:
+            self._follow(engine)
+
+    def _follow(self, engine: int) -> None:
+        """Pass the events of an engine's pool on to the forecast of its evictions."""
+        forecast = self._fleet[engine].evictions
+        for event in self._engines[engine].pool.take_events():
+            # As given to the pool: numbers.
+            if isinstance(event, BlockStored):
+                parent = cast("BlockHash | None", event.parent_block_hash)
+                forecast.stored(cast("list[BlockHash]", event.block_hashes), parent)
+            elif isinstance(event, BlockRemoved):
+                forecast.removed(cast("list[BlockHash]", event.block_hashes))
 
     def _first_token(self, run: RequestRun, now: float) -> None:
         opened = self._open[run.index]
@@ -484,6 +519,9 @@ class FleetSim:
             account.rates.observe(sample, now)
         if work.prefix is not None:
             self._inflight.prefilled(work.prefix, self._now)
+        if opened.pooled is not None:
+            self._follow(opened.engine)
+            self._fleet[opened.engine].evictions.start(opened.pooled)
         self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
         if self._other is not None:
             self._other.first_token(run.index, now)
@@ -503,6 +541,9 @@ class FleetSim:
             self._holding.charge(opened.tenant, GENERATED_WORTH * run.output_tokens)
         if opened.prefix is not None:
             self._inflight.end(opened.prefix, now)
+        if opened.pooled is not None:
+            self._follow(opened.engine)
+            self._fleet[opened.engine].evictions.end(opened.pooled, run.output_tokens)
 
     def _end_leg(self, leg: Leg, now: float) -> None:
         self._loads[leg.engine].finish(leg.ticket, now)
@@ -523,6 +564,8 @@ class FleetSim:
         self._loads[opened.engine].fail(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.drop(opened.prefix)
+        if opened.pooled is not None:
+            self._fleet[opened.engine].evictions.end(opened.pooled, computed=False)
 
     def _close(self, run: RequestRun, first_token_s: float | None) -> _Open:
         opened = self._open.pop(run.index)

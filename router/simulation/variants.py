@@ -37,6 +37,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     by_session: bool = False
     tiers: bool = True
     """With view ``truth``: whether it includes the memory outside the GPUs."""
+    evictions: bool = True
+    """With prompts in flight: whether hits are lowered by the evictions ahead of a prompt's turn."""
     settings: tuple[tuple[str, float], ...] = ()
     hold: HoldSetup | None = None
     prefill: int = 0

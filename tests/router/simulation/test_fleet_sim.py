@@ -145,3 +145,27 @@ def test_a_target_refuses_only_by_the_wait_and_only_where_that_is_set() -> None:
         "kvatlas:slo=1+refuse=1": [True, False, True],
         "kvatlas:slo=1+refuse=2": [True, False, False],  # the last one waits, and is too long for its target
     }
+
+
+@pytest.mark.parametrize("pool", [60, 90])
+def test_a_crowded_fleet_forecasts_evictions_as_the_router_does(pool: int) -> None:
+    # Prompts of 33 blocks share 16 of them with earlier ones, and wait for pages.
+    requests = [
+        msgspec.structs.replace(
+            request(0.3 * index, 2000, 80, 0),
+            ids=(7 * (index % 5), 7 * (index % 5) + 1, *range(1000 + 9 * index, 1003 + 9 * index)),
+        )
+        for index in range(60)
+    ]
+    setup = FleetSetup(groups=(FULL,), num_blocks=pool, engines=2, timing=FAST)
+    over = {}
+    for evictions in (False, True):
+        variant = msgspec.structs.replace(VARIANTS["kvatlas"], evictions=evictions)
+        sim = FleetSim(setup, variant)
+        rows = sim.run(requests).rows
+        over[evictions] = sum(row.predicted > row.hit for row in rows)
+        for engine in sim._fleet:
+            assert not engine.evictions.check_integrity()
+            assert not engine.evictions._prompts, "every one has ended"
+    assert over[False] >= 5
+    assert over[True] < over[False] / 3

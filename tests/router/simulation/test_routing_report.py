@@ -60,7 +60,7 @@ def test_another_split_seed_draws_another_half_and_the_same_one_the_same() -> No
     assert first != half_of(requests, 8, shown=False)
 
 
-def test_what_follows_a_request_of_the_other_half_begins_a_session() -> None:
+def test_a_turn_after_one_of_the_other_half_begins_a_session() -> None:
     fields = {"input_tokens": 600, "output_tokens": 5, "ids": (1, 2)}
     parent = Request(at_s=0.0, session=1, **fields)
     child = Request(at_s=1.0, session=2, follows=Follows(request=0, gap_s=1.0), **fields)
