@@ -209,7 +209,7 @@ def _chunk(layout: CacheLayout, places: tuple[str, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def _ends(layout: CacheLayout, chunk: int) -> CacheLayout:
-    """Return the layout with the boundaries at which a load in chunks of so many blocks may end."""
+    """Return the layout with the boundaries at which a load in chunks of this many blocks may end."""
     whole = layout.alignment
     if not layout.lookahead and any(c.spec.is_eagle for c in layout.classes):
         whole = max(whole, scheduler_block_size(layout.groups))

@@ -46,6 +46,7 @@ from kvatlas.router.placement.hot_prefixes import HotPrefixes
 from kvatlas.router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import LoadAccount, LoadStats
 from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.partial_hits import PartialHits
 from kvatlas.router.placement.rates import FleetRates
 from kvatlas.router.placement.retention import RetentionHints
 from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
@@ -295,12 +296,12 @@ class Engine(EngineStatus):
         "_feed",
         "_leaving",
         "_touched",
+        "_unseen",
         "answering",
         "breaker",
         "closed",
         "evictions",
         "first_tokens",
-        "has_unseen_caches",
         "ignores_ids",
         "load",
         "polled_clears",
@@ -338,8 +339,8 @@ class Engine(EngineStatus):
         """Sums over those of ``receipts`` that are counted already."""
         self.residency: Residency | None = None
         """Its cache by its events; None until its model is known."""
-        self.has_unseen_caches = False
-        """It has caches of which its events say nothing (SGLang: windows, Mamba states, storage)."""
+        # What receipts confirmed of its hits, if it has caches of which its events say nothing.
+        self._unseen: PartialHits | None = None
         self.shadow: Shadow | None = None
         """Its assumed cache; only of an engine without events."""
         self._feed: FeedStats | None = None
@@ -498,6 +499,23 @@ class Engine(EngineStatus):
         if self.shadow is not None and self.shadow.size(spec):
             self.fleet_changed()
 
+    @property
+    def has_unseen_caches(self) -> bool:
+        """It has caches of which its events say nothing (SGLang: windows, Mamba states, storage)."""
+        return self._unseen is not None
+
+    @has_unseen_caches.setter
+    def has_unseen_caches(self, unseen: bool) -> None:
+        if unseen != self.has_unseen_caches:
+            self._unseen = PartialHits() if unseen else None
+            self._touched()
+
+    def confirmed(self, hit: Hit, prompt_tokens: int, actual: int) -> None:
+        """Learn what a report confirms of a hit that its events tell a part of only."""
+        # What prompts in flight were to leave is no hit by events.
+        if self._unseen is not None and hit.held is not None and not hit.coming_tokens:
+            self._unseen.add(hit.held.offloaded_tokens, prompt_tokens, actual)
+
     def reported(self, predicted: int, actual: int) -> None:
         """Correct its shadow, if it has one, by a report on a prompt that was predicted by it."""
         if self.shadow is not None and self.shadow.reported(predicted, actual):
@@ -565,14 +583,15 @@ class Engine(EngineStatus):
                 return Hit(confidence="exact")
             tokens, shared_prefix = asked.shadows.found_in(self.shadow)
             held = EngineHit("shadow", tokens, shared_prefix_tokens=shared_prefix)
-        hit = self.discounted(held, common, coming)
+        hit = self.discounted(held, common, coming, asked.tokens)
         relies = layout is not None and hit.confidence == "exact" and coming > hit.gpu_tokens
         if relies and kept_rule(layout).splits:
             hit.confidence = "pending"
         return hit
 
-    def discounted(self, held: EngineHit, common: int = 0, coming: int = 0) -> Hit:
-        """Hit by the index's answer and the tokens of prompts in flight, discounted by missed events."""
+    def discounted(self, held: EngineHit, common: int = 0, coming: int = 0, prompt_tokens: int = 0) -> Hit:
+        """Hit by the index's answer and the tokens of prompts in flight, discounted by missed events, and by
+        what receipts did not confirm where events tell a part only."""
         feed = self._feed
         unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
         if held.mode == "unknown" or held.stale or unconfirmed:
@@ -590,6 +609,11 @@ class Engine(EngineStatus):
             gpu, cpu, storage = _expected(held, feed)
             if self.feed_state != FeedState.READY:
                 confidence = "degraded"
+        if self._unseen is not None and held.mode != "shadow":
+            alignment = max(held.alignment, 1)
+            left = self._unseen.expected(gpu + cpu + storage, prompt_tokens, alignment)
+            coming = self._unseen.expected(coming, prompt_tokens, alignment)
+            gpu, cpu, storage = min(gpu, left), min(cpu, max(0, left - gpu)), max(0, left - gpu - cpu)
         # Plain comparisons, as in ``Hit``.
         shared_prefix, whole = held.shared_prefix_tokens, gpu + cpu + storage
         shared_prefix = common if shared_prefix < common else shared_prefix  # noqa: FURB136

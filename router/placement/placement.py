@@ -686,7 +686,10 @@ class Placement(Attempt):
             engine.reported(predicted, actual)
         if mode == "assumed" and actual > predicted:
             engine.residency.writer.doubt()
-        if mode == "native" and feed == "ready" and usage.prompt_tokens == decision.prompt_tokens:
+        same = feed == "ready" and usage.prompt_tokens == decision.prompt_tokens
+        if hit.confidence in {"partial", "learned"} and same:
+            engine.confirmed(hit, usage.prompt_tokens, actual)
+        if mode == "native" and same:
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
             if from_gpu and not hit.evicted_tokens:
                 engine.residency.writer.learn_receipt(predicted, actual, usage.prompt_tokens)

@@ -258,7 +258,10 @@ class FleetSnapshot:
             held = alike or held_by(name) or nothing(name)
             clear = at not in self._unclear
             plain = clear or (
-                (feed := engine.feed) is not None and feed.state is _READY and not feed.unconfirmed
+                (feed := engine.feed) is not None
+                and feed.state is _READY
+                and not feed.unconfirmed
+                and not engine.has_unseen_caches
             )
             if held is None or not plain or held.mode in {"unknown", "shadow"}:
                 hit = engine.hit(asked, held)
@@ -370,7 +373,8 @@ class FleetSnapshot:
         else:
             self._moving.discard(at)
             self._whole_s[at], self._beyond_s[at], self._head_s[at] = queue_s, 0.0, 0.0
-        if feed is None or feed.state is not _READY or feed.unconfirmed or engine.evictions.crowded:
+        ready = feed is not None and feed.state is _READY and not feed.unconfirmed
+        if not ready or engine.evictions.crowded or engine.has_unseen_caches:
             self._unclear.add(at)
         else:
             self._unclear.discard(at)

@@ -279,7 +279,7 @@ class EngineKnowledge:
         return True
 
     def _learn_chunk(self, event: BlockStored, tokens: int) -> None:
-        """Learn from an event of one chunk outside the GPU, of so many tokens (``chunk_blocks``)."""
+        """Learn from an event of one chunk outside the GPU, of this many tokens (``chunk_blocks``)."""
         sizes = {group.group_idx: group.block_size for group in self._groups.groups}
         size = sizes.get(event.group_idx or 0, 0)
         if size and not tokens % size and tokens // size > max(self._chunk_blocks, 1):

@@ -341,6 +341,24 @@ async def test_predictions_are_partial_where_events_do_not_tell_of_all_caches() 
 
 
 @pytest.mark.usefixtures("with_unseen_caches")
+async def test_partial_hits_are_discounted_by_receipts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes half of its prompts' pages, as if windows or states of the others were missing."""
+    match = RadixPool._match
+    monkeypatch.setattr(RadixPool, "_match", lambda pool, request, count: match(pool, request, count // 2))
+    async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
+        body = {"model": MODEL, "max_tokens": 1, "prompt": TEXT * 20}
+        for _ in range(20):
+            actual = await ask(rig, engine, COMPLETION, body)
+        receipts = (await rig.ask("GET", "/kvatlas/receipts"))[1]
+        first, last = receipts[1], receipts[-1]
+        assert first["predicted_tokens"] > 1.9 * actual, "nothing is known yet"
+        assert last["mode"] == "partial"
+        assert abs(last["predicted_tokens"] - actual) <= 0.1 * actual
+        (explained,) = (await rig.ask("POST", "/kvatlas/explain", body))[1]["engines"]
+        assert explained["mode"] == "partial"
+
+
+@pytest.mark.usefixtures("with_unseen_caches")
 async def test_the_doctor_names_caches_of_which_no_event_tells() -> None:
     async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
         await ask(rig, engine, COMPLETION, {"model": MODEL, "max_tokens": 2, "prompt": TEXT})

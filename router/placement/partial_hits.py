@@ -1,0 +1,66 @@
+"""Hits of an engine whose events tell a part of its caches only: what its receipts confirmed of them.
+
+SGLang's events show full attention; where a window's pages or a Mamba state are missing, the engine takes
+less. How much less depends on the prompt: the next turn of a conversation finds its state, another prompt
+with the same beginning may not. So the share of a hit that engines report is learned by class of prompt: the
+length of the hit, and the part of the prompt that it covers. A class without receipts takes the share of all;
+without any receipt all of a hit counts. Latest receipts count most: a class is known after some four of them.
+Pure; at most ``_LENGTHS * _PARTS`` classes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Weight that a share keeps with each further receipt of its class: the memory is some ten receipts.
+_KEPT: Final = 0.9
+# Hits are told apart by powers of two of their tokens, prompts by quarters that are covered.
+_LENGTHS, _PARTS = 25, 4
+
+_Class = tuple[int, int]
+
+
+class _Mean:
+    """A mean of which old values fade; ``prior`` has the weight of one value."""
+
+    __slots__ = ("_sum", "_weight")
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        self._sum = _KEPT * self._sum + value
+        self._weight = _KEPT * self._weight + 1.0
+
+    def of(self, prior: float) -> float:
+        return (self._sum + prior) / (self._weight + 1.0)
+
+
+class PartialHits:
+    """Shares of one engine's hits that its receipts confirmed. Sizes in tokens."""
+
+    __slots__ = ("_all", "_by_class")
+
+    def __init__(self) -> None:
+        self._all = _Mean()
+        self._by_class: dict[_Class, _Mean] = {}
+
+    def expected(self, hit: int, prompt: int, alignment: int) -> int:
+        """Return what the engine is expected to take of a hit by its events: a multiple of ``alignment``."""
+        known, share = self._by_class.get(_class(hit, prompt)), self._all.of(1.0)
+        if known is not None:
+            share = known.of(share)
+        return min(hit, round(share * hit / alignment) * alignment)
+
+    def add(self, hit: int, prompt: int, actual: int) -> None:
+        """Learn from a report of ``actual`` tokens."""
+        if hit <= 0:
+            return
+        share = min(1.0, actual / hit)
+        self._all.add(share)
+        self._by_class.setdefault(_class(hit, prompt), _Mean()).add(share)
+
+
+def _class(hit: int, prompt: int) -> _Class:
+    part = _PARTS * hit // max(prompt, hit, 1)
+    return min(hit.bit_length(), _LENGTHS - 1), min(part, _PARTS - 1)
