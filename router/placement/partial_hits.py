@@ -14,7 +14,7 @@ from typing import Final
 
 # Weight that a share keeps with each further receipt of its class: the memory is some ten receipts.
 _KEPT: Final = 0.9
-# Hits are told apart by powers of two of their tokens, prompts by quarters that are covered.
+# Classes of hits: powers of two of their tokens, and quarters of the prompt that they cover.
 _LENGTHS, _PARTS = 25, 4
 
 _Class = tuple[int, int]

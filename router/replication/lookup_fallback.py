@@ -22,7 +22,7 @@ from kvatlas.router.index.base import Rows, is_shared
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import HashedPrompt
 from kvatlas.router.index.offloaded import shared_part
-from kvatlas.router.index.query_plan import EngineHit, EngineQuery, query_hits
+from kvatlas.router.index.query_plan import EngineHit, EngineQuery, Mode, query_hits
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.proxy.breaker import Breaker, BreakerSettings
@@ -32,6 +32,8 @@ from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.registry import IndexRefused
 
 _log = structlog.get_logger()
+# Modes in which other replicas can predict.
+_PREDICTED = frozenset({"native", "learned"})
 _TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})
 
 
@@ -272,16 +274,13 @@ def _trusted(known: SharedEngine) -> bool:
 
 def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashScheme]:
     found = (engines.get(engine_id) for engine_id in ids)
-    return {e.scheme for e in found if e is not None and e.scheme is not None and e.mode == "native"}
+    return {e.scheme for e in found if e is not None and e.scheme is not None and e.mode in _PREDICTED}
 
 
 def _query(engine_id: str, known: SharedEngine | None) -> EngineQuery | EngineHit:
     """Return the query of an engine, or an ``unknown`` hit with the reason."""
     if known is None:
         return EngineHit("unknown", why_unknown="no replica follows this engine yet")
-    if known.mode == "learned":
-        why = "learned mode: only the replica that follows this engine can translate its hashes"
-        return EngineHit("unknown", why_unknown=why)
     if known.scheme is None or known.layout is None:
         if _trusted(known) and known.mode == "empty":
             return EngineHit("native")
@@ -289,4 +288,5 @@ def _query(engine_id: str, known: SharedEngine | None) -> EngineQuery | EngineHi
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
         return EngineHit("unknown", why_unknown=why)
-    return EngineQuery(engine_id, known.scheme, known.layout, known.slot, stores=known.stores)
+    mode: Mode = "learned" if known.mode == "learned" else "native"
+    return EngineQuery(engine_id, known.scheme, known.layout, known.slot, stores=known.stores, mode=mode)

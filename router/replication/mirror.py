@@ -20,6 +20,7 @@ from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.feeds.manager import FeedManager
 from kvatlas.router.index.base import IndexStats, Plane, Rows, Slot, is_shared
 from kvatlas.router.index.engine import EngineResidency
+from kvatlas.router.index.learn.learned_keys import LearnedKeys
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit, EngineQuery
@@ -143,9 +144,16 @@ class MirroredIndex:
             async with self._writing():
                 await self.registry.retire(await self._queue.current_scope(), engine_id, engine.token)
 
-    def describe(self, engine_id: str, facts: EngineFacts) -> None:
-        """Set an engine's description for other replicas; written with the next flush if it changed."""
+    def describe(self, engine_id: str, facts: EngineFacts, learned: LearnedKeys | None = None) -> None:
+        """Set an engine's description for other replicas; written with the next flush if it changed.
+
+        ``learned``: its prefixes, if its hashes cannot be computed: blocks are written under own keys, which
+        every replica can compute. All are written again when that changes.
+        """
         engine = self._queue.engines.get(engine_id)
+        if engine is not None and engine.learned is not learned:
+            engine.learned = learned
+            self._queue.invalidate(engine_id)
         if engine is not None and engine.facts != facts:
             engine.facts, engine.facts_due = facts, True
             self._dirty.set()
@@ -224,7 +232,7 @@ class Descriptions:
     """Last published description of each engine, so that only changes are written."""
 
     def __init__(self) -> None:
-        self._published: dict[str, EngineFacts] = {}
+        self._published: dict[str, tuple[EngineFacts, LearnedKeys | None]] = {}
 
     def renew(
         self, engine_id: str, model: str, mirror: MirroredIndex, residency: ModelIndexes, feeds: FeedManager
@@ -238,14 +246,15 @@ class Descriptions:
         # not count.
         state = FeedState.STALE if feed.unconfirmed else feed.state
         facts = engine_facts(engine, query, state, feed.missing_batches)
+        learned = query.learned if isinstance(query, EngineQuery) else None
         published = self._published.get(engine_id)
-        if facts == published:
+        if published is not None and facts == published[0] and learned is published[1]:
             return
-        caught_up = published is not None and published.feed_state == facts.feed_state
+        caught_up = published is not None and published[0].feed_state == facts.feed_state
         if facts.feed_state == FeedState.READY and not caught_up and not mirror.written(engine_id):
             return
-        self._published[engine_id] = facts
-        mirror.describe(engine_id, facts)
+        self._published[engine_id] = facts, learned
+        mirror.describe(engine_id, facts, learned)
 
     def forget(self, engine_id: str) -> None:
         """Forget the published description: it has to be published again, or the engine is no longer
@@ -263,10 +272,9 @@ def engine_facts(
         why = "hash scheme not proven yet, only assumed"
         return EngineFacts(engine.layout, None, "unknown", why, state, missing)
     if isinstance(query, EngineQuery):
-        if query.learned is not None:
-            return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)
         stores = tuple(sorted(query.stores))
-        return EngineFacts(query.layout, query.scheme, "native", "", state, missing, stores)
+        mode = "native" if query.learned is None else "learned"
+        return EngineFacts(query.layout, query.scheme, mode, "", state, missing, stores)
     empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.has_chunks
     mode = "empty" if empty else "unknown"
     return EngineFacts(engine.layout, None, mode, query.why_unknown, state, missing)

@@ -72,7 +72,7 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     layout: CacheLayout | None = None
     scheme: HashScheme | None = None
     mode: str = "unknown"
-    """``native``, ``learned`` or ``unknown``; other replicas cannot predict with the last two."""
+    """``native``, ``learned`` (blocks are written under own keys), or ``unknown``."""
     why_unknown: str = ""
     feed_state: str = "cold"
     missing_batches: int = 0

@@ -26,6 +26,7 @@ import structlog
 
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.index.base import Words
+from kvatlas.router.index.learn.learned_keys import LearnedKeys
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.replication import scripts
 from kvatlas.router.replication.codec import pack_records, partition_of
@@ -99,6 +100,8 @@ class PendingEngine(msgspec.Struct, eq=False):
     facts_due: bool = True
     in_flight: int = 0
     """Number of batches sent without a reply yet."""
+    learned: LearnedKeys | None = None
+    """Blocks are written under the keys that these give them; None: under their own hashes."""
     _refresh: Words | None = None
     _refreshed: int = 0
     _round_began: float = 0.0
@@ -466,13 +469,16 @@ class Flush:
         if engine.facts_due:
             await self._describe(scope, engine_id, engine)
         slot, hashes = engine.slot, engine.take(_SLICE)
+        names = states = hashes
+        if engine.learned is not None:
+            hashes, names, states = engine.learned.named(hashes)
         if not hashes:
             return
         try:
-            codes = await self._queue.codes.codes_of(scope, self._queue.memory, engine_id, hashes)
+            codes = await self._queue.codes.codes_of(scope, self._queue.memory, engine_id, states)
             if slot is not None and engine.slot is slot and self._queue.engines.get(engine_id) is engine:
-                words = np.array(hashes, np.uint64)
-                self._ready += self._batches(scope, engine_id, engine, slot, words, codes)
+                words = np.array(names, np.uint64)
+                self._ready += self._batches(scope, engine_id, engine, slot, hashes, words, codes)
                 return
         except BaseException:
             self._queue.touch_engine(engine, hashes)
@@ -498,10 +504,12 @@ class Flush:
         engine_id: str,
         engine: PendingEngine,
         slot: EngineSlot,
+        hashes: list[BlockHash],
         words: Words,
         codes: Codes,
     ) -> Iterator[Batch]:
-        """Yield one script call per partition and ``SCRIPT_BLOCKS`` blocks."""
+        """Yield one script call per partition and ``SCRIPT_BLOCKS`` blocks; ``words`` are the names of
+        ``hashes``."""
         queue, settings = self._queue, self._queue.settings
         ttls = int(settings.block_ttl_s * 1000), int(settings.control_ttl_s * 1000)
         partitions = partition_of(words, scope.partitions)
@@ -515,8 +523,8 @@ class Flush:
                 place = (prefix, slot.number, scope.code_bytes + 1)
                 who = (engine_id, engine.token, next(queue.numbers))
                 call = ScriptCall(scripts.WRITE, [fence], (*who, *place, *ttls, records))
-                hashes = [BlockHash(value) for value in words[part].tolist()]
-                yield Batch(engine_id, engine, hashes, call, queue.codes.provisional)
+                those = [hashes[number] for number in part.tolist()]
+                yield Batch(engine_id, engine, those, call, queue.codes.provisional)
 
     async def _write(self, batches: list[Batch]) -> IndexUnavailable | None:
         """Send batches in order; unwritten blocks become pending again. Returns the last failure, if any."""

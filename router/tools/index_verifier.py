@@ -17,6 +17,7 @@ from kvatlas.router.index.base import Plane, Words
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.query_plan import EngineQuery
 from kvatlas.router.replication.codec import ScopeKeys
 from kvatlas.router.replication.reader import SharedEngine, SharedReader
 from kvatlas.router.replication.redis_client import Client
@@ -136,7 +137,12 @@ class Verifier:
         """Return the pairs the engine holds according to its feed."""
         planes = self._memory.planes(engine_id)
         blocks = self._memory.blocks_of(engine_id)
-        bits = self._memory.held_in(engine_id, planes, [BlockHash(value) for value in blocks.tolist()])
+        states = [BlockHash(value) for value in blocks.tolist()]
+        query = self._residency.residency(engine_id).query()
+        if isinstance(query, EngineQuery) and query.learned is not None:
+            _, names, states = query.learned.named(states)
+            blocks = np.array(names, np.uint64)
+        bits = self._memory.held_in(engine_id, planes, states)
         pairs: Pairs = set()
         for number, plane in enumerate(planes):
             there = (bits >> np.uint64(number)) & np.uint64(1) != 0

@@ -29,6 +29,7 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.query_plan import EngineQuery
 from kvatlas.router.replication.codec import ScopeKeys
 from kvatlas.router.replication.gossip import LoadGossip
 from kvatlas.router.replication.leases import Leases
@@ -111,7 +112,8 @@ class _Play:
 
     async def _write(self) -> None:
         engine, query = self._fleet.engine(RECORDED), self._fleet.residency(RECORDED).query()
-        self._mirror.describe(RECORDED, engine_facts(engine, query, FeedState.READY, 0))
+        learned = query.learned if isinstance(query, EngineQuery) else None
+        self._mirror.describe(RECORDED, engine_facts(engine, query, FeedState.READY, 0), learned)
         await self._mirror.flush()
 
 

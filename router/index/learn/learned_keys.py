@@ -81,6 +81,13 @@ class LearnedKeys:
         get = self._hash_of.get
         return [get(key, _ABSENT) for key in own_keys]
 
+    def named(self, hashes: Sequence[BlockHash]) -> tuple[list[BlockHash], list[BlockHash], list[BlockHash]]:
+        """Return the blocks of ``hashes`` whose prefix is known; the own key of each, which others can
+        compute; and the block that has this prefix now (-1 if it is ambiguous)."""
+        known = [block for block in hashes if block in self._digest_of]
+        keys = [BlockHash(_key(self._digest_of[block])) for block in known]
+        return known, keys, self.translate(keys)
+
     def _parent(self, event: BlockStored) -> bytes | None:
         if event.parent_block_hash is None:
             return self._digest("")

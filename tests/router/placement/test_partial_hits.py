@@ -37,7 +37,7 @@ def test_a_class_without_receipts_takes_the_share_of_all() -> None:
     assert 256 <= known.expected(8192, 9000, PAGE) // 8 <= 400
 
 
-def test_what_changes_is_followed() -> None:
+def test_changes_are_followed() -> None:
     known = PartialHits()
     for actual in [0] * 50 + [1024] * 20:
         known.add(1024, 4000, actual)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.base import Index
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.model import FleetResidency
-from kvatlas.router.index.query_plan import EngineQuery, query_hits
+from kvatlas.router.index.query_plan import EngineHit, EngineQuery, query_hits
 from kvatlas.router.replication import write_queue
-from kvatlas.router.replication.registry import EngineFacts
+from kvatlas.router.replication.mirror import engine_facts
 from kvatlas.router.replication.settings import SharedSettings
 from kvatlas.router.tools.trace_file import read_trace, trace_facts
 from kvatlas.router.tools.trace_verification import RECORDED, ProbePrompt, apply_line, learn_trace
@@ -97,8 +98,7 @@ TestOverflowingMachine.settings = _QUICK
 
 
 def replay(path: Path, shared: SharedIndex) -> tuple[int, int]:
-    """(Probes, those exact), predicted from what the reader gets alone; in learned mode, which other replicas
-    cannot predict, from the reader's rows and the writer's translation."""
+    """(Probes, those exact), predicted from what the reader gets alone."""
     fleet = FleetResidency(trace_facts(path), shared)
     learn_trace(fleet, path)
     probes = exact = 0
@@ -112,15 +112,17 @@ def replay(path: Path, shared: SharedIndex) -> tuple[int, int]:
 
 
 def predict(fleet: FleetResidency, shared: SharedIndex, prompt: ProbePrompt) -> int:
-    engine = fleet.engine(RECORDED)
-    if engine.detection is not Detection.NATIVE or engine.scheme is None:
+    engine, query = fleet.engine(RECORDED), fleet.residency(RECORDED).query()
+    if isinstance(query, EngineHit):
+        return query.hit_tokens
+    if query.learned is None and engine.detection is not Detection.NATIVE:
         return fleet.predict(prompt, [RECORDED])[RECORDED].hit_tokens
-    shared.mirror.describe(RECORDED, EngineFacts(engine.layout, engine.scheme, "native"))
-    found = shared.look(prompt.hashes(engine.scheme))
+    shared.mirror.describe(RECORDED, engine_facts(engine, query, FeedState.READY, 0), query.learned)
+    found = shared.look(prompt.hashes(query.scheme))
     told = found.engines.get(RECORDED)
     if told is None:
         return 0
-    assert told.scheme == engine.scheme
+    assert told.scheme == query.scheme
     assert told.layout == engine.layout
     assert told.layout is not None
     seat = EngineQuery(RECORDED, told.scheme, told.layout, told.slot)

@@ -32,7 +32,7 @@ class Mirror:
     def written(self, engine_id: str) -> bool:
         return self.is_written
 
-    def describe(self, engine_id: str, facts: EngineFacts) -> None:
+    def describe(self, engine_id: str, facts: EngineFacts, learned: LearnedKeys | None) -> None:
         self.described.append(facts.feed_state)
 
 
@@ -75,7 +75,7 @@ READY = FeedState.READY
         (QUERY, LAYOUT, READY, False, NATIVE),
         (QUERY._replace(stores=frozenset("ab")), LAYOUT, READY, False, replace(NATIVE, stores=("a", "b"))),
         (QUERY._replace(mode="assumed"), LAYOUT, READY, False, ASSUMED),
-        (QUERY._replace(learned=LearnedKeys()), LAYOUT, READY, False, EngineFacts(mode="learned")),
+        (QUERY._replace(learned=LearnedKeys()), LAYOUT, READY, False, replace(NATIVE, mode="learned")),
         (UNKNOWN, None, READY, False, replace(NOTHING, mode="empty")),
         (UNKNOWN, None, READY, True, NOTHING),
         (UNKNOWN, None, FeedState.REPLAYING, False, NOTHING),
