@@ -113,19 +113,17 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
 
 def splits(setup: FleetSetup) -> list[Trial]:
     """Return trials with disaggregated prefill, by the number of prefill engines; the first has none."""
-    # In all of them prompts delay the generation beside them, as in vLLM.
     if setup.engines < 2:
         return []
-    timing = msgspec.structs.replace(setup.timing, stall_share=1.0)
     counts = sorted(
         {min(max(1, round(share * setup.engines)), setup.engines - 1) for share in PREFILL_SHARES}
     )
-    serving, stalled = VARIANTS["kvatlas"], msgspec.structs.replace(setup, timing=timing)
+    serving = VARIANTS["kvatlas"]
     return [
         Trial(
             topic="apart",
             value=f"{count} + {setup.engines - count}" if count else ALIKE,
-            setup=stalled,
+            setup=setup,
             variant=msgspec.structs.replace(serving, prefill=count),
         )
         for count in (0, *counts)

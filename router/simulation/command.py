@@ -52,8 +52,6 @@ def run_simulate(workload: str, options: SimulateOptions, *, as_json: bool) -> i
     retentions = read_retentions(options.retention, groups)
     fit = None if options.fit is None else read_fit(options.fit, options.served_model)
     timing = _timing(options, fit)
-    if any(variant.prefill for variant in variants.values()):
-        timing = msgspec.structs.replace(timing, stall_share=1.0)
     with refused("workload", WorkloadError):
         source = WorkloadSource(
             name=workload,

@@ -49,11 +49,11 @@ class RequestRun(msgspec.Struct, eq=False):
     loaded: int = 0
     medium: Medium | None = None
     due: list[HeldKey] = []
-    """Blocks that the current chunk copies out."""
-    coming: int = 0
-    generated: int = 0
+    """Blocks that the current step copies out."""
+    order: int = 0
+    """Its place among those that run."""
+    from_step: int = 0
+    """The last step whose token its pool request has."""
     preempted: int = 0
-    stalled_s: float = 0.0
-    """The engine's total when this request's next event was scheduled."""
     kept: list[int] = []
     pulled: int = 0

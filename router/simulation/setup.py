@@ -21,17 +21,16 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
     Timing model of an engine, in seconds.
 
-    A chunk of ``n`` prompt tokens beside ``r`` generating sequences takes::
+    A step of at most ``chunk_tokens`` tokens (``max_num_batched_tokens``), of which ``n`` are of prompts,
+    beside ``r`` generating sequences, takes::
 
         chunk_s + prefill_s_per_token * n + interference_s * r
 
-    Prompts are computed one after the other in the order of their arrival, in chunks of at most
-    ``chunk_tokens``; every generating sequence makes one token per ``decode_s``. ``request_s`` is the
-    transfer to the engine and back: it is added to every time to first token and keeps no engine busy. At
-    most ``seqs_max`` requests run on an engine. ``stall_share``: share of a chunk's time that generating
-    sequences lose, less the one token that each step gives them: 1 as in vLLM, where all of a step's tokens
-    come at its end; 0, the default, where only times to first token matter. The model omits the quadratic
-    part of attention and effects of the batch; ``fit`` finds the values closest to a real engine.
+    and at least ``decode_s`` if any sequence generates; each of them makes one token per step. All of a
+    step's tokens come at its end. ``request_s`` is the transfer to the engine and back: it is added to every
+    time to first token and keeps no engine busy. At most ``seqs_max`` requests run on an engine. The model
+    omits the quadratic part of attention and effects of the batch; ``fit`` finds the values closest to a
+    real engine.
     """
 
     prefill_s_per_token: float = 1 / 8000
@@ -39,7 +38,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     chunk_s: float = 0.0
     interference_s: float = 0.0
     decode_s: float = 0.02
-    stall_share: float = 0.0
     chunk_tokens: int = 8192
     seqs_max: int = 64
 
@@ -50,8 +48,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("request_s", "chunk_s", "interference_s"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise ValueError(f"{name} must be seconds, not negative, got {getattr(self, name)}")
-        if not 0 <= self.stall_share <= 1:
-            raise ValueError(f"stall_share must be 0 to 1, got {self.stall_share}")
         for name in ("chunk_tokens", "seqs_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -59,9 +55,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     def chunk_seconds(self, tokens: int, generating: int) -> float:
         return self.chunk_s + self.prefill_s_per_token * tokens + self.interference_s * generating
 
-    def stall_s(self, chunk_seconds: float) -> float:
-        """Return the delay of the tokens of an answer by a chunk beside them."""
-        return self.stall_share * max(0.0, chunk_seconds - self.decode_s)
+    def step_s(self, tokens: int, generating: int) -> float:
+        """Return the seconds of a step with this many tokens of prompts and generating sequences."""
+        prompts_s = self.chunk_seconds(tokens, generating) if tokens else 0.0
+        return max(prompts_s, self.decode_s) if generating else prompts_s
 
 
 def simulated_scheme(groups: tuple[GroupSpec, ...]) -> HashScheme:

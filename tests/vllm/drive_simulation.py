@@ -1,20 +1,22 @@
-"""Repeats on vLLM's KV cache manager what a simulated engine asked of its pool, and compares every answer.
+"""Gives vLLM's own Scheduler, in virtual time, the requests that a simulated engine served.
 
-Usage, under vLLM's interpreter: ``-m tests.vllm.drive_simulation --model DIR LOG...``.
-A log is one JSON object: ``groups``, ``num_blocks``, ``retention``, ``chunk_tokens``, ``unit_tokens``;
-``requests``, each (prompt tokens, ids), where an id stands for ``unit_tokens`` tokens; ``operations`` in
-order, as ``test_simulation_cache`` records them. One JSON line per log: counts, and the first difference or
-null. Chunks are cut by vLLM's scheduler, hits found and blocks handed out by its cache manager.
+Usage, under vLLM's interpreter: ``-m tests.vllm.drive_simulation --model DIR LOG...``. A log is one JSON
+object: ``groups``, ``num_blocks``, ``retention``; ``timing``: that of the simulated engine; ``unit_tokens``;
+``requests``, each (arrival in seconds, prompt tokens, answer tokens, ids), where an id stands for
+``unit_tokens`` tokens. One JSON line per log: for each request its hit, the times of its first and its last
+token, and how often it was preempted. All choices are vLLM's; only the time that a step takes is the
+simulated engine's formula.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
 
@@ -23,123 +25,84 @@ VOCAB_TOKENS = 50_021
 STEP = 7_919
 
 
-class DifferenceError(AssertionError):
-    """The manager answered something else."""
-
-
-class Replay:
-    """One log on one real manager."""
+class TracedEngine(RealEngine):
+    """Answers with the tokens that the ids of a request stand for: equal ids, equal tokens."""
 
     def __init__(self, log: dict[str, Any], model: str) -> None:
         groups = tuple(
             {key: value for key, value in group.items() if value is not None and key != "group_idx"}
             for group in log["groups"]
         )
-        self._chunk_tokens = log["chunk_tokens"]
+        self._timing = log["timing"]
         setup = Setup(
             groups=groups,
             num_blocks=log["num_blocks"],
             retention_interval=log["retention"],
-            max_num_batched_tokens=self._chunk_tokens,
+            hash_algo="xxhash",
+            max_num_batched_tokens=self._timing["chunk_tokens"],
+            max_num_seqs=self._timing["seqs_max"],
             max_model_len=MODEL_TOKENS_MAX,
         )
-        self._real = RealEngine(setup, model)
-        self._scheduler, self._manager = self._real.scheduler, self._real.manager
-        self._scheduler.cache_config.block_size = min(group["block_size"] for group in groups)
-        self._unit = log["unit_tokens"]
-        self._asked = log["requests"]
-        self._requests: dict[int, Request] = {}
-        self._chunk: dict[int, int] = {}
-        self.counts = {"operations": 0, "starts": 0, "hit_tokens": 0, "chunks": 0, "waits": 0, "preempted": 0}
+        super().__init__(setup, model)
+        self.scheduler.cache_config.block_size = min(group["block_size"] for group in groups)
+        self._unit, self._asked = log["unit_tokens"], log["requests"]
+        self._requests: list[Request] = []
+        self._index: dict[str, int] = {}
+        self._answering: set[str] = set()
+        self._rows: list[dict[str, Any]] = []
 
-    def run(self, operations: list[list[Any]]) -> None:
-        for name, *arguments in operations:
-            self.counts["operations"] += 1
-            getattr(self, f"_{name}")(*arguments)
+    def run(self) -> list[dict[str, Any]]:
+        """Serve all requests, one step after the other."""
+        now, coming = 0.0, list(enumerate(self._asked))[::-1]
+        while coming or self.busy:
+            if not self.busy:
+                now = max(now, coming[-1][1][0])
+            while coming and coming[-1][1][0] <= now:
+                self._arrive(*coming.pop())
+            now = self._one_step(now)
+        return self._rows
+
+    def _arrive(self, index: int, asked: Sequence[Any]) -> None:
+        _, prompt_tokens, answer_tokens, _ = asked
+        request = self.add(Prompt(self._tokens(index, 0, prompt_tokens)), answer_tokens)
+        self._requests.append(request)
+        self._index[request.request_id] = index
+        self._rows.append({"hit": None, "first_s": None, "ended_s": None, "preempted": 0})
+
+    def _one_step(self, now: float) -> float:
+        """Schedule a step and give its tokens; returns the time at which it ends."""
+        self._schedule()
+        output, _ = self._scheduled[-1]
+        for new in output.scheduled_new_reqs:
+            self._rows[self._index[new.req_id]]["hit"] = new.num_computed_tokens
+        for name in output.preempted_req_ids or ():
+            self._answering.discard(name)
+            self._rows[self._index[name]]["preempted"] += 1
+        counts, timing = output.num_scheduled_tokens, self._timing
+        generating = len(self._answering & counts.keys())
+        tokens = sum(count for name, count in counts.items() if name not in self._answering)
+        chunk_s = timing["chunk_s"] + timing["prefill_s_per_token"] * tokens
+        seconds = chunk_s + timing["interference_s"] * generating if tokens else 0.0
+        now += max(seconds, timing["decode_s"]) if generating else seconds
+        self.step()
+        for name in counts:
+            row, request = self._rows[self._index[name]], self._requests[self._index[name]]
+            if request.num_output_tokens and row["first_s"] is None:
+                row["first_s"] = now
+            if request.is_finished():
+                row["ended_s"] = now
+                self._answering.discard(name)
+            elif request.num_computed_tokens == request.num_tokens - 1:
+                self._answering.add(name)
+        return now
+
+    def _accepted(self, request: Request, drafted: Sequence[int]) -> list[int]:
+        have = request.num_tokens
+        return self._tokens(self._index[request.request_id], have, have + 1)
 
     def _tokens(self, index: int, start: int, end: int) -> list[int]:
-        """The tokens that the ids stand for: equal ids, equal tokens."""
-        ids, unit = self._asked[index][1], self._unit
+        ids, unit = self._asked[index][3], self._unit
         return [(ids[at // unit] * STEP + at % unit * 31 + 5) % VOCAB_TOKENS for at in range(start, end)]
-
-    def _request(self, index: int) -> Request:
-        if index not in self._requests:
-            prompt = Prompt(self._tokens(index, 0, self._asked[index][0]))
-            self._requests[index] = self._real._request(prompt, MODEL_TOKENS_MAX)
-        return self._requests[index]
-
-    def _start(self, index: int, hit: int | None) -> None:
-        """As ``Scheduler.schedule`` admits a waiting request."""
-        request, manager = self._request(index), self._manager
-        blocks, found, request.shared_prefix_boundary = manager.get_computed_blocks(request)
-        tokens = min(request.num_tokens - found, self._chunk_tokens)
-        if self._scheduler.need_mamba_block_aligned_split:
-            tokens = self._scheduler._mamba_block_aligned_split(request, tokens, found)
-        slots = None
-        if tokens:
-            slots = manager.allocate_slots(
-                request,
-                tokens,
-                num_new_computed_tokens=found,
-                new_computed_blocks=blocks,
-                full_sequence_must_fit=self._scheduler.scheduler_reserve_full_isl,
-            )
-        if slots is None:
-            self._same(index, "hit of one that must wait", None, hit)
-            self.counts["waits"] += 1
-            return
-        self._same(index, "hit", found, hit)
-        request.num_computed_tokens = found + tokens
-        request.status = RequestStatus.RUNNING
-        self._chunk[index] = tokens
-        self.counts["starts"] += 1
-        self.counts["hit_tokens"] += found
-
-    def _compute(self, index: int, tokens: int, done: bool) -> None:
-        """A chunk of a prompt, or generated tokens."""
-        request = self._request(index)
-        self.counts["chunks"] += 1
-        admitted = self._chunk.pop(index, None)
-        if admitted is not None:
-            self._same(index, "first chunk", admitted, tokens)
-            self._same(index, "room for the first chunk", True, done)
-            return
-        left = min(request.num_tokens - request.num_computed_tokens, self._chunk_tokens)
-        if self._scheduler.need_mamba_block_aligned_split:
-            left = self._scheduler._mamba_block_aligned_split(request, left)
-        self._same(index, "chunk", left, tokens)
-        slots = self._manager.allocate_slots(request, tokens)
-        self._same(index, "room for a chunk", slots is not None, done)
-        if done:
-            request.num_computed_tokens += tokens
-
-    def _extend(self, index: int, tokens: int) -> None:
-        request = self._request(index)
-        have = request.num_tokens
-        request.append_output_token_ids(self._tokens(index, have, have + tokens))
-
-    def _preempt(self, index: int) -> None:
-        request = self._request(index)
-        self._manager.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        self._chunk.pop(index, None)
-        self.counts["preempted"] += 1
-
-    def _finish(self, index: int) -> None:
-        self._manager.free(self._requests.pop(index))
-
-    def _end_step(self) -> None:
-        _, retained = self._manager.take_kv_cache_block_copies()
-        self._manager.block_pool.free_blocks(retained)
-        self._manager.new_step_starts()
-
-    def _same(self, index: int, what: str, theirs: object, ours: object) -> None:
-        if theirs != ours:
-            operation = self.counts["operations"]
-            raise DifferenceError(
-                f"operation {operation}, request {index}, {what}: vLLM {theirs}, simulated {ours}"
-            )
 
 
 def main() -> None:
@@ -148,14 +111,8 @@ def main() -> None:
     parser.add_argument("logs", nargs="+", type=Path)
     options = parser.parse_args()
     for path in options.logs:
-        log = json.loads(path.read_text())
-        replay = Replay(log, options.model)
-        difference = None
-        try:
-            replay.run(log["operations"])
-        except DifferenceError as found:
-            difference = str(found)
-        print(json.dumps({"log": path.stem, **replay.counts, "difference": difference}), flush=True)
+        engine = TracedEngine(json.loads(path.read_text()), options.model)
+        print(json.dumps({"log": path.stem, "rows": engine.run()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,13 @@ from kvatlas.router.simulation.fleet import FleetSim
 from kvatlas.router.simulation.outcome import FleetRun, Outcome
 from kvatlas.router.simulation.request_run import Fetch, RequestRun
 from kvatlas.router.simulation.requests import Request, block_hashes
-from kvatlas.router.simulation.setup import FleetSetup, Timing
+from kvatlas.router.simulation.setup import FleetSetup
 from kvatlas.router.simulation.split_verdict import SplitVerdict, verdict
 from kvatlas.router.simulation.variants import variants_of
 from tests.router.simulation.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.router.simulation.test_advise import BASE, SETUP
 from tests.support.examples import examples
 
-STALLED = msgspec.structs.replace(FAST, stall_share=1.0)
 ALWAYS = PdSettings(min_remote_tokens=1, decode_delay_weight=1e6)
 """A prompt beside answers costs more than any transfer."""
 
@@ -41,12 +40,10 @@ def to_the_end(bench: Bench) -> None:
         bench.engine.advance()
 
 
-@pytest.mark.parametrize(("share", "late_s"), [(0.0, 0.0), (0.5, 0.245), (1.0, 0.49)])
-def test_answers_wait_while_a_prompt_is_computed_beside_them(share: float, late_s: float) -> None:
-    timing = msgspec.structs.replace(FAST, stall_share=share)
-    bench = Bench(num_blocks=100, timing=timing)
+def test_answers_wait_while_a_prompt_is_computed_beside_them() -> None:
+    bench = Bench(num_blocks=100)
     bench.run([request(0.0, 100, 100, 0), request(0.5, 500, 1, 100)])
-    assert bench.time_of("ended", 0) == pytest.approx(0.1 + 99 * 0.01 + late_s)
+    assert bench.time_of("ended", 0) == pytest.approx(0.1 + 99 * 0.01 + 0.49)
 
 
 def test_kept_blocks_are_in_use_until_they_are_fetched() -> None:
@@ -78,7 +75,7 @@ def test_a_fetched_prompt_takes_its_transfer_and_one_token_of_computing() -> Non
 
 
 def apart(requests: list[Request], prefill: int, **changes: Any) -> tuple[FleetRun, FleetSim]:
-    fields: dict[str, Any] = {"groups": HYBRID, "num_blocks": 400, "engines": 3, "timing": STALLED}
+    fields: dict[str, Any] = {"groups": HYBRID, "num_blocks": 400, "engines": 3, "timing": FAST}
     setup = FleetSetup(**{**fields, "pd": ALWAYS, **changes})
     variant = variants_of([f"kvatlas:prefill={prefill}"])[f"kvatlas:prefill={prefill}"]
     sim = FleetSim(setup, variant)
@@ -97,7 +94,7 @@ def test_prompts_are_computed_by_the_engines_that_prefill_while_others_answer() 
     assert all(row.engine >= 1 for row in run.rows)
     assert all(row.fetched == row.prompt_tokens for row in fetched)
     assert run.busy_s[0] > sum(run.busy_s[1:])
-    alike = fleet_run(busy(12), timing=STALLED, engines=3)
+    alike = fleet_run(busy(12), timing=FAST, engines=3)
     assert max(row.per_token_s for row in run.rows) < max(row.per_token_s for row in alike.rows)
 
 
@@ -146,8 +143,6 @@ def test_a_variant_without_a_decode_engine_is_refused() -> None:
         apart(busy(2), 3)
     with pytest.raises(ValueError, match="leave out prefill="):
         variants_of(["kvatlas:hold=1+prefill=2"])
-    with pytest.raises(ValueError, match="stall_share"):
-        Timing(stall_share=2)
 
 
 def outcome(ttft_s: float, per_token_s: float, answer_s: float) -> Outcome:

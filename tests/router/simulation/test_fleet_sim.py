@@ -80,7 +80,10 @@ def test_a_prompt_behind_one_in_flight_hits_what_the_router_predicts(
     groups: tuple[GroupSpec, ...], behind: int
 ) -> None:
     requests = [request(0.0, 1536, 1, 0), request(0.01, behind, 1, 0)]
-    run = fleet_run(requests, engines=1, groups=groups)
+    # A state is stored at the end of its step: a prompt in the same step as the one in flight misses it.
+    alone = groups[-1].mamba_cache_mode is not None
+    timing = msgspec.structs.replace(FAST, seqs_max=1 if alone else FAST.seqs_max)
+    run = fleet_run(requests, engines=1, groups=groups, timing=timing)
     assert [row.predicted for row in run.rows] == [row.hit for row in run.rows]
 
 
@@ -109,7 +112,7 @@ def test_short_prompts_pass_long_ones_where_engines_are_given_an_order() -> None
     plain, ordered = (
         fleet_run(long + short, variant, engines=1).rows for variant in ("kvatlas", "kvatlas:priority=2")
     )
-    assert [row.ttft_s > 9 for row in plain] == [False, False, False, True, True, True]
+    assert [row.ttft_s > 9 for row in plain] == [False, False, True, True, True, True]
     assert max(row.ttft_s for row in ordered[3:]) < 4
     assert ordered[0].ttft_s == plain[0].ttft_s
 

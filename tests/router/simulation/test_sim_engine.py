@@ -75,11 +75,25 @@ def test_the_times_are_those_of_the_model() -> None:
     bench = Bench(num_blocks=400, timing=timing)
     one, two = bench.run([request(0, 600, 1001, 1), request(1.0, 100, 1, 50)])
     assert one.first_token_s == pytest.approx(2 * 0.25 + 0.6), "two chunks"
-    assert one.ended_s == pytest.approx(one.first_token_s + 1000 * 0.01)
+    assert one.ended_s == pytest.approx(one.first_token_s + 999 * 0.01 + 0.85), "one token beside the other"
     assert two.started_s == pytest.approx(one.first_token_s)
     assert two.first_token_s == pytest.approx(two.started_s + 0.25 + 0.1 + 0.5), "beside one that generates"
     assert bench.engine.busy_s == pytest.approx(1.1 + 0.85)
     assert bench.engine.computed_tokens == 700
+
+
+def test_the_last_chunk_of_a_prompt_is_filled_up_with_the_next_ones() -> None:
+    bench = Bench(num_blocks=400)
+    runs = bench.run([request(0, 600, 1, 0), request(0.1, 300, 1, 10), request(0.1, 300, 1, 20)])
+    assert [run.started_s for run in runs] == pytest.approx([0, 0.512, 0.512])
+    ends_s = 0.512 + 0.512
+    assert [run.first_token_s for run in runs] == pytest.approx([ends_s, ends_s, ends_s + 0.176])
+
+
+def test_a_prompt_that_arrives_within_a_step_waits_for_its_end() -> None:
+    bench = Bench(num_blocks=400)
+    _, two = bench.run([request(0, 64, 200, 0), request(0.2055, 64, 1, 10)])
+    assert two.started_s == pytest.approx(0.064 + 15 * 0.01)
 
 
 def test_a_resend_finds_what_was_computed() -> None:
@@ -111,7 +125,7 @@ def test_the_preempted_come_before_those_that_wait() -> None:
     bench = Bench(num_blocks=21, timing=msgspec.structs.replace(FAST, seqs_max=2))
     runs = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100), request(0, 200, 1, 200)])
     assert bench.engine.preemptions > 0
-    assert runs[2].started_s > bench.time_of("ended", 0), "the room was for the preempted one first"
+    assert runs[2].started_s >= bench.time_of("ended", 0), "the room was for the preempted one first"
 
 
 def test_a_request_that_can_never_fit_is_refused_and_delays_no_other() -> None:
