@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target makes the virtual environment it needs and does nothing twice.
 #   PYTHON=python3.12   the interpreter to make .venv with (3.11 or later; default: the first that fits)
 #   ARGS="..."          passed on to the program behind the target
-#   WORKERS=4           how many processes run tests side by side (default 6, and 4 for test-all; 0: none but pytest itself)
+#   WORKERS=4           how many processes run tests side by side (default 4; 0: none but pytest itself)
 #   SEED=7              other random examples in another order (default 1: what failed here fails everywhere)
 
 .DEFAULT_GOAL := help
@@ -14,10 +14,10 @@ BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
 CHARTS := $(VENV)/.installed-charts
-# More workers than the two cores it is meant for: tests of servers and time-outs wait half of their time.
+# More workers than the two cores it is meant for: tests of servers and processes wait. Each costs four seconds of a core.
 # A worker takes files in a row, and the rest of another's when it has none: servers are started once or
 # twice, and no long file is left for the end. tests/vllm is not for here; importing it takes four seconds.
-parallel = -n $(or $(WORKERS),$(1)) --dist worksteal --ignore tests/vllm
+parallel = -n $(or $(WORKERS),4) --dist worksteal --ignore tests/vllm
 seed = $(or $(SEED),1)
 seeds = --hypothesis-seed=$(seed) --randomly-seed=$(seed)
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.
@@ -27,7 +27,7 @@ PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 export PYTHONDONTWRITEBYTECODE :=
 # Of one part (scripts/parts.py), by the name of the target: the fast tests, with ALL=1 all that need no vLLM.
 fast = not vllm and not envoy and not process and not long
-test_part = $(if $(option_ALL),KVATLAS_TEST_EXAMPLES=ci )$(BIN)/python -m pytest $(call parallel,$(if $(option_ALL),4,6)) $(seeds) \
+test_part = $(if $(option_ALL),KVATLAS_TEST_EXAMPLES=ci )$(BIN)/python -m pytest $(parallel) $(seeds) \
 	-m "$(if $(option_ALL),not vllm and not envoy,$(fast))" $$($(BIN)/python scripts/parts.py $(patsubst test-%,%,$(@:-fast=))) $(ARGS)
 LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` updates them
 
@@ -43,10 +43,10 @@ demo: $(if $(DEMO_REPLICAS),$(DEV),$(ROUTER)) ## A fleet of simulated engines be
 		$(call demo_option,DEMO_REPLICAS,replicas) $(ARGS)
 
 test: $(DEV) ## The fast tests: no long ones, an eighth of the random examples, one of each kind that starts processes
-	@$(BIN)/python -m pytest $(call parallel,6) $(seeds) -m "$(fast)" $(ARGS)
+	@$(BIN)/python -m pytest $(parallel) $(seeds) -m "$(fast)" $(ARGS)
 
 test-all: $(DEV) ## All tests but those that need a real vLLM
-	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(call parallel,4) $(seeds) -m "not vllm and not envoy" $(ARGS)
+	@KVATLAS_TEST_EXAMPLES=ci $(BIN)/python -m pytest $(parallel) $(seeds) -m "not vllm and not envoy" $(ARGS)
 
 test-serve: ## Fast tests of serve, the part that serves requests (ALL=1, as for the next: all tests of the part)
 test-services: ## Fast tests of services: endpoint picker, sources of engines
