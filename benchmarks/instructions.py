@@ -20,6 +20,7 @@ processor without the instruction for it.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -70,7 +71,7 @@ def write_config(folder: Path, layout: str) -> str:
 
 
 async def count(router: Router, load: Load, requests: int, counts: Path) -> tuple[dict[str, float], Path]:
-    """Events per request by callgrind's name (``Ir``: instructions), ``raw`` with the clock's; the profile."""
+    """Events per request by callgrind's name, ``raw`` with the clock's instructions; and the profile."""
     await load.send(lambda sent: sent >= WARM_ROUNDS * SESSIONS)
     sent, seconds, profile = await _counted(router, counts, load.send(lambda sent: sent >= requests))
     _, idle_s, idle = await _counted(router, counts, asyncio.sleep(IDLE_S))

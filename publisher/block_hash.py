@@ -294,7 +294,7 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
 
     def _extend_each(self, new: Sequence[int], first: int, count: int) -> None:
         """Hash ``count`` blocks one by one, of which the first is the prompt's number ``first``."""
-        scheme, extras, whole, hashes = self.scheme, self.extras, self._whole, self.hashes
+        scheme, extras, made = self.scheme, self.extras, []
         size, ahead = scheme.hash_block_size, scheme.lookahead
         form = _format(scheme.algo)
         dumps, hasher, pickle_dumps = form.dumps, form.hasher, pickle.dumps
@@ -313,8 +313,10 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
             value = (parent, block, extra)
             # A call less for most.
             parent = hasher(pickle_dumps(value, 5) if pickles else dumps(value)).digest()
-            whole += parent
-            hashes.append(int.from_bytes(parent[-8:], "big"))
+            made.append(parent)
+        digests = b"".join(made)
+        self._whole += digests
+        self.hashes.extend(_words_of(digests, len(parent), -1))
 
     def _extend_plain(self, new: Sequence[int], first: int) -> None:
         size = self.scheme.hash_block_size

@@ -399,7 +399,7 @@ class Fleet(Generic[E]):
     def ready(self, model: str | None) -> list[E]:
         """Return the engines that answer, are awake, not held, and serve ``model`` (None: any), in a stable
         order; do not modify the result. If none of them responds to clients, silent engines are included."""
-        serving = self.serving(model)
+        serving = self._serving.get(model) or self.serving(model)
         found = self._ready.get(id(serving))
         if found is None:
             found = list(filter(self._up.__contains__, serving))

@@ -285,7 +285,7 @@ class MemoryIndex:
             # A short list is processed faster without an array (measured).
             numbers = list(map(self._row_of.get, hashes, repeat(0)))
             starts = _starts(numbers)
-            firsts = [numbers[at] for at in starts]
+            firsts = list(map(numbers.__getitem__, starts))
         elif isinstance(hashes, PromptHashes):
             numbers, (starts, firsts) = self._lookup_cache.rows(hashes, self._numbers)
         else:
@@ -293,7 +293,7 @@ class MemoryIndex:
             starts, firsts = _runs(numbers)
         if len(starts) <= _RUNS_MAX:
             words = self._patterns.words
-            rows = [words[row] for row in firsts]
+            rows = list(map(words.__getitem__, firsts))
             return Rows(len(hashes), None, Runs(starts, rows, self._columns, self._only_gpu))
         found = self._patterns.matrix.take(numbers, axis=0)
         return Rows(len(hashes), {key: found[:, at] for key, at in self._columns.items()})

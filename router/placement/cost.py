@@ -38,6 +38,7 @@ Invariant: the result depends on the arguments alone, not on the order of the ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Annotated, Final
 
 import msgspec
@@ -64,7 +65,6 @@ COLD_FRACTION = 0.1
 PROBE_COST_MAX_S = 1.0
 # Mean lateness of first tokens at which pages have their full price.
 _SCARCE_AT_S: Final = 5.0
-_NO_HIT: Final = Hit()
 
 Part = tuple[int, int, float, float, int]
 """A prompt with a given hit, in tokens: cached tokens and shared prefix, both clamped, and the tokens whose
@@ -94,10 +94,14 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         found: Floats = np.array([part[which] for part in self.parts])[self.candidates.which]
         return found
 
-    def cost(self, index: int) -> Cost:
+    def cost(self, index: int, candidate: Candidate | None = None) -> Cost:
         """Return the cost of one candidate, part by part."""
         # Plain comparisons: ``max`` costs as much as four calls.
-        candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
+        candidate, settings, prompt_tokens = (
+            candidate or self.candidates[index],
+            self.settings,
+            self.prompt_tokens,
+        )
         wait_s, more_s = candidate.queue_s, candidate.recent_s - self.recent_mean_s
         wait_s = candidate.room_s if candidate.room_s > wait_s else wait_s  # noqa: FURB136
         cached, shared_prefix, _, load_s, paged = self.parts[self.candidates.which.item(index)]
@@ -153,6 +157,8 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     uncached_tokens: int
     cost: Cost
     """Cost of the chosen engine."""
+    candidate: Candidate
+    """The chosen engine's state."""
     scored: ScoredCandidates
     pull: Pull | None = None
     """Prefix that the engine is to pull from another one; ``cost`` counts it, ``costs`` do not."""
@@ -165,8 +171,9 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
 
 def make_choice(scored: ScoredCandidates, index: int, reason: Reason) -> Choice:
     """Make the choice of this candidate."""
-    cost = scored.cost(index)
-    return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, scored)
+    candidate = scored.candidates[index]
+    cost = scored.cost(index, candidate)
+    return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, candidate, scored)
 
 
 def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:
@@ -178,14 +185,15 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     """Score every candidate."""
     # Arrays instead of objects: this covers the whole fleet for each request. Only engines that hold a part
     # of the prompt differ in what they compute, and equal hits share it.
-    found = columns(candidates)
+    found = candidates if isinstance(candidates, Candidates) else columns(candidates)
     values, hits = found.values, found.hits
-    parts = [_part(_NO_HIT, prompt_tokens, settings)]
+    whole = (1 + settings.eviction_premium) * prompt_tokens
+    parts = [(0, 0, whole, 0.0, prompt_tokens) if prompt_tokens else _part(Hit(), 0, settings)]
     by_rates = [parts[0][_BY_RATE]]
     # Only a share of the wait for pages: all of it would move sessions away from the engines that hold
     # them, so that more is computed and all wait longer (docs/decisions/014-pages-and-recent-work.md).
     queues = found.queues_s(settings.room_share) if found.rooms else found.queue_s
-    longest, loaded, loads = 0, False, False
+    longest, loaded, loads, last = 0, False, False, prompt_tokens - 1
     for hit in hits:
         part = _part(hit, prompt_tokens, settings)
         parts.append(part)
@@ -194,7 +202,7 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
         longest = shared_prefix if shared_prefix > longest else longest  # noqa: FURB136
         loaded = loaded or load_s > 0.0
         # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
-        loads = loads or hit.whole_tokens > hit.soon_tokens < prompt_tokens - 1
+        loads = loads or hit.whole_tokens > hit.soon_tokens < last
     mean_s = values.recent_mean_s
     totals: Floats = values.rates * (np.array(by_rates)[found.which] if hits else by_rates[0])
     scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
@@ -218,8 +226,6 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
 
 def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
     price = 1 + settings.eviction_premium
-    if hit is _NO_HIT and prompt_tokens:
-        return 0, 0, price * prompt_tokens, 0.0, prompt_tokens
     # vLLM always computes at least the last token.
     most = prompt_tokens - 1
     cached, shared_prefix, soon, load_s = hit.whole_tokens, hit.shared_prefix_tokens, hit.soon_tokens, 0.0
@@ -339,13 +345,12 @@ def _settle(scored: ScoredCandidates, equals: Places, key: int) -> int:
         parts, found = scored.parts, scored.candidates.which[equals].tolist()
         numbers = set(found)
         if len(numbers) > 1:
-            longest = max([parts[number][_SHARED] for number in numbers])
-            places = [
-                at for at, number in zip(places, found, strict=True) if parts[number][_SHARED] == longest
-            ]
+            shared = {number: parts[number][_SHARED] for number in numbers}
+            longest = max(shared.values())
+            places = [at for at, number in zip(places, found, strict=True) if shared[number] == longest]
     if len(places) == 1:
         return places[0]
-    return places[favourite([scored.candidates.engine_ids[at] for at in places], key)]
+    return places[favourite(list(map(scored.candidates.engine_ids.__getitem__, places)), key)]
 
 
 # Highest-random-weight (rendezvous) hashing (Thaler and Ravishankar, 1998): every prompt has its own order of
@@ -361,8 +366,7 @@ def weight(engine_id: str, key: int) -> int:
 
 def favourite(engine_ids: Sequence[str], key: int) -> int:
     """Position of the engine that ``key`` prefers. The order of the list does not matter."""
-    digest, seed = xxhash.xxh64_intdigest, key & _U64
-    weights = [digest(engine_id.encode(), seed) for engine_id in engine_ids]
+    weights = list(map(xxhash.xxh64_intdigest, map(str.encode, engine_ids), repeat(key & _U64)))
     return weights.index(max(weights))
 
 

@@ -204,7 +204,7 @@ class Planner:
         steps = () if decision.pull is None else (PullStep(decision.pull, self.pulls),)
         placement = Placement(request, decision, self._accounts, headers, waited_s, steps)
         # A sidecar replaces the transfer parameters of a request that is to pull.
-        if decision.pull is None or not request.carried:
+        if request.retention is not None and (decision.pull is None or not request.carried):
             _give_hint(request, self._accounts, placement)
         return placement
 

@@ -115,7 +115,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     @property
     def candidate(self) -> Candidate:
         """State of the chosen engine."""
-        return self.candidates[self.choice.index]
+        return self.choice.candidate
 
     @property
     def hit(self) -> Hit:
@@ -124,8 +124,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     def most_held(self) -> MostHeld:
         """Return the longest hit of all engines, and the part that only one of them holds."""
-        candidates = self.candidates
-        columns_of = columns(candidates)
+        columns_of = columns(self.candidates)
         hits, most, second, longest = columns_of.hits, 0, 0, 0
         for number, held in enumerate(hits, 1):
             tokens = held.whole_tokens
@@ -133,8 +132,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
                 most, second, longest = tokens, most, number
             elif tokens > second:
                 second = tokens
-        chosen = candidates[self.choice.index]
-        own = self.hit.whole_tokens
+        chosen = self.choice.candidate
+        own = (chosen.hit if self.pull is None else self.pull.hit).whole_tokens
         index, sole, sole_s = 0, None, 0.0
         if most > second or most > own:
             which: list[int] = columns_of.which.tolist()
@@ -152,7 +151,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
                 return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
         if most > own:
-            holder = candidates[index]
+            holder = columns_of[index]
             if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
                 missed = "pages"
             else:
@@ -273,39 +272,21 @@ class Step:
 class Placement(Attempt):
     """One request on one engine, with its decision and the steps of its plan."""
 
-    __slots__ = (
-        "_accounts",
-        "_answered",
-        "_block_tokens",
-        "_candidate",
-        "_charged",
-        "_first_token",
-        "_flying",
-        "_gap_s",
-        "_hashes",
-        "_hit",
-        "_is_answer",
-        "_leg",
-        "_pooled",
-        "_predicted",
-        "_prefilled",
-        "_steps",
-        "_streamed_tokens",
-        "_ticket",
-        "_ttft_s",
-        "_unseen",
-        "_untimed",
-        "decision",
-        "engine",
-    )
-    _ttft_s: float | None
-    _gap_s: float | None
+    _answered = _prefilled = _unseen = False
+    _untimed = False
+    """Whether its first byte does not show the end of the prefill."""
+    _predicted = False
+    """Whether the hit of this engine was predicted, for a single prompt with one answer."""
+    _streamed_tokens = 0
+    _ttft_s: float | None = None
+    _gap_s: float | None = None
     """Seconds between the answer of the prefill engine and this request."""
-    _first_token: FirstTokenParts | None
-    _charged: Charge | None
+    _first_token: FirstTokenParts | None = None
+    _charged: Charge | None = None
     """Of two engines for one request the one that answers is charged, until the request's end."""
-    _flying: InflightPrompt | None
-    _pooled: PooledPrompt | None
+    _flying: InflightPrompt | None = None
+    _pooled: PooledPrompt | None = None
+    _hashes: Sequence[BlockHash] | None = None
 
     def __init__(
         self,
@@ -322,7 +303,7 @@ class Placement(Attempt):
         # Whether the client gets this engine's answer.
         self._is_answer = leg != "prefill"
         choice, read = decision.choice, decision.read
-        engine, candidate = decision.engines[choice.index], decision.candidates[choice.index]
+        engine, candidate = decision.engines[choice.index], choice.candidate
         address = engine.engine
         rank, cost = address.dp_rank, choice.cost
         fields: Fields = () if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),)
@@ -334,17 +315,18 @@ class Placement(Attempt):
         first_token_s = cost.wait_s + cost.prefill_s + cost.load_s + more_s
         work_s = cost.prefill_s + more_s
         place = float(request.priority) if order is None else order.rank_s(work_s)
-        self._hashes: Sequence[BlockHash] | None = None
         if isinstance(read, Prompt):
             scheme = engine.scheme
             self._block_tokens = unit = scheme.hash_block_size
             self._hashes = hashes = read.hashes(scheme)
-            passed = accounts.inflight.passed(engine.engine_id, hashes, hit, unit, place)
-            if passed is not None and order is not None:
-                work_s = order.work_behind(work_s, passed)
-                place = order.rank_s(work_s)
-            if passed is not None and place <= passed and hit.confidence == "exact":
-                hit = msgspec.structs.replace(hit, confidence="pending")
+            if hit.coming_tokens > hit.gpu_tokens and (
+                (passed := accounts.inflight.passed(engine.engine_id, hashes, hit, unit, place)) is not None
+            ):
+                if order is not None:
+                    work_s = order.work_behind(work_s, passed)
+                    place = order.rank_s(work_s)
+                if place <= passed and hit.confidence == "exact":
+                    hit = msgspec.structs.replace(hit, confidence="pending")
         if order is not None:
             fields += ((ENGINE_PRIORITY, b"%d" % order.priority(work_s)),)
         super().__init__(
@@ -362,10 +344,6 @@ class Placement(Attempt):
         )
         self.decision, self.engine, self._accounts = decision, engine, accounts
         self._candidate, self._hit = candidate, hit
-        self._answered = self._prefilled = self._unseen = False
-        self._ttft_s = self._gap_s = self._first_token = None
-        # Whether its first byte does not show the end of the prefill.
-        self._untimed = False
         now = self.asked_s
         if decodes:
             self._ticket = engine.load.reserve(now, decision.prompt_tokens)
@@ -385,13 +363,9 @@ class Placement(Attempt):
                 sequences=work.prompts * work.answers,
             )
         accounts.load_stats.admitted_silent += not engine.up
-        self._charged = self._flying = self._pooled = None
         if accounts.room is not None and self._is_answer:
             base_model = engine.base_model or ""
             self._charged = accounts.room.charge(request.claim, base_model, work.uncached_tokens)
-        self._streamed_tokens = 0
-        # Whether the hit of this engine was predicted, for a single prompt with one answer.
-        self._predicted = False
         if isinstance(read, Prompt):
             known = candidate.hit.confidence != "none"
             single = read.num_prompts == read.num_answers == 1
@@ -520,7 +494,8 @@ class Placement(Attempt):
         engine.answers += 1
         for step in self._steps:
             step.begun()
-        if emptied := cache_reset(self.request.path, self.request.query):
+        path = self.request.path
+        if path not in PROMPT_APIS and (emptied := cache_reset(path, self.request.query)):
             # Its engine announces this only with its next batch, so known blocks are dropped at once; after a
             # reset that was not carried out the router expects less than there is.
             engine.reset(cleared=emptied)

@@ -145,7 +145,8 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
         # Cheaper than every engine is within the bound (``within_bound``).
         if cost.total_s < best_s:
             best_s = cost.total_s
-            found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, scored, pull)
+            taker, uncached = scored.candidates[target], cost.uncached_tokens
+            found = Choice(target, cost.engine_id, "pull", uncached, cost, taker, scored, pull)
     return found
 
 

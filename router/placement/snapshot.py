@@ -250,33 +250,31 @@ class FleetSnapshot:
     ) -> None:
         """Add the hits of engines that are asked one by one."""
         common, coming, held_by, nothing = asked.common, asked.coming, asked.held.get, asked.nothing.get
-        made: dict[tuple[int, int, int], Hit] = {}
-        numbers: dict[int, int] = {}
+        # Engines with equal state that missed nothing have equal hits: its number, by what it follows from.
+        numbers: dict[tuple[int, int, int], int] = {}
+        engines, names, unclear = self.engines, self._engine_ids, self._unclear
         for at, alike in single.items():
-            engine = self.engines[at]
-            name = engine.engine_id
+            name = names[at]
             held = alike or held_by(name) or nothing(name)
-            clear = at not in self._unclear
-            plain = clear or (
-                (feed := engine.feed) is not None
-                and feed.state is _READY
-                and not feed.unconfirmed
-                and not engine.has_unseen_caches
-            )
-            if held is None or not plain or held.mode in {"unknown", "shadow"}:
-                hit = engine.hit(asked, held)
-            else:
-                # Engines with equal state that missed nothing have equal hits.
-                key = id(held), common.get(name, 0), coming.get(name, 0)
-                known = made.get(key)
-                hit = known if known is not None else made.setdefault(key, engine.hit(asked, held))
-                if not clear and engine.evictions.crowded and hit.soon_tokens:
-                    hit = engine.after_evictions(hit, asked)
-            number = numbers.get(id(hit))
-            if number is None:
-                hits.append(hit)
-                number = numbers[id(hit)] = len(hits)
-            which[at] = number
+            clear = at not in unclear
+            key = id(held), common.get(name, 0), coming.get(name, 0)
+            if clear and (number := numbers.get(key)) is not None:
+                which[at] = number
+                continue
+            hit = engines[at].hit(asked, held)
+            if not clear and held is not None and hit.soon_tokens and held.mode not in {"unknown", "shadow"}:
+                hit = self._after_evictions(engines[at], hit, asked)
+            hits.append(hit)
+            which[at] = len(hits)
+            if clear and held is not None and held.mode not in {"unknown", "shadow"}:
+                numbers[key] = len(hits)
+
+    @staticmethod
+    def _after_evictions(engine: Engine, hit: Hit, asked: PromptView) -> Hit:
+        """Lower the hit of an engine of which all is known by what it will have evicted."""
+        feed = engine.feed
+        unseen = feed is None or feed.state is not _READY or feed.unconfirmed or engine.has_unseen_caches
+        return hit if unseen or not engine.evictions.crowded else engine.after_evictions(hit, asked)
 
     def _positions_of(self, names: tuple[str, ...]) -> _Positions:
         if len(self._positions) >= _SETS_MAX:

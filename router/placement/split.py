@@ -483,7 +483,8 @@ def _choice(found: PairPlan, partner: Partner | None) -> Choice:
     """The answering engine; ``partner``: another one computes."""
     cost = found.cost
     uncached = cost.uncached_tokens if partner is None else partner.choice.uncached_tokens
-    return Choice(found.decode, cost.engine_id, _reason(found.scored), uncached, cost, found.scored)
+    scored, index = found.scored, found.decode
+    return Choice(index, cost.engine_id, _reason(scored), uncached, cost, scored.candidates[index], scored)
 
 
 def _reason(scored: ScoredCandidates) -> Reason:

@@ -270,25 +270,34 @@ class ProxyApp:
         if isolation is not None and entry is not None and method == "POST" and body:
             body, cache_group = await self._isolated(isolation, path, body, entry, is_form=form is not None)
         target = b"%b?%b" % (head.raw_path, head.query) if head.query else head.raw_path
-        request = InboundRequest(
-            method, path, head.query, head.fields, body, model, look.stream, fields.request_id
-        )
-        request.client = hash(record.tenant or tuple(fields.forwarded_for.rsplit(b",", 2)[-2:]))
-        request.trace, request.earlier_response = record.trace, earlier
-        request.reads_response = reads_response
-        request.prompt = look.prompt if body is seen else None
-        request.response_id = "" if ids is None else ids.make(record.tenant, record.key_id)
-        if self.settings.pin_header:
-            request.pinned = _pinned(head.fields)
         prioritized = number or ENGINE_PRIORITY in head.by_name
-        request.priority = given_priority(fields.fields, number) if prioritized else 0
-        request.tenant, request.cache_group = record.tenant, cache_group
-        request.isolated = isolation is not None
-        request.session = record.session = session
+        request = InboundRequest(
+            method,
+            path,
+            head.query,
+            head.fields,
+            body,
+            model,
+            look.stream,
+            fields.request_id,
+            client=hash(record.tenant or tuple(fields.forwarded_for.rsplit(b",", 2)[-2:])),
+            trace=record.trace,
+            pinned=_pinned(head.fields) if self.settings.pin_header else None,
+            tenant=record.tenant,
+            isolated=isolation is not None,
+            cache_group=cache_group,
+            session=session,
+            earlier_response=earlier,
+            reads_response=reads_response,
+            response_id="" if ids is None else ids.make(record.tenant, record.key_id),
+            read_s=record.read_s,
+            priority=given_priority(fields.fields, number) if prioritized else 0,
+            prompt=look.prompt if body is seen else None,
+        )
+        record.session = session
         if session is not None and SESSION not in dict(fields.fields):
             # vLLM 0.32 and 0.33 show it in their KV events.
             fields.fields.append((SESSION, session.id.encode()))
-        request.read_s = record.read_s
         if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
             request.claim = read_claim(
                 head.fields,

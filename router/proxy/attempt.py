@@ -43,34 +43,34 @@ class Attempt:
     """``engine_headers`` are added to the forwarded request, ``client_headers`` to the answer.
     ``expected_s``: seconds that the engine should need until its first token. ``now``: monotonic seconds."""
 
-    __slots__ = (
-        "_breaker",
-        "_heard",
-        "_works",
-        "abandoned",
-        "asked_s",
-        "base_url",
-        "blameless",
-        "body",
-        "client_headers",
-        "died",
-        "engine_headers",
-        "engine_id",
-        "expected_s",
-        "failed",
-        "handoff",
-        "kv_source",
-        "now",
-        "open",
-        "prefill",
-        "request",
-        "retention",
-        "sent_body",
-        "version",
-        "waited_s",
-        "watched",
-        "work",
-    )
+    # What few attempts have is the class's until it is set: each request makes one.
+    open = True
+    """It has not ended."""
+    failed = ""
+    """Why it ended, if it failed: one of ``kvatlas.router.openai.request.FAILURES``."""
+    body: SplitBody | None = None
+    """Of a request that this engine takes over after another one has computed its prompt."""
+    retention = b""
+    """Retention hint for the engine's connector, as JSON; empty: none."""
+    sent_body: bytes | None = None
+    """Body for this engine instead of the client's."""
+    handoff: Handoff | None = None
+    """Request that the engine has received."""
+    kv_source: KvSource | None = None
+    """Engine from which this one is to fetch a part of the prompt."""
+    prefill: Attempt | None = None
+    """That other engine, which is to be asked first; None: it has been."""
+    version: str | None = None
+    """Version of an engine that computes prompts for others."""
+    abandoned = False
+    """Its engine went down before the first byte, and another one can be asked."""
+    blameless = False
+    """Its end says nothing of the engine: another process runs there now, or it was not asked."""
+    died = False
+    """The process that had it ended, or answers no polls any more."""
+    watched = False
+    """Its answer must be seen, since more than this rests on it."""
+    _heard = _works = False
 
     def __init__(
         self,
@@ -100,36 +100,8 @@ class Attempt:
         """Seconds that it waited in the router for an engine with room."""
         self.now = now
         self._breaker = breaker
-        self._heard = self._works = False
-        self.open = True
-        """It has not ended."""
-        self.failed = ""
-        """Why it ended, if it failed: one of ``kvatlas.router.openai.request.FAILURES``."""
-        self.body: SplitBody | None = None
-        """Of a request that this engine takes over after another one has computed its prompt."""
-        self.retention = b""
-        """Retention hint for the engine's connector, as JSON; empty: none."""
-        self.sent_body: bytes | None = None
-        """Body for this engine instead of the client's."""
-        self.handoff: Handoff | None = None
-        """Request that the engine has received."""
-        self.kv_source: KvSource | None = None
-        """Engine from which this one is to fetch a part of the prompt."""
-        self.prefill: Attempt | None = None
-        """That other engine, which is to be asked first; None: it has been."""
-        self.version: str | None = None
-        """Version of an engine that computes prompts for others."""
-        self.abandoned = False
-        """Its engine went down before the first byte, and another one can be asked."""
-        self.blameless = False
-        """Its end says nothing of the engine: another process runs there now, or it was not asked."""
-        self.died = False
-        """The process that had it ended, or answers no polls any more."""
-        self.watched = False
-        """Its answer must be seen, since more than this rests on it."""
-        if later:
-            self.asked_s = now()
-        else:
+        self.asked_s = now()
+        if not later and (request.stream or breaker.free_until != math.inf):
             self.asked()
 
     def asked(self) -> None:
