@@ -13,6 +13,7 @@ from kvatlas.router.api.admin_auth import AdminSettings
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import load
 from kvatlas.router.config.schema import OPS_PORT, Config, ServerConfig
+from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.server import ListenError
 from kvatlas.router.server_lifecycle import check
@@ -87,7 +88,9 @@ async def test_from_other_machines_it_wants_a_token(
     server = ServerConfig(port=0, ops_host="0.0.0.0", ops_token_file=str(path) if own else None)
     admin = AdminSettings(enabled=not own, token_file=None if own else str(path), requests_per_minute=60)
 
-    async with running({}) as engines, routing(configure(*engines, server=server, admin=admin)) as rig:
+    seldom = FleetSettings(poll_interval_s=30.0, gauge_interval_s=30.0)  # a minute passes
+    changes = {"server": server, "admin": admin, "fleet": seldom}
+    async with running({}) as engines, routing(configure(*engines, **changes)) as rig:
         for method, where in PATHS[:2]:
             status, body = await at(rig, rig.ops_url, method, where)
             assert (status, body["error"]["code"]) == (401, "ops_unauthorized")

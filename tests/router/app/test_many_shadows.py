@@ -36,7 +36,7 @@ async def _decided(layout: str, engines: int, turns: int, held: float, steps: St
     ("layout", "held"),
     [
         ("full", 1.0),
-        ("gemma3-like", 1.0),
+        pytest.param("gemma3-like", 1.0, marks=pytest.mark.long),
         pytest.param("gemma3-like", 0.0, marks=pytest.mark.long),
         pytest.param("mamba-align", 1.0, marks=pytest.mark.long),
     ],

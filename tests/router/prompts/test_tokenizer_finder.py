@@ -24,7 +24,7 @@ from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
-pytestmark = pytest.mark.real  # threads of the hub's library
+pytestmark = pytest.mark.real  # threads of the hub's library, and a process for each trial of a tokenizer
 
 NAME = "org/model"
 NAMED = {"root": NAME}
@@ -102,6 +102,7 @@ async def test_an_engine_is_all_that_is_given(hub: StandInHub, root: str) -> Non
         assert ready["prompts"][MODEL]["source"] == one.source
 
 
+@pytest.mark.process
 async def test_prompts_are_read_meanwhile_and_the_fetch_goes_on(hub: StandInHub) -> None:
     hub.hold.clear()
     async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
@@ -114,6 +115,7 @@ async def test_prompts_are_read_meanwhile_and_the_fetch_goes_on(hub: StandInHub)
         assert rig.router.reader.stats.reads["chat", "local"] == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("tokenizer", some([f"{NAME}@main", NAME], 2))
 async def test_a_repository_may_be_configured(hub: StandInHub, tokenizer: str) -> None:
     async with running({}) as engines, routing(auto(*engines, hub=hub, tokenizer=tokenizer)) as rig:
@@ -131,6 +133,7 @@ async def test_switched_off_engines_are_asked(hub: StandInHub) -> None:
 FAILURES = {"gated": (401, "GatedRepo"), "not_found": (404, "RepoNotFound"), "unreachable": (503, "")}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("reason", some(FAILURES, 3))
 async def test_a_failure_is_shown_and_mended_while_the_router_serves(hub: StandInHub, reason: str) -> None:
     hub.repositories[NAME].error = FAILURES[reason]
@@ -149,6 +152,7 @@ async def test_a_failure_is_shown_and_mended_while_the_router_serves(hub: StandI
         await origin(rig, "here")
 
 
+@pytest.mark.process
 async def test_a_hub_that_holds_its_answer_holds_nothing_else(hub: StandInHub) -> None:
     hub.hold.clear()
     slow = msgspec.structs.replace(settings(hub), hub_timeout_s=0.3)
@@ -178,6 +182,7 @@ async def test_a_path_of_another_machine(root: str) -> None:
         await rig.chat(TEXT)
 
 
+@pytest.mark.process
 async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:
     named = {"root": str(other_tokenizer(tmp_path / "other"))}
     async with running(named) as engines, routing(auto(*engines)) as rig:
@@ -187,6 +192,7 @@ async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> Non
         assert rig.router.reader.stats.reads["chat", "local"] == 0
 
 
+@pytest.mark.process
 async def test_the_first_prompts_are_compared_too(tmp_path: Path) -> None:
     """A template that differs where no probe does."""
     folder = odd_template(tmp_path / "other")
@@ -197,6 +203,7 @@ async def test_the_first_prompts_are_compared_too(tmp_path: Path) -> None:
         assert "first prompts" in (await origin(rig, "engine", "differs")).problem
 
 
+@pytest.mark.process
 async def test_an_engine_of_another_kind_is_compared_before_anything_else(tmp_path: Path) -> None:
     """A rollout: as long as both are there, engines are asked; after it, the new one is read here."""
     other = other_tokenizer(tmp_path / "other")
@@ -212,6 +219,7 @@ async def test_an_engine_of_another_kind_is_compared_before_anything_else(tmp_pa
         assert rig.router.reader.stats.reads["chat", "local"] == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("configured", [False, True])
 async def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path, configured: bool) -> None:
     folder = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "chunked")
@@ -234,6 +242,7 @@ async def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path, conf
         assert rig.outcomes("exact") >= 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("configured", ["directory", "repository"])
 async def test_a_configured_tokenizer_that_differs_is_used_and_shown(
     hub: StandInHub, tmp_path: Path, configured: str
@@ -253,6 +262,7 @@ async def test_a_configured_tokenizer_that_differs_is_used_and_shown(
             assert (ready["ready"], ready["prompts"][MODEL]["reason"]) == (True, "differs")
 
 
+@pytest.mark.process
 async def test_a_configured_directory_is_compared_by_first_prompts_too(tmp_path: Path) -> None:
     folder = odd_template(tmp_path / "other")
     async with running({}) as (engine,), fronting(engine) as front:
@@ -264,6 +274,7 @@ async def test_a_configured_directory_is_compared_by_first_prompts_too(tmp_path:
             assert "first prompts" in (await origin(rig, "here", "differs")).problem
 
 
+@pytest.mark.process
 async def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
     """A quantised copy, of which the engine's path is not here, beside the original."""
     copies = [{"root": "/models/copy"}, {"root": "/models/copy"}, NAMED]
@@ -271,6 +282,7 @@ async def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
         assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
 
 
+@pytest.mark.process
 async def test_an_engine_that_does_not_say_its_tokens(hub: StandInHub) -> None:
     async with running(NAMED) as (engine,), fronting(engine) as front:
         for path in ("/tokenize", "/v1/chat/completions/render", "/v1/completions/render"):
