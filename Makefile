@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 PART_TESTS = test-serve test-services test-tools test-simulation test-connectors-fast test-repository
-.PHONY: help demo test test-all $(PART_TESTS) world test-vllm test-sglang test-envoy test-random power test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all $(PART_TESTS) world test-vllm test-sglang test-envoy test-random power canary test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -72,6 +72,9 @@ test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's schedul
 		KVATLAS_VLLM_PYTHON="$$python" KVATLAS_VLLM_033_PYTHON="$$next" \
 		KVATLAS_RANDOM_MIXES="$(MIXES)" KVATLAS_RANDOM_SEED="$(SEED)" \
 		$(BIN)/python -m pytest -m vllm tests/vllm/test_random_mixes.py --timeout 0 -rP $(ARGS)
+
+canary: $(DEV) ## A vLLM release against the rules: a table of what differs (VERSION=0.33.0 MIXES=100 SEED=1)
+	@$(BIN)/python scripts/canary.py $(or $(VERSION),0.33.0) --mixes $(or $(MIXES),100) --seed $(seed) $(ARGS)
 
 power: $(DEV) ## How many one-line mutations of a part its fast tests catch (PART=placement SAMPLE=40 SEED=1)
 	@$(BIN)/python scripts/power.py $(or $(PART),placement) --sample $(or $(SAMPLE),40) --seed $(seed)

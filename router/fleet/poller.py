@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import structlog
 
+from kvatlas.router.fleet.engine_client import REQUEST_S_MAX
 from kvatlas.router.fleet.engine_metrics import (
     METRICS,
     METRICS_BY_NAME,
@@ -34,7 +35,6 @@ from kvatlas.router.fleet.engine_metrics import (
     read_transfers,
 )
 from kvatlas.router.fleet.engines import DesiredFleet
-from kvatlas.router.fleet.salt_proof import REQUEST_S_MAX as SALT_REQUEST_S_MAX
 from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.statement import (
@@ -372,7 +372,7 @@ class FleetPoller(Generic[E]):
 
         async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
             url = base_url + path
-            async with self._client.exchange(method, url, SALT_REQUEST_S_MAX, body, headers) as answer:
+            async with self._client.exchange(method, url, REQUEST_S_MAX, body, headers) as answer:
                 return answer.status, await answer.body(ANSWER_BYTES_MAX)
 
         stated = self._informed.get(base_url)

@@ -249,7 +249,7 @@ def doctor(
     probe: Annotated[
         bool,
         Parameter(
-            help="Send three or four small completions to each engine, and compare predicted with real hits."
+            help="Send a few small prompts to each API of each engine, and compare predicted with real hits."
         ),
     ] = False,
     json: JsonFlag = False,

@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 
 from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.fleet.engine_probe import EngineProbe, ProbeRequest
 from kvatlas.router.fleet.engines import EngineAddress, EngineKind
+from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.fleet.status import Frontend, ModelCard, kind_of
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.observe.findings import Finding
+from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.prompts.hub import TokenizerProblem
 from kvatlas.router.prompts.model_config import ModelConfigFile
 from kvatlas.router.tools.doctor.engine_gauges import EngineGauges
@@ -69,37 +72,18 @@ class PromptParity(msgspec.Struct, frozen=True):
         return not (self.local_problem or self.engine_problem)
 
 
-class ProbeRequest(msgspec.Struct, frozen=True):
-    """One request sent by ``--probe``; counts in tokens. None: unknown, or not reported."""
+class ProbeEvidence(msgspec.Struct):
+    """The probe of one engine: what it has shown, and its requests by API."""
 
-    status: str
-    """Empty if the request succeeded."""
-    predicted: int | None = None
-    mode: str = ""
-    why_unknown: str = ""
-    cached: int | None = None
-    prompt_tokens: int | None = None
-    """Counted here, or by the engine's endpoint."""
-    reported_prompt_tokens: int | None = None
-    events_came: bool = False
-    """Whether an event arrived after the request within the time limit."""
+    found: EngineProbe
+    requests: dict[str, list[ProbeRequest]] = {}
+    salts: SaltProof = msgspec.field(default_factory=SaltProof)
+    problem: str = ""
 
     @property
-    def lengths_differ(self) -> bool:
-        """Whether the engine counts a different number of tokens."""
-        known = None not in {self.prompt_tokens, self.reported_prompt_tokens}
-        return known and self.prompt_tokens != self.reported_prompt_tokens
-
-
-class ProbeEvidence(msgspec.Struct):
-    """The probe of one engine: a random prompt, and a longer one that begins with it."""
-
-    requests: list[ProbeRequest] = []
-    salted: ProbeRequest | None = None
-    """The longer prompt with a ``cache_salt``; None if it would not hit without one either."""
-    unsalted: dict[str, str] = {}
-    """Other APIs whose ``cache_salt`` is not proven to keep prompts apart: path -> why."""
-    problem: str = ""
+    def completions(self) -> list[ProbeRequest]:
+        """Requests of the API that every engine of a language model has."""
+        return self.requests.get(COMPLETION, [])
 
 
 class EngineEvidence(msgspec.Struct):

@@ -19,9 +19,11 @@ from msgspec.structs import replace
 
 from kvatlas.router.config.schema import Config
 from kvatlas.router.engine_lifecycle import complete, setup_evidence
+from kvatlas.router.fleet.engine_client import Ask, EngineClient
 from kvatlas.router.fleet.engine_metrics import read_statement
+from kvatlas.router.fleet.engine_probe import EngineProbe, EngineProber
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
+from kvatlas.router.fleet.salt_proof import SaltProver
 from kvatlas.router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
 from kvatlas.router.fleet.status import ModelCard, kind_of
 from kvatlas.router.http.client import HttpClient
@@ -31,7 +33,6 @@ from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.observe.findings import Finding
-from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
 from kvatlas.router.prompts.model_dir import ModelDirError
@@ -51,7 +52,7 @@ from kvatlas.router.tools.doctor.evidence import (
 )
 from kvatlas.router.tools.doctor.http import Http, HttpAnswer
 from kvatlas.router.tools.doctor.listener import EventListener
-from kvatlas.router.tools.doctor.prober import EngineProber, probe
+from kvatlas.router.tools.doctor.prober import DoctorsEngine
 from kvatlas.router.tools.doctor.tokenizer_parity import compare
 from kvatlas.router.tools.ops_client import ops_headers
 from kvatlas.router.tools.replay_player import CountingIndex
@@ -217,6 +218,38 @@ def _setup(engine: EngineEvidence) -> SetupEvidence:
     return setup_evidence(engine.kind, (server.server_info, stated), engine.model_file, configured, facts)
 
 
+def asker(http: Http, engine: EngineAddress, timeout_s: float) -> Ask:
+    """Return how the probe asks this engine."""
+    headers = {} if engine.dp_rank is None else {"x-data-parallel-rank": str(engine.dp_rank)}
+
+    async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        url = engine.base_url + path
+        if method == "GET":
+            answer = await http.get(url)
+        else:
+            answer = await http.post(url, body, headers=headers, timeout_s=timeout_s)
+        if answer.problem:
+            raise OSError(answer.problem)
+        return answer.status, answer.body
+
+    return ask
+
+
+def salt_prover(http: Http, engine: EngineEvidence, model: str, timeout_s: float) -> SaltProver:
+    """Return the prover of the engine's salts, with what the router knows of its cache."""
+    stated, rank = engine.server.server_info, engine.engine.dp_rank
+    if stated is None:
+        stated = read_statement(engine.server.metrics_answer.body, rank)
+    return SaltProver(
+        asker(http, engine.engine, timeout_s),
+        model,
+        engine.kind,
+        block_tokens=None if stated is None else stated.attention_block_size,
+        tokens_max=next(card for card in engine.server.models if card.id == model).max_model_len,
+        caches=stated is None or stated.caches_prefixes is not False,
+    )
+
+
 class _Examination:
     """The steps that listen, tokenize and probe."""
 
@@ -308,62 +341,34 @@ class _Examination:
     async def _probe(self, engine: EngineEvidence) -> ProbeEvidence:
         model = engine.base_model
         if model is None:
-            return ProbeEvidence(problem="the engine names no model")
-        try:
-            seen = await probe(self._prober(engine))
-            if not seen.requests[-1].status:
-                seen.unsalted = await self._try_salts(engine, model)
-        except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
-            return ProbeEvidence(problem=describe_error(problem))
-        return seen
-
-    async def _try_salts(self, engine: EngineEvidence, model: str) -> dict[str, str]:
-        """Try the ``cache_salt`` of every API, as a router with ``keys.isolate`` does."""
-        rank = engine.engine.dp_rank
-        headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
-
-        async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-            url = engine.engine.base_url + path
-            if method == "GET":
-                answer = await self._http.get(url)
-            else:
-                answer = await self._http.post(
-                    url, body, headers=headers, timeout_s=self._settings.probe_timeout_s
-                )
-            if answer.problem:
-                raise OSError(answer.problem)
-            return answer.status, answer.body
-
+            return ProbeEvidence(EngineProbe(""), problem="the engine names no model")
+        seen = ProbeEvidence(EngineProbe(model))
         card = next(card for card in engine.server.models if card.id == model)
-        proof = SaltProof()
-        stated = engine.server.server_info
-        if stated is None:
-            stated = read_statement(engine.server.metrics_answer.body, rank)
-        prover = SaltProver(
-            ask,
+        listener = self._listeners.get(engine.engine_id)
+        prober = EngineProber(
+            EngineClient(asker(self._http, engine.engine, self._settings.probe_timeout_s)),
+            DoctorsEngine(
+                engine.engine,
+                model,
+                self._scopes.scope(_scope_name(engine)),
+                self._reader,
+                listener,
+                engine.frontend,
+            ),
             model,
-            engine.kind,
-            block_tokens=None if stated is None else stated.attention_block_size,
+            publishes=listener is not None,
             tokens_max=card.max_model_len,
-            caches=stated is None or stated.caches_prefixes is not False,
-        )
-        await prover.prove(proof)
-        return {path: why for path, why in proof.doubts.items() if path != COMPLETION}
-
-    def _prober(self, engine: EngineEvidence) -> EngineProber:
-        card = next(card for card in engine.server.models if card.id == engine.base_model)
-        return EngineProber(
-            engine.engine,
-            model=card.id,
-            scope=self._scopes.scope(_scope_name(engine)),
-            reader=self._reader,
-            http=self._http,
-            listener=self._listeners.get(engine.engine_id),
-            max_tokens=card.max_model_len,
-            request_timeout_s=self._settings.probe_timeout_s,
+            events_s_max=self._settings.timeout_s,
             quiet_s=_PROBE_QUIET_S,
-            frontend=engine.frontend,
         )
+        seen.requests = prober.requests
+        try:
+            await prober.probe(seen.found)
+            if seen.completions and seen.completions[-1].failed is None:
+                await salt_prover(self._http, engine, model, self._settings.probe_timeout_s).prove(seen.salts)
+        except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
+            seen.problem = describe_error(problem)
+        return seen
 
     def _removals(self, engine: EngineEvidence) -> dict[str, int]:
         counts = [

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
+from kvatlas.router.fleet.engine_client import TOKENS_MAX, numbers
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.salt_proof import (
     AGAIN_S,
     AGAIN_S_MAX,
     FOREIGN,
     PROOF_S_MAX,
-    TOKENS_MAX,
     SaltProof,
     SaltProver,
-    _numbers,
 )
 from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, SALTED
 from tests.world.seams import run
@@ -127,7 +126,7 @@ async def test_one_api_that_drops_it_is_found_and_no_other_is_blamed(path: str, 
     """vLLM 0.20 and 0.26 drop it in ``/v1/messages``, 0.20 in the batch of chats."""
     engine = FakeEngine(serves=(*PROMPTS, *POOLED), drops=(path,), reports=reports)
     proof = await prove(engine)
-    assert proof.refused.keys() == {path}
+    assert proof.refuted.keys() == {path}
     assert "drops cache_salt: a prompt with another salt took" in proof.why_not(path)
     assert proof.proven == {*PROMPTS, *POOLED} - {path}
 
@@ -137,7 +136,7 @@ def test_numbers_deeper_than_any_usage_are_left_out(depth: int) -> None:
     told: Any = {"n": 1}
     for _ in range(depth):
         told = {"in": told}
-    assert list(_numbers(told)) == [("n", 1)] * (depth <= 6)
+    assert list(numbers(told)) == [("n", 1)] * (depth <= 6)
 
 
 @pytest.mark.parametrize("dropped", [0, 1])
@@ -159,7 +158,7 @@ async def test_large_blocks_are_met_by_longer_prompts(block: int, dropped: int) 
 async def test_a_hit_of_none_may_be_left_out(ways: dict[str, Any], path: str, block: int) -> None:
     """As by vLLM: then the other hits show that it would be reported."""
     proof = await prove(FakeEngine(block=block, drops=(path,), **ways))
-    assert proof.refused.keys() == ({path} if path else set())
+    assert proof.refuted.keys() == ({path} if path else set())
     assert proof.proven == set(PROMPTS) - {path}
 
 
@@ -172,7 +171,7 @@ async def test_counters_that_others_change_prove_nothing_yet(drops: tuple[str, .
     engine.others = 0
     await SaltProver(engine.ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(proof)
     assert proof.proven == set(PROMPTS) - {*drops}
-    assert proof.refused.keys() == {*drops}
+    assert proof.refuted.keys() == {*drops}
 
 
 async def test_no_prompt_is_longer_than_the_context() -> None:
@@ -193,7 +192,7 @@ async def test_no_prompt_is_longer_than_the_context() -> None:
         ({"body": b'{"usage": {"prompt_tokens_details": {"cached_tokens": 64}}}'}, "drops cache_salt"),
         (
             {"status": dict.fromkeys(PROMPTS, 400)},
-            "refuses the request that tries its cache_salt (status 400)",
+            "refuses the request that tries it (status 400)",
         ),
         ({"status": dict.fromkeys(PROMPTS, 403)}, "is not served (403)"),
         ({"serves": ()}, "is not served (404)"),
@@ -248,7 +247,7 @@ async def test_sglang_is_asked_for_what_it_may_read_only() -> None:
     assert proof.proven == {CHAT, COMPLETION, RESPONSES} == {path for path, _ in engine.asked}
     assert proof.why_not(MESSAGES) == "takes no cache_salt at SGLang engines"
     dropping = await prove(FakeEngine(drops=(CHAT,)), "sglang")
-    assert dropping.refused.keys() == {CHAT}
+    assert dropping.refuted.keys() == {CHAT}
 
 
 async def test_where_nothing_is_cached_nothing_is_to_be_kept_apart() -> None:
@@ -333,7 +332,7 @@ async def test_a_foreign_hit_is_final() -> None:
     proof = await prove(engine, tokens_max=512)
     engine.drops, before = (), len(engine.asked)
     await SaltProver(engine.ask, "m", "vllm", block_tokens=16, tokens_max=None).prove(proof)
-    assert proof.refused.keys() == {CHAT}
+    assert proof.refuted.keys() == {CHAT}
     assert len(engine.asked) == before
 
 

@@ -150,7 +150,7 @@ def isolating(*proven: str | None) -> tuple[Fleet[Engine], EligibleEngines, list
     for engine, model in zip(engines, proven, strict=True):
         engine.up, engine.models = True, (ModelCard(model or "m"),)
         refused = {} if model else {CHAT: "drops it"}
-        engine.salt_proof = SaltProof(proven={CHAT, RESPONSES} if model else set(), refused=refused)
+        engine.salt_proof = SaltProof(proven={CHAT, RESPONSES} if model else set(), refuted=refused)
     return world.fleet, EligibleEngines(world.fleet, world.accounts), engines
 
 

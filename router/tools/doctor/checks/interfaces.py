@@ -118,7 +118,7 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
     sockets = engine.sockets
     if sockets is None or sockets.events_link is not Connectivity.UP:
         return
-    probed = engine.probe is not None and any(not r.status for r in engine.probe.requests)
+    probed = engine.probe is not None and any(one.failed is None for one in engine.probe.completions)
     received = f"{sockets.live_batches} live and {sockets.replayed_batches} replayed batches"
     event_counts = engine.event_counts
     came = event_counts.events or event_counts.rejected or event_counts.unknown_types
@@ -137,7 +137,7 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield info(
             "no event yet",
             "the engine has had no request long enough to fill a block, or its events are off",
-            "try --probe, which sends two small requests",
+            "try --probe, which sends a few small requests",
         )
     if sockets.missing or sockets.restarts:
         # Without a probe a busy engine may have overrun this connection.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvatlas.router.fleet.engine_probe import ProbeRequest
+from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.prompts.settings import ANY_MODEL
-from kvatlas.router.tools.doctor.evidence import EngineEvidence, ProbeRequest, PromptParity
+from kvatlas.router.tools.doctor.evidence import EngineEvidence, PromptParity
 from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
 
 
@@ -137,17 +139,15 @@ def _not_compared(result: PromptParity) -> Iterator[CheckResult]:
 @check("tokens.usage")
 def cached_report(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the engine runs with ``--enable-prompt-tokens-details``."""
-    if engine.probe is None:
-        return
-    answered = [request for request in engine.probe.requests if not request.status]
-    if answered and all(request.cached is None for request in answered):
-        yield warning(
-            "responses do not report how many tokens were cached",
-            "the engine runs without --enable-prompt-tokens-details",
-            "start it with that flag: without it predictions cannot be verified",
-        )
-    elif answered:
-        yield ok("responses report how many tokens were cached")
+    for path, api in {} if engine.probe is None else engine.probe.found.apis.items():
+        if api.reports.verdict == "unshown":
+            yield warning(
+                f"POST {path}: responses do not report how many tokens were cached",
+                "the engine runs without --enable-prompt-tokens-details",
+                "start it with that flag: without it predictions cannot be verified",
+            )
+        elif api.reports.verdict == "proven":
+            yield ok(f"POST {path}: responses report how many tokens were cached")
 
 
 @check("probe.exact")
@@ -161,51 +161,48 @@ def exact(engine: EngineEvidence) -> Iterator[CheckResult]:
             f"the probe failed: {probe.problem}", "see the other findings", "fix those first, then repeat"
         )
         return
-    for request in probe.requests:
-        if request.status:
+    for request in probe.completions:
+        if request.failed is not None or request.report.prompt_tokens is None:
+            why = "a response that is not a completion" if request.failed is None else request.failed.why
             yield error(
-                f"POST /v1/completions: {request.status}",
+                f"POST /v1/completions: {why}",
                 "the engine does not serve completions: overloaded, broken, or a model for other tasks",
                 "look at the engine's log",
             )
             return
-    if not probe.requests:
-        return
-    yield from _lengths(probe.requests)
-    yield from _hit(engine, probe.requests[-1])
+    yield from _lengths(probe.completions)
+    if probe.completions:
+        yield from _hit(engine, probe.completions[-1])
+    for path, api in probe.found.apis.items():
+        if path == COMPLETION or api.hits.verdict in {"absent", "later"}:
+            continue
+        report = ok if api.hits.verdict == "proven" else warning
+        yield report(
+            f"POST {path}: hits {api.hits.why or 'are as predicted'}",
+            "see the other findings of this engine" if api.hits.why else "",
+            "fix those first, then repeat" if api.hits.why else "",
+        )
 
 
 @check("probe.salt")
 def salts(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that a ``cache_salt`` keeps prompts apart, as ``keys.isolate`` needs."""
-    for path, why in {} if engine.probe is None else engine.probe.unsalted.items():
-        yield warning(
+    if engine.probe is None:
+        return
+    for path, why in engine.probe.salts.doubts.items():
+        report = error if path in engine.probe.salts.refuted else warning
+        yield report(
             f"POST {path} {why}",
             "the engine's release, its frontend, or a proxy in front of it does not read cache_salt there",
             "with keys.isolate this API is refused at this engine; use a release that reads it",
         )
-    salted = None if engine.probe is None else engine.probe.salted
-    if salted is None or (not salted.status and salted.cached is None):
-        return
-    if salted.status:
-        yield warning(
-            f"POST /v1/completions with cache_salt: {salted.status}",
-            "the engine refuses it",
-            "do not set keys.isolate in front of this engine",
-        )
-    elif salted.cached:
-        yield error(
-            f"a prompt with a cache_salt of its own took {salted.cached} tokens from the cache of another",
-            "the engine, or a proxy in front of it, ignores cache_salt",
-            "do not set keys.isolate in front of this engine: tenants would share its cache",
-        )
-    else:
-        yield ok("a prompt with another cache_salt took nothing from the cache")
+    for path in sorted(engine.probe.salts.proven):
+        yield ok(f"POST {path}: a prompt with another cache_salt took nothing from the cache")
 
 
 def _lengths(requests: list[ProbeRequest]) -> Iterator[CheckResult]:
     for request in requests:
-        ours, theirs = request.prompt_tokens, request.reported_prompt_tokens
+        ours, theirs = request.predicted.prompt_tokens, request.report.prompt_tokens
         if request.lengths_differ:
             yield error(
                 f"the probe has {ours} tokens here, {theirs} at the engine",
@@ -216,34 +213,33 @@ def _lengths(requests: list[ProbeRequest]) -> Iterator[CheckResult]:
 
 
 def _hit(engine: EngineEvidence, last: ProbeRequest) -> Iterator[CheckResult]:
-    if last.predicted is None:
+    predicted, cached = last.predicted, last.report.cached
+    if predicted.hit is None:
         if engine.engine.events is not None:
             yield warning(
-                f"no hit could be predicted: {last.why_unknown}",
+                f"no hit could be predicted: {predicted.why_unknown}",
                 "see cache.scheme, cache.facts and events.flow",
                 "fix those first, then repeat",
             )
         return
-    if last.cached is None:
+    if cached is None:
         return
-    seen = (
-        f"predicted {last.predicted}, engine reported {last.cached} of {last.reported_prompt_tokens} tokens"
-    )
+    seen = f"predicted {predicted.hit}, engine reported {cached} of {last.report.prompt_tokens} tokens"
     stated = engine.server.server_info
-    if last.predicted != last.cached and stated is not None and stated.has_unseen_caches:
+    if predicted.hit != cached and stated is not None and stated.has_unseen_caches:
         yield warning(
             f"{seen} (partial)",
             "the engine has caches of which its events say nothing (cache.sglang)",
             "nothing: such predictions are not exact",
         )
-    elif last.predicted != last.cached:
+    elif predicted.hit != cached:
         yield error(
-            f"{seen} ({last.mode})",
+            f"{seen} ({predicted.mode})",
             "a setting of the model is missing or wrong, other requests evicted the probe's blocks, or this "
             "engine behaves in a way unknown to kvatlas",
             "repeat on an idle engine; check cache.facts; report it if it persists",
         )
-    elif not last.cached:
+    elif not cached:
         yield warning(
             f"{seen}: correct, but nothing was reused",
             "prefix caching is off, or blocks are larger than the probe",

@@ -90,11 +90,11 @@ async def test_whether_an_engine_obeys_a_salt(kind: str, monkeypatch: pytest.Mon
         found.expect("probe.salt", Severity.OK, "took nothing from the cache")
     async with running({**settings, "drops_salt": "/v1/responses"}) as (engine,):
         found = await examined(engine.base_url, probe=True)
-        found.expect("probe.salt", Severity.WARNING, "POST /v1/responses drops cache_salt", "keys.isolate")
+        found.expect("probe.salt", Severity.ERROR, "POST /v1/responses drops cache_salt", "keys.isolate")
     monkeypatch.setattr("kvatlas.publisher.simulator.model.PromptExtras", lambda cache_salt: NO_EXTRAS)
     async with running(settings) as (engine,):
         found = await examined(engine.base_url, probe=True)
-        found.expect("probe.salt", Severity.ERROR, "ignores cache_salt", "do not set keys.isolate")
+        found.expect("probe.salt", Severity.ERROR, "POST /v1/completions drops cache_salt", "keys.isolate")
 
 
 def test_an_attention_chunk_that_is_not_configured() -> None:

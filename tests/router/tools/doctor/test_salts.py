@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvatlas.router.config.schema import ModelConfig
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.fleet.status import ModelCard
-from kvatlas.router.tools.doctor.examine import ExamineSettings, _Examination
+from kvatlas.router.tools.doctor.engine_gauges import EngineGauges
+from kvatlas.router.tools.doctor.evidence import EngineEvidence, ServerEvidence
+from kvatlas.router.tools.doctor.examine import salt_prover
 from kvatlas.router.tools.doctor.http import HttpAnswer
 
 
@@ -29,16 +33,13 @@ class Http:
 
 
 async def tried(stated: EngineStatement | None) -> list[dict[str, Any]]:
-    """The requests to an engine that states this."""
+    """The salted requests to an engine that states this."""
     http = Http()
-    server = SimpleNamespace(
-        models=[ModelCard("m", max_model_len=65_536)], server_info=stated, metrics_answer=HttpAnswer(200)
-    )
-    engine = SimpleNamespace(
-        engine=SimpleNamespace(dp_rank=None, base_url="http://e:1"), kind="vllm", server=server
-    )
-    myself = SimpleNamespace(_http=http, _settings=ExamineSettings())
-    await _Examination._try_salts(myself, engine, "m")  # type: ignore[arg-type]
+    none = HttpAnswer(404)
+    server = ServerEvidence(none, none, none, none, none, (ModelCard("m", max_model_len=65_536),))
+    server.server_info = stated
+    engine = EngineEvidence(EngineAddress("http://e:1"), server, ModelConfig(), {}, EngineGauges())
+    await salt_prover(http, engine, "m", 1.0).prove(SaltProof())  # type: ignore[arg-type]
     return http.posted
 
 

@@ -1,0 +1,42 @@
+"""The table of ``make canary``: what a release does otherwise than kvatlas expects."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.support.scripts import script
+
+canary = script("canary")
+KNOWN = {
+    kind.__name__: list(kind.__struct_fields__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+
+
+def test_fields_and_events_that_are_not_decoded_are_named() -> None:
+    assert canary.compared_fields(KNOWN)[2] == ()
+    newer = {
+        **KNOWN,
+        "BlockStored": [*KNOWN["BlockStored"], "owner_id"],
+        "BlockInactive": [],
+        "KVEventBatch": [],
+    }
+    del newer["AllBlocksCleared"]
+    assert canary.compared_fields(newer)[2] == (
+        "BlockStored.owner_id is unknown",
+        "event BlockInactive is unknown",
+        "event AllBlocksCleared is gone",
+    )
+
+
+def test_each_failed_test_is_a_line() -> None:
+    report = ET.fromstring(
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>'
+        '<testcase name="c"><failure message="one&#10;two"/></testcase>'
+        '<testcase name="d"><error message="gone"/></testcase></testsuite></testsuites>'
+    )
+    row = canary.Row("frames", *canary.results(report))
+    assert row == canary.Row("frames", 1, 1, ("c: one two", "d: gone"))
+    lines = list(canary.table([row]))
+    assert lines[1].split() == ["frames", "1", "1", "2", "c:", "one", "two"]
+    assert lines[2].strip() == "d: gone"
