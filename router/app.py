@@ -54,6 +54,7 @@ from kvatlas.router.placement.decide import Planner
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.probing import Probes
 from kvatlas.router.prompts.reader import PromptReader
 from kvatlas.router.prompts.tokenizer_finder import TokenizerFinder
 from kvatlas.router.proxy.app import ProxyApp
@@ -246,6 +247,7 @@ class Router:
         self.traces = Traces(config.traces) if config.traces.endpoint else None
         self.aliases = Aliases.from_shares(config.alias_shares())
         self.planner, self.proxy = self._assemble()
+        self.probes = self._open_probes() if config.fleet.probe else None
         self._readiness_check = ReadinessCheck(
             self.fleet,
             unsynced=self.fleet_sources.unsynced,
@@ -275,6 +277,7 @@ class Router:
             usage=self.usage,
             pd=self.planner.pd_stats,
             pulls=self.planner.pulls,
+            probes=None if self.probes is None else self.probes.stats,
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,
             others=self.peers.others,
@@ -381,6 +384,23 @@ class Router:
             inflight.died, proxy.deaths.publish = proxy.deaths.learn, inflight.publish_death
         return planner, proxy
 
+    def _open_probes(self) -> Probes:
+        probes = Probes(
+            self.fleet,
+            self.scopes,
+            self.reader,
+            self.accounts,
+            self.planner.pulls,
+            self.config.fleet,
+            send=self.calls.send,
+            shared=self.peers.lookup,
+            leads=lambda: self.leads_fleet,
+            ordered=lambda: self.config.policy.engine_priority > 0,
+        )
+        if isinstance(inflight := self.accounts.inflight, GossipedInflight):
+            inflight.probed, probes.publish = probes.learn, inflight.publish_probe
+        return probes
+
     def _open_gate(self) -> KeyGate | None:
         """Read the keys. Raises ``KeyFileError`` for an unusable key file."""
         keys = self.config.keys
@@ -424,6 +444,8 @@ class Router:
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]
             works.append(self.finder.run())
+            if self.probes is not None:
+                works.append(self.probes.run())
             works += [work() for work in self.works]
             works += self.peers.works()
             if self.config.prompts.renderers:

@@ -132,6 +132,8 @@ class EngineLifecycle:
         if base is None or self._tasks is None:
             return
         self._learn_adapters(engine, base)
+        if engine.probe is not None and engine.probe.model != base:
+            engine.lives_anew()
         # new, moved, or another model: follow it from the start.
         if not self._control.follows(address, base):
             self._control.stop(engine.engine_id)
@@ -150,6 +152,7 @@ class EngineLifecycle:
         """Implement ``FleetListener``."""
         # Without events the state of its cache is unknown now: start over.
         engine.reset()
+        engine.lives_anew()
         self._abandon(engine)
         if not engine.silent:
             self.feeds.suspect(engine.engine_id)
@@ -192,11 +195,13 @@ class EngineLifecycle:
         now = self._clock()
         if engine.started is None and now - engine.restart_s >= _RESTART_S_MIN:
             engine.restart_s = now
+            engine.lives_anew()
             engine.end_older(looked_s)
 
     def engine_restarted(self, engine: Engine) -> None:
         """Implement ``FleetListener``."""
         engine.reset()
+        engine.lives_anew()
         now = self._clock()
         # By its own clock, which may differ from ours; after the poll that the old process answered.
         age_s = self._accounts.wall() - (engine.started or math.inf)

@@ -40,6 +40,7 @@ TESTS = {
 """Files of tests/vllm by row of the table."""
 _TEST_S_MAX = 1200
 _WHY_CHARS_MAX = 110
+_ERROR = re.compile(r"^E +(\w+(?:Error|Exception): .*)$", re.MULTILINE)
 _FIELDS = """
 import json, msgspec, vllm.distributed.kv_events as events
 found = [one for one in vars(events).values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]
@@ -123,7 +124,9 @@ def results(report: ET.Element) -> tuple[int, int, tuple[str, ...]]:
     for case in report.iter("testcase"):
         bad = next((one for one in case if one.tag in {"failure", "error"}), None)
         if bad is not None:
-            said = " ".join(bad.get("message", "").split())
+            # Of a driver in another process its own error, which is quoted last.
+            errors = _ERROR.findall(bad.text or "")
+            said = " ".join((errors[-1] if errors else bad.get("message", "")).split())
             differs.append(f"{case.get('name')}: {said}")
         elif case.find("skipped") is not None:
             skipped += 1

@@ -44,6 +44,7 @@ from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.pd.settings import PdStats
 from kvatlas.router.placement import policies
 from kvatlas.router.placement.candidate import PullSettings
+from kvatlas.router.placement.probing import ProbeStats
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.placement.shadow import ShadowSettings
 from kvatlas.router.replication.settings import IndexSettings
@@ -336,6 +337,7 @@ def _sources() -> Sources:
         epp=EppStats(),
         pd=PdStats(),
         pulls=pulls,
+        probes=ProbeStats(),
         more=lambda: (
             *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
             *group_families(1, {0}, {}),

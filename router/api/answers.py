@@ -111,6 +111,8 @@ class EngineView(msgspec.Struct, frozen=True):
     receipts: dict[str, int]
     drifting: bool
     contradicting: list[Contradiction]
+    probe: dict[str, str]
+    hit_share: float
     first_tokens: FirstTokenSummary
     cache_worth_s_per_minute: float
 

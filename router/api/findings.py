@@ -121,6 +121,7 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
         )
     yield from _predictions(engine)
     yield from _salts(engine)
+    yield from _probe(engine)
     if engine.ignores_ids:
         yield _warning(
             "responses.ids",
@@ -146,6 +147,22 @@ def _salts(engine: Engine) -> Iterator[Finding]:
             "salts apart, or does not show it",
             remedy="while keys.isolate is on, these APIs are refused at this engine; use a release that "
             "reads cache_salt there (docs/tenants.md, cache isolation)",
+        )
+
+
+def _probe(engine: Engine) -> Iterator[Finding]:
+    """Everything that the probe of an engine has not proven; a try without an answer is no finding."""
+    doubts = {} if engine.probe is None else engine.probe.doubts()
+    shown = {what: one for what, one in doubts.items() if one.verdict != "later"}
+    if shown:
+        counts = f" Its predicted hits count {engine.hit_share:.0%}." if engine.hit_share < 1.0 else ""
+        yield _warning(
+            "engine.unproven",
+            subject=engine.engine_id,
+            seen="not proven by the probe: " + "; ".join(f"{what} {one.why}" for what, one in shown.items()),
+            cause="its release, its options, or a proxy in front of it differ from what predictions rest on."
+            + counts,
+            remedy="kvatlas doctor --probe --engine URL says more; what is mended is seen at a later probe",
         )
 
 

@@ -53,6 +53,7 @@ from kvatlas.router.pd.settings import PdStats
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.first_token import FirstTokenErrors
 from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.probing import ProbeStats
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
@@ -108,6 +109,8 @@ class Sources(msgspec.Struct):
     """Counters of the endpoint picker, on top of those of its connections."""
     pd: PdStats | None = None
     pulls: Pulls | None = None
+    probes: ProbeStats | None = None
+    """Probes of engines, if they are switched on."""
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """In-flight load of siblings and replicas, by engine; None: unknown."""
     tokenizers: Callable[[], Mapping[str, str]] = dict
@@ -185,6 +188,7 @@ class RouterCollector:
             s.admin,
             s.pd if s.fleet.has_roles else None,
             s.pulls.stats if s.pulls is not None and s.pulls.enabled else None,
+            s.probes,
             s.traces,
             s.reloads,
             None if s.accounts.room is None else s.accounts.room.stats,

@@ -380,6 +380,8 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,
         contradicting=status.receipts.contradicting,
+        probe={} if status.probe is None else status.probe.summary(),
+        hit_share=status.hit_share,
         first_tokens=status.first_tokens.summary(),
         cache_worth_s_per_minute=status.receipts.worth.per_minute(now),
     )
@@ -492,6 +494,7 @@ def _engine(engine: Engine, candidate: Candidate, cost: dict[str, Any], prompt_t
         "coming_tokens": hit.coming_tokens,
         "facts": [] if engine.residency is None else msgspec.to_builtins(engine.residency.writer.found_facts),
         "evicted_tokens": hit.evicted_tokens,
+        "hit_share": hit.share,
         "by_class": [] if held is None else msgspec.to_builtins(held.by_class),
         "ended_by": None if held is None else ended_by(held, prompt_tokens),
         "load": {

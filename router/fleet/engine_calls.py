@@ -47,22 +47,34 @@ class EngineCalls:
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
         """Post a JSON body on behalf of a client. Returns status and body. Raises ``OSError``."""
-        return await self._post(self._in_clients_names, url, body, headers, timeout_s)
+        return await self._send(self._in_clients_names, "POST", url, body, headers, timeout_s)
 
     async def ask(
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
         """Post a JSON body with the router's key, for its own requests."""
-        return await self._post(self._own, url, body, headers, timeout_s)
+        return await self._send(self._own, "POST", url, body, headers, timeout_s)
 
-    async def _post(
-        self, client: HttpClient | None, url: str, body: bytes, headers: dict[str, str], timeout_s: float
+    async def send(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Send a request with the router's key."""
+        return await self._send(self._own, method, url, body, headers, timeout_s)
+
+    async def _send(
+        self,
+        client: HttpClient | None,
+        method: str,
+        url: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout_s: float,
     ) -> tuple[int, bytes]:
         if client is None:
             raise OSError("the router is not running")
         headers = {"content-type": "application/json", **headers}
         try:
-            async with client.exchange("POST", url, timeout_s, body, headers) as answer:
+            async with client.exchange(method, url, timeout_s, body, headers) as answer:
                 return answer.status, await answer.body(ANSWER_BYTES_MAX)
         except TimeoutError:
             raise

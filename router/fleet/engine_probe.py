@@ -111,6 +111,13 @@ class EngineProbe(msgspec.Struct):
             found[f"cached_tokens of {path}"], found[f"hits of {path}"] = api.reports, api.hits
         return found if self.pull_source is None else {**found, "pull source": self.pull_source}
 
+    def summary(self) -> dict[str, str]:
+        """Return the verdict of everything that was tried, with the reason where it is no proof."""
+        return {
+            name: f"{one.verdict}: {one.why}" if one.why else one.verdict
+            for name, one in self.all_shown().items()
+        }
+
     def doubts(self) -> dict[str, Shown]:
         """Return what was tried and is not proven."""
         return {name: one for name, one in self.all_shown().items() if one.verdict not in _NO_DOUBT}
@@ -302,15 +309,17 @@ def _judge_hits(first: ProbeRequest, second: ProbeRequest) -> tuple[Shown, float
         verdict: Verdict = "later" if second.report.noisy else "unshown"
         return Shown(verdict, "cannot be checked: no answer reports cached tokens"), 1.0
     # Where hits are reported, one of 0 may be left out, as by vLLM.
-    none = 0 if second.report.reported else None
+    none, worst, share = 0 if second.report.reported else None, None, 1.0
     for one in (first, second):
         hit, length = one.predicted.hit, one.report.prompt_tokens
         came = none if one.report.cached is None else one.report.cached
         if came is not None and length is not None and came > length:
             return Shown("refuted", f"are wrong: {came} cached tokens reported of {length}"), 0.0
         if None not in (hit, came) and came != hit:
-            share = min(1.0, (came or 0) / hit) if hit else 1.0
-            return Shown("refuted", f"are wrong: {hit} tokens predicted, {came} came"), share
+            worst = Shown("refuted", f"are wrong: {hit} tokens predicted, {came} came")
+            share = min(share, (came or 0) / hit) if hit else share
+    if worst is not None:
+        return worst, share
     if not second.report.cached:
         return Shown("unshown", _NOTHING), 1.0
     return Shown("proven"), 1.0

@@ -201,6 +201,14 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     engines_max: int = 1024
     """Most servers in the fleet; further ones are ignored, counted and logged. Raise it for a larger fleet;
     lower it if a wrong selector or DNS name could add thousands."""
+    probe: bool = False
+    """Probe engines that join, restart or come back: two short prompts in each API, with one generated token
+    each, show whether they report cached tokens, publish the events of what they store, and hit as
+    predicted; with `[pull]` also whether others reach their host memory. Only engines at which nothing waits
+    are asked. Hits that are not proven count less in decisions, and `/kvatlas/engines`, status page and
+    doctor show why. Switch it on if engines of other makers, releases or proxies may join."""
+    probes_max: int = 2
+    """Most requests of probes in flight, in the whole fleet. Raise it if many engines join at once."""
     api_key_file: str | None = None
     """File with the key for engines started with ``--api-key``, sent with the router's own requests. Clients'
     requests keep their own ``Authorization``. Set it for such engines."""
@@ -224,6 +232,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
+        if self.probes_max < 1:
+            raise ValueError(f"probes_max must be at least 1, got {self.probes_max}; set probe = false")
         if (self.client_cert_file is None) != (self.client_key_file is None):
             raise ValueError("client_cert_file: needs client_key_file, and that needs client_cert_file")
 

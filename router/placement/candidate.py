@@ -59,6 +59,8 @@ class Hit(msgspec.Struct, gc=False):
     whole_tokens: int = 0
     replay_tokens: int = 0
     """Tokens of the hit that the engine computes again (bounded replay)."""
+    share: float = 1.0
+    """Share of these tokens that costs count: less where the engine's probe has not seen them come."""
     evicted_tokens: int = 0
     """Tokens present or coming that the engine will have evicted at the prompt's turn: already subtracted."""
 

@@ -233,6 +233,9 @@ def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
         cached, shared_prefix, soon = min(cached, most), min(shared_prefix, most), min(soon, most)
     if cached > soon:
         load_s = _load_s(hit, cached, settings)
+    if hit.share < 1.0 and prompt_tokens:
+        cached, shared_prefix, soon = (int(hit.share * one) for one in (cached, shared_prefix, soon))
+        load_s *= hit.share
     # The engine computes the last window of a hit again (bounded replay), so that part saves nothing.
     if hit.replay_tokens and cached > hit.replay_tokens:
         cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens

@@ -26,6 +26,7 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.router.admission.admission_queue import AdmissionQueue
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.feeds.position import expected_hit
+from kvatlas.router.fleet.engine_probe import EngineProbe
 from kvatlas.router.fleet.engines import EngineAddress, EngineId
 from kvatlas.router.fleet.status import EngineStatus, Frontend
 from kvatlas.router.index.base import PoolListener, Rows
@@ -295,6 +296,7 @@ class Engine(EngineStatus):
         "_events_due",
         "_feed",
         "_leaving",
+        "_probe",
         "_touched",
         "_unseen",
         "answering",
@@ -302,7 +304,9 @@ class Engine(EngineStatus):
         "closed",
         "evictions",
         "first_tokens",
+        "hit_share",
         "ignores_ids",
+        "life",
         "load",
         "polled_clears",
         "polled_disconnects",
@@ -344,6 +348,11 @@ class Engine(EngineStatus):
         self.shadow: Shadow | None = None
         """Its assumed cache; only of an engine without events."""
         self._feed: FeedStats | None = None
+        self._probe: EngineProbe | None = None
+        self.hit_share = 1.0
+        """Share of its predicted tokens that counts, by its probe."""
+        self.life = 0
+        """Number of its processes and outages seen here, each of which ends what was proven before."""
         self.rests_until = 0.0
         """It gets no prefill requests before this time, since it handed nothing over."""
         self.breaker.on_change = accounts.breaker_changed
@@ -383,6 +392,23 @@ class Engine(EngineStatus):
     def feed(self, feed: FeedStats | None) -> None:
         self._feed = feed
         self._touched()
+
+    @property
+    def probe(self) -> EngineProbe | None:
+        """Outcome of its latest probe (``probing.py``); None: it was not probed."""
+        return self._probe
+
+    @probe.setter
+    def probe(self, probe: EngineProbe | None) -> None:
+        self._probe = probe
+        # Where events tell a part only, receipts say what comes (``PartialHits``).
+        self.hit_share = 1.0 if probe is None or self._unseen is not None else probe.hit_share
+        self._touched()
+
+    def lives_anew(self) -> None:
+        """Forget what was proven: another process may answer from now on."""
+        self.life += 1
+        self.probe = None
 
     @property
     def receipts(self) -> EngineReceipts:
@@ -591,7 +617,7 @@ class Engine(EngineStatus):
 
     def discounted(self, held: EngineHit, common: int = 0, coming: int = 0, prompt_tokens: int = 0) -> Hit:
         """Hit by the index's answer and the tokens of prompts in flight, discounted by missed events, and by
-        what receipts did not confirm where events tell a part only."""
+        what receipts did not confirm where events tell a part only; its ``share`` is what costs count."""
         feed = self._feed
         unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
         if held.mode == "unknown" or held.stale or unconfirmed:
@@ -619,7 +645,9 @@ class Engine(EngineStatus):
         shared_prefix = common if shared_prefix < common else shared_prefix  # noqa: FURB136
         shared_prefix = whole if shared_prefix < whole else shared_prefix  # noqa: FURB136
         replay = held.replay_tokens
-        return Hit(gpu, cpu, storage, shared_prefix, coming, confidence, common, held, replay_tokens=replay)
+        hit = Hit(gpu, cpu, storage, shared_prefix, coming, confidence, common, held, replay_tokens=replay)
+        hit.share = self.hit_share
+        return hit
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:
         """Lower a hit by the evictions for prompts in flight ahead of this one."""
@@ -642,7 +670,7 @@ class Engine(EngineStatus):
             left = 0
         lowered = Hit(min(gpu, left), 0, 0, hit.shared_prefix_tokens, min(coming, left), hit.confidence)
         lowered.common_tokens, lowered.held, lowered.evicted_tokens = hit.common_tokens, held, soon - left
-        lowered.replay_tokens = hit.replay_tokens
+        lowered.replay_tokens, lowered.share = hit.replay_tokens, hit.share
         return lowered
 
     @property

@@ -378,6 +378,10 @@ class Pulls:
         """Set the settings of later decisions; ``port``: of engines whose ``p2p`` tier has no other."""
         self._s_per_token, self.enabled, self._port = settings.s_per_token, settings.enabled, port
 
+    def source_of(self, engine: EngineAddress) -> tuple[str, int]:
+        """Return host and port of the engine's ``p2p`` tier."""
+        return kv_source_of(engine, self._port)
+
     async def body(
         self, request: InboundRequest, messages: Sequence[msgspec.Raw], read: Prompt
     ) -> SplitBody | None:
@@ -415,6 +419,7 @@ class Pulls:
             to, of = engines[target], engines[source]
             return (
                 _alike(to, of)
+                and _answers(of)
                 and self.sources.allows(of.engine_id, now=now)
                 and self._proofs.allows(of.engine_id, now)
                 and self.pairs.allows(to.engine_id, of.engine_id, now=now)
@@ -510,6 +515,12 @@ class Pulls:
         if predicted_s is not None and measured_s is not None and measured_s > predicted_s + order.saved_s:
             return "late"
         return "complete" if came == promised else "partial"
+
+
+def _answers(source: Engine) -> bool:
+    """Whether its probe has found nothing against it as a source."""
+    shown = None if source.probe is None else source.probe.pull_source
+    return shown is None or shown.verdict == "proven"
 
 
 def _serves(engine: Engine) -> bool:

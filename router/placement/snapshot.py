@@ -372,7 +372,8 @@ class FleetSnapshot:
             self._moving.discard(at)
             self._whole_s[at], self._beyond_s[at], self._head_s[at] = queue_s, 0.0, 0.0
         ready = feed is not None and feed.state is _READY and not feed.unconfirmed
-        if not ready or engine.evictions.crowded or engine.has_unseen_caches:
+        doubted = engine.evictions.crowded or engine.has_unseen_caches or engine.hit_share < 1.0
+        if doubted or not ready:
             self._unclear.add(at)
         else:
             self._unclear.discard(at)

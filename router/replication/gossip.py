@@ -87,6 +87,8 @@ class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True, tag=VERSI
     """Ends of the prefixes that the engine keeps, in hash blocks: one, or (first, beyond the last, step)."""
     hashes: bytes = b""
     """8 bytes each, little endian."""
+    probed: bytes = b""
+    """Outcome of a probe of the engine, in an entry ``ENDED`` of no prompt, which older routers skip."""
 
 
 class GossipStats(msgspec.Struct):
@@ -169,6 +171,9 @@ class GossipedInflight(InflightPrefixes):
         self._number = 0
         self.died: Callable[[str, bytes], None] = lambda engine_id, digest: None
         """Called with the engine and the digest of each death that another replica reports."""
+        self.probed: Callable[[str, bytes], None] = lambda engine_id, told: None
+        """Called with the engine and the outcome of each probe that another replica reports. Raises
+        ``ValueError`` if it cannot be read."""
         self._own: dict[InflightPrompt, int] = {}
         self._remote: OrderedDict[tuple[str, int, int], _RemotePrompt] = OrderedDict()
 
@@ -244,6 +249,9 @@ class GossipedInflight(InflightPrefixes):
                 raise ValueError("no digest")
             self.died(entry.engine_id, entry.hashes)
             return
+        if entry.probed:
+            self.probed(entry.engine_id, entry.probed)
+            return
         if entry.event is InflightEvent.SENT:
             hashes = _little_endian(array("Q", entry.hashes))
             keeps = kept_ranges(_range(told, len(hashes)) for told in entry.keeps[-_RANGES_MAX:])
@@ -268,6 +276,14 @@ class GossipedInflight(InflightPrefixes):
         self._number += 1
         entry = GossipEntry(
             self._me, self._started, self._number, InflightEvent.DIED, engine_id, hashes=digest
+        )
+        self._send(engine_id, entry)
+
+    def publish_probe(self, engine_id: str, told: bytes) -> None:
+        """Tell the others the outcome of a probe."""
+        self._number += 1
+        entry = GossipEntry(
+            self._me, self._started, self._number, InflightEvent.ENDED, engine_id, probed=told
         )
         self._send(engine_id, entry)
 

@@ -30,13 +30,16 @@ def test_fields_and_events_that_are_not_decoded_are_named() -> None:
 
 
 def test_each_failed_test_is_a_line() -> None:
-    report = ET.fromstring(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>'
-        '<testcase name="c"><failure message="one&#10;two"/></testcase>'
-        '<testcase name="d"><error message="gone"/></testcase></testsuite></testsuites>'
+    cases = (
+        '<testcase name="a"/>',
+        '<testcase name="b"><skipped/></testcase>',
+        '<testcase name="c"><failure message="one&#10;two"/></testcase>',
+        '<testcase name="d"><error message="gone">E   AssertionError: x&#10;E   ValueError: no mode&#10;E ok',
+        "</error></testcase>",
     )
+    report = ET.fromstring(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     row = canary.Row("frames", *canary.results(report))
-    assert row == canary.Row("frames", 1, 1, ("c: one two", "d: gone"))
+    assert row == canary.Row("frames", 1, 1, ("c: one two", "d: ValueError: no mode"))
     lines = list(canary.table([row]))
     assert lines[1].split() == ["frames", "1", "1", "2", "c:", "one", "two"]
-    assert lines[2].strip() == "d: gone"
+    assert lines[2].strip() == "d: ValueError: no mode"

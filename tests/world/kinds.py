@@ -15,6 +15,8 @@ from tests.world.plan import OPENAI, PADDING_BYTES, ClientRequest, Fault, Plan
 
 LAYOUTS = ("full", "full", "mla", "mla", "gemma", "gptoss", "mamba", "chunked")
 """Names of ``fleet.LAYOUTS``: what most models have comes first and most often."""
+_PROBED_SHARE = 0.3
+"""Of the worlds of each kind: engines that join are probed."""
 _FAULT_S = 12.0
 """Faults begin within the time in which requests arrive."""
 
@@ -299,4 +301,6 @@ def draw(seed: int, kind: str = "", *, requests: int = 40, faults: bool = True) 
     kind = kind or names[seed % len(names)]
     draft = Draft(seed, kind, requests=requests, faults=faults)
     KINDS[kind](draft)
+    if draft.rng.random() < _PROBED_SHARE:
+        draft.config["fleet"] = {"probe": True}
     return draft.plan()

@@ -460,8 +460,9 @@ def judge_books(fleet: Fleet) -> Iterator[Violation]:
             continue
         scheduler = engine.scheduler
         open_ = [*scheduler._running, *scheduler._loading, *(request for request, _ in scheduler._waiting)]
-        if "isolate" in fleet.plan.config.get("keys", {}):
-            # A router tries again whether an engine keeps salts apart, also in quiet.
+        config = fleet.plan.config
+        if "isolate" in config.get("keys", {}) or config.get("fleet", {}).get("probe"):
+            # A router tries again what an engine has not proven, also in quiet.
             open_ = [request for request in open_ if _CLIENTS.search(request.request_id)]
         if open_:
             yield Violation("left", f"engine {i} has {[request.request_id for request in open_]}")

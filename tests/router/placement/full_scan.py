@@ -98,6 +98,12 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             if cached > hit.soon_tokens:
                 loads, load_s = True, _load_s(hit, cached, settings)
             shared_prefix = min(shared_prefix, most)
+            if hit.share < 1.0 and prompt_tokens:
+                cached, shared_prefix, load_s = (
+                    int(hit.share * cached),
+                    int(hit.share * shared_prefix),
+                    hit.share * load_s,
+                )
             if hit.replay_tokens and cached > hit.replay_tokens:
                 cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
             if shared_prefix > cached:
@@ -138,7 +144,8 @@ def _beside_loads(
     candidate: Candidate, prompt_tokens: int, settings: PolicySettings, scarcity: float
 ) -> tuple[float, float]:
     """Seconds for the engine's sequences, and for the pages that this prompt takes."""
-    taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
+    soon = min(candidate.hit.soon_tokens, prompt_tokens - 1)
+    taken = prompt_tokens - (int(candidate.hit.share * soon) if prompt_tokens else soon)
     sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
     return sequences_s, scarcity * candidate.prefill_s_per_token * taken
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engine_client import Shown
+from kvatlas.router.fleet.engine_probe import ApiProbe, EngineProbe
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.query_plan import EngineHit, Holders
+from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.placement import snapshot as snapshots_of_lists
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
 from kvatlas.router.placement.cost import choose, predicted_wait_s, score, within_level
@@ -130,6 +133,10 @@ class World:
     def _orders(self, engine: Engine, takes: bool) -> None:
         engine.takes_order = takes
 
+    def _probed(self, engine: Engine, share: float) -> None:
+        refuted = ApiProbe(Shown("proven"), Shown("refuted", "are wrong"), share)
+        engine.probe = EngineProbe("m", {COMPLETION: refuted})
+
     def _waits(self, engine: Engine, seconds: float) -> None:
         self.now += seconds
 
@@ -160,6 +167,7 @@ STEPS = st.one_of(
     st.tuples(st.just("pools"), _at, st.integers(1, 30)),
     st.tuples(st.just("seen"), _at),
     st.tuples(st.just("orders"), _at, st.booleans()),
+    st.tuples(st.just("probed"), _at, st.sampled_from([0.0, 0.3, 0.9, 1.0])),
 )
 _tokens = st.integers(0, 20).map(lambda blocks: 160 * blocks)
 
