@@ -1,0 +1,108 @@
+"""A fleet of engines of several makers behind a whole router: each prediction is exact, or says why not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import BlockRemoved, BlockStored, WireHash, to_block_hash
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.openai.apis import COMPLETION
+from tests.support.foreign_publishers import MAKERS, Maker
+from tests.support.waiting import until
+from tests.support.whole_router import MODEL, configure, routing, running
+
+TENSORRT, ATOM = MAKERS[:2]
+_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+def other(value: WireHash, *, signed: bool) -> int:
+    """A hash of the same prefix by another maker."""
+    mixed = (to_block_hash(value) * _MULTIPLIER) % (1 << 64)
+    return mixed - (1 << 64) if signed and mixed >> 63 else mixed
+
+
+class Unnumbered:
+    """A socket that sends batches without their number, some without their topic."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send_multipart(self, frames: tuple[bytes, bytes, bytes], flags: int) -> None:
+        topic, seq, payload = frames
+        self._socket.send_multipart((topic, payload) if seq[-1] % 2 else (payload,), flags)
+
+
+def speak(engine: SimulatedEngine, maker: Maker) -> None:
+    """Let an engine publish as this maker's do, with events of types and fields of its own."""
+    publisher = cast("ZmqPublisher", engine.publisher)
+    send, signed = publisher.publish_payload, maker is TENSORRT
+
+    def publish(payload: bytes) -> int:
+        batch, events = decode_batch(payload), [maker.noise]
+        for event in batch.events:
+            if isinstance(event, BlockRemoved):
+                events.append(maker.removed([other(block, signed=signed) for block in event.block_hashes]))
+            elif isinstance(event, BlockStored):
+                hashes = [other(block, signed=signed) for block in event.block_hashes]
+                before = event.parent_block_hash
+                parent = None if before is None else other(before, signed=signed)
+                events.append(
+                    maker.stored(cast("list[WireHash]", hashes), parent, event.tokens(), event.block_size)
+                )
+        return send(msgspec.msgpack.encode([batch.ts, [*events, maker.noise], 0]))
+
+    publisher.publish_payload = publish  # type: ignore[method-assign]
+    if not maker.numbered:
+        publisher._pub = Unnumbered(publisher._pub)  # type: ignore[assignment]
+
+
+@pytest.mark.long
+async def test_a_fleet_of_several_makers() -> None:
+    full = {"groups": "full", "num_blocks": 400}
+    kinds: list[dict[str, Any]] = [{}, {"kind": "sglang"}, {}, {}, {"publish_events": False}]
+    async with running(*[{**full, **kind} for kind in kinds]) as engines:
+        vllm, sglang, tensorrt, atom, silent = engines
+        speak(tensorrt, TENSORRT)
+        speak(atom, ATOM)
+        addresses = [
+            EngineAddress(one.base_url, events=one.events_endpoint, replay=one.replay_endpoint)
+            for one in (vllm, sglang, tensorrt)
+        ]
+        addresses.append(EngineAddress(atom.base_url, events=atom.events_endpoint))
+        addresses.append(EngineAddress(silent.base_url))
+        async with routing(configure(*addresses), wait=False) as rig:
+            fleet = rig.router.fleet
+            await until(lambda: all(one.up for one in fleet) and rig.router.readiness().ready, "ready")
+            rng = random.Random(1)
+            stories = [f"Story {number}. " + "It goes on and on. " * 30 for number in range(12)]
+            for _ in range(90):
+                number = rng.randrange(len(stories))
+                stories[number] += rng.choice(("", f"Turn {rng.random()}. " * 4))
+                body = {"model": MODEL, "max_tokens": 2, "prompt": stories[number]}
+                await rig.ok("POST", COMPLETION, body)
+                await until(lambda: rig.idle, "answered")
+                await rig.caught_up(vllm, sglang, tensorrt, atom)
+            names = {one.base_url: maker for one, maker in zip(engines, "vstan", strict=True)}
+            told = Counter(
+                (names[receipt.engine_id], receipt.mode, receipt.outcome)
+                for receipt in rig.router.accounts.receipts.latest
+            )
+            # Of ATOM nothing is known before its first event: no replay tells whether it holds anything.
+            assert told.pop(("a", "none", "unpredicted")) == 1
+            modes = {(maker, mode) for maker, mode, _ in told}
+            learned = {("t", "learned"), ("a", "learned")}
+            assert modes - {("t", "native")} == {("v", "native"), ("s", "native"), ("n", "shadow")} | learned
+            assert {outcome for _, _, outcome in told} == {"exact"}
+            hits = sum(receipt.actual_tokens or 0 for receipt in rig.router.accounts.receipts.latest)
+            assert hits > 10_000
