@@ -19,6 +19,8 @@ confirmed, if there is a replay socket. Until the anchor or a batch has confirme
 Batches without a number are numbered by arrival. Such a feed is never READY, as losses do not show, and after
 a disconnect the next batch counts as one of a new process.
 
+What a connection missed before its subscription was in effect is asked for once more, a second later.
+
 Other parts: ``recovery`` (the repair in progress, restarts), ``replay_answers``, ``snapshot_answers``.
 No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.
 """
@@ -32,7 +34,7 @@ from msgspec.structs import replace
 from kvatlas.router.feeds.actions import Action, StateChanged
 from kvatlas.router.feeds.base import UNNUMBERED, Cut, FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.position import NOWHERE
-from kvatlas.router.feeds.recovery import Recovery, RepairKind
+from kvatlas.router.feeds.recovery import SUBSCRIBED_S, Recovery, RepairKind
 from kvatlas.router.feeds.replay_answers import ReplayAnswers
 from kvatlas.router.feeds.snapshot_answers import SnapshotAnswers
 
@@ -183,8 +185,11 @@ class FeedMachine:
             recovery.give_up(now, repair)
         elif repair is None and self._connected:
             refreshing = self._snapshots.refresh(now)
-            if not refreshing and recovery.has_replay and recovery.trust.take_due(now):
-                recovery.try_again(now)
+            if not refreshing and recovery.has_replay:
+                if recovery.trust.take_due(now):
+                    recovery.try_again(now)
+                elif not self._unnumbered:
+                    recovery.look_late(now)
         self._check_silence(now)
         return self._finish()
 
@@ -198,7 +203,7 @@ class FeedMachine:
         recovery = self._recovery
         reconnected = self._ever_connected
         self._connected = self._ever_connected = True
-        recovery.heard_at = now
+        recovery.heard_at, recovery.late_at = now, now + SUBSCRIBED_S
         recovery.snapshots.reset()
         recovery.heard_id = None
         if self._position.next_seq > 0:
@@ -227,7 +232,8 @@ class FeedMachine:
         owes = recovery.heard_at < self._owed_since <= now - self._settings.stale_after_s
         if self._settings.heartbeats or recovery.beats or owes:
             recovery.stale = True
-            if recovery.has_replay and recovery.repair is None and self._position.next_seq > 0:
+            free = recovery.repair is None or recovery.repair.kind is RepairKind.LATE
+            if recovery.has_replay and free and self._position.next_seq > 0:
                 recovery.start(now, RepairKind.CHECK)
 
     # Live batches.

@@ -27,6 +27,8 @@ class RepairKind(Enum):
     """A snapshot is requested while nothing is known: instead of HISTORY, and before it."""
     REFRESH = "refresh"
     """A snapshot is requested; the known state stays in use and live batches are applied."""
+    LATE = "late"
+    """A second look once a new connection must have its subscription; live batches are applied meanwhile."""
     RESYNC = "resync"
     """Seq 0 is requested without holding batches back; becomes HISTORY once seq 0 arrives."""
 
@@ -49,7 +51,7 @@ class Repair(msgspec.Struct):
     @property
     def holds(self) -> bool:
         """Whether live batches wait for this repair."""
-        return self.kind not in {RepairKind.RESYNC, RepairKind.REFRESH}
+        return self.kind not in {RepairKind.RESYNC, RepairKind.REFRESH, RepairKind.LATE}
 
     @property
     def by_snapshot(self) -> bool:
@@ -68,10 +70,14 @@ class Repair(msgspec.Struct):
 
 
 REPLAY_ATTEMPTS_MAX = 3
-# Seconds. No engine restarts twice within it: two of them publish at one address, each of their batches looks
-# like a restart, and neither must be asked for its whole history for every batch of the other.
-RESTART_PAUSE_S = 1.0
 """Replay requests in a row without progress before a repair is given up."""
+RESTART_PAUSE_S = 1.0
+"""No engine restarts twice within it: two of them publish at one address, each of their batches looks like a
+restart, and neither must be asked for its whole history for every batch of the other."""
+SUBSCRIBED_S = 1.0
+"""Seconds from a connection until its subscription is in effect. libzmq's PUB reads it with its next message,
+and of a burst only some time into it (``max_command_delay``): what it sends before goes to nobody, and behind
+the last batch of a burst nothing shows the gap."""
 
 
 class ReplayTrust:
@@ -174,6 +180,8 @@ class Recovery:
         # Reconnected, without a way to find out whether to the same process.
         self.unverified = False
         self.stale = False
+        # When to ask what was published before the subscription of this connection was in effect.
+        self.late_at: float | None = None
         self._request_id = 0
         self._restarted_at = float("-inf")
 
@@ -234,10 +242,19 @@ class Recovery:
 
     def give_up(self, now: float, repair: Repair) -> None:
         """Apply what is held, in order, and record what is missing."""
-        if repair.by_snapshot:
+        if repair.kind is RepairKind.LATE:
+            self.repair = None
+        elif repair.by_snapshot:
             self.no_snapshot(now, repair)
-            return
-        self._go_on(now, repair)
+        else:
+            self._go_on(now, repair)
+
+    def look_late(self, now: float) -> None:
+        """Ask once per connection what it may have missed at its beginning, if that is due."""
+        if self.late_at is not None and now >= self.late_at:
+            self.late_at = None
+            if self.position.next_seq != NOWHERE:
+                self.start(now, RepairKind.LATE)
 
     def no_snapshot(self, now: float, repair: Repair) -> None:
         """Handle a missing snapshot: retry later; if nothing is known, replay the history first."""

@@ -50,7 +50,7 @@ class ReplayAnswers:
         if repair is None:
             return
         recovery.stats.replay_failures += 1
-        if repair.kind is RepairKind.RESYNC:
+        if repair.kind in {RepairKind.RESYNC, RepairKind.LATE}:
             recovery.give_up(now, repair)
         else:
             recovery.ask_again(now, repair)
@@ -96,6 +96,10 @@ class ReplayAnswers:
             # The engine's oldest batch is newer than our last, or its newest older: not proven to be the
             # followed process. Start again with everything it still has.
             recovery.restart(now, None)
+            return
+        if not repair.anchored and repair.kind is RepairKind.LATE:
+            position.drop_held()
+            recovery.start(now, RepairKind.CHECK)
             return
         if repair.lowest_seq is not None and repair.lowest_seq > repair.from_seq:
             self._roll_past(now, repair)

@@ -10,7 +10,7 @@ from kvatlas.router.feeds.actions import Action, Apply, Forget, RequestReplay, S
 from kvatlas.router.feeds.base import UNNUMBERED, FeedSettings, FeedState, FeedStats, Frame
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.feeds.position import HeldBatches, expected_share
-from kvatlas.router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S
+from kvatlas.router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S, SUBSCRIBED_S
 from tests.router.feeds.feed_network import make_frame
 
 SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)
@@ -147,6 +147,55 @@ def test_the_first_batch_heard_live_needs_no_replay_answer() -> None:
     assert driver.applied == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("upto", [0, 3])
+def test_what_was_published_before_the_subscription_was_read_is_asked_for(upto: int) -> None:
+    driver = ready(upto=upto)
+    driver.tick(SUBSCRIBED_S)
+    assert [request.from_seq for request in driver.requests] == [0, max(upto - 1, 0)]
+    driver.live(*frames(upto, upto + 1))
+    assert driver.applied == [float(seq) for seq in range(upto + 1)]  # it does not wait
+    driver.replay(*frames(max(upto - 1, 0), upto + 3))
+    assert driver.applied == [float(seq) for seq in range(upto + 3)]
+    driver.tick(SUBSCRIBED_S)
+    assert len(driver.requests) == 2  # once per connection
+    assert [state for state, _ in driver.states] == [FeedState.REPLAYING, FeedState.READY]
+
+
+def test_a_second_look_without_an_answer_costs_nothing() -> None:
+    driver = ready()
+    driver.tick(SUBSCRIBED_S)
+    driver.fail()
+    driver.tick(SETTINGS.hold_s_max)
+    assert (driver.state, len(driver.requests)) == ((FeedState.READY, ""), 2)
+    slow = ready()
+    slow.tick(SUBSCRIBED_S)
+    slow.tick(SETTINGS.hold_s_max)
+    slow.live(frame(3))
+    assert (slow.state, len(slow.requests)) == ((FeedState.READY, ""), 2)
+
+
+def test_a_gap_does_not_wait_for_the_second_look() -> None:
+    driver = ready()
+    driver.tick(SUBSCRIBED_S)
+    driver.live(frame(5))
+    assert driver.state == (FeedState.DEGRADED, "gap")
+    driver.replay(*frames(2, 6))
+    assert driver.applied == [float(seq) for seq in range(6)]
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_a_second_look_that_meets_another_process_starts_again(first: int) -> None:
+    driver = ready()
+    driver.tick(SUBSCRIBED_S)
+    driver.replay(*frames(first, 6, process=1))
+    if first > 2:  # nothing that is known came back: is it the same process?
+        assert driver.state == (FeedState.DEGRADED, "check")
+        driver.replay(*frames(3, 6, process=1))
+    driver.replay(*frames(0, 6, process=1))
+    assert driver.applied == [1000.0 + seq for seq in range(6)]
+    assert driver.state == (FeedState.READY, "")
+
+
 def test_a_history_rolled_past_is_degraded_but_used_until_a_cache_clear() -> None:
     driver = started()
     driver.replay(*frames(5, 8))
@@ -154,7 +203,10 @@ def test_a_history_rolled_past_is_degraded_but_used_until_a_cache_clear() -> Non
     assert driver.state == (FeedState.DEGRADED, "history_rolled")
     assert (driver.stats.missing_batches, driver.stats.lost_batches) == (5, 0)
     driver.tick(1000)
-    assert len(driver.requests) == 1  # seq 0 is gone for good: no re-sync is tried
+    assert [one.from_seq for one in driver.requests] == [0, 7]  # seq 0 is gone for good: no re-sync is tried
+    driver.replay(frame(7))
+    driver.tick(1000)
+    assert len(driver.requests) == 2
     driver.live(frame(8, clear=True))
     assert driver.state == (FeedState.READY, "")
     assert driver.stats.missing_batches == 0
@@ -277,7 +329,7 @@ def test_no_resync_is_tried_when_the_history_is_known_to_be_gone() -> None:
     assert driver.applied == [5.0, 6.0, 7.0, 9.0]
     asked = len(driver.requests)
     driver.tick(10_000)
-    assert len(driver.requests) == asked
+    assert all(request.from_seq for request in driver.requests[asked:])
 
 
 def test_attempts_are_counted_again_after_progress() -> None:
@@ -301,7 +353,7 @@ def test_a_resync_that_cannot_reach_the_start_changes_nothing_and_is_not_repeate
     assert driver.applied == [0.0, 1.0, 2.0, 5.0]
     asked = len(driver.requests)
     driver.tick(10_000)
-    assert len(driver.requests) == asked
+    assert all(request.from_seq for request in driver.requests[asked:])
 
 
 def test_an_empty_or_failed_resync_is_tried_again_later() -> None:

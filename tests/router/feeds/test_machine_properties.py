@@ -130,6 +130,23 @@ def test_with_neither_replay_nor_ids_what_may_be_mixed_up_is_not_ready(script: l
         assert simulation.applied == simulation.expected
 
 
+@settings(deadline=None)
+@given(steps, st.integers(0, 1 << 16), st.integers(0, 5), st.booleans())
+def test_what_a_new_connection_misses_at_its_beginning_is_found(
+    script: list[Step], seed: int, unheard: int, with_ids: bool
+) -> None:
+    simulation = settled(seed, script, ring=100_000, with_ids=with_ids)
+    simulation.disconnect()
+    simulation.connect()
+    simulation.serve_replay("ok")
+    simulation.feed_replay(10_000)
+    for _ in range(unheard):
+        simulation.publish("drop")
+    simulation.settle(batches=0)
+    assert simulation.applied == simulation.expected
+    assert simulation.state is FeedState.READY
+
+
 def random_script(rng: random.Random) -> list[Step]:
     """Longer and more wearing than what hypothesis draws."""
     arguments = {"publish": FATES, "serve": FAULTS, "feed": range(1, 31), "restart": range(13)}
