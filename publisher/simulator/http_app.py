@@ -11,7 +11,7 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
@@ -370,16 +370,17 @@ class EngineApp:
 
     async def _metrics_by_name(self, call: Call) -> None:
         """prometheus_client's application: the query names samples, which ``/metrics`` ignores in vLLM."""
-        page = self._metrics_page()
-        if names := call.values("name[]"):
+        names = call.values("name[]")
+        page = self._metrics_page(names)
+        if names:
             found = re.compile(rf"(# \w+ )?({'|'.join(map(re.escape, names))})[{{ ]".encode())
             page = b"".join(line for line in page.splitlines(keepends=True) if found.match(line))
         await call.reply(page, content_type=_METRICS)
 
-    def _metrics_page(self) -> bytes:
+    def _metrics_page(self, only: Collection[str] = ()) -> bytes:
         scheduler = self._stepper.scheduler
         transfers = None if scheduler.connector is None else scheduler.connector.metrics
-        return self._model.metrics(scheduler.stats, scheduler.gauges(), transfers)
+        return self._model.metrics(scheduler.stats, scheduler.gauges(), transfers, only)
 
 
 def _event(value: Json) -> bytes:

@@ -12,7 +12,7 @@ import random
 import re
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -269,7 +269,11 @@ class EngineModel:
         return self._tokenizer.token_strings(token_ids)
 
     def metrics(
-        self, counted: stats.EngineStats, gauges: stats.Gauges, transfers: TransferStats | None
+        self,
+        counted: stats.EngineStats,
+        gauges: stats.Gauges,
+        transfers: TransferStats | None,
+        only: Collection[str] = (),
     ) -> bytes:
         if self.owner == "sglang":
             return stats.render_sglang(gauges, self._cache, model=self.name, dp_rank=self._dp_rank)
@@ -282,6 +286,7 @@ class EngineModel:
             transfers=transfers,
             drafts=self._drafts,
             started_s=self._started_s,
+            only=only,
         )
 
     async def _chat_tokens(self, request: ChatRequest) -> list[int]:

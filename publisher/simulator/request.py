@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal, Protocol
 
 import msgspec
@@ -214,17 +214,19 @@ def render(
     transfers: TransferStats | None = None,
     drafts: bool = False,
     started_s: float = 1.0,
+    only: Collection[str] = (),
 ) -> bytes:
     """The body of ``GET /metrics``.
 
+    ``only``: names of samples; families without one of these are left out (none given: all are there).
     ``started_s``: start of the process, seconds since the epoch. ``transfers`` is None for an engine without
     a connector. ``drafts``: the engine has a drafter's layers (which draft nothing here).
     """
     registry = CollectorRegistry()
     labels = {"model_name": model, "engine": str(dp_rank)}
-    registry.register(
-        _Scrape(list(_families(stats, gauges, cache, labels, transfers, drafts=drafts, started_s=started_s)))
-    )
+    families = _families(stats, gauges, cache, labels, transfers, drafts=drafts, started_s=started_s)
+    wanted = [one for one in families if not only or any(sample.name in only for sample in one.samples)]
+    registry.register(_Scrape(wanted))
     return generate_latest(registry)
 
 

@@ -54,6 +54,18 @@ async def test_metrics_have_vllms_names_and_count_what_happened() -> None:
     assert 'engine="0"' in text
 
 
+async def test_samples_asked_for_by_name_are_those_of_the_whole_page() -> None:
+    names = ["vllm:num_requests_waiting", "vllm:time_to_first_token_seconds_count", "vllm:nothing"]
+    async with engine() as running:
+        _, whole = await request(running, "GET", "/metrics")
+        query = "&".join(f"name[]={name}" for name in names)
+        _, page = await request(running, "GET", f"/metrics/?{query}")
+    of = [[line for line in text.splitlines() if line.startswith(tuple(names))] for text in (whole, page)]
+    assert of[0] == of[1]
+    assert len(of[1]) == 2
+    assert {line.split()[2] for line in page.splitlines() if line.startswith("#")} <= set(names)
+
+
 async def test_the_engine_describes_itself() -> None:
     async with engine(model="some/model", max_model_len=2048) as running:
         status, models = await request(running, "GET", "/v1/models")
