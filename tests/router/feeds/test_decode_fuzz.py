@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.event_decoder import decode_batch
@@ -21,9 +21,6 @@ from kvatlas.publisher.events import (
     to_block_hash,
 )
 from kvatlas.router.feeds.base import REASONS, UNNUMBERED, Frame, WireError, parse_live, parse_replay
-
-RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""These values are slow to make, and slower on a busy machine."""
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -83,7 +80,6 @@ def check(payload: bytes) -> DecodedBatch | None:
     return batch
 
 
-@RELAXED
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"\xc1")
@@ -98,13 +94,11 @@ def test_any_bytes(payload: bytes) -> None:
     check(payload)
 
 
-@RELAXED
 @given(batches)
 def test_well_formed_msgpack_of_the_wrong_types(batch: Any) -> None:
     check(encode(batch))
 
 
-@RELAXED
 @given(batches, st.data())
 def test_truncated_and_flipped_payloads(batch: Any, data: st.DataObject) -> None:
     payload = encode(batch)
@@ -115,7 +109,6 @@ def test_truncated_and_flipped_payloads(batch: Any, data: st.DataObject) -> None
         check(bytes(flipped))
 
 
-@RELAXED
 @given(st.lists(events, max_size=4), st.integers(0, 4))
 def test_a_good_event_survives_its_neighbours(neighbours: list[Any], place: int) -> None:
     good = {"type": "BlockRemoved", "block_hashes": [1, b"\xff" * 32], "medium": "GPU", "group_idx": 3}
@@ -190,7 +183,6 @@ def test_an_unusable_payload_still_has_its_seq() -> None:
     assert (oversize.seq, oversize.batch, oversize.fault) == (7, None, "payload_oversize")
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=30), st.just(SEQ), st.just(PAYLOAD)), max_size=5))
 def test_any_message_is_a_frame_or_a_named_error(message: list[bytes]) -> None:
     for parse in (parse_live, parse_replay):

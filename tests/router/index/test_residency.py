@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
@@ -708,7 +708,7 @@ odd_facts = st.builds(
 )
 
 
-@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120))
 @given(odd_facts, st.lists(odd_events, max_size=4), st.integers(0, 300))
 def test_no_events_make_the_index_raise_or_lie(
     facts: ModelFacts, batches: list[list[Event]], num_tokens: int

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 import requests
 from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam, MultipartReader
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
@@ -283,7 +283,7 @@ PIECES = (
 
 @pytest.mark.long
 # Most forms that were damaged are refused.
-@settings(max_examples=examples(800), suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(800))
 @given(
     st.one_of(
         st.lists(st.sampled_from(PIECES), max_size=30).map(b"".join),

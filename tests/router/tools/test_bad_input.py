@@ -34,14 +34,14 @@ from kvatlas.router.tools.replay_player import Player
 from kvatlas.router.tools.trace_file import RecordingError, read_trace
 from kvatlas.router.tools.verify import run_verify
 from tests.support.captures import BLOCK, CAPTURES, removed, stored, tokens, write
-from tests.support.examples import examples
+from tests.support.examples import CHANCE, examples
 from tests.support.paths import DATA, TRACES
 
 CORPUS = sorted(path for path in (DATA / "corpus").iterdir() if path.name != "README.md")
 BODIES = [path for path in CORPUS if path.name.startswith("body")]
 CAPTURED = [path for path in CORPUS if path not in BODIES]
 QUICK = settings(
-    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture, *CHANCE]
 )
 LINE = {"source": "e", "recv_ts": 1.0, "topic": "", "seq": 0, "payload_b64": "kwGQAA=="}
 JSON = st.recursive(
