@@ -15,6 +15,7 @@ tenant's charge.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Final
 
@@ -33,7 +34,7 @@ from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest
-from kvatlas.router.placement.engine import Accounts, Engine, SharedView
+from kvatlas.router.placement.engine import BAND_MS, Accounts, Engine, SharedView
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.prompts.reader import PromptReader
@@ -49,8 +50,8 @@ _TURN_S_MAX: Final = 5.0
 _TURN_POLL_S: Final = 0.1
 _CONNECT_S_MAX: Final = 2.0
 _TOLD_BYTES_MAX: Final = 16_384
-# vLLM's priorities are 64-bit integers, and lower ones go first.
-_LAST: Final = b"%d" % (1 << 31)
+# Behind all classes of requests: lower numbers go first.
+_LAST: Final = str(2 * BAND_MS)
 
 Send = Callable[[str, str, bytes | None, dict[str, str], float], Awaitable[tuple[int, bytes]]]
 """Method, URL, body, headers and time limit in seconds of a request in the router's own name."""
@@ -100,8 +101,8 @@ class Probes:
         self._settings = settings
         self._leads = leads
         self._active: dict[EngineId, asyncio.Task[None]] = {}
-        self._due: dict[EngineId, float] = {}
-        """When an engine may be probed again."""
+        self._due: dict[EngineId, tuple[EngineProbe | None, float]] = {}
+        """When an engine may be probed again, and the outcome that this follows from."""
         self._told_s = 0.0
 
     async def run(self) -> None:
@@ -140,10 +141,14 @@ class Probes:
                     self._active[engine.engine_id] = task
 
     def _is_due(self, engine: Engine, now: float) -> bool:
-        name = engine.engine_id
-        if name in self._active or now < self._due.get(name, now):
+        name, probe = engine.engine_id, engine.probe
+        if name in self._active:
             return False
-        return (engine.probe is None or engine.probe.again) and may_be_probed(engine, now)
+        known = self._due.get(name)
+        if known is None or known[0] is not probe:
+            # It joined, lives anew, or another router has told of it.
+            known = self._due[name] = probe, now if probe is None or probe.again else math.inf
+        return now >= known[1] and may_be_probed(engine, now)
 
     async def _probe(self, engine: Engine) -> None:
         name, outcome = engine.engine_id, "ended"
@@ -174,7 +179,8 @@ class Probes:
         finally:
             self._active.pop(name, None)
             pause_s = min(AGAIN_S_MAX, AGAIN_S * 2.0 ** min(max(0, found.tries - 1), 10))
-            self._due[name] = self.accounts.now() + pause_s
+            due_s = self.accounts.now() + pause_s
+            self._due[name] = engine.probe, math.inf if outcome == "proven" else due_s
             self.stats.probes[outcome] = self.stats.probes.get(outcome, 0) + 1
 
     async def _pull_source(self, engine: Engine) -> Shown:
@@ -230,7 +236,7 @@ class _Probed:
             return await send(method, url, body, headers, REQUEST_S_MAX)
         self._probes.stats.requests += 1
         if self._in_order:
-            ordered = {**headers, ENGINE_PRIORITY.decode(): _LAST.decode()}
+            ordered = {**headers, ENGINE_PRIORITY.decode(): _LAST}
             answer = await send(method, url, body, ordered, REQUEST_S_MAX)
             if answer[0] != 400:
                 return answer
@@ -294,4 +300,4 @@ def may_be_probed(engine: Engine, now: float) -> bool:
 
 def _tokens_max(engine: Engine) -> int | None:
     tokens = engine.context_tokens(None)
-    return None if tokens == float("inf") else int(tokens)
+    return None if tokens == math.inf else int(tokens)

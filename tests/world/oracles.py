@@ -414,6 +414,12 @@ def judge_order(judged: list[Judged], fleet: Fleet, plan: Plan) -> Iterator[Viol
         return
     by_id = {one.exchange.request_id: one for one in judged}
     for request_id, works in fleet.works.items():
+        if request_id not in by_id:
+            # Of a probe, which goes last.
+            first = min(work.request.priority for work in works)
+            if first < 2 * BAND_MS:
+                yield Violation("order", f"priority {first} of {request_id}, which no client has sent")
+            continue
         request = by_id[request_id].exchange.request
         band = _BANDS[request.fields.get("x-kvatlas-priority", "")]
         for work in works:
@@ -438,7 +444,7 @@ def _other_order(request_id: str, by_id: dict[str, Judged], fleet: Fleet) -> boo
         other.engine == work.engine
         and common(other.request.prompt, work.request.prompt) >= _BLOCK_TOKENS
         and (
-            by_id[other_id].exchange.answer.end == "left"
+            (other_id in by_id and by_id[other_id].exchange.answer.end == "left")
             or other.request.priority // BAND_MS != work.request.priority // BAND_MS
         )
         for work in fleet.works[request_id]

@@ -19,7 +19,7 @@ from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import ModelIndexes
 from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.errors import no_ready_engine
-from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.engine import BAND_MS, Accounts, Engine, EngineOrder
 from kvatlas.router.placement.probing import LOOK_S, TELL_EVERY_S, Probes, may_be_probed
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.replication.gossip import GossipedInflight
@@ -73,12 +73,20 @@ class World:
             send=self._send,
             shared=None,
             leads=lambda: self.leads,
-            ordered=lambda: False,
+            ordered=lambda: self.ordered,
         )
+        self.ordered = self.refuses_order = False
+        self.priorities: Counter[str | None] = Counter()
 
-    async def _send(self, method: str, url: str, *_: Any) -> tuple[int, bytes]:
+    async def _send(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
         if method == "GET":
             return 404, b""
+        priority = headers.get("x-vllm-priority")
+        self.priorities[priority] += 1
+        if priority and self.refuses_order:
+            return 400, b"{}"
         self.asked[url.partition("/v1")[0]] += 1
         self.running += 1
         self.most = max(self.most, self.running)
@@ -120,6 +128,24 @@ def test_a_router_that_does_not_lead_asks_no_engine() -> None:
         world.leads = True
         await world.for_s(10 * LOOK_S)
         assert len(world.asked) == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_where_engines_get_priorities_a_probe_goes_last(*, refuses: bool) -> None:
+    async def main() -> None:
+        world = World(1)
+        world.ordered, world.refuses_order = True, refuses
+        await world.for_s(3.0)
+        low = EngineOrder(1.8e9, 1.0, band=1).priority(3600.0)
+        assert all(int(one) > low for one in world.priorities if one is not None)
+        assert world.engine.probe is not None
+        assert world.engine.probe.apis[CHAT].reports.verdict == "proven"
+        asked = world.asked["http://e0:1"]
+        assert world.priorities == (
+            {str(2 * BAND_MS): 1, None: asked} if refuses else {str(2 * BAND_MS): asked}
+        )
 
     run(main())
 
