@@ -304,7 +304,10 @@ def judge(requests: list[ProbeRequest], *, estimates: bool = False) -> ApiProbe:
 def _judge_hits(first: ProbeRequest, second: ProbeRequest) -> tuple[Shown, float]:
     """Compare the hits with those predicted; also the share of them that came."""
     if second.predicted.hit is None:
-        return Shown("unshown", f"are not predicted: {second.predicted.why_unknown}"), 1.0
+        # Some APIs of some engines are never read: SGLang renders no messages.
+        unread = second.predicted.prompt_tokens is None
+        why = f"are not predicted: {second.predicted.why_unknown}"
+        return Shown("absent" if unread else "unshown", why), 1.0
     if second.report.cached is None:
         verdict: Verdict = "later" if second.report.noisy else "unshown"
         return Shown(verdict, "cannot be checked: no answer reports cached tokens"), 1.0
