@@ -8,13 +8,13 @@ prompt but for its end (``fake_engine_events``); with ``--legs`` before one that
 decodes, so that every request has two legs, and then before the decode engine alone. Thirty-two connections
 always have a request open: chats of 64 sessions, each ending as none before did. Counting begins when each
 session has been read three times. One line per cache layout, tree and size: thousands of instructions in user
-space per request, all threads together; 4,000 are about a microsecond. What runs by the clock (polls, timers)
-is counted without requests as well and taken off: under valgrind a request takes fifty times as long, so that
-of the raw count, in brackets, a seventh is theirs. ``--functions N`` adds the N functions
-of the interpreter and its libraries with most of them; ``--misses`` what misses the first and the last cache
-by callgrind's model of this processor (five times as slow). Several trees, this one if none is named, are
-counted one after the other. What the kernel does is not counted, and SHA-256 is overstated: valgrind shows a
-processor without the instruction for it.
+space per request, all threads together; 4,000 are about a microsecond. What runs by the clock (feeds, polls,
+timers) is counted without requests as well: under valgrind a request takes fifty times as long, so that about
+a seventh of the count is theirs. On a busy machine that part differs by run: it is told, not taken off.
+``--functions N`` adds the N functions of the interpreter and its libraries with most of them; ``--misses``
+what misses the first and the last cache by callgrind's model of this processor (five times as slow). Several
+trees, this one if none is named, are counted one after the other. What the kernel does is not counted, and
+SHA-256 is overstated: valgrind shows a processor without the instruction for it.
 """
 
 from __future__ import annotations
@@ -71,13 +71,12 @@ def write_config(folder: Path, layout: str) -> str:
 
 
 async def count(router: Router, load: Load, requests: int, counts: Path) -> tuple[dict[str, float], Path]:
-    """Events per request by callgrind's name, ``raw`` with the clock's instructions; and the profile."""
+    """Events per request by callgrind's name, ``clock`` those of time alone; and the profile."""
     await load.send(lambda sent: sent >= WARM_ROUNDS * SESSIONS)
     sent, seconds, profile = await _counted(router, counts, load.send(lambda sent: sent >= requests))
     _, idle_s, idle = await _counted(router, counts, asyncio.sleep(IDLE_S))
-    whole, by_clock = totals(profile), totals(idle)
-    found = {name: (whole[name] - by_clock[name] * seconds / idle_s) / sent for name in whole}
-    return {**found, "raw": whole["Ir"] / sent}, profile
+    found = {name: number / sent for name, number in totals(profile).items()}
+    return {**found, "clock": totals(idle)["Ir"] * seconds / idle_s / sent}, profile
 
 
 async def _counted(router: Router, counts: Path, step: Awaitable[_Result]) -> tuple[_Result, float, Path]:
@@ -133,7 +132,7 @@ async def measure(args: argparse.Namespace, tree: Path, told: Sequence[str], lay
 def text(events: Mapping[str, float]) -> str:
     """Thousands of events per request."""
     thousands = {name: number / 1000 for name, number in events.items()}
-    line = f"{thousands['Ir']:.0f} thousand instructions ({thousands['raw']:.0f})"
+    line = f"{thousands['Ir']:.0f} thousand instructions, {thousands['clock']:.0f} of them the clock's"
     if "I1mr" in thousands:
         data = {level: thousands[f"{level}mr"] + thousands[f"{level}mw"] for level in ("D1", "DL")}
         line += f", misses {thousands['I1mr']:.1f} and {data['D1']:.1f} thousand (first cache, instructions"
