@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.block_hash import HashScheme, PromptExtras
 from kvatlas.publisher.events import (
     UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
@@ -25,7 +25,7 @@ from kvatlas.publisher.events import (
     DecodedBatch,
     to_block_hash,
 )
-from kvatlas.publisher.groups import GroupSpec
+from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.router.index.base import GPU, ON_GPU, Index, Plane, PoolListener, Rows
 from kvatlas.router.index.hit_rules import ALL_WORD, evaluate
 from kvatlas.router.index.learn.facts import SetupEvidence
@@ -44,6 +44,9 @@ _SETTLED_MAX = 1024
 # Number of consecutive unusable events after which an engine with earlier usable events counts as having
 # none.
 _UNUSABLE_IN_ROW = 64
+
+# Longest hit that is hashed to learn from a report: some milliseconds.
+_REPORTED_TOKENS_MAX = 1 << 15
 
 # A block that no index holds: hashes are not negative.
 _UNNAMED = BlockHash(-1)
@@ -264,6 +267,15 @@ class EngineResidency(EngineKnowledge):
             self._detect(event)
         if self._learned is not None and self._layout is not None:
             self._learned.observe(event, self._layout.hash_block_size, self._holds)
+
+    def learn_cached(self, tokens: Sequence[int], extras: PromptExtras, cached: int) -> None:
+        """Learn from a report: the engine took more tokens of this prompt from its cache than was known."""
+        scheme, layout = self.learned_scheme, self._layout
+        if self._learned is None or scheme is None or layout is None or cached > _REPORTED_TOKENS_MAX:
+            return
+        # A window or a state may be gone although a block behind it is there.
+        if all(group.family is Family.FULL for group in layout.groups):
+            self._learned.place(tokens, extras, cached, scheme, self._holds)
 
     def _holds(self, block: BlockHash) -> bool:
         return self.index.holds(self.engine_id, GPU, block)

@@ -659,8 +659,10 @@ class Placement(Attempt):
         mode, predicted = "native" if hit.confidence == "exact" else hit.mode, hit.whole_tokens
         if mode == "shadow" and hit.coming_tokens <= hit.gpu_tokens:
             engine.reported(predicted, actual)
-        if mode == "assumed" and actual > predicted:
-            engine.residency.writer.doubt()
+        if mode in {"assumed", "learned"} and actual > predicted:
+            self._learn_more(usage, actual)
+            if mode == "assumed":
+                engine.residency.writer.doubt()
         same = feed == "ready" and usage.prompt_tokens == decision.prompt_tokens
         if hit.confidence in {"partial", "learned"} and same:
             engine.confirmed(hit, usage.prompt_tokens, actual)
@@ -668,6 +670,13 @@ class Placement(Attempt):
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
             if from_gpu and not hit.evicted_tokens:
                 engine.residency.writer.learn_receipt(predicted, actual, usage.prompt_tokens)
+
+    def _learn_more(self, usage: Usage, actual: int) -> None:
+        """Learn from a hit that events did not show."""
+        read, residency = self.decision.read, self.engine.residency
+        prompt = read.behind(self.engine.frontend) if isinstance(read, Prompt) else None
+        if prompt is not None and residency is not None and usage.prompt_tokens == prompt.num_tokens:
+            residency.writer.learn_cached(prompt.token_ids, prompt.extras, actual)
 
     def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
         """Settle the tenant's charge, and wake the queue, which may have room now."""

@@ -7,6 +7,10 @@ group names, several media items in a block larger than a hash block) are left o
 under-predicts but never invents a block. So are prefixes that are held under two hashes: these cover more
 than the events tell (a salt or an adapter with TensorRT-LLM). Beyond ``_ENTRIES_MAX`` blocks some are
 forgotten, those that the engine evicted longest ago first.
+
+Where the router came later than a prefix, no event shows it, and the parent of what follows is unknown. Then
+a report tells: the engine took the first tokens of a prompt from its cache, and published those after them.
+Such a prefix counts while the latest block published behind it is held: engines evict ends before starts.
 """
 
 from __future__ import annotations
@@ -16,9 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from kvatlas.publisher.block_hash import (
-    hash_function,
-)
+from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras, hash_function
 from kvatlas.publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
 
 # About 150 MB (measured); engines hold fewer blocks than this.
@@ -26,8 +28,19 @@ _ENTRIES_MAX = 1 << 19
 # Blocks forgotten at once: some milliseconds.
 _FORGOTTEN = 1 << 11
 
+# Events of unknown parents that wait for a report of their prompt, and the longest of them.
+_ORPHANS_MAX, _ORPHAN_TOKENS_MAX = 64, 1 << 15
+# Reports that wait for such an event.
+_REPORTS_MAX = 8
+
+# Hash blocks after a reported hit in which a published block is looked for.
+_NEXT_BLOCKS = 64
+
 # Placeholder for "no such block": hashes are never negative here, so no index holds it.
 _ABSENT = BlockHash(-1)
+
+
+_Report = tuple[Sequence[int], PromptExtras, int, HashScheme]
 
 
 class LearnedKeys:
@@ -37,6 +50,14 @@ class LearnedKeys:
         self._digest = hash_function("learned")
         self._digest_of: dict[BlockHash, bytes] = {}
         self._hash_of: dict[int, BlockHash] = {}
+        # Keys of prefixes that no event showed -> key of the end of the longest one -> the latest block that
+        # was published behind it.
+        self._within: dict[int, int] = {}
+        self._behind: dict[int, BlockHash] = {}
+        # By their tokens; None: two with the same tokens and other parents.
+        self._orphans: dict[tuple[int, ...], BlockStored | None] = {}
+        # Arguments of ``place`` for which no event has come yet.
+        self._reports: list[_Report] = []
         # Blocks that were evicted, in that order.
         self._evicted: dict[BlockHash, None] = {}
         self.left_out: Counter[str] = Counter()
@@ -57,7 +78,11 @@ class LearnedKeys:
         parent = self._parent(event)
         if parent is None:
             self.left_out["unplaced"] += len(hashes)
+            for report in self._await_report(event):
+                self.place(*report, held)
             return
+        if _key(parent) in self._behind:
+            self._behind[_key(parent)] = to_block_hash(hashes[0])
         try:
             self._learn(event, event.tokens(), parent, unit, held)
         except (EventDecodeError, _BadExtraKeysError):
@@ -74,12 +99,69 @@ class LearnedKeys:
         """Add what was learned before of the same process of the engine."""
         self._digest_of = earlier._digest_of | self._digest_of
         self._hash_of = earlier._hash_of | self._hash_of
+        self._within, self._behind = earlier._within | self._within, earlier._behind | self._behind
         self.left_out += earlier.left_out
 
     def translate(self, own_keys: Sequence[int]) -> list[BlockHash]:
         """Return the engine's hash for each own key; -1, which no index holds, if unknown."""
         get = self._hash_of.get
+        if self._within:
+            within, behind = self._within.get, self._behind.get
+            return [get(key, behind(within(key, 0), _ABSENT)) for key in own_keys]
         return [get(key, _ABSENT) for key in own_keys]
+
+    def place(
+        self,
+        tokens: Sequence[int],
+        extras: PromptExtras,
+        cached: int,
+        scheme: HashScheme,
+        held: Callable[[BlockHash], bool],
+    ) -> None:
+        """Learn that the engine took the first ``cached`` tokens of this prompt from its cache: a block that
+        it published behind them shows that they are there. ``scheme``: of own keys."""
+        unit, after = scheme.hash_block_size, tuple(tokens[cached : cached + _ORPHAN_TOKENS_MAX])
+        if cached % unit or not cached:
+            return
+        chain = HashChain(scheme, extras)
+        keys = chain.extend(tokens[: cached + _NEXT_BLOCKS * unit + scheme.lookahead])
+        cut = cached // unit
+        named = (one for one in self._orphans if one[:unit] == after[:unit] and one == after[: len(one)])
+        event = self._orphans.get(next(named, ()))
+        if event is not None and event.parent_block_hash is not None:
+            self._digest_of[to_block_hash(event.parent_block_hash)] = chain.whole(cut - 1)[0]
+        for name, waiting in list(self._orphans.items()):
+            if waiting is not None and self._parent(waiting) is not None:
+                del self._orphans[name]
+                self.observe(waiting, unit, held)
+        behind = next((self._hash_of[key] for key in keys[cut:] if key in self._hash_of), None)
+        if behind is None:
+            # The event may come after the report.
+            self._reports = [*self._reports[1 - _REPORTS_MAX :], (tokens, extras, cached, scheme)]
+            return
+        if len(self._within) + cut > _ENTRIES_MAX:
+            self._within.clear()
+            self._behind.clear()
+        self._within.update({key: keys[cut - 1] for key in keys[:cut] if key not in self._hash_of})
+        self._behind[keys[cut - 1]] = behind
+
+    def _await_report(self, event: BlockStored) -> list[_Report]:
+        """Keep an event of an unknown parent; returns the reports of its prompt that came already."""
+        if event.num_tokens() > _ORPHAN_TOKENS_MAX:
+            return []
+        try:
+            tokens = tuple(event.tokens())
+        except EventDecodeError:
+            return []
+        other = self._orphans.pop(tokens, event)
+        alike = other is not None and other.parent_block_hash == event.parent_block_hash
+        self._orphans[tokens] = event if alike else None
+        if len(self._orphans) > _ORPHANS_MAX:
+            del self._orphans[next(iter(self._orphans))]
+        first = tokens[: event.block_size]
+        found = [one for one in self._reports if tuple(one[0][one[2] : one[2] + len(first)]) == first]
+        self._reports = [one for one in self._reports if all(one is not each for each in found)]
+        return found
 
     def named(self, hashes: Sequence[BlockHash]) -> tuple[list[BlockHash], list[BlockHash], list[BlockHash]]:
         """Return the blocks of ``hashes`` whose prefix is known; the own key of each, which others can

@@ -82,7 +82,8 @@ async def check(rig: Rig, publisher: ZmqPublisher) -> None:
     assert rig.outcomes("under") == 3
     assert (await told(rig))["assumed_scheme"] is None
     placed = await place(rig, 3)
-    assert placed.decision.candidate.hit.confidence == "none", "nothing rather than too little"
+    hit = placed.decision.candidate.hit
+    assert (hit.mode, hit.whole_tokens) == ("learned", CHUNK), "no event showed what is before its blocks"
     placed.finished(Usage(PROMPT, 1, cached_tokens=HELD))
 
     placed = await place(rig, TOLD - 1)  # this one holds blocks told of last: something to try seeds on
@@ -93,4 +94,4 @@ async def check(rig: Rig, publisher: ZmqPublisher) -> None:
     hit = placed.decision.candidate.hit
     assert (hit.mode, hit.whole_tokens) == ("native", HELD), "nothing that was told is lost"
     placed.finished(Usage(PROMPT, 1, cached_tokens=HELD))
-    assert (rig.outcomes("under"), rig.outcomes("exact")) == (3, 1)
+    assert (rig.outcomes("under"), rig.outcomes("exact")) == (5, 1)

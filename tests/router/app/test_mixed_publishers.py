@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any, cast
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -65,6 +66,35 @@ def speak(engine: SimulatedEngine, maker: Maker) -> None:
     publisher.publish_payload = publish  # type: ignore[method-assign]
     if not maker.numbered:
         publisher._pub = Unnumbered(publisher._pub)  # type: ignore[assignment]
+
+
+async def test_a_router_that_comes_late_knows_a_prompt_after_its_first_turn() -> None:
+    """No replay: the events of the beginning, which all prompts share, are lost."""
+    async with running({"groups": "full"}) as (engine,):
+        speak(engine, ATOM)
+        publisher = cast("ZmqPublisher", engine.publisher)
+        common = "The rules of the house. " * 40
+        async with aiohttp.ClientSession() as session:
+            body = {"model": MODEL, "max_tokens": 1, "prompt": common}
+            async with session.post(f"{engine.base_url}{COMPLETION}", json=body) as answer:
+                assert answer.status == 200
+        address, before = EngineAddress(engine.base_url, events=engine.events_endpoint), publisher.next_seq
+        async with routing(configure(address), wait=False) as rig:
+            await until(lambda: rig.router.readiness().ready, "ready")
+            stats = rig.router.lifecycle.feeds.stats
+
+            def applied() -> bool:
+                return stats[engine.base_url].batches == publisher.next_seq - before
+
+            for number in (1, 2, 3, 1):
+                prompt = f"{common} Question {number}. " + "Why? " * 20
+                await rig.ok("POST", COMPLETION, {**body, "prompt": prompt})
+                await until(lambda: rig.idle, "answered")
+                await until(applied, "applied")
+            told = [one.outcome for one in rig.router.accounts.receipts.latest]
+            assert told == ["unpredicted", "under", "exact", "exact"]
+            hits = [one.predicted_tokens or 0 for one in rig.router.accounts.receipts.latest]
+            assert hits[3] > hits[2] > 300, "the second one's report placed what the first one left"
 
 
 @pytest.mark.long

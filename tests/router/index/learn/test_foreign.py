@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvatlas.publisher.block_hash import HashScheme, PromptExtras
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
 from kvatlas.publisher.events import BlockStored, encode_tokens
 from kvatlas.router.feeds.base import parse_live
 from kvatlas.router.index.learn import hash_scheme as detect
@@ -38,6 +38,10 @@ def apply(fleet: FleetResidency, message: list[bytes]) -> None:
 
 def ask(fleet: FleetResidency, prompt: list[int]) -> EngineHit:
     return fleet.predict(Prompt(prompt), ["a"])["a"]
+
+
+def report(fleet: FleetResidency, prompt: list[int], cached: int) -> None:
+    fleet.engine("a").learn_cached(prompt, NO_EXTRAS, cached)
 
 
 def conversations(seed: int, turns: int) -> Iterator[list[int]]:
@@ -71,14 +75,29 @@ def test_a_router_that_comes_late_knows_the_prompts_that_begin_then(maker: Maker
     engine, fleet = ForeignEngine(maker, blocks=10_000), FleetResidency(ModelFacts())
     for prompt in (old := list(conversations(2, 20))):
         engine.run(prompt)
-    for prompt in [one + tokens(100, seed=7) for one in old]:
+    for number, one in enumerate(old):
+        prompt = one + tokens(100, seed=1000 + number)
+        one_hit = engine.hit(prompt)
         apply(fleet, engine.run(prompt))
         found = ask(fleet, prompt)
         assert found.mode == "learned"
-        assert found.hit_tokens == 0, "no event showed the start"
-    for prompt in conversations(3, 30):
-        apply(fleet, engine.run(prompt))
-        assert ask(fleet, prompt).hit_tokens <= engine.hit(prompt)
+        assert found.hit_tokens <= (one_hit if number else 0), "no event showed the start"
+        report(fleet, prompt, one_hit)
+        assert ask(fleet, prompt).hit_tokens == engine.hit(prompt), "its own report did"
+    engine, fleet = ForeignEngine(maker, blocks=150), FleetResidency(ModelFacts())
+    for prompt in conversations(3, 20):
+        engine.run(prompt)
+    apply(fleet, engine.run(tokens(200)))
+    for prompt in conversations(3, 60):
+        found, true = ask(fleet, prompt), engine.hit(prompt)
+        assert found.hit_tokens <= true
+        message = engine.run(prompt)
+        apply(fleet, message)
+        report(fleet, prompt, true)
+        decoded = parse_live(message).batch
+        assert decoded is not None
+        published = any(isinstance(event, BlockStored) for event in decoded.events)
+        assert ask(fleet, prompt).hit_tokens == engine.hit(prompt) or not published
     last = tokens(200, seed=99)
     apply(fleet, engine.run(last))
     assert ask(fleet, last).hit_tokens == engine.hit(last) > 0
