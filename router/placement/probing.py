@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Annotated, Final
 
 import msgspec
@@ -44,6 +45,7 @@ _log = structlog.get_logger()
 LOOK_S: Final = 1.0
 """Pause between two looks at the fleet."""
 TELL_EVERY_S: Final = 30.0
+_SHARES: Final = int(TELL_EVERY_S / LOOK_S)
 EVENTS_S_MAX: Final = 3.0
 """Longest wait for the events of a prompt."""
 _TURN_S_MAX: Final = 5.0
@@ -103,7 +105,7 @@ class Probes:
         self._active: dict[EngineId, asyncio.Task[None]] = {}
         self._due: dict[EngineId, tuple[EngineProbe | None, float]] = {}
         """When an engine may be probed again, and the outcome that this follows from."""
-        self._told_s = 0.0
+        self._looks = 0
 
     async def run(self) -> None:
         """Probe engines until cancelled."""
@@ -201,9 +203,11 @@ class Probes:
             self.publish(engine.engine_id, msgspec.msgpack.encode(engine.probe))
 
     def _tell_all(self) -> None:
-        if self.publish is not None and self.accounts.now() - self._told_s >= TELL_EVERY_S:
-            self._told_s = self.accounts.now()
-            for engine in self.fleet:
+        # A share of a large fleet at each look.
+        share = self._looks % _SHARES
+        self._looks += 1
+        if self.publish is not None:
+            for engine in islice(self.fleet, share, None, _SHARES):
                 self._tell(engine)
 
 
@@ -269,9 +273,12 @@ class _Probed:
         return None if self._engine.feed is None else self._engine.feed.events
 
     def alignment(self) -> int | None:
-        """Return the alignment of its groups."""
-        layout = self._engine.layout
-        return None if layout is None else layout.alignment
+        """Return the alignment of its groups; before any was stored, the block size that it states."""
+        engine = self._engine
+        if engine.layout is not None:
+            return engine.layout.alignment
+        stated = [one.attention_block_size for one in (engine.server_info, engine.stated) if one is not None]
+        return next(filter(None, stated), None)
 
     async def settle(self) -> None:
         """Return: the router searches for hash schemes all the time."""
