@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.fleet.engine_client import Shown
+from kvatlas.router.fleet.engine_probe import EngineProbe
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.pd.bodies import split_body
@@ -252,6 +254,7 @@ def engine(name: str, **changes: Any) -> Any:
         "scheme": "hashes",
         "frontend": "python",
         "closed": False,
+        "probe": None,
         "feed": FeedStats(state=FeedState.READY),
         "load": LoadAccount(FleetRates().engine()),
     }
@@ -312,6 +315,14 @@ def test_engines_that_differ_are_never_paired(change: dict[str, Any]) -> None:
 )
 def test_an_engine_of_which_events_are_missing_is_no_source(change: dict[str, Any]) -> None:
     assert applied(source=change)[1] is None
+
+
+@pytest.mark.parametrize("verdict", ["proven", "unshown", "refuted"])
+def test_a_source_that_does_not_answer_its_probe_is_left_alone(verdict: Any) -> None:
+    probe = EngineProbe("m", pull_source=Shown(verdict))
+    assert (applied(source={"probe": probe})[1] is not None) == (verdict == "proven")
+    assert applied(target={"probe": probe})[1] is not None, "it pulls as before"
+    assert applied(source={"probe": EngineProbe("m")})[1] is not None
 
 
 def test_two_unknown_versions_are_not_equal() -> None:
