@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.placement.rates import PrefillSample
 from kvatlas.router.server_lifecycle import apply
 from kvatlas.router.tools.explain import ExplainOptions, run_explain
 from tests.router.app.test_admission import ASKED, queued
@@ -47,6 +48,10 @@ async def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_o
         first = await rig.chat(LONG)
         holder = rig.router.fleet.get(first.headers["x-kvatlas-engine"])
         await rig.caught_up(*engines)
+        for engine in rig.router.fleet:
+            for tokens in range(1, 20_000, 100):
+                sample = PrefillSample(tokens, 0.005 + tokens / 8000, running=0)
+                engine.rates.observe(sample, rig.router.clock())
         stats = rig.router.accounts.slo_stats
         assert await placed(rig, holder) == holder.engine_id, "the cost decides without a target"
         assert stats.decisions == 0
