@@ -122,7 +122,11 @@ class StreamRelay(msgspec.Struct, eq=False):
         """Pass a piece on."""
         events = self._events
         begun, passing = events.begun, events.passing
-        out = events.feed(data) if data else events.end()
+        if data:
+            out = events.feed(data)
+        else:
+            # The end came in a piece of its own: the tokens of the one before are counted.
+            events.count, out = 0, events.end()
         if self._connection.complete:
             self._more = False
             out += events.end()

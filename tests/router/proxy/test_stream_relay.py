@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,6 +126,30 @@ async def _passed(relay: AnswerRelay) -> None:
     rest = relay.run()
     assert rest is not None
     await rest
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [(chunk(DONE), END), (chunk(DONE) + END,), (END,), ()],
+    ids=["apart", "at once", "no mark", "closed"],
+)
+@pytest.mark.parametrize("together", [1, 2, 6])
+async def test_tokens_are_counted_once_however_the_pieces_come(together: int, rest: Sequence[bytes]) -> None:
+    """Without a usage report they are what is charged."""
+    stats, connection = ProxyStats(), _connection(ProxyStats())
+    relay = _relay(connection, Client(), stats)
+    events = [event(str(number)) for number in range(6)]
+    pieces = [b"".join(events[at : at + together]) for at in range(0, 6, together)]
+    connection.data_received(chunk(pieces[0]))
+    task = asyncio.ensure_future(_passed(relay))
+    for piece in (*map(chunk, pieces[1:]), *rest):
+        await asyncio.sleep(0)
+        connection.data_received(piece)
+    await asyncio.sleep(0)
+    if not rest:
+        connection.connection_lost(None)
+    await task
+    assert relay._record.streamed_tokens == 6
 
 
 async def test_task_sleeps_while_pieces_come() -> None:
