@@ -342,8 +342,8 @@ def run(state: State, law: Law, seed: int) -> tuple[Rig, list[Asked]]:
 
 
 class Shares(NamedTuple):
-    """Shares of predictions within 10 % and 25 % of what was measured, of so many, and the median of
-    predicted through measured."""
+    """Shares of predictions within 10 % and 25 % of what was measured, the median of predicted through
+    measured, and the number of answers."""
 
     within_10: float
     within_25: float

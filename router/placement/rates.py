@@ -75,6 +75,8 @@ class SpeedChange(NamedTuple):
     factor: float
 
 
+# For so long a change of speed is a finding.
+CHANGE_SHOWN_S: Final = 600.0
 # Deviations of a guess, relative to its values, and at least.
 _PRIOR_SD: Final = (4.0, 4.0, 10.0, 2.0, 2.0)
 _PRIOR_SD_MIN: Final = (0.01, 0.01, 1e-6, 1e-4, 1e-8)
@@ -99,8 +101,8 @@ _FALL_MAX: Final = 0.3
 _POSITIVE: Final = (0, 2)
 # A guess that is off by more is scaled at once; downwards sooner, as no value falls below 0.
 _GUESS_FACTORS: Final = (1 / 3, 10.0)
-# A smaller change is learned, but no news, nor is one of a model that is not known well: so many times the
-# samples that end the guess.
+# A smaller change is learned, but no news, nor is one of a model that is not known well, which takes this
+# multiple of the samples that end the guess.
 _NEWS_FACTOR: Final = 1.3
 _KNOWN: Final = 10
 
