@@ -25,7 +25,8 @@ _DATE = re.compile(rb"[A-Za-z0-9:, ]{1,40}")
 def head_key(data: bytes, bytes_max: int) -> tuple[bytes, int]:
     """Return the head of a message that came whole and alone, without the number of ``content-length``, and
     where the body begins; no key: it did not, or its length is not to be seen."""
-    end = data.find(b"\r\n\r\n", 0, min(bytes_max, _KNOWN_BYTES_MAX))
+    most = bytes_max if bytes_max < _KNOWN_BYTES_MAX else _KNOWN_BYTES_MAX  # noqa: FURB136
+    end = data.find(b"\r\n\r\n", 0, most)
     if end < 0:
         return b"", 0
     at = data.find(b"\r\ncontent-length: ", 0, end)

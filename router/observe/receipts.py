@@ -214,9 +214,13 @@ class EngineReceipts(msgspec.Struct):
         self.errors.observe(error)
         key = STORAGE if storage else CPU if cpu else GPU, outcome
         self.by_medium[key] = self.by_medium.get(key, 0) + 1
-        for medium, tokens in (GPU, predicted - cpu - storage), (CPU, cpu), (STORAGE, storage):
-            if tokens:
-                self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
+        by_medium = self.predicted_by_medium
+        if on_gpu := predicted - cpu - storage:
+            by_medium[GPU] = by_medium.get(GPU, 0) + on_gpu
+        if cpu:
+            by_medium[CPU] = by_medium.get(CPU, 0) + cpu
+        if storage:
+            by_medium[STORAGE] = by_medium.get(STORAGE, 0) + storage
         # Errors of the others are no drift of the index.
         if not storage and mode not in {"pending", "partial"}:
             self.window.append(error == 0)

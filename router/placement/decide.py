@@ -527,12 +527,12 @@ class Planner:
         detail: bool,
     ) -> PromptView:
         """View of the prompt at these engines: the index, prompts in flight and shadows."""
-        tokens = prompt.num_tokens
+        tokens, own = prompt.num_tokens, prompt.frontend
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
         held, alike, nothing = look.hits, _NONE_ALIKE, _NO_HITS
         for (model, frontend), names in candidate_set.by_model.items():
-            variant = prompt.behind(frontend)
+            variant = prompt if frontend == own else prompt.behind(frontend)
             if variant is None:
                 continue
             ids = names if not look.hits else [name for name in names if name not in look.hits]
@@ -545,7 +545,7 @@ class Planner:
         coming: dict[str, int] = {}
         last, inflight, mixed = tokens - 1, self._accounts.inflight, bool(prompt.variants)
         for frontend, scheme in candidate_set.schemes:
-            variant = prompt.behind(frontend)
+            variant = prompt if frontend == own else prompt.behind(frontend)
             if variant is None:
                 continue
             unit = scheme.hash_block_size

@@ -120,6 +120,7 @@ _CONFIDENCE: dict[str, Confidence] = {
     "shadow": "shadow",
 }
 _NO_SCHEME = HashScheme()
+_READY = FeedState.READY
 # Prompt tokens that fill a block of every group while the block sizes are unknown.
 _EVENTS_DUE_TOKENS = 4096
 
@@ -631,9 +632,9 @@ class Engine(EngineStatus):
         confidence: Confidence = _CONFIDENCE[held.mode]
         if confidence == "exact" and self.has_unseen_caches:
             confidence = "partial"
-        if held.mode != "shadow" and (feed is None or feed.state is not FeedState.READY):
+        if held.mode != "shadow" and (feed is None or feed.state is not _READY):
             gpu, cpu, storage = _expected(held, feed)
-            if self.feed_state != FeedState.READY:
+            if self.feed_state != _READY:
                 confidence = "degraded"
         if self._unseen is not None and held.mode != "shadow":
             alignment = max(held.alignment, 1)
@@ -677,7 +678,7 @@ class Engine(EngineStatus):
     def _known_empty(self) -> bool:
         """Whether its history is known and it never stored a block: it cannot hit (unless chunk starts
         do)."""
-        if self._feed is None or self._feed.state is not FeedState.READY or self.residency is None:
+        if self._feed is None or self._feed.state is not _READY or self.residency is None:
             return False
         writer = self.residency.writer
         return writer.layout is None and not writer.facts.has_chunks

@@ -78,7 +78,7 @@ class HotPrefixes:
 
         Returns 0 if it is not longer than ``above_tokens``.
         """
-        found, blocks = 0, max(1, FIRST_TOKENS // block_tokens)
+        found, blocks = 0, FIRST_TOKENS // block_tokens or 1
         while blocks * block_tokens <= above_tokens:
             blocks *= 2
         while blocks <= len(hashes) and hashes[blocks - 1] in self._nodes:

@@ -605,6 +605,7 @@ class Placement(Attempt):
                 held.sole.receipts_so_far.worth.add(held.sole_s, now)
         parts = self._first_token or _NO_FIRST_TOKEN
         read_s, due_s, order = request.read_s, request.claim.due_s, decision.pull
+        router_s = 0.0 if read_s is None else self.asked_s - read_s - self.waited_s
         kept: KeptReceipt = (
             request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
             self.engine_id,
@@ -640,7 +641,7 @@ class Placement(Attempt):
             parts.load_s,
             parts.prefill_s,
             parts.engine_s,
-            0.0 if read_s is None else max(0.0, self.asked_s - read_s - self.waited_s),
+            router_s if router_s > 0.0 else 0.0,  # noqa: FURB136
             self._leg,
             self._gap_s,
             None if due_s is None or read_s is None else due_s - read_s,

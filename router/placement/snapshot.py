@@ -337,8 +337,9 @@ class FleetSnapshot:
                 stale.add(at)
             else:
                 self._schedule(at)
-        if self._borrowing and self._fleet_rates is not None:
-            borrowed = self._fleet_rates.borrowed
+        rates = self._fleet_rates
+        if rates is not None and (rates.medians is None or rates.medians is not self._medians):
+            borrowed = rates.borrowed
             if borrowed != self._borrowed:
                 self._borrowed = borrowed
                 stale |= self._borrowing

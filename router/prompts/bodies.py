@@ -133,10 +133,11 @@ def answer_tokens(parsed: Parsed) -> tuple[int, int]:
             given("min_tokens"),
             map(given, ("max_completion_tokens", "max_tokens", "max_output_tokens")),
         )
-    least = min(least, TOKENS_MAX) if type(least) is int and least > 1 else 1
+    least = least if type(least) is int and least > 1 else 1
+    least = least if least < TOKENS_MAX else TOKENS_MAX  # noqa: FURB136
     for limit in limits:
         if type(limit) is int and limit > 0:
-            return least, min(limit, TOKENS_MAX)
+            return least, limit if limit < TOKENS_MAX else TOKENS_MAX  # noqa: FURB136
     return least, 0
 
 

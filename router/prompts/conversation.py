@@ -178,7 +178,8 @@ class Turn(msgspec.Struct, eq=False, gc=False):
         for scheme, chain in other.chains.items():
             blocks = (num_tokens - scheme.lookahead) // scheme.hash_block_size
             known = len(chain.hashes)
-            blocks = 0 if blocks < 0 else min(known, blocks)
+            blocks = known if known < blocks else blocks  # noqa: FURB136
+            blocks = 0 if blocks < 0 else blocks  # noqa: FURB136
             if last:
                 chain.cut(blocks)
             self.chains[scheme] = chain if last else chain.fork(blocks)
