@@ -303,7 +303,10 @@ class EngineRates:
 
     @property
     def _borrowed(self) -> Parts:
-        return self.fleet.of(self._model())
+        """Estimates of its model's engines, for missing and old ones; the prior without any."""
+        # Without a further call: each decision asks seven times of an engine that is not learned.
+        fleet = self.fleet
+        return (fleet.borrowed if fleet.medians is None else fleet.medians).get(self._model(), fleet.prior)
 
     @property
     def _parts(self) -> Parts | list[float]:
@@ -331,7 +334,7 @@ class EngineRates:
         """``prefill_s_per_token`` and ``decode_interference_s``, for decisions."""
         if now <= self.fresh_until_s:
             return self._own
-        return self.prefill_s_per_token(now), self._parts[3]
+        return self.prefill_s_per_token(now), (self._value or self._borrowed)[3]
 
     def beside_s(self, interference_s: float, running: int, waiting: int) -> float:
         """``interference_s`` with the wait for the step of the ``running``, if no prompt is being computed:
@@ -355,7 +358,7 @@ class EngineRates:
     @property
     def overhead_s(self) -> float:
         """Seconds to a first token if nothing is left to compute and nothing else runs."""
-        return self._parts[0]
+        return (self._value or self._borrowed)[0]
 
     @property
     def step_s(self) -> float:
@@ -365,12 +368,12 @@ class EngineRates:
     @property
     def attention_s(self) -> float:
         """Seconds that each token of context adds to a token's computing."""
-        return self._parts[4]
+        return (self._value or self._borrowed)[4]
 
     @property
     def context_share(self) -> float:
         """Part of a token's time without context that each token of context adds to it."""
-        parts = self._parts
+        parts = self._value or self._borrowed
         return parts[4] / parts[2]
 
     def close(self) -> None:
@@ -391,7 +394,7 @@ class FleetRates:
         self.settings = settings or RateSettings()
         # Engines that have learned something.
         self._engines: dict[EngineRates, None] = {}
-        self._prior = Parts(
+        self.prior = Parts(
             self.settings.overhead_s,
             self.settings.overhead_s,
             self.settings.prefill_s_per_token,
@@ -415,10 +418,6 @@ class FleetRates:
         if engine in self._engines:
             del self._engines[engine]
             self.medians = None
-
-    def of(self, model: str | None) -> Parts:
-        """Estimates of a model's engines, which stand in for missing and old ones; the prior without any."""
-        return (self.borrowed if self.medians is None else self.medians).get(model, self._prior)
 
     @property
     def borrowed(self) -> dict[str | None, Parts]:

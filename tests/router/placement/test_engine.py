@@ -62,7 +62,7 @@ def test_an_engine_leaves_everything_it_is_in_also_where_one_part_fails() -> Non
     assert left == [gone.engine_id]
     assert accounts.inflight.common([1, 2], NOW).blocks == {stays.engine_id: 2}  # type: ignore[list-item]
     assert accounts.affinity.match([7, 8]) == {stays.engine_id: 2}
-    assert accounts.rates.of(None).prefill_s_per_token == stays.rates.prefill_s_per_token(NOW)
+    assert accounts.rates.borrowed[None].prefill_s_per_token == stays.rates.prefill_s_per_token(NOW)
     assert gone.shadow is None
     assert gone.residency is None
 
