@@ -65,7 +65,7 @@ class CallCounter:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is called inside does not count."""
+        """Leave out what is called inside."""
         begin = self._events()
         try:
             yield
