@@ -10,7 +10,7 @@ always have a request open: chats of 64 sessions, each ending as none before did
 session has been read three times. One line per cache layout, tree and size: thousands of instructions in user
 space per request, all threads together; 4,000 are about a microsecond. What runs by the clock (feeds, polls,
 timers) is counted without requests as well: under valgrind a request takes fifty times as long, so that about
-a seventh of the count is theirs. On a busy machine that part differs by run: it is told, not taken off.
+a seventh of the count is theirs. On a busy machine that part differs by run: it is shown, not taken off.
 ``--functions N`` adds the N functions of the interpreter and its libraries with most of them; ``--misses``
 what misses the first and the last cache by callgrind's model of this processor (five times as slow). Several
 trees, this one if none is named, are counted one after the other. What the kernel does is not counted, and

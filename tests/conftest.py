@@ -56,7 +56,7 @@ def _import_share(config: pytest.Config) -> None:
     found = [path for arg in config.args for path in Path(arg).resolve().rglob("test_*.py")]
     for path in sorted(set(found))[worker::count]:
         if not any(path.is_relative_to(out) for out in left_out):
-            # What is wrong with one is said where it is collected; some skip themselves.
+            # What is wrong with one shows where it is collected; some skip themselves.
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 

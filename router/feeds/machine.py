@@ -19,7 +19,7 @@ confirmed, if there is a replay socket. Until the anchor or a batch has confirme
 Batches without a number are numbered by arrival. Such a feed is never READY, as losses do not show, and after
 a disconnect the next batch counts as one of a new process.
 
-What a connection missed before its subscription was in effect is asked for once more, a second later.
+What a connection missed before its subscription was in effect is asked for again, a second later.
 
 Other parts: ``recovery`` (the repair in progress, restarts), ``replay_answers``, ``snapshot_answers``.
 No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.

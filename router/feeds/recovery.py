@@ -76,7 +76,7 @@ RESTART_PAUSE_S = 1.0
 restart, and neither must be asked for its whole history for every batch of the other."""
 SUBSCRIBED_S = 1.0
 """Seconds from a connection until its subscription is in effect. libzmq's PUB reads it with its next message,
-and of a burst only some time into it (``max_command_delay``): what it sends before goes to nobody, and behind
+and of a burst only some time into it (``max_command_delay``): what it sends before is lost, and behind
 the last batch of a burst nothing shows the gap."""
 
 

@@ -148,7 +148,7 @@ class Probes:
             return False
         known = self._due.get(name)
         if known is None or known[0] is not probe:
-            # It joined, lives anew, or another router has told of it.
+            # It joined, restarted, or another router has told of it.
             known = self._due[name] = probe, now if probe is None or probe.again else math.inf
         return now >= known[1] and may_be_probed(engine, now)
 

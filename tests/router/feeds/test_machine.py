@@ -148,7 +148,7 @@ def test_the_first_batch_heard_live_needs_no_replay_answer() -> None:
 
 
 @pytest.mark.parametrize("upto", [0, 3])
-def test_what_was_published_before_the_subscription_was_read_is_asked_for(upto: int) -> None:
+def test_batches_sent_before_the_subscription_was_read_are_asked_for(upto: int) -> None:
     driver = ready(upto=upto)
     driver.tick(SUBSCRIBED_S)
     assert [request.from_seq for request in driver.requests] == [0, max(upto - 1, 0)]

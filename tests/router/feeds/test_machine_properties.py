@@ -132,7 +132,7 @@ def test_with_neither_replay_nor_ids_what_may_be_mixed_up_is_not_ready(script: l
 
 @settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16), st.integers(0, 5), st.booleans())
-def test_what_a_new_connection_misses_at_its_beginning_is_found(
+def test_batches_that_a_new_connection_misses_at_its_beginning_are_found(
     script: list[Step], seed: int, unheard: int, with_ids: bool
 ) -> None:
     simulation = settled(seed, script, ring=100_000, with_ids=with_ids)
