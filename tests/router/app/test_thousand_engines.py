@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.decision import Bench, chat, decide_by
 from benchmarks.layouts import LAYOUTS, Layout
-from kvatlas.publisher.events import BlockStored, DecodedBatch
+from kvatlas.publisher.events import BlockStored, DecodedBatch, encode_tokens
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.api.ops_app import _SharedAnswer
 from kvatlas.router.api.views import LocalView, explain
@@ -247,10 +247,12 @@ async def test_pulls_are_weighed_between_few_targets_and_sources() -> None:
     assert many.prompt is not None
     now = many.router.clock()
     told, other = many.computed(list(many.prompt.token_ids)), many.computed([9] * 512)
+    # As vLLM's own offloading tells it: a hash per event, and no tokens.
     outside = [
-        msgspec.structs.replace(event, medium="CPU")
+        BlockStored([block], None, encode_tokens([]), 0, medium="CPU", group_idx=event.group_idx)
         for event in told[0].events
         if isinstance(event, BlockStored)
+        for block in event.block_hashes
     ]
     for number, engine in enumerate(many.engines):
         engine.version = "0.32"
