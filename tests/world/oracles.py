@@ -603,17 +603,22 @@ def outcomes(fleet: Fleet) -> Counter[str]:
     return found
 
 
+def handoffs(fleet: Fleet) -> int:
+    """Decodes behind a prefill elsewhere, of all routers that run: their receipts have no prediction."""
+    return sum(one.router.proxy.pd_stats.handoffs for one in fleet.serving.values())
+
+
 def judge_receipts(
-    before: Counter[str], after: Counter[str], fleet: Fleet, plan: Plan
+    before: Counter[str], after: Counter[str], fleet: Fleet, plan: Plan, decodes: int
 ) -> Iterator[Violation]:
     """In quiet, a prediction is exact; of an engine that has stored nothing since its start nothing is known
-    yet."""
+    yet, and of ``decodes`` behind a prefill elsewhere none is made."""
     got = after - before
     inexact = {word: number for word, number in got.items() if word != "exact"}
     silent = [i for i, one in enumerate(plan.engines) if not one.get("publish_events", True)]
     if silent:
         return  # an estimate by design
-    if inexact.get("unpredicted", 0) <= len(plan.engines) * plan.routers:
+    if inexact.get("unpredicted", 0) <= len(plan.engines) * plan.routers + decodes:
         inexact.pop("unpredicted", None)
     if inexact:
         hosts = [engine_host(i) for i in sorted(fleet.listed)]

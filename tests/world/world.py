@@ -143,12 +143,13 @@ class World:
             self.violations.append(Violation("faults", f"not ready in quiet: {why}"))
         self.violations += oracles.judge_books(fleet)
         self.violations += oracles.judge_leases(fleet)
-        before = oracles.outcomes(fleet)
+        before, decodes = oracles.outcomes(fleet), oracles.handoffs(fleet)
         for number in range(_PROBES):
             await self._send(f"q{number}", *self._probe(number), quiet=True)
             await asyncio.sleep(_PROBE_EVERY_S)
         self.receipts = oracles.outcomes(fleet)
-        self.violations += oracles.judge_receipts(before, self.receipts, fleet, self.plan)
+        decodes = oracles.handoffs(fleet) - decodes
+        self.violations += oracles.judge_receipts(before, self.receipts, fleet, self.plan, decodes)
         self.violations += oracles.judge_books(fleet)
 
     def _probe(self, number: int) -> tuple[ClientRequest, dict[str, Any]]:
