@@ -30,7 +30,7 @@ from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routi
 
 REQUESTS = 96 + examples(96)
 """Of 64 concurrent ones."""
-# Prompts take longer than costs that count as equal (``TIE_S``): among equals the longest prefix decides alone.
+# A prompt costs more than ``TIE_S``: among engines of equal cost the longest prefix decides alone.
 STEADY: dict[str, Any] = {"prefill_s_per_token": 3e-5, "decode_s_per_token": 2e-3}
 
 
