@@ -335,7 +335,7 @@ class Engine(EngineStatus):
     ) -> None:
         super().__init__(address, fleet_changed=fleet_changed)
         self.breaker = Breaker()
-        self.rates = accounts.rates.engine(partial(getattr, self, "base_model"))
+        self.rates = accounts.rates.engine()
         self.load = LoadAccount(self.rates, stats=accounts.load_stats)
         self.evictions = EvictionForecast()
         """Forecast of evictions from its pool for prompts in flight."""

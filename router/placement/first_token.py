@@ -9,7 +9,6 @@ most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
 from statistics import median
 from typing import Annotated
 
@@ -28,10 +27,8 @@ MODELS_MAX = 16
 OTHER = "other"
 # A smaller share of accurate predictions, of at least this number, is a problem of the engine.
 ACCURATE_SHARE_MIN, ACCURATE_OF_MIN = 0.5, 20
-# Errors between two computations of the margin: sorting them takes 2 us.
-_REFRESH_EVERY = 4
-# Latest errors that the margin is taken from.
-_MARGIN_OF = 40
+# Errors between two computations of the margin: sorting the window takes 4 us.
+_REFRESH_EVERY = 8
 _ERRORS_S = (-30.0, -10.0, -2.5, -1.0, -0.25, -0.05, -0.01, 0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0)
 
 
@@ -55,8 +52,6 @@ class FirstTokenParts(msgspec.Struct, frozen=True, gc=False):
 class FirstTokenSummary(msgspec.Struct, kw_only=True):
     """An engine's latest first tokens, predicted and measured: medians over the window, seconds."""
 
-    guessed: bool = True
-    """Predictions are a guess: too few first tokens of the engine itself were seen."""
     accurate: int = 0
     """Accurate predictions of the window."""
     compared: int = 0
@@ -64,7 +59,7 @@ class FirstTokenSummary(msgspec.Struct, kw_only=True):
     predicted_s: float | None = None
     measured_s: float | None = None
     margin_s: float | None = None
-    """Seconds on top of a prediction within which 95 of 100 of the latest first tokens came."""
+    """Seconds on top of a prediction within which the first token comes in 95 of 100 requests."""
 
 
 class SloStats(msgspec.Struct):
@@ -79,8 +74,7 @@ class SloStats(msgspec.Struct):
     decisions: Annotated[int, "kvatlas_slo_decisions_total"] = 0
     """Decisions on requests with a service level; a request that waited in the queue is decided twice."""
     hopeless: Annotated[int, "kvatlas_slo_hopeless_total"] = 0
-    """Of these, those for which every engine was predicted to miss the target, even without the margin for
-    errors, so that the cost decided."""
+    """Of these, those for which every engine was predicted to miss the target, so that the cost decided."""
     engines_skipped: Annotated[int, "kvatlas_slo_engines_skipped_total"] = 0
     """Engines left out of decisions, because the cheapest one was predicted to miss the target and others
     were not; not counted in fleets with prefill engines."""
@@ -127,19 +121,16 @@ class FirstTokenErrors:
     def margin_s(self) -> float | None:
         """The error that ``MARGIN_QUANTILE`` of the window stay below, at least 0; None without errors."""
         if self._refresh_in <= 0 and self._latest:
-            # Errors from before a change of speed, or of load, say nothing of the next one.
-            latest = islice(reversed(self._latest), _MARGIN_OF)
-            errors = sorted([measured - predicted for predicted, measured in latest])
+            errors = sorted([measured - predicted for predicted, measured in self._latest])
             self._margin_s = max(0.0, errors[int(MARGIN_QUANTILE * (len(errors) - 1))])
             self._refresh_in = _REFRESH_EVERY
         return self._margin_s
 
-    def summary(self, *, guessed: bool = False) -> FirstTokenSummary:
+    def summary(self) -> FirstTokenSummary:
         """Summarize the window."""
         if not self._latest:
-            return FirstTokenSummary(guessed=guessed)
+            return FirstTokenSummary()
         return FirstTokenSummary(
-            guessed=guessed,
             accurate=self.accurate,
             compared=len(self._latest),
             predicted_s=median([predicted for predicted, _ in self._latest]),

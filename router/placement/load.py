@@ -45,8 +45,6 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Without a first token for this long, lateness is reset."""
     recent_s: float = 30.0
     """Time constant with which work sent to an engine fades from ``EngineLoad.recent_s``."""
-    step_tokens_max: int = 8192
-    """Tokens of one scheduler step (``--max-num-batched-tokens``), at most, unless one prompt has more."""
     unseen_s_min: float = 1.0
     """Gauges are ignored for requests sent less than this before: they may not have arrived yet."""
 
@@ -104,24 +102,14 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     """Time at which its prompt was done."""
     alone: bool = True
     """Whether no prompt of others waited there when it was sent."""
+    beside: int = 0
+    """Number of others' requests running there then."""
     work_s: float = 0.0
     """Expected computing and loading when it was sent."""
     pages: int = 0
     """Blocks of the cache that it takes, if it shared none."""
     sequences: int = 1
     """Requests that the engine makes of it: prompts times answers."""
-    computed_tokens: int = 0
-    """Of all prompts before it whose first token had come when it was sent."""
-    own_tokens: int = 0
-    """Its tokens to compute; ``uncached_tokens`` are as many as take as long without a context."""
-    pairs: float = 0.0
-    """Of such a token and one before it."""
-    done_s: float = 0.0
-    """Time that the running step had had then."""
-    waits: float = 0.0
-    """Share of a step that had to end first."""
-    running: int = 0
-    """Requests running there then."""
     rank_s: float = 0.0
     """Its place among waiting prompts: lower goes first, equals in the order of admission."""
     awaited: bool = True
@@ -181,8 +169,7 @@ class LoadAccount:
         "_awaited",
         "_awaited_load_s",
         "_awaited_tokens",
-        "_batch_tokens",
-        "_computed_tokens",
+        "_carried_tokens",
         "_foreign",
         "_fresh_until_s",
         "_gauges_s",
@@ -197,8 +184,8 @@ class LoadAccount:
         "_settings",
         "_startable",
         "_stuck",
+        "_sure",
         "_unseen",
-        "_unsure_s",
         "_waiting",
         "last_admit_s",
         "link_free_s",
@@ -237,14 +224,11 @@ class LoadAccount:
         self._unseen: dict[Ticket, Callable[[], None]] = {}  # in the order of admission
         # mean, from a first token to the end.
         self._answer_s = settings.answer_s
-        # Time at which the engine began with the head, and tokens of the prompts that waited then: its first
-        # token comes with theirs, as far as they are in the same step.
+        # Time at which the engine began with the head.
         self._head_s = 0.0
-        self._batch_tokens = 0
-        # Tokens of all prompts ever sent whose first token came, or was not to be seen.
-        self._computed_tokens = 0
-        # Those sent before waited for something else than the tokens that the account has.
-        self._unsure_s = -math.inf
+        # Whether _head_s is a fact (idle engine or first token seen) or a guess.
+        self._sure = True
+        self._carried_tokens = 0  # of prompts that overtook the head
         self.last_admit_s = -math.inf  # of our last request there
         self._late_s = 0.0
         self._late_seen_s = -math.inf
@@ -275,29 +259,17 @@ class LoadAccount:
         requests that the engine makes of it."""
         if self._awaited:
             self._advance(now)
-        alone = not self._awaited
-        if alone:
+        if not self._awaited:
+            self._head_s, self._sure, self._carried_tokens = now, True, 0
             self._startable, self._stuck = 1, False
         # At least 1: vLLM always computes the last token of a prompt, for its logits.
         tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
-        own_tokens, pairs, rates = tokens, 0.0, self.rates
-        if prompt_tokens:
-            pairs = tokens * (prompt_tokens - 0.5 * tokens)
-            tokens += int(rates.context_share * pairs)
         ticket = Ticket(tokens, streams, load_s, now, now + expected_s, rank_s=rank_s, sequences=sequences)
-        if alone:
-            self._head_s, self._batch_tokens = now, tokens
-            ticket.waits = 0.5 if running else 0.0
-        else:
-            ticket.waits = 1.0
-            # By the gauges, all wait for something else.
-            if not self._stuck:
-                ticket.done_s = min(now - self._head_s, self._batch_s(rates.prefill_s_per_token(now)))
-        ticket.running, ticket.computed_tokens = running, self._computed_tokens
-        ticket.own_tokens, ticket.pairs = own_tokens, pairs
         # A first token that waited for other clients' prompts would count their prefill as its own: four
         # workers would believe equal engines to differ by half.
         ticket.alone = waiting <= self._waiting
+        if running > self._running:
+            ticket.beside = running - self._running
         awaited, self._order = self._awaited, None
         if not awaited or next(reversed(awaited)).rank_s <= rank_s:
             awaited[ticket] = None
@@ -307,13 +279,11 @@ class LoadAccount:
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
         ticket.pages = self.pages.need(prompt_tokens)
-        if ticket.pages > self.pages.free:
-            ticket.alone = False  # it waits for room
         self.pages.admit(ticket.pages)
         ticket.work_s = tokens * self.rates.prefill_s_per_token(now) + load_s
         self._recent_s, self._recent_at_s = self.recent_s(now) + ticket.work_s, now
         self.last_admit_s = now
-        self._foreign.sent(own_tokens)
+        self._foreign.sent(tokens)
         self.touched()
         self.stats.admitted += 1
         # Bounded; the oldest prompt is the likeliest to have been computed.
@@ -348,24 +318,28 @@ class LoadAccount:
         self._advance(now)
         self._stuck = False
         self.touched()
-        foreign_waiting = self._foreign.num_waiting(now)
-        self._computed_tokens += ticket.uncached_tokens
-        if ticket.awaited:
-            self._start(ticket, now)
-        else:
-            # It was overdue: the engine was busy with this one until now.
+        # It was overdue: the engine was busy with this one until now.
+        if not ticket.awaited:
             self._assumed.pop(ticket, None)
-        # A step ended, and all that wait may be in the next one.
-        self._head_s, self._batch_tokens = now, self._awaited_tokens
-        if not ticket.alone:
-            self._unsure_s = now  # nor is it known what those behind it waited for
-        known = ticket.alone and not foreign_waiting and not ticket.load_s and ticket.sent_s > self._unsure_s
-        if not known:
+            self._head_s, self._sure = now, True
             return None
-        # What was computed meanwhile: others may have overtaken it, or left.
-        tokens = self._computed_tokens - ticket.computed_tokens - ticket.uncached_tokens + ticket.own_tokens
-        service_s = now - ticket.sent_s
-        return PrefillSample(tokens, service_s, ticket.running, ticket.waits, ticket.done_s, ticket.pairs)
+        was_head = next(iter(self._awaited)) is ticket
+        foreign_waiting = self._foreign.num_waiting(now)
+        running = self._running + ticket.beside
+        self._start(ticket, now)
+        if not was_head:
+            # A first token out of order: with an engine order the head has not begun; otherwise both prompts
+            # were in one step, and the head's sample has the tokens of both.
+            if ticket.rank_s:
+                self._head_s, self._sure = now, False
+            else:
+                self._carried_tokens += ticket.uncached_tokens
+            return None
+        tokens = ticket.uncached_tokens + self._carried_tokens
+        known = self._sure and ticket.alone and not foreign_waiting and not ticket.load_s
+        sample = PrefillSample(tokens, now - self._head_s, running)
+        self._head_s, self._sure, self._carried_tokens = now, True, 0
+        return sample if known else None
 
     def unseen(self, ticket: Ticket, now: float, ended: Callable[[], None]) -> float:
         """Note that the request will not be observed. Returns the seconds after which it should be over;
@@ -429,12 +403,8 @@ class LoadAccount:
         self._gauges_s, self._fresh_until_s = now, now + self._settings.gauge_fresh_s
         self._startable = max(0, self._waiting - waiting)
         self._stuck = bool(self._awaited) and not self._startable
-        if waiting:
-            begun = islice(self._awaited, self._startable)
-            self._batch_tokens = min(self._batch_tokens, sum([one.uncached_tokens for one in begun]))
         if self._stuck:
-            self._head_s = self._unsure_s = now
-            self._batch_tokens = self._awaited_tokens
+            self._head_s, self._sure, self._carried_tokens = now, False, 0
             ranks = islice((ticket.rank_s for ticket in self._awaited), 2)
             if next(ranks) > next(ranks, math.inf):  # the head waits too, so that those above it pass it
                 self._awaited, self._order = dict.fromkeys(sorted(self._awaited, key=_rank_s)), None
@@ -548,24 +518,18 @@ class LoadAccount:
             found = self._progress(rate)
             moves = not (self._stuck and now < self._fresh_until_s)
             done_s = min(now - found.head_at_s, found.head_s) if moves else 0.0
-            tokens = max(0, round((found.whole_s - self.rates.step_s - done_s) / rate))
+            tokens = round((found.whole_s - done_s) / rate)
         return OthersLoad.bounded(self._running, self._waiting, tokens, recent_ms, link_ms)
 
     def _progress(self, rate: float, beyond_s: float = 0.0) -> HeadProgress:
         """How the seconds of prefill and loads of our awaited prompts there (at least one) fall with time."""
         # Loads count although others are computed meanwhile: the next prompt mostly loads too, over the same
         # link (docs/decisions/010-loads-in-the-queue.md).
-        whole_s = self._awaited_tokens * rate + self._awaited_load_s + self.rates.step_s
-        # Only the running step is reduced by time: vLLM computes waiting prompts in order, so the next one
-        # starts when the head's first token arrives.
-        return HeadProgress(whole_s, self._head_s, self._batch_s(rate), beyond_s)
-
-    def _batch_s(self, rate: float) -> float:
-        """Seconds of the step that has the head, and of the loads before it."""
+        whole_s = self._awaited_tokens * rate + self._awaited_load_s
+        # Only the head is reduced by time: vLLM computes waiting prompts in order, so the next one starts
+        # when the head's first token arrives.
         head = next(iter(self._awaited))
-        most = max(head.uncached_tokens, self._settings.step_tokens_max)
-        tokens = min(max(self._batch_tokens, head.uncached_tokens), most, self._awaited_tokens)
-        return tokens * rate + head.load_s + self.rates.step_s
+        return HeadProgress(whole_s, self._head_s, head.uncached_tokens * rate + head.load_s, beyond_s)
 
     def check_integrity(self) -> list[str]:
         """Recount; an empty list, or one sentence per contradiction."""
@@ -596,7 +560,6 @@ class LoadAccount:
                 return self._fresh_until_s
             allowed_s = head.uncached_tokens * rate + head.load_s
             if head.streams:
-                allowed_s = self._batch_s(rate) + self.rates.overhead_s
                 # A stream shows its first token, so it gets more time before it is assumed done. Other
                 # answers show nothing before their end: their prompt is done after its expected time.
                 allowed_s = settings.overdue_factor * allowed_s + settings.overdue_s
@@ -614,7 +577,7 @@ class LoadAccount:
         self.touched()
         self._start(head, now)
         self._assumed[head] = None
-        self._batch_tokens = self._awaited_tokens
+        self._sure, self._carried_tokens = False, 0
 
     def _unassume(self, tickets: list[Ticket]) -> None:
         """Put back prompts that wait by the gauges, before all that were sent after them."""
@@ -627,8 +590,6 @@ class LoadAccount:
             self._waiting += ticket.sequences
             ticket.awaited = True
             self._awaited_tokens += ticket.uncached_tokens
-            if not ticket.streams:
-                self._computed_tokens -= ticket.uncached_tokens
             self._awaited_load_s += ticket.load_s
             self.pages.unstart(ticket.pages)
 
@@ -665,8 +626,6 @@ class LoadAccount:
         self._order = None
         self._waiting -= ticket.sequences
         self._awaited_tokens -= ticket.uncached_tokens
-        if not ticket.streams:
-            self._computed_tokens += ticket.uncached_tokens
         # No awaited prompts, nothing to load: rounding errors do not add up.
         self._awaited_load_s = self._awaited_load_s - ticket.load_s if self._awaited else 0.0
         ticket.awaited = False
@@ -679,12 +638,9 @@ class LoadAccount:
             return
         self._advance(now)
         if ticket.awaited:
-            was_head = next(iter(self._awaited)) is ticket
+            if next(iter(self._awaited)) is ticket:
+                self._head_s, self._sure, self._carried_tokens = now, False, 0
             self._start(ticket, now)
-            if was_head:
-                self._head_s, self._batch_tokens = now, self._awaited_tokens
-                if ticket.streams:
-                    self._unsure_s = now  # a part of it may have been computed
         self._unseen.pop(ticket, None)
         self._assumed.pop(ticket, None)
         # Pages are held from the start of the prefill, which is ``work_s`` before the first token.

@@ -33,7 +33,6 @@ from kvatlas.router.placement.first_token import FirstTokenParts
 from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.pull import PullOrder
-from kvatlas.router.placement.rates import EngineRates
 from kvatlas.router.placement.service_level import SloForecast
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.proxy.attempt import Answer, Attempt, Fields
@@ -225,18 +224,9 @@ def predicted_first_token(
     """Return the predicted time to first token on this engine; None without a prediction of the hit."""
     if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
         return None
-    return first_token_parts(candidate, cost, engine.rates, read.num_tokens)
-
-
-def first_token_parts(
-    candidate: Candidate, cost: Cost, rates: EngineRates, prompt_tokens: int
-) -> FirstTokenParts:
-    """Return the time to first token on an engine with these rates, part by part."""
     queue_s = candidate.queue_s
     pages_s, load_s, prefill_s = cost.wait_s - queue_s, cost.load_s, cost.prefill_s
-    uncached = cost.uncached_tokens
-    prefill_s += rates.attention_s * uncached * (prompt_tokens - 0.5 * uncached)
-    engine_s = rates.overhead_s + candidate.decode_interference_s * candidate.running
+    engine_s = engine.rates.overhead_s + candidate.decode_interference_s * candidate.running
     total_s = queue_s + pages_s + load_s + prefill_s + engine_s
     return FirstTokenParts(queue_s, pages_s, load_s, prefill_s, engine_s, total_s)
 

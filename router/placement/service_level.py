@@ -68,21 +68,16 @@ def within_service_level(
     """Leave out the engines predicted to give the first token later than in ``left_s``.
 
     Returns the engines that remain, their candidates, and the candidates left out. None: the engine chosen by
-    cost makes it, or none does, or all do without the margin for errors.
+    cost makes it, or none does.
     """
     stats.decisions += 1
     met = level_met(choice, engines, left_s)
     if met is None:
         return None
-    if not any(met):
-        # Within the margin: one that is likely to make it is better than one that is not.
-        met = within_level(choice.scored, [engine.rates.overhead_s for engine in engines], left_s)
     in_time = [at for at, good in enumerate(met) if good]
     late = [at for at, good in enumerate(met) if not good]
     if not in_time:
         stats.hopeless += 1
-        return None
-    if not late:
         return None
     stats.engines_skipped += len(late)
     whole = columns(found)

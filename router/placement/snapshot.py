@@ -28,7 +28,6 @@ from kvatlas.router.placement.candidate import EngineState, Hit
 from kvatlas.router.placement.engine import Engine, EngineChanges, PromptView
 from kvatlas.router.placement.fleet_values import Candidates, FleetValues, Floats, Places
 from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
-from kvatlas.router.placement.rates import Parts
 
 _READY = FeedState.READY
 _NO_ROOMS: dict[int, tuple[float, float]] = {}
@@ -112,9 +111,9 @@ class FleetSnapshot:
         self._due: list[tuple[float, int]] = []
         # Engines with estimates of the fleet, and these, by the medians that they were taken from.
         self._borrowing: set[int] = set()
-        self._borrowed: Mapping[str | None, Parts] = {}
+        self._borrowed = 0.0, 0.0
         self._fleet_rates = engines[0].rates.fleet if engines else None
-        self._medians: Mapping[str | None, Parts] | None = None
+        self._medians: tuple[float, float, float] | None = None
         self._others: Mapping[str, OthersLoad] | None = {}
         if like is not None:
             self._take_over(like)
@@ -291,7 +290,7 @@ class FleetSnapshot:
         rates, due = self._fleet_rates, self._due
         if not self._known:
             stale: Collection[int] = range(len(self.engines))
-            self._borrowed = {} if rates is None else rates.borrowed
+            self._borrowed = (0.0, 0.0) if rates is None else rates.borrowed
         elif (
             not self.changed
             and others is self._others
@@ -353,7 +352,6 @@ class FleetSnapshot:
         known = self._others
         others = known.get(engine.engine_id, NO_OTHERS) if known else None if known is None else NO_OTHERS
         queue_s, running, waiting, _, late_s, recent_s, head, until_s = load.ahead(now, others, rate)
-        interference_s = rates.beside_s(interference_s, running, waiting)
         values, state, last_s = self.values, self._states[at], load.last_admit_s
         if recent_s != state.recent_s:
             before, self._recents[at] = self._recents[at], int(recent_s * _ONE_F)

@@ -138,11 +138,7 @@ class FleetSim:
         self._policy = policy(variant.policy) if isinstance(variant.policy, str) else variant.policy
         self._state = ArmState()
         self._accounts = Accounts(lambda: self._now, lambda: self._now)
-        self._accounts.rates = FleetRates(
-            RateSettings(
-                prefill_s_per_token=setup.timing.prefill_s_per_token, overhead_s=setup.timing.chunk_s
-            )
-        )
+        self._accounts.rates = FleetRates(RateSettings(prefill_s_per_token=setup.timing.prefill_s_per_token))
         self._scheme = simulated_scheme(setup.groups)
         self._pull_s_per_token = 0.0
         if setup.tiers is not None and setup.tiers.pull_bytes_per_s and variant.pulls:

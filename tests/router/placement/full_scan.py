@@ -50,7 +50,6 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
             others = by_engine.get(name, NO_OTHERS)
         load = engine.load
         queue_s, running, waiting, idle_s, late_s, recent_s, *_ = load.ahead(now, others, rate)
-        interference_s = engine.rates.beside_s(interference_s, running, waiting)
         candidate = Candidate(
             name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
         )

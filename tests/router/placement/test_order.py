@@ -21,7 +21,7 @@ days = st.floats(0, 1e5)
 
 
 def account() -> LoadAccount:
-    return LoadAccount(FleetRates(RateSettings(prefill_s_per_token=RATE, overhead_s=0.0)).engine())
+    return LoadAccount(FleetRates(RateSettings(prefill_s_per_token=RATE)).engine())
 
 
 def given_order(one: int, now: float = 0.0, weight: float = 2.0) -> EngineOrder:
@@ -99,7 +99,7 @@ def test_the_next_head_is_the_first_in_the_engines_order() -> None:
     assert load.queue_ahead_s(1.25) == pytest.approx(5.25)  # the short one is under way
     sample = load.first_token(short, 1.5)
     assert sample is not None
-    assert (sample.tokens, sample.service_s + sample.done_s) == (1500, pytest.approx(1.5))
+    assert sample.tokens == 500
     assert ahead_s(load, 100, 1.5) == pytest.approx(5.0)  # the long one has begun: nothing passes it
     assert load.first_token(long, 6.5) is not None
 
@@ -111,9 +111,7 @@ def test_a_first_token_out_of_order_says_that_the_head_has_not_begun() -> None:
     other = admit(load, 9000, 1.0)
     load.first_token(other, 3.0)
     assert load.queue_ahead_s(3.0) == pytest.approx(4.0)
-    sample = load.first_token(believed, 7.0)
-    assert sample is not None
-    assert (sample.tokens, sample.service_s) == (13_000, 6.0)
+    assert load.first_token(believed, 7.0) is None, "no sample: it is not known when it began"
 
 
 def test_where_all_prompts_wait_a_newcomer_passes_the_head_too() -> None:

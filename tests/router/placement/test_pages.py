@@ -28,7 +28,7 @@ def pages(blocks: int = 1000, groups: tuple[GroupSpec, ...] = FULL) -> PageAccou
 
 
 def load_account(blocks: int = 1000) -> LoadAccount:
-    load = LoadAccount(FleetRates(RateSettings(prefill_s_per_token=0.001, overhead_s=0.0)).engine())
+    load = LoadAccount(FleetRates(RateSettings(prefill_s_per_token=0.001)).engine())
     load.pages.configure(blocks, FULL)
     return load
 
