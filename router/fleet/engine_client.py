@@ -10,6 +10,7 @@ Invariant: no answer raises, whatever an engine sends.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import secrets
@@ -127,6 +128,8 @@ class EngineClient:
                 found[name] = found.get(name, 0.0) + float(value)
             except ValueError:
                 return None
+        if not all(map(math.isfinite, found.values())):
+            return None
         return (found[b"queries"], found[b"hits"]) if len(found) == 2 else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvatlas.router.fleet.engine_client import TOKENS_MAX, numbers
+from kvatlas.router.fleet.engine_client import TOKENS_MAX, CacheReport, EngineClient, numbers
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.salt_proof import (
     AGAIN_S,
@@ -137,6 +137,20 @@ def test_numbers_deeper_than_any_usage_are_left_out(depth: int) -> None:
     for _ in range(depth):
         told = {"in": told}
     assert list(numbers(told)) == [("n", 1)] * (depth <= 6)
+
+
+@pytest.mark.parametrize("hits", ["1e999", "e+", "1.0.0"])
+async def test_counters_that_are_no_finite_numbers_count_nothing(hits: str) -> None:
+    queries = iter((0, 64))
+
+    async def ask(method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if method == "POST":
+            return 200, b'{"usage": {"prompt_tokens": 64}}'
+        counted = next(queries)
+        page = f"vllm:prefix_cache_queries_total {counted}\nvllm:prefix_cache_hits_total {hits}\n"
+        return 200, page.encode()
+
+    assert await EngineClient(ask).send(CHAT, b"{}") == CacheReport(prompt_tokens=64)
 
 
 @pytest.mark.parametrize("dropped", [0, 1])
