@@ -133,7 +133,7 @@ class EngineLifecycle:
             return
         self._learn_adapters(engine, base)
         if engine.probe is not None and engine.probe.model != base:
-            engine.lives_anew()
+            engine.forget_probe()
         # new, moved, or another model: follow it from the start.
         if not self._control.follows(address, base):
             self._control.stop(engine.engine_id)
@@ -152,7 +152,7 @@ class EngineLifecycle:
         """Implement ``FleetListener``."""
         # Without events the state of its cache is unknown now: start over.
         engine.reset()
-        engine.lives_anew()
+        engine.forget_probe()
         self._abandon(engine)
         if not engine.silent:
             self.feeds.suspect(engine.engine_id)
@@ -195,13 +195,13 @@ class EngineLifecycle:
         now = self._clock()
         if engine.started is None and now - engine.restart_s >= _RESTART_S_MIN:
             engine.restart_s = now
-            engine.lives_anew()
+            engine.forget_probe()
             engine.end_older(looked_s)
 
     def engine_restarted(self, engine: Engine) -> None:
         """Implement ``FleetListener``."""
         engine.reset()
-        engine.lives_anew()
+        engine.forget_probe()
         now = self._clock()
         # By its own clock, which may differ from ours; after the poll that the old process answered.
         age_s = self._accounts.wall() - (engine.started or math.inf)

@@ -50,7 +50,7 @@ class ReplayAnswers:
         if repair is None:
             return
         recovery.stats.replay_failures += 1
-        if repair.kind in {RepairKind.RESYNC, RepairKind.LATE}:
+        if not repair.holds:  # no batch waits for it
             recovery.give_up(now, repair)
         else:
             recovery.ask_again(now, repair)

@@ -53,7 +53,7 @@ class EngineCalls:
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
         """Post a JSON body with the router's key, for its own requests."""
-        return await self._send(self._own, "POST", url, body, headers, timeout_s)
+        return await self.send("POST", url, body, headers, timeout_s)
 
     async def send(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float

@@ -406,7 +406,7 @@ class Engine(EngineStatus):
         self.hit_share = 1.0 if probe is None or self._unseen is not None else probe.hit_share
         self._touched()
 
-    def lives_anew(self) -> None:
+    def forget_probe(self) -> None:
         """Forget what was proven: another process may answer from now on."""
         self.life += 1
         self.probe = None

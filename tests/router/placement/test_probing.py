@@ -210,7 +210,7 @@ def test_a_proven_engine_is_not_asked_again_but_a_new_process_is() -> None:
         (asked,) = world.asked.values()
         await world.for_s(600.0)
         assert world.asked["http://e0:1"] == asked
-        world.engine.lives_anew()
+        world.engine.forget_probe()
         assert world.engine.probe is None
         await world.for_s(5.0)
         assert world.asked["http://e0:1"] == 2 * asked
