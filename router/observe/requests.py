@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import structlog
@@ -34,6 +34,12 @@ GONE, BROKEN, UNSEEN = "client_gone", "broken_stream", "unseen"
 ENDED_KEPT = 4096
 # Length of a request id in receipts and pages: clients choose it.
 REQUEST_ID_CHARS_MAX = 256
+# Tokens per event of a stream: the share of what is known of it that stays with each further stream, the
+# difference from 1 that openings and ends of short answers make, and bounds against reports that are wrong.
+_PACE_KEPT, _PACE_NOISE = 0.9, 0.1
+_PACE_MIN, _PACE_MAX = 0.25, 16.0
+Certainty = Literal["measured", "counted", "estimated"]
+"""How sure a number of tokens is: the engine's report; what passed; a prediction."""
 _TEXT_MAX = 200
 _TELL_EVERY_S = 5.0
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -200,6 +206,8 @@ class RequestTracker:
         self.live: dict[RequestRecord, None] = {}
         """Requests in progress."""
         self._ended: deque[RequestRecord] = deque(maxlen=ENDED_KEPT)
+        self._paces: dict[str, tuple[float, float]] = {}
+        """Tokens that an engine reported of its latest streams, and their events with tokens."""
         self._here = here
         self._seldom = LogThrottle(_TELL_EVERY_S)
 
@@ -282,14 +290,27 @@ class RequestTracker:
             times.overhead.observe(record.overhead_s)
             if outcome[0] == "2":
                 times.whole.observe(now - record.arrived_s)
+        if record.usage is not None and record.streamed_tokens and engine:
+            tokens, events = self._paces.get(engine, (0.0, 0.0))
+            self._paces[engine] = (
+                _PACE_KEPT * tokens + record.usage.completion_tokens,
+                _PACE_KEPT * events + record.streamed_tokens,
+            )
         record.placement_facts = _no_facts
         self._ended.append(record)
         if record.session is not None and record.engine:
             self._sessions.ended(record, record.session)
 
+    def tokens_per_event(self, engine_id: str) -> float:
+        """By the latest streams of an engine that reported both; exactly 1 where most events have one."""
+        tokens, events = self._paces.get(engine_id, (0.0, 0.0))
+        pace = tokens / events if events else 1.0
+        return min(max(pace, _PACE_MIN), _PACE_MAX) if abs(pace - 1.0) > _PACE_NOISE else 1.0
+
     def forget(self, engine_id: str) -> None:
         """Drop the counts of an engine that left the fleet."""
         self.books.settle()
+        self._paces.pop(engine_id, None)
         for key in self._counted.pop(engine_id, ()):
             del self._counts[key]
 
@@ -347,7 +368,9 @@ class RequestRecord(msgspec.Struct, eq=False):
     ended_s: float | None = None
     usage: Usage | None = None
     streamed_tokens: int = 0
-    """About as many tokens as were passed on of a stream: its events."""
+    """Events with tokens that were passed on of a stream."""
+    tokens_per_event: float = 1.0
+    """In streams of this engine."""
     times: ModelTimes | None = None
     trace: RequestTrace | None = None
     why: Callable[[], dict[str, Any]] = dict
@@ -378,6 +401,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         now = self.tracker.clock()
         if self.first_s is None:
             self.first_s = now
+            self.tokens_per_event = self.tracker.tokens_per_event(self.engine)
             times.first_token.observe(now - self.arrived_s)
             if self.trace is not None:
                 self.trace.first_token()
@@ -397,11 +421,28 @@ class RequestRecord(msgspec.Struct, eq=False):
         return str(self.status)
 
     @property
+    def served(self) -> bool:
+        """Whether an engine may have computed it: it answered with success, the answer passed unseen, or the
+        client left while one was at work."""
+        if self.gone and not self.status:
+            return bool(self.engine)
+        return self.unseen or 200 <= self.status < 300
+
+    @property
     def generated_tokens(self) -> int | None:
         """Tokens that were generated: as the engine reported, else those that were seen; None: unknown."""
         if self.usage is not None:
             return self.usage.completion_tokens
-        return self.streamed_tokens or None
+        return round(self.streamed_tokens * self.tokens_per_event) or None
+
+    @property
+    def generated_is(self) -> Certainty | None:
+        """How sure ``generated_tokens`` are."""
+        if self.usage is not None:
+            return "measured"
+        if not self.streamed_tokens:
+            return None
+        return "counted" if self.tokens_per_event == 1.0 else "estimated"
 
     def retire(self) -> None:
         """Reduce an ended request to what is kept: no prompt, and bounded texts of clients."""

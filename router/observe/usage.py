@@ -26,8 +26,9 @@ from kvatlas import __version__
 from kvatlas.publisher.block_hash import PromptExtras
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.observe.prefix_ids import prefix_ids, read_key
-from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.observe.requests import Certainty, RequestRecord
 from kvatlas.router.observe.traces import FLUSH_MS, TraceSettings, counting
+from kvatlas.router.openai.request import Usage
 from kvatlas.router.openai.work import NO_WORK, Work
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int | None
     """Prompt tokens. With keys, those charged to the tenant."""
     generated_tokens: int | None
-    """Tokens that were generated, as reported; of a stream without a report, the events that came."""
+    """Tokens that were generated, as reported; of a stream without a report, those that passed."""
     predicted_tokens: int | None
     """Prediction of ``cached_tokens`` by the index."""
     mode: str
@@ -241,6 +242,10 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted wait in the engine's queue at that time."""
     predicted_ttft_s: float | None
     """Predicted seconds from ``asked_s`` to the first token."""
+    computed_is: Certainty | None = None
+    """How sure ``computed_tokens`` is: ``measured`` by the engine's report, else ``estimated``."""
+    generated_is: Certainty | None = None
+    """How sure ``generated_tokens`` is: ``measured``, ``counted`` as they passed, or ``estimated``."""
     hashed_tokens: int | None
     """Prompt tokens that ``hash_ids`` stand for."""
     hash_ids: list[int] | None
@@ -435,6 +440,8 @@ def usage_line(
     many = facts.work is not None and facts.work.sequences > 1
     if computed is None and usage is not None and (cached is not None or many):
         computed = (facts.work or NO_WORK).computed(usage)
+    elif computed is None and usage is None and facts.work is not None and record.served:
+        computed = facts.work.uncached_tokens
     # Of several prompts or answers the engine reports one.
     unlike = many or facts.mode == "partial"
     ids = None
@@ -462,6 +469,8 @@ def usage_line(
         store_tokens=store,
         computed_tokens=computed,
         generated_tokens=record.generated_tokens,
+        computed_is=_computed_is(computed, usage, many=many),
+        generated_is=record.generated_is,
         predicted_tokens=predicted,
         mode=facts.mode,
         verified=None if unlike or None in (predicted, cached) else predicted == cached,
@@ -489,6 +498,12 @@ def rotated_files(path: Path) -> list[Path]:
 
 
 _NO_FACTS = PlacementFacts()
+
+
+def _computed_is(computed: int | None, usage: Usage | None, *, many: bool) -> Certainty | None:
+    if computed is None or (usage is None and not computed):
+        return None
+    return "estimated" if usage is None or usage.cached_tokens is None or many else "measured"
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -31,6 +31,7 @@ from kvatlas.router.proxy.events import (
     last_event_end,
     names_opening,
     read_event,
+    tokens_in,
 )
 from kvatlas.router.proxy.stream_usage import UsageFilter
 
@@ -139,7 +140,6 @@ _EVENT_BYTES_MAX = 256 * 1024
 _HELD_BYTES_MAX = 4 << 20
 # Within which an event is named.
 _NAME_BYTES_MAX = 1024
-_DONE: Final = b"data: [DONE]"
 # Enough of what was passed on to recognise its end.
 _MARK_BYTES = 256
 # APIs whose events have a ``finish_reason``, null but in the last one.
@@ -226,7 +226,7 @@ class SseRelay:
         self.waits = False
         """The last piece was no part of an answer: comments or openings. To be reset by the reader."""
         self.count = 0
-        """Events in the last piece, about one for each token."""
+        """Events with tokens in the last piece, about one for each."""
         self.usage: Usage | None = None
         self.unread_usages = 0
         self._tail = bytearray()
@@ -260,14 +260,13 @@ class SseRelay:
         if (self._tail or not data.endswith(EVENT_ENDS)) and not (data := self._whole(data)):
             self.count, self.waits = 0, not self.begun
             return data
-        self.count = data.count(b"\n\n")
         if not self.begun:
             if not (data := self._begin(data)):
                 return data
         elif data[0] == _COLON:
             self.waits = all(map(is_comment, blocks(data)))
-        self.count -= data.count(_DONE)
         data = self._watch(data)
+        self.count = tokens_in(self._path, data)
         if data.find(b'"usage"') >= 0:
             self._read_usage(data)
         if self._filter is not None:

@@ -212,9 +212,9 @@ class ProxyApp:
             if entry is not None:
                 entry.leave(
                     record.usage,
-                    served=_served(record),
+                    served=record.served,
                     asked=bool(record.engine),
-                    streamed=record.streamed_tokens,
+                    streamed=record.generated_tokens or 0,
                 )
                 record.charged_tokens = entry.charged_tokens
             self.stats.requests_active -= 1
@@ -471,14 +471,6 @@ class ProxyApp:
         if request_id is not None:
             headers.append((b"x-request-id", request_id))
         await answer_whole(request, error.status, headers, body)
-
-
-def _served(record: RequestRecord) -> bool:
-    """Whether an engine may have computed it: it answered with success, the answer passed unseen, or the
-    client left while one was at work."""
-    if record.gone and not record.status:
-        return bool(record.engine)
-    return record.unseen or 200 <= record.status < 300
 
 
 def _pinned(fields: list[Header]) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvatlas.router.openai.apis import MESSAGES, RESPONSES
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 
 EVENT_ENDS: Final = (b"\n\n", b"\n\r\n", b"\r\r", b"\n\r", b"\r\r\n")
 """How data ends that ends with an event: a line end and an empty line, which may end with CR, LF or both. The
@@ -83,6 +83,23 @@ def is_comment(block: bytes) -> bool:
     if block.startswith((b"data:", b"event:")):
         return False
     return all(not line or line.startswith(b":") for line in block.removeprefix(_BOM).splitlines())
+
+
+# Of these, a chunk without choices, and one that opens a choice, have no token.
+_CHOICES, _NO_CHOICES = re.compile(rb'"choices": ?\['), re.compile(rb'"choices": ?\[\s*\]')
+_CHOICE_OPENS = re.compile(rb'"role": ?"assistant", ?"content": ?(?:""|null)[,}]')
+_DELTA = re.compile(rb"^event: ?(?:content_block_delta|response\.[a-z_.]+\.delta)\r?$", re.MULTILINE)
+
+
+def tokens_in(path: str, data: bytes) -> int:
+    """Events of these that bring tokens, in a stream of this API: engines send one for each token, unless
+    they speculate, fall behind, or hold text back. Nothing is decoded."""
+    if path in (CHAT, COMPLETION):
+        found = len(_CHOICES.findall(data))
+        return found and found - len(_NO_CHOICES.findall(data)) - len(_CHOICE_OPENS.findall(data))
+    if path in (MESSAGES, RESPONSES):
+        return len(_DELTA.findall(data))
+    return data.count(b"\n\n") - data.count(b"data: [DONE]")
 
 
 class Kind(Enum):

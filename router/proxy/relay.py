@@ -142,7 +142,6 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._connection.kept_alive()
         if events.begun and self._success:
             self._record.piece()
-            # Engines send one token per event: cheaper than parsing.
             self._record.streamed_tokens += events.count
             self._attempt.streamed(events.count)
         # Nothing is sent before a whole event has come, so that an engine that dies first can be replaced.

@@ -314,3 +314,39 @@ def test_after_an_update_that_ends_the_program_the_next_reader_applies_the_rest(
         assert (seen, len(books)) == ([1, 2], 0)
 
     asyncio.run(interrupted())
+
+
+@pytest.mark.parametrize(
+    ("reported", "events", "generated", "how"),
+    [
+        (40, 40, 20, "counted"),
+        (41, 40, 20, "counted"),  # an end without an event
+        (120, 40, 60, "estimated"),  # it speculates
+        (20, 40, 10, "estimated"),  # names of calls
+        (10**12, 1, 320, "estimated"),  # no report is believed beyond a bound
+        (None, 40, 20, "counted"),
+    ],
+)
+def test_tokens_of_a_cut_stream_follow_the_streams_that_were_reported(
+    reported: int | None, events: int, generated: int, how: str
+) -> None:
+    tracker = RequestTracker(Clock())
+
+    def streamed(events: int, usage: Usage | None) -> RequestRecord:
+        record = tracker.begin("POST", "/v1/chat/completions")
+        record.placed("e", completion=True)
+        record.piece()
+        record.status, record.streamed_tokens, record.usage = 200, events, usage
+        return record
+
+    for _ in range(3):
+        whole = streamed(events, None if reported is None else Usage(10, reported, 0))
+        tracker.end(whole)
+    cut = streamed(20, None)
+    assert (cut.generated_tokens, cut.generated_is) == (generated, how)
+    if reported is not None:
+        assert (whole.generated_tokens, whole.generated_is) == (reported, "measured")
+    tracker.end(cut)
+    assert (streamed(0, None).generated_tokens, streamed(0, None).generated_is) == (None, None)
+    tracker.forget("e")
+    assert tracker.tokens_per_event("e") == 1.0

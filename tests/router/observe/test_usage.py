@@ -116,6 +116,8 @@ def test_a_line_has_who_what_where_tokens_and_times(tmp_path: Path) -> None:
         "store_tokens": 0,
         "computed_tokens": 444,
         "generated_tokens": 7,
+        "computed_is": "measured",
+        "generated_is": "measured",
         "predicted_tokens": 512,
         "mode": "exact",
         "verified": False,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.openai.apis import CHAT
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.body import peek
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.openai.request import Usage
@@ -188,3 +188,79 @@ def test_the_last_event_may_come_without_its_blank_line() -> None:
     out = relay.feed(event("a")) + relay.feed(LAST[:-1])
     assert out + relay.end() == event("a")
     assert relay.usage == Usage(30, 2, 16)
+
+
+def chat_event(delta: str, index: int = 0, finish: str = "null", gap: str = "") -> bytes:
+    choice = f'{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{finish}}}'
+    return f'data: {{"object":"chat.completion.chunk","choices":{gap}[{choice}]}}\n\n'.encode()
+
+
+ROLE = '"role":"assistant","content":""'
+WORD = '"content":"say \\"choices\\":[{ to me"'
+NO_CHOICE = b'data: {"choices":[],"usage":null}\n\n'
+
+
+def named(name: str, data: str) -> bytes:
+    return f'event: {name}\ndata: {{"type":"{name}",{data}}}\n\n'.encode()
+
+
+STREAMS = {
+    "chat": (
+        CHAT,
+        [chat_event(ROLE), *[chat_event(WORD)] * 5, chat_event("", finish='"stop"'), LAST, DONE],
+        6,
+    ),
+    "three answers": (
+        CHAT,
+        [
+            *(chat_event(ROLE, each) for each in range(3)),
+            *(chat_event(WORD, each) for each in (0, 1, 2, 1)),
+            DONE,
+        ],
+        4,
+    ),
+    "spaces": (CHAT, [chat_event(ROLE, gap=" "), *[chat_event(WORD, gap=" ")] * 3, NO_CHOICE], 3),
+    "comments": (
+        CHAT,
+        [b": wait\n\n", chat_event(ROLE), chat_event(WORD), b": wait\n\n", chat_event(WORD)],
+        2,
+    ),
+    "an error": (CHAT, [chat_event(WORD), b'data: {"error":{"message":"no","code":500}}\n\n', DONE], 1),
+    "texts": (COMPLETION, [b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'] * 4 + [DONE], 4),
+    "a message": (
+        MESSAGES,
+        [
+            named("message_start", '"message":{"usage":{"input_tokens":3}}'),
+            named("content_block_start", '"content_block":{"type":"text","text":""}'),
+            *[named("content_block_delta", '"delta":{"type":"text_delta","text":"a"}')] * 4,
+            named("content_block_stop", '"index":0'),
+            named("message_delta", '"delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":4}'),
+            named("message_stop", '"x":0'),
+        ],
+        4,
+    ),
+    "a response": (
+        RESPONSES,
+        [
+            named("response.created", '"response":{"status":"in_progress"}'),
+            named("response.output_item.added", '"item":{"type":"message"}'),
+            *[named("response.reasoning_text.delta", '"delta":"a"')] * 2,
+            *[named("response.output_text.delta", '"delta":"a"')] * 3,
+            named("response.output_text.done", '"text":"aaa"'),
+            *[named("response.function_call_arguments.delta", '"delta":"a"')] * 2,
+        ],
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("together", [1, 2, 3, 100])
+@pytest.mark.parametrize("name", STREAMS)
+def test_events_with_tokens_are_counted_whatever_else_comes(name: str, together: int, end: bytes) -> None:
+    path, events, tokens = STREAMS[name]
+    relay, found = SseRelay(path, replaceable=True, hides_usage=path == CHAT), 0
+    for at in range(0, len(events), together):
+        relay.feed(b"".join(events[at : at + together]).replace(b"\n", end))
+        found += relay.count if relay.begun else 0
+    assert found == tokens

@@ -22,7 +22,7 @@ NAMES = (
     "host",
     "store",
     "generated",
-    "unreported",
+    "unsure",
     "contradicted",
 )
 
@@ -89,9 +89,12 @@ def test_unconfirmed_lines_are_counted() -> None:
         line(verified=False),
         line(verified=True),
         line(verified=None),
-        line(prompt_tokens=None, cached_tokens=None, verified=None, outcome="client_gone", status=0),
+        line(computed_is="measured", generated_is="measured"),
+        line(computed_is="estimated", generated_is="counted", outcome="client_gone", status=0),
+        line(computed_is="estimated", generated_is="measured"),
+        line(generated_is="counted"),
     )
-    assert (row["requests"], row["contradicted"], row["unreported"]) == (4, 1, 1)
+    assert (row["requests"], row["contradicted"], row["unsure"]) == (7, 1, 3)
 
 
 def test_every_field_of_the_record_is_described() -> None:
