@@ -15,17 +15,20 @@ whole chunks, from the one around ``L`` on, and nothing that is less than a chun
 
 If hits may end inside a block, a connector is asked from the last whole block on; the block in which a load
 ends must be held under the hash at that end, and with EAGLE loads end on whole blocks. Blocks that any engine
-wrote to a shared store are available to every engine that uses it. Sources: vLLM 0.32
+wrote to a shared store are available to every engine that uses it. vLLM's MooncakeStoreConnector and LMCache
+look a prompt up in their store from its first token on, whatever is on the GPU, and load what goes beyond
+``L`` (``Reach.alone``; ``lookup``, mooncake/store/worker.py, 0.33). Sources: vLLM 0.32
 (``Scheduler.schedule``, the offloading connectors' lookup, MultiConnector); checked against a direct
 implementation in tests/router/index/rules/test_offload.py.
 
 The writer (``OffloadedBlocks``): own places (host memory, a local disk) are counted like the GPU: one store
 adds a copy, one removal removes one, separately for each owner. SGLang's host memory has one copy of a page,
 and publishes it again when it adds windows or states of it (``finish_write_through``, SGLang 0.5.23). Events
-about a shared store are hints: a block is present or not, however often it was published, and it expires if
-not published again for ``facts.shared_store_ttl_s`` (at least half of that), because the store's evictions
-are not published. A removal revokes what this engine published, not what others did. An event of vLLM's own
-offloading is one chunk, however many hashes it lists; one removal lists those of several chunks.
+about a shared store, among them all of MooncakeStoreConnector, are hints: a block is present or not, however
+often it was published, and it expires if not published again for ``facts.shared_store_ttl_s`` (at least half
+of that), because the store's evictions are not published. A removal revokes what this engine published, not
+what others did. An event of vLLM's own offloading is one chunk, however many hashes it lists; one removal
+lists those of several chunks.
 
 Nothing here affects the GPU's residency; one engine has at most ``PLACES_MAX`` places, events of further ones
 are counted and ignored.
@@ -46,7 +49,9 @@ from kvatlas.publisher.groups import scheduler_block_size
 from kvatlas.router.index.base import (
     CPU,
     GPU,
+    MOONCAKE,
     OWNER_CHARS_MAX,
+    REMOTE,
     STORAGE,
     TURNS,
     Index,
@@ -60,6 +65,7 @@ from kvatlas.router.index.base import (
     medium_named,
     medium_of,
     owner_of,
+    reach_of,
 )
 from kvatlas.router.index.base import (
     place as place_of,
@@ -130,13 +136,17 @@ def tier_extents(
     below = _below(on_gpu.hit_ends, layout, rows.num_hashes)
     found: list[Extent] = []
     for tier in tiers(rows):
-        chunk = _chunk(layout, tier.layers[0][1])
+        first = tier.layers[0][1]
+        chunk, alone = _chunk(layout, first), reach_of(first[0]).alone
+        if not chunk:
+            continue
         ends = _ends(layout, chunk)
+        before = np.zeros(rows.num_hashes, np.uint64) if alone else below
         layers = tuple(
             (
                 medium,
                 evaluate(
-                    _joined(rows, layout, word, places, below, chunk),
+                    _joined(rows, layout, word, places, before, chunk),
                     ends,
                     num_tokens,
                     word=word,
@@ -146,8 +156,10 @@ def tier_extents(
             )
             for medium, places in tier.layers
         )
-        longest = max([group.block_size for group in layout.groups], default=0) if chunk > 1 else 0
-        found.append(Extent(tier, layers, chunk * longest))
+        tokens_min = 0
+        if chunk > 1 and not alone:
+            tokens_min = chunk * max([group.block_size for group in layout.groups], default=0)
+        found.append(Extent(tier, layers, tokens_min))
     return tuple(found)
 
 
@@ -203,8 +215,12 @@ def shared_part(rows: Rows) -> Rows:
 
 
 def _chunk(layout: CacheLayout, places: tuple[str, ...]) -> int:
-    """Return the blocks of a chunk of the connector that has these places."""
-    return 1 if connector_of(places[0]) else layout.blocks_per_chunk
+    """Return the blocks of a chunk of the connector that has these places; 0 if blocks do not divide it."""
+    if not connector_of(places[0]):
+        return layout.blocks_per_chunk
+    tokens = reach_of(places[0]).chunk_tokens
+    size = max([group.block_size for group in layout.groups], default=1)
+    return 1 if not tokens else 0 if tokens % size else tokens // size
 
 
 @lru_cache(maxsize=256)
@@ -394,7 +410,9 @@ class OffloadedBlocks:
         return plane
 
     def _find(self, event: BlockStored | BlockRemoved) -> Plane | None:
-        medium, owner = medium_named(event.medium), event.ownership
+        medium, owner, locality = medium_named(event.medium), event.ownership, event.locality
+        if event.medium == "cpu" and event.group_idx is not None and owner is None:
+            medium, owner, locality = STORAGE, MOONCAKE, REMOTE
         if medium is None:
             self._rejected["unknown_medium"] += 1
             known, name = self.unknown_media, str(event.medium)[:_MEDIUM_CHARS_MAX]
@@ -403,7 +421,7 @@ class OffloadedBlocks:
         if owner is not None and len(owner) > OWNER_CHARS_MAX:
             self._rejected["owner_too_long"] += 1
             return None
-        shared = is_remote(medium, event.locality, owner)
+        shared = is_remote(medium, locality, owner)
         name = place_of(medium, owner, turn=self._turn if shared else None)
         if name not in self._places:
             if len(self._places) >= PLACES_MAX:

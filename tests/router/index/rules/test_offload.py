@@ -15,7 +15,7 @@ from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, encod
 from kvatlas.publisher.groups import scheduler_block_size
 from kvatlas.publisher.pool.hits import HitFinder
 from kvatlas.publisher.pool.layout import pool_layout
-from kvatlas.router.index.base import Plane, Rows, is_shared, medium_of, owner_of
+from kvatlas.router.index.base import Plane, Reach, Rows, is_shared, medium_of, owner_of, store_place
 from kvatlas.router.index.hit_rules import evaluate
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.memory import MemoryIndex
@@ -191,6 +191,33 @@ class TestSeveralPlaces:
         assert loads(layout_of(full()), 100, held, "redis") == (16, {"STORAGE": 32})
         assert loads(layout_of(full()), 100, held) == (16, {})
         assert loads(layout_of(full()), 100, held, "other") == (16, {})
+
+    def test_vllms_mooncake_connector_asks_its_store_from_the_first_token_on(self) -> None:
+        store = {"STORAGE*0@mooncake": some(1, 2, 3)}
+        assert loads(layout_of(full()), 100, {"GPU": some(0), **store}, "mooncake") == (16, {})
+        store["STORAGE*1@mooncake"] = some(0)
+        assert loads(layout_of(full()), 100, {"GPU": some(0), **store}, "mooncake") == (16, {"STORAGE": 48})
+
+    @pytest.mark.parametrize(
+        ("reach", "store", "found"),
+        [
+            (Reach(alone=True, chunk_tokens=0), (0, 1, 2, 3), 48),
+            (Reach(alone=True, chunk_tokens=0), (1, 2, 3), 0),
+            (Reach(alone=False, chunk_tokens=0), (1, 2, 3), 48),
+            (Reach(alone=True, chunk_tokens=32), (1, 3), 48),
+            (Reach(alone=True, chunk_tokens=32), (0, 2, 3), 0),
+            (Reach(alone=False, chunk_tokens=32), (1, 3), 48),
+            (Reach(alone=False, chunk_tokens=64), (3,), 0),
+            (Reach(alone=True, chunk_tokens=40), (0, 1, 2, 3), 0),
+        ],
+    )
+    def test_a_store_with_a_feed_of_its_own(self, reach: Reach, store: tuple[int, ...], found: int) -> None:
+        place = store_place("pool", reach)
+        assert (is_shared(place), medium_of(place), owner_of(place)) == (True, "STORAGE", "pool")
+        held = {"GPU": some(0), place: some(*store)}
+        expected = {"STORAGE": found} if found else {}
+        assert loads(layout_of(full()), 100, held, "pool") == (16, expected)
+        assert loads(layout_of(full()), 100, held) == (16, {}), "not for who does not load from it"
 
     def test_writes_of_other_engines_count(self) -> None:
         layout, index = layout_of(full()), MemoryIndex()
@@ -386,6 +413,20 @@ def test_a_shared_store_knows_presence_alone() -> None:
     assert told.outside.stores == {"s"}
     told.outside.removed(gone(1, owner="s", medium="STORAGE", remote=True))
     assert told.held(1, "STORAGE") == set()
+
+
+def test_what_vllms_mooncake_connector_says_is_of_a_store_that_others_read() -> None:
+    """``medium="cpu", group_idx=...`` (mooncake/store/worker.py, 0.33); LMCache names no group."""
+    told = Told()
+    event = stored(1, owner=None, medium="cpu")
+    event.group_idx = 0
+    told.outside.stored(event)
+    assert told.outside.stores == {"mooncake"}
+    assert (told.held(1), told.held(1, "STORAGE")) == (set(), {"mooncake"})
+    told.outside.age(0.0, 10.0)
+    told.outside.age(5.0, 10.0)
+    told.outside.age(10.0, 10.0)
+    assert told.held(1, "STORAGE") == set(), "it publishes no removals"
 
 
 def test_a_local_store_is_not_shared() -> None:
