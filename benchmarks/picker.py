@@ -38,6 +38,7 @@ from kvatlas.router.http.h2_codec import FrameReader, encode_literal
 from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.http.tls import Certificates
+from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.prompts.settings import ANY_MODEL
@@ -45,7 +46,7 @@ from kvatlas.router.proxy.attempt import Attempt, Outbound
 from kvatlas.router.proxy.breaker import Breaker
 from kvatlas.router.proxy.headers import read_request_headers
 from kvatlas.router.proxy.settings import ProxySettings
-from kvatlas.router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
+from kvatlas.router.serve import share_the_interpreter, tame_garbage_collection
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.grpc import message_frame
 from kvatlas.router.services.epp.header_fields import DESTINATION

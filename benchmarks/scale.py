@@ -35,7 +35,7 @@ from kvatlas.router.index.base import Plane
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.replication.gossip import LoadGossip
 from kvatlas.router.serve import tame_garbage_collection
-from kvatlas.router.workers.merged_view import encoded_family
+from kvatlas.router.workers.merged_metrics import encoded_family
 
 EVENT_BLOCKS, EVENTS_PER_BATCH = 64, 4
 PROMPT_BLOCKS, PROMPTS = 1000, 64

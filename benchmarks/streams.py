@@ -33,9 +33,10 @@ from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.settings import ListenSettings
+from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.prompts.settings import ANY_MODEL
 from kvatlas.router.proxy.settings import ProxySettings
-from kvatlas.router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
+from kvatlas.router.serve import share_the_interpreter, tame_garbage_collection
 from kvatlas.router.server_lifecycle import make_server
 
 MODEL = "streams"

@@ -34,11 +34,11 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config
 from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
 from kvatlas.router.placement.inflight import InflightPrefixes
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.replication.settings import IndexSettings
-from kvatlas.router.serve import configure_logging
 from kvatlas.router.server_lifecycle import make_server
 from kvatlas.router.simulation.demo import run as demo
 from kvatlas.router.simulation.demo.engines import engine_process

@@ -25,9 +25,11 @@ from kvatlas.router.admission.isolation import Isolation, ids_secret
 from kvatlas.router.admission.key_file import KeyFile, KeyStats
 from kvatlas.router.api.admin_actions import FleetActions
 from kvatlas.router.api.admin_app import AdminApi
-from kvatlas.router.api.app import Front, OpsPort, create_control, ops_authenticator
+from kvatlas.router.api.app import create_control
 from kvatlas.router.api.findings import current_findings
+from kvatlas.router.api.front import Front
 from kvatlas.router.api.metrics_page import Sources
+from kvatlas.router.api.ops_port import OpsPort, ops_authenticator
 from kvatlas.router.api.readiness import Readiness, ReadinessCheck
 from kvatlas.router.api.views import sample_history
 from kvatlas.router.config.checks import without_effect
@@ -57,15 +59,15 @@ from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.probing import Probes
 from kvatlas.router.prompts.reader import PromptReader
 from kvatlas.router.prompts.tokenizer_finder import TokenizerFinder
+from kvatlas.router.proxy.aliases import Aliases
 from kvatlas.router.proxy.app import ProxyApp
-from kvatlas.router.proxy.settings import Aliases
 from kvatlas.router.replication.gossip import GossipedInflight
 from kvatlas.router.services.epp.server import PickerServer
 from kvatlas.router.services.sources import configured_sources
 from kvatlas.router.workers.context import WorkerContext
 from kvatlas.router.workers.gossip import SiblingGossip
+from kvatlas.router.workers.group import WorkerGroup
 from kvatlas.router.workers.merged_view import AggregateView, worker_families
-from kvatlas.router.workers.supervisor import WorkerGroup
 
 if TYPE_CHECKING:
     from kvatlas.router.replication.service import SharedIndex

@@ -180,7 +180,7 @@ def _start(
     check_config: bool,
 ) -> int:
     """Implement ``start``."""
-    from kvatlas.router.server_lifecycle import check
+    from kvatlas.router.startup_check import check
 
     read = partial(read, engines=tuple(map(parse_engine, engines or [])))
     return start(read, check, run, print_config=print_config, check_config=check_config)

@@ -147,10 +147,7 @@ SEPARATE = {
     "router/prompts/bodies.py",
     "router/prompts/chat/compiled.py",
     "router/prompts/chat/watched.py",
-    "router/proxy/headers.py",
     "router/proxy/screen.py",
-    "router/workers/context.py",
-    "router/workers/supervisor.py",
 }
 """Modules with parts that do not mention each other."""
 

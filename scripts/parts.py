@@ -36,7 +36,9 @@ PARTS = {
         (
             *_below("router", f"{_ROOMS} workers"),
             *_below(
-                "router", "__init__ __main__ app cli engine_lifecycle health_check serve server_lifecycle"
+                "router",
+                "__init__ __main__ app cli engine_lifecycle health_check reloads serve server_lifecycle"
+                " startup_check",
             ),
         ),
         (*_below("tests/router", f"{_ROOMS} workers app cli serve"), "tests/world"),

@@ -57,7 +57,8 @@ from kvatlas.router.placement.probing import ProbeStats
 from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
-from kvatlas.router.proxy.settings import Aliases, ProxyStats
+from kvatlas.router.proxy.aliases import Aliases
+from kvatlas.router.proxy.settings import ProxyStats
 
 if TYPE_CHECKING:
     from kvatlas.router.replication.service import SharedIndex

@@ -40,10 +40,11 @@ from kvatlas.router.api.answers import (
 )
 from kvatlas.router.api.app import CONTROL_PREFIX, Control
 from kvatlas.router.api.asgi import read_body
+from kvatlas.router.api.explanation import explain
 from kvatlas.router.api.framework import add_errors, as_json, shown
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.readiness import Readiness
-from kvatlas.router.api.views import LocalView, OpsView, explain
+from kvatlas.router.api.views import LocalView, OpsView
 from kvatlas.router.fleet.engines import SourceStats
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.observe.findings import Finding

@@ -53,7 +53,7 @@ from kvatlas.router.placement.retention import RetentionHints
 from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from kvatlas.router.proxy.attempt import Answer, Attempt
 from kvatlas.router.proxy.breaker import Breaker
-from kvatlas.router.proxy.headers import CacheReset
+from kvatlas.router.proxy.paths import CacheReset
 
 # Order in engines that schedule by priority (vLLM: ``--scheduling-policy priority``): lower goes first.
 #

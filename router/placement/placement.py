@@ -36,7 +36,7 @@ from kvatlas.router.placement.pull import PullOrder
 from kvatlas.router.placement.service_level import SloForecast
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.proxy.attempt import Answer, Attempt, Fields
-from kvatlas.router.proxy.headers import cache_reset
+from kvatlas.router.proxy.paths import cache_reset
 
 _NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 

@@ -25,7 +25,7 @@ from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.placement import Decision
 from kvatlas.router.placement.snapshot import FleetSnapshot
-from kvatlas.router.proxy.headers import POST_PATHS
+from kvatlas.router.proxy.paths import POST_PATHS
 
 # What engines compute, render or tokenize; all else is answered at once.
 _QUEUED: Final = POST_PATHS | SALTED | UNCACHED

@@ -54,22 +54,22 @@ from kvatlas.router.openai.response_ids import FIELD, PREFIX, ResponseIds
 from kvatlas.router.openai.sessions import SESSION
 from kvatlas.router.pd.settings import PdSettings, PdStats
 from kvatlas.router.prompts.bodies import peek_chat
+from kvatlas.router.proxy.aliases import Aliases
 from kvatlas.router.proxy.attempt import Outbound
 from kvatlas.router.proxy.deaths import Deaths, Pulse, WatchedFleet
 from kvatlas.router.proxy.forward import Forwarder, Placer
-from kvatlas.router.proxy.headers import (
+from kvatlas.router.proxy.headers import RequestHead, read_request_headers
+from kvatlas.router.proxy.paths import (
     POST_PATHS,
-    RequestHead,
     Verdict,
     judge,
     keeps_nothing,
-    read_request_headers,
     remedy,
     response_named,
     without_trailing_slashes,
 )
 from kvatlas.router.proxy.screen import Rules, may_be_object, names_media, screen, screen_form
-from kvatlas.router.proxy.settings import Aliases, ProxySettings, ProxyStats
+from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from kvatlas.router.proxy.stream_usage import ASKED, with_usage
 
 T = TypeVar("T")

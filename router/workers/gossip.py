@@ -28,7 +28,8 @@ from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
 from kvatlas.router.replication.messages import VERSION, PeerMessages
-from kvatlas.router.workers.context import MESSAGE_BYTES_MAX, Mesh, WorkerContext
+from kvatlas.router.workers.context import WorkerContext
+from kvatlas.router.workers.mesh import MESSAGE_BYTES_MAX, Mesh
 
 FLUSH_S = 0.002
 # Minimum pause between two load reports.

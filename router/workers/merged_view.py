@@ -3,318 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self, TypeVar
-from urllib.parse import quote, urlencode
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
 
 from kvatlas.router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
-from kvatlas.router.api.asgi import ClientLeftError, error_answer, read_body
 from kvatlas.router.api.metrics_page import Sources, families
 from kvatlas.router.api.metrics_tables import of_stats
 from kvatlas.router.api.prometheus_text import in_steps, page_steps
 from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
-from kvatlas.router.http.client import HttpClient
-from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.observe.findings import Finding, joined
 from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.history import RecentHistory
 from kvatlas.router.observe.receipts import EVIDENCE_KEPT
-from kvatlas.router.openai.errors import ApiError, worker_unavailable
 from kvatlas.router.openai.members import at_once, run_cooperatively
-from kvatlas.router.workers.context import LEAD, WorkerContext
+from kvatlas.router.workers.context import WorkerContext
 from kvatlas.router.workers.gossip import WorkerGossipStats
-
-# Merges the metrics pages of several workers into one.
-#
-# Counts of a worker's own requests are summed. Values that all workers observe alike (engines, feeds, the
-# index, sources) are not summed: the largest one is shown. Invariant: a sum never falls. The last known
-# counts of a dead worker, or of one that does not answer in time, remain in the sum, and survive the merging
-# worker (``CounterStore``).
-
-
-# Name prefixes of families that are equal at every worker.
-_ALIKE = (
-    "kvatlas_build_info",
-    "kvatlas_tokenizer_info",
-    "kvatlas_engine_",
-    "kvatlas_feed_",
-    "kvatlas_index_",
-    "kvatlas_source_",
-    "kvatlas_queue_ahead_seconds",
-    "kvatlas_prefill_seconds_per_token",
-    "kvatlas_prediction_drifting",
-    "kvatlas_cache_reports_doubtful",
-    "kvatlas_time_to_first_token_margin_seconds",
-    "kvatlas_inflight_prompts",
-    "kvatlas_inflight_blocks",
-    "kvatlas_lease_replicas",
-    "kvatlas_lease_wanted",
-    "process_max_fds",
-    "process_start_time_seconds",
+from kvatlas.router.workers.merged_metrics import (
+    CounterStore,
+    decoded_page,
+    encoded_family,
+    encoded_page,
+    merged,
 )
-# With a shared index these are divided between the workers.
-_DIVIDED = ("kvatlas_index_blocks", "kvatlas_index_residencies", "kvatlas_index_extra_copies")
-# Kinds of families whose counts outlive the worker, with the suffixes of their samples.
-_ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+from kvatlas.router.workers.sibling_calls import SiblingCalls
 
 T = TypeVar("T")
-Labels = tuple[tuple[str, str], ...]
-# A sample's name and labels.
-Key = tuple[str, Labels]
-
-
-class WorkerFamily(msgspec.Struct, array_like=True):
-    """A metric family as sent to another worker."""
-
-    name: str
-    text: str
-    kind: str
-    samples: list[tuple[str, Labels, float]]
-
-
-class WorkerPage(msgspec.Struct, array_like=True):
-    """All families of one worker process."""
-
-    slot: int
-    life: int
-    families: list[WorkerFamily]
-
-
-class _SentPage(msgspec.Struct, array_like=True):
-    """The same with encoded families, each encoded and decoded by itself: those of a thousand engines would
-    hold the interpreter for 30 ms and longer."""
-
-    slot: int
-    life: int
-    families: list[msgspec.Raw]
-
-
-_SENT = msgspec.msgpack.Decoder(_SentPage)
-_FAMILY = msgspec.msgpack.Decoder(WorkerFamily)
-
-
-def encoded_family(family: Metric) -> msgspec.Raw:
-    """Convert and encode a family for ``encoded_page``."""
-    return msgspec.Raw(msgspec.msgpack.encode(family_of(family)))
-
-
-def encoded_page(slot: int, life: int, families: list[msgspec.Raw]) -> bytes:
-    """Return a worker's page of encoded families, for ``decoded_page``."""
-    return msgspec.msgpack.encode(_SentPage(slot, life, families))
-
-
-def decoded_page(data: bytes) -> WorkerPage:
-    """Return the page of an ``encoded_page``. Raises ``msgspec.MsgspecError``."""
-    sent = _SENT.decode(data)
-    return WorkerPage(sent.slot, sent.life, [_FAMILY.decode(family) for family in sent.families])
-
-
-def family_of(family: Metric) -> WorkerFamily:
-    """Convert a family for sending."""
-    samples = [(s.name, tuple(s.labels.items()), float(s.value)) for s in family.samples]
-    return WorkerFamily(family.name, family.documentation, family.type, samples)
-
-
-def is_alike(name: str, *, shared_index: bool) -> bool:
-    """Whether this family is equal at every worker, so that it must not be summed."""
-    if shared_index and name in _DIVIDED:
-        return False
-    return name.startswith(_ALIKE)
-
-
-class CounterStore:
-    """Last reported counters of every worker. ``file``: descriptor of a file that outlives this process."""
-
-    def __init__(self, file: int | None = None) -> None:
-        self._file = file
-        # Sum of the counts of ended worker processes.
-        self._ended: dict[Key, float] = {}
-        # Slot -> (life, counts).
-        self._last: dict[int, tuple[int, dict[Key, float]]] = {}
-        if file is not None:
-            self._load(file)
-
-    def update(self, slot: int, life: int, counts: dict[Key, float]) -> None:
-        """Store the counts reported by a worker."""
-        known = self._last.get(slot)
-        if known is not None and known[0] != life:
-            for key, value in known[1].items():
-                self._ended[key] = self._ended.get(key, 0.0) + value
-        self._last[slot] = life, counts
-
-    def total(self) -> dict[Key, float]:
-        """Return the counts summed over all worker processes, including ended ones."""
-        total = dict(self._ended)
-        for _, counts in self._last.values():
-            for key, value in counts.items():
-                total[key] = total.get(key, 0.0) + value
-        return total
-
-    def save(self) -> None:
-        """Write the counters to the file, for the process that replaces this one."""
-        if self._file is None:
-            return
-        body = msgspec.msgpack.encode(
-            (list(self._ended.items()), [(s, life, list(c.items())) for s, (life, c) in self._last.items()])
-        )
-        os.pwrite(self._file, len(body).to_bytes(8, "little") + body, 0)
-
-    def _load(self, file: int) -> None:
-        size = int.from_bytes(os.pread(file, 8, 0), "little")
-        if not size:
-            return
-        try:
-            ended, last = msgspec.msgpack.decode(
-                os.pread(file, size, 8),
-                type=tuple[list[tuple[Key, float]], list[tuple[int, int, list[tuple[Key, float]]]]],
-            )
-        except msgspec.MsgspecError:
-            # The writer died while writing: its counts are lost.
-            return
-        self._ended = dict(ended)
-        self._last = {slot: (life, dict(counts)) for slot, life, counts in last}
-
-
-def merged(pages: Iterable[WorkerPage], counters: CounterStore, *, shared_index: bool) -> list[Metric]:
-    """Merge pages into one set of families, in the order of the first page."""
-    families: dict[str, WorkerFamily] = {}
-    values: dict[str, dict[Key, float]] = {}
-    for page in pages:
-        counts: dict[Key, float] = {}
-        for family in page.families:
-            families.setdefault(family.name, family)
-            into = values.setdefault(family.name, {})
-            alike = is_alike(family.name, shared_index=shared_index)
-            for name, labels, value in family.samples:
-                key = name, labels
-                if alike:
-                    into[key] = max(into.get(key, value), value)
-                elif family.kind in _ENDS:
-                    counts[key] = value
-                    into.setdefault(key, 0.0)
-                else:
-                    into[key] = into.get(key, 0.0) + value
-        counters.update(page.slot, page.life, counts)
-    _settle(values, counters.total(), families)
-    counters.save()
-    return [_metric(family, values[name]) for name, family in families.items()]
-
-
-def _settle(
-    values: Mapping[str, dict[Key, float]], total: Mapping[Key, float], families: Mapping[str, WorkerFamily]
-) -> None:
-    """Store the totals in the families they belong to."""
-    home = {f"{name}{end}": name for name, family in families.items() for end in _ENDS.get(family.kind, ())}
-    for key, value in total.items():
-        if key[0] in home:
-            values[home[key[0]]][key] = value
-
-
-def _metric(family: WorkerFamily, values: Mapping[Key, float]) -> Metric:
-    metric = Metric(family.name, family.text, family.kind)
-    metric.samples = [Sample(name, dict(labels), value) for (name, labels), value in values.items()]
-    return metric
-
-
-# Calls from one worker to another, over HTTP on the sibling's control port (``supervisor.py``).
-#
-# Invariant: every call ends within its timeout, also if the sibling is dead, stuck or being replaced.
-
-
-CALL_S_MAX = 1.0
-_FORWARD_S_MAX = 30.0
-_NOT_FORWARDED = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
-_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-_BASE = "http://worker"
-# Of a sibling's part of a page: of a thousand engines it has some 3 MB.
-_ANSWER_BYTES_MAX = 64 << 20
-# Address of the client whose request another worker forwards.
-PEER_HEADER = "x-kvatlas-peer"
-
-
-class SiblingCalls:
-    """HTTP connections to the siblings of one worker; an async context manager. ``body_bytes_max``: largest
-    request that is forwarded."""
-
-    def __init__(self, worker: WorkerContext, *, body_bytes_max: int) -> None:
-        self.siblings = sorted(worker.mesh)
-        self._worker = worker
-        self._body_bytes_max = body_bytes_max
-        self._clients: dict[int, HttpClient] = {}
-
-    async def __aenter__(self) -> Self:
-        for slot in self.siblings:
-            self._clients[slot] = HttpClient(socket_path=self._worker.control_path(slot), requests_max=64)
-        return self
-
-    async def __aexit__(self, *ended: object) -> None:
-        for client in self._clients.values():
-            await client.__aexit__(*ended)
-        self._clients.clear()
-
-    async def call(self, slot: int, path: str, *, method: str = "GET", body: bytes | None = None) -> bytes:
-        """Call one sibling. Raises ``OSError`` if it does not answer in time."""
-        try:
-            async with self._clients[slot].exchange(method, _BASE + path, CALL_S_MAX, body) as answer:
-                content = await answer.body(_ANSWER_BYTES_MAX)
-                if answer.status >= 300:
-                    raise OSError(f"status {answer.status}")
-                return content
-        except (KeyError, OSError) as error:
-            raise OSError(f"worker {slot}: {method} {path}: {describe_error(error)}") from error
-
-    async def call_all(
-        self, path: str, *, method: str = "GET", body: bytes | None = None
-    ) -> dict[int, bytes]:
-        """Call all siblings; returns the answers that came in time, by worker."""
-        calls = [self.call(slot, path, method=method, body=body) for slot in self.siblings]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        return {slot: one for slot, one in zip(self.siblings, found, strict=True) if isinstance(one, bytes)}
-
-    async def to_lead(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI application that forwards a request to the lead."""
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name.decode("latin-1") not in {*_NOT_FORWARDED, PEER_HEADER}
-        }
-        headers[PEER_HEADER] = scope["client"][0] if scope.get("client") else ""
-        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
-        url, begun = _BASE + quote(scope["path"]) + query, False
-        # An administrator's decision that the lead may have made must not reach it again.
-        method, once = scope["method"], scope["method"] not in _SAFE
-        try:
-            async with asyncio.timeout(_FORWARD_S_MAX):
-                body = await read_body(receive, self._body_bytes_max)
-                async with self._clients[LEAD].exchange(
-                    method, url, None, body, headers, once=once
-                ) as answer:
-                    fields = [field for field in answer.headers if field[0].decode() not in _NOT_FORWARDED]
-                    await send({"type": "http.response.start", "status": answer.status, "headers": fields})
-                    begun = True
-                    async for piece in answer.pieces():
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    await send({"type": "http.response.body", "body": b""})
-        except ClientLeftError:
-            return
-        except ApiError as error:
-            await error_answer(error, scope)(scope, receive, send)
-        except (KeyError, OSError, ValueError):
-            if begun:
-                raise
-            await error_answer(worker_unavailable(), scope)(scope, receive, send)
-
-
 # Fields of an engine's view that each worker reports for its own requests.
 _OWN = frozenset(
     {"load", "receipts", "drifting", "contradicting", "first_tokens", "cache_worth_s_per_minute"}

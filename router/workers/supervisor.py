@@ -6,15 +6,10 @@ second SIGINT cuts requests. A dead worker is replaced immediately, but one that
 that doubles each time. If a worker fails before all were up, all of them end. SIGHUP is forwarded to all.
 Invariant: no worker outlives its parent, even a killed one: a worker drains when it reads the end of the pipe
 that the parent holds.
-
-Control port of a worker: a Unix socket on which siblings request its part of a page and send the
-administrator's decisions. The lead's port also accepts forwarded client requests. Only the owner can enter
-the socket's folder, so no authentication is needed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import selectors
@@ -22,150 +17,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
-from urllib.parse import parse_qsl
+from collections.abc import Callable, Iterator
 
 import msgspec
 import structlog
 
-from kvatlas.router.api.asgi import OwnAnswer, read_body
-from kvatlas.router.api.metrics_page import Sources
-from kvatlas.router.fleet.engines import AdminDecisions, DesiredState
-from kvatlas.router.http.server import listen_config
-from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
-from kvatlas.router.workers.context import LEAD, WorkerContext, WorkerSockets
-from kvatlas.router.workers.gossip import SiblingGossip
-from kvatlas.router.workers.merged_view import PEER_HEADER, AggregateView, SiblingCalls
-
-# The administrator's decisions, replicated to every worker.
-#
-# Only the lead makes decisions, so all workers see one order of changes. It sends them to its siblings before
-# it answers the change, and again every ``_REPEAT_S``, for workers that missed them or did not know the
-# server yet. A new lead restores them from a sibling, and applies them until its own sources have reported.
-
-
-DECISIONS_PATH = "/worker/decisions"
-_REPEAT_S = 1.0
-
-
-class SharedDecisions:
-    """Replicated decisions. ``applied`` updates the fleet; ``unsynced``: sources without a report yet."""
-
-    def __init__(
-        self,
-        worker: WorkerContext,
-        desired: DesiredState,
-        calls: SiblingCalls,
-        *,
-        applied: Callable[[], None],
-        unsynced: Callable[[], list[str]],
-    ) -> None:
-        self._worker = worker
-        self._desired = desired
-        self._calls = calls
-        self._applied = applied
-        self._unsynced = unsynced
-        self._restored = AdminDecisions()
-        self._last_sent = AdminDecisions()
-
-    def state(self) -> bytes:
-        return msgspec.json.encode(self._desired.decisions())
-
-    def adopt(self, state: bytes) -> None:
-        """Adopt the lead's decisions. Raises ``msgspec.MsgspecError``."""
-        self._adopt(msgspec.json.decode(state, type=AdminDecisions))
-
-    async def restore(self) -> None:
-        """Restore the decisions from a sibling if this worker replaces a dead one."""
-        if self._worker.life == 0:
-            return
-        for state in (await self._calls.call_all(DECISIONS_PATH)).values():
-            self._restored = msgspec.json.decode(state, type=AdminDecisions)
-            self._adopt(self._restored)
-            return
-
-    async def changed(self) -> None:
-        """Send the lead's changed decisions; return when the siblings answered or their time is over."""
-        self._restored = AdminDecisions()
-        await self._send()
-
-    async def run(self) -> None:
-        """Send the decisions periodically, until cancelled."""
-        while self._worker.slot == LEAD:
-            await asyncio.sleep(_REPEAT_S)
-            if self._restored.any:
-                self._adopt(self._restored)
-                if not self._unsynced():
-                    self._restored = AdminDecisions()
-            if self._last_sent.any or self._desired.decisions().any:
-                await self._send()
-
-    async def _send(self) -> None:
-        self._last_sent = self._desired.decisions()
-        await self._calls.call_all(DECISIONS_PATH, method="PUT", body=self.state())
-
-    def _adopt(self, decisions: AdminDecisions) -> None:
-        if decisions != self._desired.decisions():
-            self._desired.adopt(decisions)
-            self._applied()
-
-
-PREFIX = "/worker/"
-# Of what an administrator decided about all engines.
-_DECISIONS_BYTES_MAX = 64 << 20
-
-
-class ControlPort:
-    """Control port. ``whole``: ASGI application that the lead serves for all workers."""
-
-    def __init__(
-        self,
-        worker: WorkerContext,
-        view: AggregateView,
-        decisions: SharedDecisions,
-        whole: Any,
-    ) -> None:
-        self._view = view
-        self._decisions = decisions
-        self._whole = whole
-        self._server = SideServer(
-            listen_config(self, listen=SIDE_LISTEN, lifespan="off"),
-            name="control port",
-            setting="workers",
-            sock=worker.control,
-        )
-
-    def listening(self) -> AbstractAsyncContextManager[None]:
-        """Keep the port open for the duration of the context."""
-        return self._server.listening()
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["path"].startswith(PREFIX):
-            await (await self._answer(scope, receive))(scope, receive, send)
-            return
-        peer = dict(scope["headers"]).get(PEER_HEADER.encode(), b"").decode("latin-1")
-        await self._whole({**scope, "client": (peer, 0) if peer else None}, receive, send)
-
-    async def _answer(self, scope: dict[str, Any], receive: Any) -> OwnAnswer:
-        method, path = scope["method"], scope["path"]
-        if method == "PUT" and path == DECISIONS_PATH:
-            try:
-                self._decisions.adopt(await read_body(receive, _DECISIONS_BYTES_MAX))
-            except msgspec.MsgspecError:
-                return OwnAnswer(status=400)
-            return OwnAnswer(status=204)
-        if method != "GET":
-            return OwnAnswer(status=404)
-        if path == "/worker/metrics":
-            return OwnAnswer(await self._view.own_page())
-        if path == DECISIONS_PATH:
-            return OwnAnswer(self._decisions.state())
-        wanted = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("wanted", "")
-        part = await self._view.own_part(path.removeprefix(PREFIX), wanted)
-        return OwnAnswer(status=404) if part is None else OwnAnswer(part)
-
+from kvatlas.router.workers.context import WorkerContext, WorkerSockets
 
 _log = structlog.get_logger()
 _YOUNG_S = 5.0
@@ -368,49 +225,3 @@ class Supervisor:
 def _signal_ready(pipe: int) -> None:
     os.write(pipe, b"1")
     os.close(pipe)
-
-
-# One worker's connections to its siblings: ``gossip`` (requests), ``calls`` and ``control`` (pages),
-# ``decisions`` (of the administrator). A router without workers has no group.
-
-
-class WorkerGroup:
-    """A worker and its siblings. The lead serves ``whole``, the ASGI application for all workers."""
-
-    def __init__(
-        self,
-        worker: WorkerContext,
-        gossip: SiblingGossip,
-        desired: DesiredState,
-        *,
-        applied: Callable[[], None],
-        unsynced: Callable[[], list[str]],
-        body_bytes_max: int,
-    ) -> None:
-        self.worker = worker
-        self.gossip = gossip
-        self.calls = SiblingCalls(worker, body_bytes_max=body_bytes_max)
-        self.decisions = SharedDecisions(worker, desired, self.calls, applied=applied, unsynced=unsynced)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this worker serves the ops port for all."""
-        return self.worker.slot == LEAD
-
-    def view(self, sources: Sources) -> AggregateView:
-        """Return the workers' state for the ops port."""
-        return AggregateView(self.worker, sources, self.calls)
-
-    @asynccontextmanager
-    async def working(self, view: AggregateView, whole: Any) -> AsyncIterator[None]:
-        """Exchange state with the siblings for the duration of the context."""
-        async with self.calls, asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self.gossip.run())]
-            await self.decisions.restore()
-            background.append(tasks.create_task(self.decisions.run()))
-            try:
-                async with ControlPort(self.worker, view, self.decisions, whole).listening():
-                    yield
-            finally:
-                for task in background:
-                    task.cancel()

@@ -11,7 +11,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from kvatlas.router.api import views
+from kvatlas.router.api import explanation
 from kvatlas.router.api.answers import EngineBrief, EngineView
 from kvatlas.router.feeds.base import REASONS as MALFORMED
 from kvatlas.router.feeds.base import FeedState
@@ -88,7 +88,7 @@ def test_every_field_of_an_engine_is_explained() -> None:
     assert [field for field in EngineView.__struct_fields__ if f"{field}`" not in text] == []
 
 
-@pytest.mark.parametrize("shown", [views._engine, views._prompt])
+@pytest.mark.parametrize("shown", [explanation._engine, explanation._prompt])
 def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) -> None:
     tree = ast.parse(inspect.getsource(shown))
     keys = [

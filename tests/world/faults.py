@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from kvatlas.router.server_lifecycle import apply
+from kvatlas.router.reloads import apply
 from tests.world.fleet import REDIS, Fleet, engine_host, router_host
 from tests.world.plan import MODEL, Fault
 

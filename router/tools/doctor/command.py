@@ -15,8 +15,8 @@ from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import any_model, load, parse_engine
 from kvatlas.router.config.schema import Config
 from kvatlas.router.observe.findings import Finding, Severity
+from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.prompts.model_dir import ModelDirError
-from kvatlas.router.serve import configure_logging
 from kvatlas.router.tools.doctor import checks
 from kvatlas.router.tools.doctor.evidence import Evidence
 from kvatlas.router.tools.doctor.examine import ExamineSettings, examine

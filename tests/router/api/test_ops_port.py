@@ -16,9 +16,9 @@ from kvatlas.router.config.schema import OPS_PORT, Config, ServerConfig
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.server import ListenError
-from kvatlas.router.server_lifecycle import check
 from kvatlas.router.simulation.advise import see
 from kvatlas.router.simulation.fetch import fetch_usage
+from kvatlas.router.startup_check import check
 from kvatlas.router.tools.doctor.examine import query_router
 from kvatlas.router.tools.doctor.http import Http
 from kvatlas.router.tools.explain import ExplainOptions, run_explain

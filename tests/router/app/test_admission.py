@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.rates import PrefillSample
-from kvatlas.router.server_lifecycle import apply
+from kvatlas.router.reloads import apply
 from tests.router.app.test_prefill_decode import D, P, apart, completion
 from tests.router.app.test_queue import waits
 from tests.support.clients import anthropic_client

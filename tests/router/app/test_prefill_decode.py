@@ -19,7 +19,7 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.fleet.engines import EngineAddress, Role
 from kvatlas.router.pd.settings import PdSettings
-from kvatlas.router.server_lifecycle import apply
+from kvatlas.router.reloads import apply
 from tests.support.pairs import CONNECTORS, busy
 from tests.support.ports import free_port
 from tests.support.waiting import until

@@ -240,7 +240,7 @@ async def test_streams_tell_the_time_and_a_late_pull_rests() -> None:
 
 
 async def test_reloading_the_configuration_switches_pulls_on_and_off() -> None:
-    from kvatlas.router.server_lifecycle import apply  # noqa: PLC0415
+    from kvatlas.router.reloads import apply  # noqa: PLC0415
 
     async with fleet() as world:
         router = world.rig.router

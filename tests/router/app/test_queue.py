@@ -16,7 +16,7 @@ import pytest
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.admission.admission_queue import AdmissionQueue, QueueSettings
 from kvatlas.router.proxy.settings import ProxySettings
-from kvatlas.router.server_lifecycle import apply
+from kvatlas.router.reloads import apply
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routed, routing, running, tenants
 

@@ -9,7 +9,7 @@ from kvatlas.router.feeds.base import FeedSettings, FeedState
 from kvatlas.router.fleet.engine_metrics import read_pool_blocks
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.base import Plane
-from kvatlas.router.proxy.headers import Verdict, cache_reset, judge
+from kvatlas.router.proxy.paths import Verdict, cache_reset, judge
 from kvatlas.router.proxy.settings import REFUSED_PATHS, ProxySettings
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running

@@ -17,7 +17,7 @@ from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.prompts.reader import ModelDirError
 from kvatlas.router.prompts.settings import ANY_MODEL
 from kvatlas.router.proxy.settings import ProxySettings
-from kvatlas.router.server_lifecycle import apply, decide, reloads_of
+from kvatlas.router.reloads import apply, decide, reloads_of
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

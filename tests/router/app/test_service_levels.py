@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from kvatlas.router.placement.candidate import PolicySettings
-from kvatlas.router.server_lifecycle import apply
+from kvatlas.router.reloads import apply
 from kvatlas.router.tools.explain import ExplainOptions, run_explain
 from tests.router.app.test_admission import ASKED, queued
 from tests.router.app.test_prefill_decode import D, P, apart, prompt

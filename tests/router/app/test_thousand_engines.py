@@ -20,8 +20,9 @@ from benchmarks.decision import Bench, chat, decide_by
 from benchmarks.layouts import LAYOUTS, Layout
 from kvatlas.publisher.events import BlockStored, DecodedBatch, encode_tokens
 from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.api.explanation import explain
 from kvatlas.router.api.ops_app import _SharedAnswer
-from kvatlas.router.api.views import LocalView, explain
+from kvatlas.router.api.views import LocalView
 from kvatlas.router.app import Router
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
 from kvatlas.router.fleet.status import ModelCard

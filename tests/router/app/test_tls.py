@@ -19,7 +19,7 @@ from kvatlas.router.config.schema import Config, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.tls import Certificates, TlsFiles, client_context, server_context
-from kvatlas.router.server_lifecycle import check
+from kvatlas.router.startup_check import check
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running

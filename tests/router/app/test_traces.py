@@ -17,7 +17,7 @@ from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.traces import Traces, TraceSettings
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.proxy.app import ProxyApp
-from kvatlas.router.server_lifecycle import check
+from kvatlas.router.startup_check import check
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import until

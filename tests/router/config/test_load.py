@@ -22,7 +22,7 @@ from kvatlas.router.placement.shadow import Shadow
 from kvatlas.router.prompts.settings import ANY_MODEL
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.replication.settings import IndexSettings
-from kvatlas.router.server_lifecycle import check
+from kvatlas.router.startup_check import check
 
 EXAMPLE = f"""
 [server]

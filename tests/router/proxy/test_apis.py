@@ -13,7 +13,7 @@ from kvatlas.router.openai.errors import no_ready_engine, stream_broken
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.openai.request import Usage
 from kvatlas.router.proxy.answers import SseRelay, read_usage
-from kvatlas.router.proxy.headers import Verdict, judge
+from kvatlas.router.proxy.paths import Verdict, judge
 from kvatlas.router.proxy.screen import Rules, screen
 from tests.support.clients import openai_client
 from tests.support.ports import free_port

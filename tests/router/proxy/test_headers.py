@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvatlas.router.openai.members import at_once, with_value
 from kvatlas.router.openai.request import Session
 from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER
-from kvatlas.router.proxy.settings import Aliases
+from kvatlas.router.proxy.aliases import Aliases
 from tests.support.clients import openai_client
 from tests.support.proxy_rig import CHAT, Call, Engine, Script, answer, ask, request, routing, says, writes
 

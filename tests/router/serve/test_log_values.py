@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import structlog
 
+from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.replication.registry import IndexRefused, parse_view
-from kvatlas.router.serve import configure_logging
 
 LONG = "x" * 12_000_000
 KEPT: dict[str, Any] = {"a": "text", "b": 1, "c": 0.5, "d": None, "e": True, "f": ["m", "n"], "g": {"h": 1}}

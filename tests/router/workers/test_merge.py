@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvatlas.router.api.prometheus_text import page_steps
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.workers.merged_view import (
+from kvatlas.router.workers.merged_metrics import (
     CounterStore,
     WorkerPage,
     decoded_page,

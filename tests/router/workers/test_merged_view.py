@@ -17,13 +17,9 @@ from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config
 from kvatlas.router.openai.request import Session, Usage
 from kvatlas.router.workers.context import PortTakenError, WorkerSockets, cores
-from kvatlas.router.workers.merged_view import (
-    AggregateView,
-    SiblingCalls,
-    _joined,
-    encoded_family,
-    encoded_page,
-)
+from kvatlas.router.workers.merged_metrics import encoded_family, encoded_page
+from kvatlas.router.workers.merged_view import AggregateView, _joined
+from kvatlas.router.workers.sibling_calls import SiblingCalls
 
 
 class LateSibling:

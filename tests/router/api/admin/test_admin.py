@@ -16,7 +16,7 @@ from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import load
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.server import ListenError
-from kvatlas.router.server_lifecycle import check
+from kvatlas.router.startup_check import check
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import until
 from tests.support.whole_router import QUICK, configure, routing, running

@@ -10,7 +10,7 @@ import pytest
 
 from kvatlas.router.api.admin_auth import AdminSettings
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.server_lifecycle import check
+from kvatlas.router.startup_check import check
 from tests.router.api.admin.admin_rig import administered, audited
 from tests.support.pki import make_authority, make_certificate
 from tests.support.whole_router import configure, running
