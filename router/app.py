@@ -381,6 +381,7 @@ class Router:
             pd=self.config.pd,
             pd_stats=pd_stats,
             watched=self.fleet,
+            silence_s=self.config.listen.keepalive_comment_s,
         )
         if isinstance(inflight := self.accounts.inflight, GossipedInflight) and proxy.deaths is not None:
             inflight.died, proxy.deaths.publish = proxy.deaths.learn, inflight.publish_death

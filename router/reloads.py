@@ -172,7 +172,14 @@ async def apply(router: Router, config: Config) -> None:
         check_every=server.check_every,
     )
     claims = router.planner.reads_claims
-    router.proxy.configure(config.proxy, config.pd, aliases, claims=claims, targets=config.policy.targets)
+    router.proxy.configure(
+        config.proxy,
+        config.pd,
+        aliases,
+        claims=claims,
+        targets=config.policy.targets,
+        silence_s=config.listen.keepalive_comment_s,
+    )
     router.proxy.requests.log = server.log_requests
     if config.listen != before.listen:
         router.on_listen(config.listen)

@@ -291,6 +291,7 @@ _MAY_BE_ZERO = frozenset(
         "decode_delay_weight",
         "drain_s_max",
         "fallbacks",
+        "keepalive_comment_s",
         "lease_margin_s",
         "leg_overhead_s",
         "min_remote_tokens",

@@ -202,8 +202,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS). Set it
     if only clients with certificates may connect."""
     expose_decision: bool = False
-    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens` and `x-kvatlas-predicted-ttft-ms` to every response.
-    Switch it on while testing; clients then see names of engines."""
+    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens`, `x-kvatlas-predicted-ttft-ms` and `server-timing`
+    (predicted and measured parts of the time to first token) to every response. Switch it on while testing;
+    clients then see names of engines."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged: `debug`, `info`, `warning` or `error`. Lower it while searching a
     fault."""

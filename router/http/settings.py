@@ -31,6 +31,10 @@ class ListenSettings(msgspec.Struct, frozen=True):
     # Not a key of the configuration: config/removed.py.
     stall_timeout_s: float = 120.0
     """A client that does not read its answer for this long is disconnected."""
+    keepalive_comment_s: float = 0.0
+    """A client of a stream gets a comment (`: keep-alive`) before it has had nothing for this many seconds,
+    from the engine's first byte on; 0: none. Set it below the idle time-out of proxies between client and
+    router, if prompts compute longer than that."""
     drain_delay_s: float = 0.0
     """Seconds from SIGTERM until new connections are refused: the time load balancers need to notice that
     ``/ready`` answers 503. Requests that come meanwhile are answered, and close their connection. Set it to

@@ -51,6 +51,7 @@ from kvatlas.router.placement.engine import (
     SharedView,
     order_of,
 )
+from kvatlas.router.placement.first_token import FirstTokenParts
 from kvatlas.router.placement.placement import Decision, Placement, Split, read_by
 from kvatlas.router.placement.policies import ArmState, policy
 from kvatlas.router.placement.pull import Pulls, any_waits
@@ -69,6 +70,7 @@ from kvatlas.router.placement.split_steps import DecodeStep, PrefillStep, Sideca
 from kvatlas.router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from kvatlas.router.prompts.reader import INLINE_BLOCKS_MAX, PromptReader
 from kvatlas.router.proxy.attempt import Fields
+from kvatlas.router.proxy.headers import SERVER_TIMING
 
 _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
@@ -601,7 +603,21 @@ class Planner:
         if parts is not None:
             since_s = 0.0 if request.read_s is None else self._accounts.now() - request.read_s
             headers.append((b"x-kvatlas-predicted-ttft-ms", b"%d" % (1000 * (since_s + parts.total_s) + 0.5)))
+            headers.append((SERVER_TIMING, _timing(parts)))
         return tuple(headers)
+
+
+def _timing(parts: FirstTokenParts) -> bytes:
+    """The predicted parts of the first token, in milliseconds (W3C Server Timing)."""
+    told = {
+        "queue": parts.queue_s,
+        "pages": parts.pages_s,
+        "load": parts.load_s,
+        "prefill": parts.prefill_s,
+        "engine": parts.engine_s,
+        "total": parts.total_s,
+    }
+    return ", ".join(f"predicted-{name};dur={1000 * seconds:.1f}" for name, seconds in told.items()).encode()
 
 
 def _read_by(

@@ -107,6 +107,7 @@ class ProxyApp:
         pd: PdSettings | None = None,
         pd_stats: PdStats | None = None,
         watched: WatchedFleet | None = None,
+        silence_s: float = 0.0,
     ) -> None:
         settings, pd = settings or ProxySettings(), pd or PdSettings()
         self.stats = stats or ProxyStats()
@@ -126,7 +127,7 @@ class ProxyApp:
             pd_stats=self.pd_stats,
             deaths=self.deaths,
         )
-        self.configure(settings, pd, aliases, claims=claims, targets=targets)
+        self.configure(settings, pd, aliases, claims=claims, targets=targets, silence_s=silence_s)
 
     def configure(
         self,
@@ -136,9 +137,11 @@ class ProxyApp:
         *,
         claims: bool,
         targets: Targets | None = None,
+        silence_s: float = 0.0,
     ) -> None:
         """Set the settings of new requests and new connections."""
         self.settings = settings
+        self._forwarder.silence_s = silence_s
         self._forwarder.configure(settings, pd)
         self.client.configure(settings)
         self._aliases = aliases

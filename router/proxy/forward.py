@@ -122,6 +122,8 @@ class Forwarder:
         deaths: Deaths | None = None,
     ) -> None:
         self._planner = planner
+        self.silence_s = 0.0
+        """A client of a stream gets a comment before it has had nothing for this long; 0: none."""
         self._deaths = deaths
         self._own = OwnConnections(client)
         self._settings = settings
@@ -454,6 +456,7 @@ class Forwarder:
             USAGE_BYTES_MAX,
             out.carrier is None,
             out.had,
+            _silence_s=self.silence_s if out.carrier is None else 0.0,
         )
         try:
             first = None

@@ -75,6 +75,7 @@ _NOT_RETURNED = frozenset(
         b"alt-svc",
     )
 )
+SERVER_TIMING = b"server-timing"
 # What the router says itself, in ``own``.
 _OWN_PREFIXES = (b"x-kvatlas-", b"x-ratelimit-")
 _HAS_OWN = re.compile(b"^(?:%b)" % b"|".join(map(re.escape, _OWN_PREFIXES)), re.MULTILINE).search

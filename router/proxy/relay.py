@@ -9,10 +9,12 @@ error event or by a cut connection.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import Awaitable, Coroutine
 
 import msgspec
 
+from kvatlas.router.http.client_head import Header
 from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.observe.requests import RequestRecord
@@ -32,7 +34,7 @@ from kvatlas.router.proxy.attempt import (
     client_told,
 )
 from kvatlas.router.proxy.events import Kind, aborted
-from kvatlas.router.proxy.headers import AnswerHead
+from kvatlas.router.proxy.headers import SERVER_TIMING, AnswerHead
 from kvatlas.router.proxy.settings import ProxyStats
 
 # Passes one engine's event stream on, piece by piece.
@@ -60,14 +62,42 @@ class StreamRelay(msgspec.Struct, eq=False):
     _more: bool = True
     _waits: Awaitable[None] | None = None
     """To be awaited before the next piece."""
+    _timer: asyncio.TimerHandle | None = None
+    _slow: bool = False
+    """That is being awaited."""
 
-    async def run(self, first: bytes) -> None:
-        """Pass everything on. Raises ``UpstreamError`` and ``EventRefusedError`` where nothing of an answer
-        has been sent, ``NotFetchedError`` where its first token must not be: the client has been told if it
-        has had an opening."""
+    async def run_with_comments(self, first: bytes | None, silence_s: float) -> None:
+        """``run``, with a comment to the client before nothing has been sent for this long."""
+        self._watch_silence(silence_s / 2, -1)
+        try:
+            await self.run(first)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _watch_silence(self, every_s: float, sent_bytes: int) -> None:
+        if sent_bytes == self._record.bytes_out:
+            self._comment()
+        again = asyncio.get_running_loop().call_later
+        self._timer = again(every_s, self._watch_silence, every_s, self._record.bytes_out)
+
+    def _comment(self) -> None:
+        """Send a comment, where it stands between two events and the client reads."""
+        between = self.had is Had.NOTHING or self._events.passed_on.endswith((b"\n\n", b"\n\r\n"))
+        if not (between and self._success and self._more) or self._slow or self._waits is not None:
+            return
+        self._send(_COMMENT)
+        waits, self._waits = self._waits, None
+        if isinstance(waits, Coroutine):
+            waits.close()  # it does not read: the comment is not needed
+
+    async def run(self, first: bytes | None) -> None:
+        """Pass everything on; ``first``: what has come of it. Raises ``UpstreamError`` and
+        ``EventRefusedError`` where nothing of an answer has been sent, ``NotFetchedError`` where its first
+        token must not be: the client has been told if it has had an opening."""
         events = self._events
         try:
-            self._pass_on(first)
+            self._pass_on(await self._connection.read() if first is None else first)
             while self._more:
                 if self._waits is not None:
                     await self._caught_up()
@@ -95,7 +125,9 @@ class StreamRelay(msgspec.Struct, eq=False):
     async def _caught_up(self) -> None:
         waits, self._waits = self._waits, None
         if waits is not None:
+            self._slow = True
             await waits
+            self._slow = False
 
     def _go_on(self) -> bool:
         """Pass on what has come. Whether to wait for more of it. Raises ``UpstreamError``."""
@@ -155,6 +187,8 @@ class StreamRelay(msgspec.Struct, eq=False):
             if length and (self._more or self._attempt.request.hides_usage):
                 # Events may be added to it, or left out.
                 fields, length = [field for field in fields if field[0] != b"content-length"], b""
+            if self._attempt.client_headers:
+                fields = measured(self._attempt, self._record, fields)
             self._answer.start(self._connection.status, fields, length)
         self.had = Had.ANSWER if self._events.passing else Had.COMMENTS
         self._waits = self._answer.write(out, more=self._more)
@@ -210,6 +244,25 @@ class StreamRelay(msgspec.Struct, eq=False):
         await self._caught_up()
 
 
+# Of no field: a client skips it (WHATWG HTML, section 9.2.6).
+_COMMENT = b": keep-alive\n\n"
+
+
+def measured(attempt: Attempt, record: RequestRecord, fields: list[Header]) -> list[Header]:
+    """The fields, with what was measured until here, beside what the decision says."""
+    if record.asked_s is None:
+        return fields
+    now = attempt.now()
+    parts = {
+        "router": record.overhead_s,
+        "wait": record.waited_s,
+        "engine": now - record.asked_s,
+        "total": now - record.read_s,
+    }
+    text = ", ".join(f"{name};dur={1000 * max(0.0, seconds):.1f}" for name, seconds in parts.items())
+    return [*fields, (SERVER_TIMING, text.encode())]
+
+
 def tell_named(attempt: Attempt, begin: bytes) -> None:
     """Tell the attempt whether its answer of success, which begins so, has the id that was chosen for it."""
     chosen = of_engine(attempt.request.response_id, attempt.engine_id)
@@ -237,6 +290,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _wants_usage: bool = False
     _seen_end: bool = False
     """Its end has been looked at: the engine did not give it up."""
+    _silence_s: float = 0.0
+    """A client of a stream gets a comment before it has had nothing for this long; 0: none."""
     stream: StreamRelay | None = None
     """Set where the answer is an event stream."""
 
@@ -245,11 +300,14 @@ class AnswerRelay(msgspec.Struct, eq=False):
         ``EventRefusedError`` and ``NotFetchedError`` where nothing has been sent. ``first``: its beginning,
         if that has been read."""
         connection, head, attempt = self._connection, self._head, self._attempt
-        if first is None and (first := connection.read_nowait()) is None:
+        streams = head.sse and not head.encoded
+        # A client that is to have comments has them from now on.
+        watched = streams and self._silence_s
+        if first is None and (first := connection.read_nowait()) is None and not watched:
             return self._run_later()
         self._record.status = status = connection.status
         self._success = 200 <= status < 300
-        if head.sse and not head.encoded:
+        if streams or first is None:
             return self._pass_events(first)
         attempt.arrived(connection)
         request = attempt.request
@@ -271,7 +329,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         if (rest := self.run(await self._connection.read())) is not None:
             await rest
 
-    def _pass_events(self, first: bytes) -> Awaitable[None]:
+    def _pass_events(self, first: bytes | None) -> Awaitable[None]:
         request = self._attempt.request
         events = SseRelay(
             request.path,
@@ -290,6 +348,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._replaceable,
             self._had,
         )
+        if self._silence_s:
+            return self.stream.run_with_comments(first, self._silence_s)
         return self.stream.run(first)
 
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
@@ -304,7 +364,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._seen_end = True
         # An empty body is no sign that the engine generates.
         attempt.first_byte(status if data else 0)
-        self._answer.start(status, head.fields, head.length)
+        fields = measured(attempt, self._record, head.fields) if attempt.client_headers else head.fields
+        self._answer.start(status, fields, head.length)
         self._record.bytes_out += len(data)
         if (waits := self._answer.write(data, more=False)) is not None:
             return self._settle_later(waits, data)
@@ -346,7 +407,9 @@ class AnswerRelay(msgspec.Struct, eq=False):
         more = True
         if data:
             attempt.first_byte(connection.status)
-        answer.start(connection.status, self._head.fields, self._head.length)
+        head = self._head
+        fields = measured(attempt, record, head.fields) if attempt.client_headers else head.fields
+        answer.start(connection.status, fields, head.length)
         wants_usage = self._wants_usage
         seen: list[bytes] = []
         seen_bytes = 0

@@ -291,11 +291,12 @@ async def routing(
     planner: FakePlanner | None = None,
     clock: Callable[[], float] = time.monotonic,
     watched: WatchedFleet | None = None,
+    silence_s: float = 0.0,
 ) -> AsyncIterator[Rig]:
     """The proxy in front of ``urls``, on a free port of this loop; ``planner``: instead of one for
     ``urls``."""
     planner = planner or FakePlanner(*urls)
-    app = ProxyApp(planner, settings, clock=clock, watched=watched)
+    app = ProxyApp(planner, settings, clock=clock, watched=watched, silence_s=silence_s)
     config = listen_config(
         wrap(app), port=0, listen=listen or ListenSettings(drain_s_max=0.5), lifespan="off"
     )

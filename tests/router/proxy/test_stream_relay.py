@@ -69,12 +69,16 @@ def _connection(stats: ProxyStats) -> UpstreamConnection:
     return connection
 
 
-def _relay(connection: UpstreamConnection, client: Client, stats: ProxyStats) -> AnswerRelay:
+def _relay(
+    connection: UpstreamConnection, client: Client, stats: ProxyStats, silence_s: float = 0.0
+) -> AnswerRelay:
     request = InboundRequest("POST", CHAT, b"", [], b"{}", stream=True)
     attempt = Attempt("engine", "http://engine", Breaker(), request, now=time.monotonic)
     record: RequestRecord = RequestTracker(time.monotonic).begin("POST", CHAT)
     head = read_answer_headers(connection.headers, b"", ())
-    return AnswerRelay(connection, attempt, record, head, cast("Any", client), stats, 1 << 20)
+    return AnswerRelay(
+        connection, attempt, record, head, cast("Any", client), stats, 1 << 20, _silence_s=silence_s
+    )
 
 
 _STEPS = st.lists(st.sampled_from(["event", "half", "slow", "catch up", "turn"]), max_size=12)
@@ -150,6 +154,25 @@ async def test_tokens_are_counted_once_however_the_pieces_come(together: int, re
         connection.connection_lost(None)
     await task
     assert relay._record.streamed_tokens == 6
+
+
+async def test_a_client_that_does_not_read_gets_no_comments_and_one_that_goes_on_gets_all_events() -> None:
+    stats, client = ProxyStats(), Client()
+    connection = _connection(stats)
+    connection.data_received(chunk(event("first")))
+    task = asyncio.ensure_future(_passed(_relay(connection, client, stats, silence_s=2.0)))
+    await asyncio.sleep(0)
+    client.slow()
+    await asyncio.sleep(10.0)  # it has not been written to since: the comment finds that out
+    connection.data_received(chunk(event("second")))
+    await asyncio.sleep(10.0)
+    assert client.got == event("first")
+    client.catch_up()
+    await asyncio.sleep(3.0)
+    connection.data_received(chunk(DONE) + END)
+    await task
+    assert client.got.replace(b": keep-alive\n\n", b"") == event("first") + event("second") + DONE
+    assert b": keep-alive" in client.got
 
 
 async def test_task_sleeps_while_pieces_come() -> None:
