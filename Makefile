@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 PART_TESTS = test-serve test-services test-tools test-simulation test-connectors-fast test-repository
-.PHONY: help demo test test-all $(PART_TESTS) world test-vllm test-sglang test-envoy test-random power canary test-connectors test-connectors-0.33 charts chart-docs lint format types check docs lock clean
+.PHONY: help demo test test-all $(PART_TESTS) world test-vllm test-sglang test-envoy test-random power canary test-connectors test-connectors-0.33 charts chart-docs release lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
 ROUTER := $(VENV)/.installed-router
 CHARTS := $(VENV)/.installed-charts
+RELEASE := $(VENV)/.installed-release
 # More workers than the two cores it is meant for: tests of servers and processes wait. Each costs four seconds of a core.
 # A worker takes files in a row, and the rest of another's when it has none: servers are started once or
 # twice, and no long file is left for the end. tests/vllm is not for here; importing it takes four seconds.
@@ -32,6 +33,7 @@ test_part = $(if $(option_ALL),KVATLAS_TEST_EXAMPLES=ci )$(BIN)/python -m pytest
 LOCKED = --constraint requirements/dev.txt  # the versions that CI has tested; `make lock` updates them
 
 # Only what was said to make counts: a shell may have variables of these names.
+option_IMAGE = $(if $(filter command,$(origin IMAGE)),$(IMAGE))
 option_ALL = $(if $(filter command,$(origin ALL)),$(ALL))
 demo_option = $(if $(filter command,$(origin $(1))),--$(2) $($(1)))
 
@@ -104,6 +106,9 @@ charts: $(CHARTS) ## The Helm chart, rendered and checked against the schemas of
 chart-docs: $(CHARTS) ## Write the chart's schema and table of values from its values.yaml
 	@$(BIN)/python scripts/generate_chart_reference.py
 
+release: $(RELEASE) ## Wheel, source archive, chart, image and their checksums in dist/, each tried (IMAGE=1: the image must be)
+	@$(BIN)/python scripts/release.py $(if $(option_IMAGE),--image)
+
 lint: $(DEV) ## Style, likely mistakes, import layers, structure
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -145,4 +150,9 @@ $(DEV): $(BIN)/python pyproject.toml
 $(CHARTS): $(DEV) pyproject.toml
 	@echo "installing Helm's engine and Kubernetes' schemas into $(VENV)"
 	@$(PIP_INSTALL) $(LOCKED) --editable '.[charts]'
+	@touch $@
+
+$(RELEASE): $(CHARTS) pyproject.toml
+	@echo "installing the tool of the bill of materials into $(VENV)"
+	@$(PIP_INSTALL) $(LOCKED) --editable '.[release]'
 	@touch $@

@@ -23,7 +23,7 @@ sed -n 's/^requires = \["\(.*\)"\]/\1/p' pyproject.toml |
 
 {
     echo "# Versions that development and CI install. Made by \`make lock\`; do not edit."
-    "${BIN:-.venv/bin}/uv" pip compile pyproject.toml --extra dev --extra charts --universal --python-version 3.11 \
+    "${BIN:-.venv/bin}/uv" pip compile pyproject.toml --extra release --universal --python-version 3.11 \
         --no-emit-package kvatlas --no-annotate --no-header --quiet
 } >requirements/dev.txt.new
 mv requirements/dev.txt.new requirements/dev.txt

@@ -1,4 +1,4 @@
-"""Renders the chart with the real Helm engine, as a release would be."""
+"""Renders the chart with the real Helm engine, as a release would be; ``make release`` gives its package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from helm_python import Chart
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, built
 
 CHART = ROOT / "charts" / "kvatlas"
 MINIMAL: dict[str, Any] = {"engines": {"selector": {"app": "vllm"}}}
@@ -25,7 +25,7 @@ class Rendered:
 
     def __init__(self, values: dict[str, Any], *, name: str = "kvatlas", namespace: str = "llm") -> None:
         values = {**values, "image": {"repository": "kvatlas", **values.get("image", {})}}
-        chart = Chart.load(str(CHART))
+        chart = Chart.load(str(built("kvatlas-?.*.tgz") or CHART))
         try:
             chart.validate_schema(values)
             files = chart.render(values, name=name, namespace=namespace)

@@ -6,13 +6,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvatlas.router.cli import app
 from kvatlas.router.config.load import load
 from tests.charts.chart import MINIMAL, Rendered
 from tests.charts.test_rendered import CASES, EVERYTHING, GATEWAY
+from tests.support.kube_api import PODS, kube_api
+from tests.support.kube_objects import pod
 from tests.support.paths import ROOT
+from tests.support.waiting import until
+from tests.support.whole_router import TEXT, routing, running
 
 TOKENIZER = ROOT / "publisher" / "assets" / "demo_tokenizer"
 
@@ -185,3 +190,29 @@ def test_the_container_starts_the_real_command(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as end:
         app([*arguments, "--check-config"])
     assert end.value.code == 0, capsys.readouterr().err
+
+
+async def test_its_router_finds_a_pod_and_proves_a_prediction(tmp_path: Path) -> None:
+    """The rendered file, an API server's stand-in, one engine: a second turn's hit is as predicted."""
+    rendered = Rendered({**MINIMAL, "exposeDecision": True})
+    config = _load(rendered, tmp_path)
+    async with kube_api() as kube, running({}) as (engine,):
+        found = msgspec.structs.replace(
+            config.fleet.kubernetes, api=kube.url, credentials_dir=str(tmp_path), namespaces=("llm",)
+        )
+        config = msgspec.structs.replace(
+            config,
+            server=msgspec.structs.replace(config.server, host="127.0.0.1", port=0, ops_port=0),
+            fleet=msgspec.structs.replace(config.fleet, kubernetes=found),
+        )
+        ports = {"http": int(engine.base_url.rpartition(":")[2])}
+        async with routing(config, wait=False) as rig:
+            await kube.put(PODS, pod("vllm-0", "127.0.0.1", namespace="llm", ports=ports))
+            await until(lambda: len(rig.router.fleet) == 1, "the pod is an engine")
+            await rig.ready()
+            await rig.chat(TEXT * 20)
+            await rig.caught_up(engine)
+            await rig.chat(TEXT * 20)
+            receipts = await rig.ok("GET", "/kvatlas/receipts")
+            assert [receipt["outcome"] for receipt in receipts] == ["exact", "exact"]
+            assert any(receipt["actual_tokens"] for receipt in receipts)

@@ -1,7 +1,11 @@
-"""The wheel has one top-level name, and serves beside files of the names that its folders have here."""
+"""The wheel has one top-level name, and serves beside files of the names that its folders have here.
+
+``make release`` has the files of ``dist/`` tried instead of those built here, with all that pip installs.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas import __version__
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, built
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.real  # builds, installs and serves in processes of its own
@@ -43,7 +47,7 @@ def content(wheel: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+    return built("*.whl") or build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
 def test_it_has_one_top_level_name_and_every_module(wheel: Path) -> None:
@@ -59,7 +63,7 @@ def test_it_has_one_top_level_name_and_every_module(wheel: Path) -> None:
 
 def test_a_wheel_from_the_source_archive_is_the_same(wheel: Path, tmp_path: Path) -> None:
     """The links are followed once: the archive holds files, wherever it is unpacked."""
-    archive = build(ROOT, "sdist", tmp_path / "sdist")
+    archive = built("*[0-9].tar.gz") or build(ROOT, "sdist", tmp_path / "sdist")
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
     subprocess.run(["tar", "xzf", str(archive), "-C", str(unpacked)], check=True)
@@ -95,15 +99,8 @@ def test_installed_it_serves_beside_files_of_the_same_names(wheel: Path, tmp_pat
         (here / name).mkdir(parents=True)
         (here / name / "__init__.py").write_text(NONSENSE)
         (here / f"{name}.py").write_text(NONSENSE)
-    environment = tmp_path / "environment"
-    venv.create(environment, with_pip=False)
-    python = str(environment / "bin" / "python")
-    install = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install"]
-    install += ["--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
-    (packages,) = environment.glob("lib/python3*/site-packages")
-    # The dependencies of the environment that runs the tests; what its own .pth files add is not taken.
-    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    python = os.environ.get("KVATLAS_INSTALLED") or installed(wheel, tmp_path / "environment")
+    packages = next(Path(python).parents[1].glob("lib/python3*/site-packages"))
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVATLAS"))
     }
@@ -114,10 +111,14 @@ def test_installed_it_serves_beside_files_of_the_same_names(wheel: Path, tmp_pat
         return done.stdout.strip()
 
     assert said(python, "-c", "import kvatlas.router as r; print(r.__file__)").startswith(str(packages))
-    for command in ([python, "-m", "kvatlas"], [str(environment / "bin" / "kvatlas")]):
+    for command in ([python, "-m", "kvatlas"], [str(Path(python).with_name("kvatlas"))]):
         assert said(*command, "--version") == __version__
     for module in ("kvatlas.publisher.vllm_plugin", "kvatlas.connectors"):
         said(python, "-c", f"import {module}")
+
+    shown = json.loads(said(python, "-m", "kvatlas", "demo", "--seconds", "2", "--engines", "2", "--json"))
+    assert shown["errors"] == 0
+    assert 0 < shown["predicted_exact"] <= shown["predicted_total"]
 
     port = free_port()
     words = ["serve", "--port", str(port), "--ops-port", "0", "--engine", f"http://127.0.0.1:{free_port()}"]
@@ -129,6 +130,19 @@ def test_installed_it_serves_beside_files_of_the_same_names(wheel: Path, tmp_pat
         finally:
             router.terminate()
         assert router.wait() == 0
+
+
+def installed(wheel: Path, environment: Path) -> str:
+    """Python of an environment with this wheel, and the dependencies of the one that runs the tests."""
+    venv.create(environment, with_pip=False)
+    python = str(environment / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install"]
+    install += ["--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    # What its own .pth files add is not taken.
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return python
 
 
 def answers(router: subprocess.Popen[str], url: str) -> int:
