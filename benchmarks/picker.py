@@ -50,7 +50,7 @@ from kvatlas.router.serve import share_the_interpreter, tame_garbage_collection
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.grpc import message_frame
 from kvatlas.router.services.epp.header_fields import DESTINATION
-from kvatlas.router.services.epp.messages import bytes_field, number_field
+from kvatlas.router.services.epp.protobuf import bytes_field, number_field
 from kvatlas.router.services.epp.server import PickerServer
 from kvatlas.router.services.epp.settings import EppSettings
 

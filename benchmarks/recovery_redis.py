@@ -22,10 +22,11 @@ from kvatlas.publisher.events import BlockStored, encode_batch, encode_tokens
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
-from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.descriptions import engine_facts
 from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
-from kvatlas.router.replication.mirror import MirroredIndex, engine_facts
+from kvatlas.router.replication.mirror import MirroredIndex
 from kvatlas.router.replication.reader import SharedReader
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable

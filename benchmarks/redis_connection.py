@@ -22,9 +22,9 @@ import hiredis
 import uvloop
 from redis.asyncio import Redis
 
+from kvatlas.router.replication.index_url import parse_url
 from kvatlas.router.replication.redis_client import connection_arguments
 from kvatlas.router.replication.redis_connection import PipelinedConnection, pack
-from kvatlas.router.replication.settings import parse_url
 
 PORT = 7431
 ROUNDS = {64: 1000, 1000: 200, 6250: 50}

@@ -31,8 +31,9 @@ from benchmarks.redis_index import FULL, MODEL, WINDOW, Bench, Servers, quantile
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.placement.others import OthersLoad
-from kvatlas.router.replication.codec import ScopeKeys
-from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.replication.gossip import GossipedInflight
+from kvatlas.router.replication.keys import ScopeKeys
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
 from kvatlas.router.replication.mirror import MirroredIndex
 from kvatlas.router.replication.service import RECEIVE_PAUSE_S, RECEIVE_WAIT_S, InflightStream

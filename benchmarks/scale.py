@@ -33,7 +33,7 @@ from kvatlas.router.api.metrics_page import families, prepare
 from kvatlas.router.api.prometheus_text import in_steps, page_steps
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.memory import MemoryIndex
-from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.serve import tame_garbage_collection
 from kvatlas.router.workers.merged_metrics import encoded_family
 

@@ -32,7 +32,7 @@ import msgspec
 
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.placement.candidate import Candidate
-from kvatlas.router.placement.engine import EngineOrder
+from kvatlas.router.placement.engine_order import EngineOrder
 from kvatlas.router.placement.pull import PullSources
 from kvatlas.router.simulation.cache_layouts import groups_of, pool_blocks
 from kvatlas.router.simulation.fleet import FleetSim

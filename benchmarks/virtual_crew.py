@@ -26,7 +26,8 @@ from kvatlas.router.placement.inflight import InflightPrefixes, InflightPrompt, 
 from kvatlas.router.placement.load import LoadAccount, Ticket
 from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
 from kvatlas.router.placement.rates import FleetRates
-from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.replication.gossip import GossipedInflight
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.simulation.setup import simulated_layout
 
 ENGINES = 4

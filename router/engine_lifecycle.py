@@ -26,7 +26,7 @@ from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement, load_
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.placement.eligible import NO_LENGTH, EligibleEngines, Length
 from kvatlas.router.placement.engine import Accounts, Engine

@@ -16,7 +16,7 @@ from kvatlas.router.config.schema import Config
 from kvatlas.router.http.tls import TlsError, server_context
 from kvatlas.router.observe.traces import TracesNotInstalledError
 from kvatlas.router.prompts.model_dir import ModelDirError
-from kvatlas.router.replication.settings import SettingsError, redacted
+from kvatlas.router.replication.index_url import SettingsError, redacted
 
 _log = structlog.get_logger()
 TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"

@@ -44,8 +44,8 @@ from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.pd.settings import PdStats
 from kvatlas.router.placement import policies
 from kvatlas.router.placement.candidate import PullSettings
+from kvatlas.router.placement.own_pulls import Pulls
 from kvatlas.router.placement.probing import ProbeStats
-from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.placement.shadow import ShadowSettings
 from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.services.epp.settings import EppStats

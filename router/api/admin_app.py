@@ -15,7 +15,7 @@ from kvatlas.router.api.admin_auth import PEER, AdminSettings, AdminStats, Authe
 from kvatlas.router.api.admin_tokens import TokenFile
 from kvatlas.router.http.asgi import Application
 from kvatlas.router.http.downstream import DownstreamConnection
-from kvatlas.router.http.listener import ListenConfig
+from kvatlas.router.http.listen_config import ListenConfig
 from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
 from kvatlas.router.http.tls import Certificates, server_context
 

@@ -17,7 +17,7 @@ from kvatlas.router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from kvatlas.router.observe.findings import ROUTER, Finding, Severity
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.first_token import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
-from kvatlas.router.placement.pull import Pulls
+from kvatlas.router.placement.own_pulls import Pulls
 from kvatlas.router.placement.shadow import Shadow
 
 _info = partial(Finding, severity=Severity.INFO)

@@ -40,7 +40,7 @@ from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.http.h2_connection import H2Stats
 from kvatlas.router.http.settings import ListenStats
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.observe.cache_funnel import CacheFunnel
 from kvatlas.router.observe.findings import FindingLog
 from kvatlas.router.observe.histogram import Histogram
@@ -53,8 +53,8 @@ from kvatlas.router.pd.settings import PdStats
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.first_token import FirstTokenErrors
 from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.own_pulls import Pulls
 from kvatlas.router.placement.probing import ProbeStats
-from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
 from kvatlas.router.proxy.aliases import Aliases

@@ -25,7 +25,8 @@ from kvatlas.router.api.answers import (
 from kvatlas.router.api.findings import current_findings
 from kvatlas.router.api.metrics_page import Sources, families
 from kvatlas.router.api.prometheus_text import page_steps
-from kvatlas.router.index.base import GPU, Plane
+from kvatlas.router.index.base import Plane
+from kvatlas.router.index.places import GPU
 from kvatlas.router.observe.findings import Finding
 from kvatlas.router.observe.history import Counts, Gauges, RecentHistory
 from kvatlas.router.observe.receipts import COMPARED, Receipt

@@ -24,7 +24,8 @@ from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.prompts.settings import ANY_MODEL
-from kvatlas.router.replication.settings import IndexSettings, has_password, redacted
+from kvatlas.router.replication.index_url import has_password, redacted
+from kvatlas.router.replication.settings import IndexSettings
 
 ENV_PREFIX = "KVATLAS_"
 _REFERENCE = " (all settings: docs/configuration.md)"

@@ -32,7 +32,8 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from kvatlas.router.feeds.actions import Action, StateChanged
-from kvatlas.router.feeds.base import UNNUMBERED, Cut, FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
+from kvatlas.router.feeds.frames import UNNUMBERED, Frame
 from kvatlas.router.feeds.position import NOWHERE
 from kvatlas.router.feeds.recovery import SUBSCRIBED_S, Recovery, RepairKind
 from kvatlas.router.feeds.replay_answers import ReplayAnswers

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch
 from kvatlas.router.feeds.actions import Action, Adopt, Apply, Forget
-from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
+from kvatlas.router.feeds.frames import Frame
 
 
 class HeldBatches:

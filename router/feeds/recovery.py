@@ -11,7 +11,8 @@ from enum import Enum
 import msgspec
 
 from kvatlas.router.feeds.actions import Action, RequestReplay, RequestSnapshot
-from kvatlas.router.feeds.base import FeedSettings, FeedStats, Frame
+from kvatlas.router.feeds.base import FeedSettings, FeedStats
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.position import NOWHERE, HeldBatches, Position
 
 

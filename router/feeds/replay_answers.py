@@ -6,7 +6,7 @@ followed one. If there is an anchor, nothing is applied before it.
 
 from __future__ import annotations
 
-from kvatlas.router.feeds.base import Frame
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.recovery import Recovery, Repair, RepairKind
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.feeds.manager import FeedManager, _log
 from kvatlas.router.fleet.status import EngineStatus
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 
 _DETECTION_TICK_S = 0.05
 # Maximum share of the event loop's time for seed searches.

@@ -6,7 +6,8 @@ process of the live stream; batches received after its cut are applied on top of
 
 from __future__ import annotations
 
-from kvatlas.router.feeds.base import Cut, Frame
+from kvatlas.router.feeds.base import Cut
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.position import NOWHERE
 from kvatlas.router.feeds.recovery import Recovery, RepairKind
 

@@ -15,7 +15,8 @@ from typing import Self, TypeVar
 import structlog
 import zmq
 
-from kvatlas.router.feeds.base import FeedSettings, FeedStats, Frame, ResyncError, WireError, replay_in_pieces
+from kvatlas.router.feeds.base import FeedSettings, FeedStats, ResyncError
+from kvatlas.router.feeds.frames import Frame, WireError, replay_in_pieces
 from kvatlas.router.http.keepalive import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 _log = structlog.get_logger()

@@ -39,9 +39,8 @@ from kvatlas.router.feeds.base import (
     ResyncError,
     SnapshotSource,
     SnapshotUnsupportedError,
-    WireError,
-    live_in_pieces,
 )
+from kvatlas.router.feeds.frames import WireError, live_in_pieces
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.feeds.snapshot_client import SnapshotClient
 from kvatlas.router.feeds.sockets import MessageReader, ReplayResync, Slice, live_socket

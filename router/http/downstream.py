@@ -23,7 +23,8 @@ from kvatlas.router.http.client_head import ClientHead, Header, head_error, targ
 from kvatlas.router.http.deadlines import NEVER
 from kvatlas.router.http.descriptors import is_last_descriptor
 from kvatlas.router.http.known_heads import KnownHeads, head_key, without_fields
-from kvatlas.router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
+from kvatlas.router.http.listen_config import BODY_GRACE_S, LINGER_S_MAX, ListenConfig
+from kvatlas.router.http.listener import PROBE_PATHS, client_key
 from kvatlas.router.http.request_cycle import RequestCycle, error_response_bytes, request_id_of
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 from kvatlas.router.openai.apis import PROMPT_APIS

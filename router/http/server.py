@@ -22,7 +22,7 @@ import uvicorn
 
 from kvatlas.router.http.downstream import DownstreamConnection
 from kvatlas.router.http.error_texts import describe_error
-from kvatlas.router.http.listener import ListenConfig
+from kvatlas.router.http.listen_config import ListenConfig
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 
 _log = structlog.get_logger()

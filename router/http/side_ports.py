@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 import uvicorn
 
-from kvatlas.router.http.listener import ListenConfig
+from kvatlas.router.http.listen_config import ListenConfig
 from kvatlas.router.http.server import ListenError, ProxyServer
 from kvatlas.router.http.settings import ListenSettings
 

@@ -26,7 +26,7 @@ from kvatlas.publisher.events import (
     to_block_hash,
 )
 from kvatlas.publisher.groups import Family, GroupSpec
-from kvatlas.router.index.base import GPU, ON_GPU, Index, Plane, PoolListener, Rows
+from kvatlas.router.index.base import Index, Plane, PoolListener, Rows
 from kvatlas.router.index.hit_rules import ALL_WORD, evaluate
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.knowledge import EngineKnowledge
@@ -34,6 +34,7 @@ from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
 from kvatlas.router.index.learn.learning_budget import LearningBudget
 from kvatlas.router.index.learn.removals import RemovalEvidence, Removals
 from kvatlas.router.index.offloaded import OffloadedBlocks
+from kvatlas.router.index.places import GPU, ON_GPU
 
 # Suffix of the temporary index id used while a snapshot is staged; no engine id contains a NUL.
 _STAGED = "\x00staged"

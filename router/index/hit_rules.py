@@ -9,148 +9,31 @@ on recorded traces and random mixes.
 
 With look-ahead hashes (vLLM 0.33) the EAGLE flags have no effect. Pure functions; N hashes cost O(N) numpy
 operations per class, independent of the number of engines.
-
-The search order matters for some models with EAGLE on sliding-window groups, and for models with several
-kinds of full-attention blocks inside which a hit may end. In all other layouts the largest boundary valid in
-every class equals the result of vLLM's search. A window class with the EAGLE flag looks one block further and
-drops it. This breaks the equality in three ways. First, if its blocks are smaller than the alignment, a run
-that reaches block 0 but does not cover the whole window loses a whole alignment unit. Second, if a second
-class drops a block too, a prefix shortened by that class is not required to have a block after it again.
-Third, a window of one token needs only the block it drops, but also the block before when it is looked up
-again (full attention with one other class is looked up once, without repetition). Moreover, where hits may
-end inside a full-attention block, vLLM finds a longer part of a block only up to the prefix left by the class
-before, so of several such classes only the first follows the rule. Therefore the loop is executed there, for
-64 engines at once: each class answers "the longest prefix of at most L" from a table over L. Its boundaries
-are numbered in alignment units; tables have a row per limit 0..boundaries and a column per engine. Source:
-``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32."""
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvatlas.publisher.groups import Family, SpecClass
-from kvatlas.router.index.base import GPU, WORD_BITS, Plane, Rows, Runs, Words
+from kvatlas.router.index.base import WORD_BITS, Plane, Rows, Words
 from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.places import GPU
+from kvatlas.router.index.run_ends import ALL, Ends, RunClass, RunReads, run_ends
+from kvatlas.router.index.search_order import (
+    ClassTable,
+    dropping_window,
+    fixed_point,
+    inside_full,
+    longest,
+    order_matters,
+)
 
-# Run-length evaluation. Prompts share long prefixes, so a lookup of hundreds of blocks returns only a few
-# different rows. If every class has the block size of the hashes, hits can only end where a run ends: inside
-# a run, a boundary is valid if the one before it is. So one integer step per run gives the same result as the
-# array evaluation below, which handles the rest: EAGLE, several block sizes, chunks, states, many runs
-# (compared in tests/router/index/rules/test_runs.py).
-
-
-# Tokens, and the engines (bits of a word) whose prefix ends there, longest first; engines without a prefix
-# are left out.
-Ends = list[tuple[int, int]]
-_ALL = (1 << WORD_BITS) - 1
-
-
-class RunClass(NamedTuple):
-    """A spec class whose blocks have the hash block size: its planes, and the number of blocks required
-    before a boundary (0: all)."""
-
-    planes: tuple[Plane, ...]
-    needed: int
-
-
-# Rows whose engines are kept.
-_ROWS_READ_MAX: Final = 4096
-
-
-class RunReads:
-    """How some classes are read from the rows of an index: full attention, if the layout has it, then each
-    window, with the number of blocks that it needs."""
-
-    __slots__ = ("_columns", "full", "known", "needed")
-
-    def __init__(
-        self, classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], words: Sequence[int]
-    ) -> None:
-        """Find how the engines of ``words`` are read: the lowest 64 bits are those of the first word."""
-        full = [plane for planes, needed in classes if not needed for plane in planes]
-        windows = [(planes, needed) for planes, needed in classes if needed]
-        self.full = bool(full)
-        self.needed = [needed for _, needed in windows]
-        shifts = [(word, WORD_BITS * at) for at, word in enumerate(words)]
-        # Nothing was ever stored where a column is missing.
-        self._columns = [
-            [
-                [(columns[one, word], shift) for word, shift in shifts if (one, word) in columns]
-                for one in planes
-            ]
-            for planes in (full, *(planes for planes, _ in windows))
-        ]
-        # Rows stay the same objects for many prompts.
-        self.known: dict[int, tuple[Sequence[int], tuple[int, ...]]] = {}
-
-    def read(self, row: Sequence[int]) -> tuple[Sequence[int], tuple[int, ...]]:
-        """Return the row, and per class the engines that hold a block in every plane of it."""
-        # One integer of all words: Python's are as long as needed, and steps cost more than bits.
-        by_class: list[int] = []
-        for planes in self._columns:
-            held = -1
-            for places in planes:
-                bits = 0
-                for column, shift in places:
-                    bits |= row[column] << shift
-                held &= bits
-            by_class.append(held)
-        if len(self.known) >= _ROWS_READ_MAX:
-            self.known.clear()
-        found = self.known[id(row)] = row, tuple(by_class)
-        return found
-
-
-def run_ends(runs: Runs, its: RunReads, boundaries: int, unit: int) -> tuple[Ends, Ends]:
-    """Return the ends of hits and of full-attention prefixes, longest first.
-
-    Boundaries 1..``boundaries`` are ``unit`` tokens apart."""
-    # Plain loops instead of numpy: this runs once per request over few elements.
-    starts, known = runs.starts, its.known
-    held = [(known.get(id(row)) or its.read(row))[1] for row in runs.rows]
-    # Per run, up to the last one in which a hit can end: the engines that hold everything up to its end.
-    shared_prefixes: list[int] = []
-    shared_prefix = -1
-    for start, by_class in zip(starts, held, strict=True):
-        shared_prefix &= by_class[0]
-        if not shared_prefix or start >= boundaries:
-            break
-        shared_prefixes.append(shared_prefix)
-    hits: Ends = []
-    shared_prefix_ends: Ends = []
-    found = reached = 0
-    end = boundaries if len(shared_prefixes) == len(starts) else starts[len(shared_prefixes)]
-    end = end if end < boundaries else boundaries  # noqa: FURB136
-    for number in range(len(shared_prefixes) - 1, -1, -1):
-        shared_prefix = shared_prefixes[number]
-        # A longer shared prefix has fewer engines.
-        if shared_prefix != reached:
-            shared_prefix_ends.append((end * unit, shared_prefix ^ reached))
-            reached = shared_prefix
-        valid = shared_prefix ^ found
-        for window, needed in enumerate(its.needed, 1):
-            at, first = number, end - needed
-            while valid:
-                valid &= held[at][window]
-                if starts[at] <= first or not at:
-                    break
-                at -= 1
-        if valid:
-            hits.append((end * unit, valid))
-            found |= valid
-            if found == shared_prefixes[0]:
-                break
-        end = starts[number]
-    return hits, shared_prefix_ends if its.full else hits
-
-
-ALL_WORD = np.uint64(_ALL)
+ALL_WORD = np.uint64(ALL)
 
 
 class WordHits:
@@ -494,110 +377,3 @@ def _ends_of(tokens: list[int]) -> Ends:
         if end:
             ends[end] = ends.get(end, 0) | 1 << bit
     return list(ends.items())
-
-
-Table = npt.NDArray[np.intp]
-
-_ENGINES = np.arange(WORD_BITS)
-
-
-class ClassTable(NamedTuple):
-    """One class: its longest prefix for every limit, and the same when it must drop a block after it."""
-
-    family: Family
-    plain: Table
-    dropping: Table | None = None
-
-
-def order_matters(layout: CacheLayout, *, loading: bool = False) -> bool:
-    """Whether hits of this layout (``loading``: hits that a connector would load) need the loop."""
-    full = [c for c in layout.classes if c.family is Family.FULL]
-    if not loading and any(c.block_size > layout.alignment for c in full[1:]):
-        return True
-    dropping = [c for c in layout.classes if c.spec.is_eagle and c.family is not Family.FULL]
-    windows = [c for c in dropping if c.family is Family.WINDOW]
-    if not windows or layout.lookahead:
-        return False
-    once = layout.single_group or _asked_once([c.family for c in layout.classes])
-    unread = not once and any((c.spec.sliding_window or 0) < 2 for c in windows)
-    return unread or len(dropping) > 1 or windows[0].block_size != layout.alignment
-
-
-def hits_behind(layout: CacheLayout) -> bool:
-    """Whether the block that a lookup drops for EAGLE may lie behind the last token but one: several groups
-    are looked up, and blocks are proven by the ones after them (``HybridKVCacheCoordinator``, vLLM 0.32)."""
-    return bool(layout.dropped_tokens) and not layout.single_group and not order_matters(layout)
-
-
-def _asked_once(families: list[Family]) -> bool:
-    """Whether vLLM's search ends after one pass: full attention first, and one other class."""
-    return len(families) == 2 and families[0] is Family.FULL
-
-
-def longest(valid: Words) -> Table:
-    """Return the last valid boundary for each limit; ``valid[i]`` refers to boundary i + 1."""
-    as_bytes = valid.astype("<u8").view(np.uint8).reshape(-1, WORD_BITS // 8)
-    bits = np.unpackbits(as_bytes, axis=1, bitorder="little")
-    table = np.zeros((len(valid) + 1, WORD_BITS), np.intp)
-    table[1:] = bits * np.arange(1, len(valid) + 1)[:, None]
-    found: Table = np.maximum.accumulate(table, axis=0)
-    return found
-
-
-def dropping_window(windows: Words, from_start: Words, *, blocks_per_boundary: int) -> Table:
-    """Return the table of a window class that drops a block.
-
-    Args:
-
-      windows: Engines that hold the whole window up to and including the block after each boundary.
-
-      from_start: Engines that hold the run from block 0 up to and including that block."""
-    table = longest(windows)
-    limits = np.arange(len(windows) + 1)[:, None]
-    reached = np.minimum(limits, longest(from_start)[-1])
-    lost = 1 if blocks_per_boundary > 1 else 0
-    best: Table = np.maximum(table, np.maximum(reached - lost, 0))
-    return best
-
-
-def inside_full(units: Words, boundaries: int, *, per_block: int, drops: bool) -> Table:
-    """Return the table of full attention if a hit may end inside a block.
-
-    The prefix consists of whole blocks up to the limit, then the longest part of the next block, stored under
-    any of its hashes (one per row of ``units``). A class that drops looks one hash further."""
-    held = longest(units)
-    run = longest(np.bitwise_and.accumulate(units[per_block - 1 :: per_block]))[-1]
-    limits = np.minimum(np.arange(boundaries + 1) + drops, len(units))[:, None]
-    whole = np.minimum(run, limits // per_block) * per_block
-    last = held[np.minimum(limits, whole + per_block - 1), _ENGINES]
-    found: Table = np.maximum(whole, last)
-    return np.maximum(found - 1, 0) if drops else found
-
-
-def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
-    """Return the boundary at which each engine's search ends: classes in turn shorten the prefix until
-    none does."""
-    limit = np.full(WORD_BITS, boundaries, np.intp)
-    one_pass = _asked_once([c.family for c in classes])
-    dropped = np.zeros((len(classes), WORD_BITS), bool)
-    full: dict[int, npt.NDArray[np.intp]] = {}
-    for turn in itertools.count():
-        length = limit
-        for number, (family, plain, dropping) in enumerate(classes):
-            if family is Family.FULL:
-                length = np.minimum(length, full.setdefault(number, plain[length, _ENGINES]))
-                continue
-            found = plain[length, _ENGINES]
-            shorter = found < length
-            if dropping is not None:
-                drops = ~dropped[number]
-                found = np.where(drops, dropping[length, _ENGINES], found)
-                shorter = ~drops & (found < length)
-                dropped[number] = True
-            dropped[:, shorter] = False
-            length = found
-        # vLLM's first limit is the last token, which is always beyond the prefix of a class that drops.
-        if one_pass or (turn and np.array_equal(length, limit)):
-            break
-        limit = length
-    return [int(boundary) for boundary in length]

@@ -46,7 +46,10 @@ from msgspec.structs import replace
 
 from kvatlas.publisher.events import GROUPS_MAX, MEDIA, BlockHash, BlockRemoved, BlockStored, to_block_hash
 from kvatlas.publisher.groups import scheduler_block_size
-from kvatlas.router.index.base import (
+from kvatlas.router.index.base import Index, Plane, Rows, Words
+from kvatlas.router.index.hit_rules import WordHits, end_of, evaluate
+from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.places import (
     CPU,
     GPU,
     MOONCAKE,
@@ -54,10 +57,6 @@ from kvatlas.router.index.base import (
     REMOTE,
     STORAGE,
     TURNS,
-    Index,
-    Plane,
-    Rows,
-    Words,
     connector_of,
     is_cleared_with_gpu,
     is_remote,
@@ -67,11 +66,8 @@ from kvatlas.router.index.base import (
     owner_of,
     reach_of,
 )
-from kvatlas.router.index.base import (
-    place as place_of,
-)
-from kvatlas.router.index.hit_rules import Ends, WordHits, end_of, evaluate
-from kvatlas.router.index.learn.layout import CacheLayout
+from kvatlas.router.index.places import place as place_of
+from kvatlas.router.index.run_ends import Ends
 
 # Word numbers from here down are of other replicas' rows; -1 is unused (``NOWHERE``).
 _ELSEWHERE = -2

@@ -14,11 +14,13 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.router.index.base import CPU, GPU, STORAGE, WORD_BITS, Rows, Slot
-from kvatlas.router.index.hit_rules import Ends, FleetRule, WordHits, end_of, evaluate
+from kvatlas.router.index.base import WORD_BITS, Rows, Slot
+from kvatlas.router.index.hit_rules import FleetRule, WordHits, end_of, evaluate
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.learn.learned_keys import LearnedKeys
 from kvatlas.router.index.offloaded import Extent, held_alone, loaded, tier_extents, usable
+from kvatlas.router.index.places import CPU, GPU, STORAGE
+from kvatlas.router.index.run_ends import Ends
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 

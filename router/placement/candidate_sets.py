@@ -12,9 +12,9 @@ import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.fleet.status import Fleet, Frontend
-from kvatlas.router.index.hit_rules import hits_behind
 from kvatlas.router.index.learn.layout import CacheLayout
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
+from kvatlas.router.index.search_order import hits_behind
 from kvatlas.router.placement.engine import Engine
 
 

@@ -20,7 +20,7 @@ import xxhash
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.admission.fair_queue import Priority
 from kvatlas.router.fleet.status import Fleet, Frontend
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit, Holders
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.apis import MESSAGES, PROMPT_APIS
@@ -40,7 +40,7 @@ from kvatlas.router.placement.candidate import (
     placement_request,
 )
 from kvatlas.router.placement.candidate_sets import NO_CANDIDATES, CandidateSet, CandidateSets
-from kvatlas.router.placement.cost import Choice, LongWait, late_first_token, long_wait
+from kvatlas.router.placement.cost import Choice
 from kvatlas.router.placement.eligible import EligibleEngines, length_of
 from kvatlas.router.placement.engine import (
     NO_PEER_SNAPSHOT,
@@ -49,12 +49,13 @@ from kvatlas.router.placement.engine import (
     PeerSnapshot,
     PromptView,
     SharedView,
-    order_of,
 )
+from kvatlas.router.placement.engine_order import order_of
 from kvatlas.router.placement.first_token import FirstTokenParts
+from kvatlas.router.placement.own_pulls import Pulls
 from kvatlas.router.placement.placement import Decision, Placement, Split, read_by
 from kvatlas.router.placement.policies import ArmState, policy
-from kvatlas.router.placement.pull import Pulls, any_waits
+from kvatlas.router.placement.pull import any_waits
 from kvatlas.router.placement.pull_step import PullStep
 from kvatlas.router.placement.saturation import SaturationGate
 from kvatlas.router.placement.service_level import decide, slo_forecast
@@ -67,6 +68,7 @@ from kvatlas.router.placement.split import (
     messages_of,
 )
 from kvatlas.router.placement.split_steps import DecodeStep, PrefillStep, SidecarStep
+from kvatlas.router.placement.wait_limit import LongWait, late_first_token, long_wait
 from kvatlas.router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from kvatlas.router.prompts.reader import INLINE_BLOCKS_MAX, PromptReader
 from kvatlas.router.proxy.attempt import Fields

@@ -26,14 +26,16 @@ from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.openai.work import Work
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.placement.candidate import Candidate, Cost, Hit
-from kvatlas.router.placement.cost import Choice, LongWait, predicted_wait_s
-from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder
+from kvatlas.router.placement.cost import Choice
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.engine_order import EngineOrder
 from kvatlas.router.placement.evictions import PooledPrompt
 from kvatlas.router.placement.first_token import FirstTokenParts
 from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.inflight import InflightPrompt
-from kvatlas.router.placement.pull import PullOrder
+from kvatlas.router.placement.own_pulls import PullOrder
 from kvatlas.router.placement.service_level import SloForecast
+from kvatlas.router.placement.wait_limit import LongWait, predicted_wait_s
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
 from kvatlas.router.proxy.attempt import Answer, Attempt, Fields
 from kvatlas.router.proxy.paths import cache_reset

@@ -32,11 +32,12 @@ from kvatlas.router.fleet.salt_proof import AGAIN_S, AGAIN_S_MAX
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.http.error_texts import describe_error
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest
-from kvatlas.router.placement.engine import BAND_MS, Accounts, Engine, SharedView
-from kvatlas.router.placement.pull import Pulls
+from kvatlas.router.placement.engine import Accounts, Engine, SharedView
+from kvatlas.router.placement.engine_order import BAND_MS
+from kvatlas.router.placement.own_pulls import Pulls
 from kvatlas.router.prompts.prompt import Prompt
 from kvatlas.router.prompts.reader import PromptReader
 

@@ -8,8 +8,8 @@ from typing import Any
 from kvatlas.router.fleet.engines import endpoint_of
 from kvatlas.router.openai.request import Usage
 from kvatlas.router.pd.settings import KV_SOURCE
+from kvatlas.router.placement.own_pulls import PullOrder, PullOutcome, Pulls
 from kvatlas.router.placement.placement import Placement, Step
-from kvatlas.router.placement.pull import PullOrder, PullOutcome, Pulls
 
 
 class PullStep(Step):

@@ -23,9 +23,10 @@ from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.others_use import TENANTS_MAX, OthersUse, Uses
 from kvatlas.router.admission.use_reports import UseReports
 from kvatlas.router.replication.gossip import HeartbeatMonitor
+from kvatlas.router.replication.master import Script, ScriptCall
 from kvatlas.router.replication.messages import VERSION, PeerMessages
 from kvatlas.router.replication.redis_client import Client
-from kvatlas.router.replication.redis_connection import IndexUnavailable, Script, ScriptCall
+from kvatlas.router.replication.redis_connection import IndexUnavailable
 
 # Together replicas exceed a limit by what is admitted in this time and two round trips (docs/tenants.md).
 EXCHANGE_S = 0.1

@@ -18,18 +18,20 @@ import structlog
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.feeds.base import FeedState
-from kvatlas.router.index.base import Rows, is_shared
+from kvatlas.router.index.base import Rows
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import HashedPrompt
 from kvatlas.router.index.offloaded import shared_part
+from kvatlas.router.index.places import is_shared
 from kvatlas.router.index.query_plan import EngineHit, EngineQuery, Mode, query_hits
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.proxy.breaker import Breaker, BreakerSettings
-from kvatlas.router.replication.gossip import LOAD_INTERVAL_S, SILENCE_S, LoadGossip
-from kvatlas.router.replication.reader import SharedEngine, SharedReader, SharedRows
+from kvatlas.router.replication.load_gossip import LOAD_INTERVAL_S, SILENCE_S, LoadGossip
+from kvatlas.router.replication.reader import SharedReader, SharedRows
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.registry import IndexRefused
+from kvatlas.router.replication.scope_cache import SharedEngine
 
 _log = structlog.get_logger()
 # Modes in which other replicas can predict.

@@ -24,21 +24,16 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.replication.index_url import SettingsError, Target, parse_url
+from kvatlas.router.replication.master import Master, Script, ScriptCall
 from kvatlas.router.replication.redis_connection import (
-    Address,
     IndexUnavailable,
-    Master,
     PipelinedConnection,
     Reply,
-    Script,
-    ScriptCall,
-    Topology,
-    cluster_topology,
-    sentinel_master,
-    single,
     unavailable,
 )
-from kvatlas.router.replication.settings import SettingsError, SharedSettings, Target, parse_url
+from kvatlas.router.replication.settings import SharedSettings
+from kvatlas.router.replication.topology import Address, Topology, cluster_topology, sentinel_master, single
 
 # Connection arguments of redis-py for the target of a URL. With ``?ca=``, only certificates of its
 # authorities are accepted.

@@ -14,29 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import BlockHash
-from kvatlas.router.index.base import GPU, WORD_BITS, Plane, Slot
+from kvatlas.router.index.base import WORD_BITS, Plane, Slot
 from kvatlas.router.index.learn.layout import CacheLayout
-from kvatlas.router.index.memory import MemoryIndex
-from kvatlas.router.replication import scripts
-from kvatlas.router.replication import scripts as write_scripts
-from kvatlas.router.replication.codec import (
-    EPOCH_BYTES,
-    PLANES_MAX,
-    SCHEMA,
-    ScopeKeys,
-    codes_max,
-    pattern_name,
-    pattern_planes,
-    schema_key,
-)
+from kvatlas.router.replication import block_scripts, scripts
+from kvatlas.router.replication.codec import codes_max, pattern_name, pattern_planes
+from kvatlas.router.replication.keys import EPOCH_BYTES, SCHEMA, ScopeKeys, schema_key
 from kvatlas.router.replication.redis_client import Client
-from kvatlas.router.replication.redis_connection import IndexUnavailable, ServerError
+from kvatlas.router.replication.redis_connection import IndexUnavailable
 
 _LOG = structlog.get_logger()
 
@@ -170,7 +157,7 @@ class Registry:
         """Fence off writers with older tokens in every partition. Raises ``LeaseLost`` for a newer one."""
         for partition in range(scope.partitions):
             key = self.keys.fence(partition, scope.partitions)
-            stands = await self.client.run(write_scripts.FENCE, [key], engine_id, token, self._control_ttl_ms)
+            stands = await self.client.run(block_scripts.FENCE, [key], engine_id, token, self._control_ttl_ms)
             if stands != token:
                 raise LeaseLost(engine_id)
 
@@ -313,85 +300,3 @@ def _random_version() -> bytes:
 
 def _new_epoch() -> bytes:
     return secrets.token_bytes(EPOCH_BYTES)
-
-
-# The writer's table of patterns: the code of each set of planes that hold a block of one engine. A block's
-# code names no plane that does not hold it. Blocks held in several media form many more patterns than blocks
-# of the GPU alone; once half of the scope's codes are allocated, new patterns are reduced to their GPU part,
-# so that offloaded blocks never hide GPU blocks. Without free codes, a pattern is reduced to the known subset
-# with most GPU planes.
-
-
-Codes = npt.NDArray[np.intp]
-
-
-class PatternCodes:
-    """Codes that one writer knows in one epoch."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._planes: list[Plane] = []
-        # Bit set of the GPU planes.
-        self._gpu = 0
-        self._known: dict[int, int] = {0: 0}
-        # Patterns written only in part, because no code was free.
-        self.without_code = 0
-        # Whether the last codes were reduced because the server had no memory for new ones.
-        self.provisional = False
-        # Planes beyond ``PLANES_MAX``: not shown at all.
-        self.planes_left_out = 0
-
-    def clear(self) -> None:
-        """Forget all codes: another epoch has different ones."""
-        self._known = {0: 0}
-
-    async def codes_of(
-        self, scope: Scope, memory: MemoryIndex, engine_id: str, hashes: Sequence[BlockHash]
-    ) -> Codes:
-        """Return the code of the planes in which this engine holds each block now.
-
-        Raises ``IndexUnavailable``.
-        """
-        self._add_planes(memory.planes(engine_id))
-        bits = memory.held_in(engine_id, self._planes, hashes)
-        patterns, inverse = np.unique(bits, return_inverse=True)
-        wanted: list[int] = patterns.tolist()
-        if 2 * max(self._known.values()) > codes_max(scope.code_bytes):
-            shown = [p if p in self._known else p & self._gpu for p in wanted]
-            self.without_code += sum(a != b for a, b in zip(wanted, shown, strict=True))
-            wanted = shown
-        known = await self._allocate(scope, [pattern for pattern in wanted if pattern not in self._known])
-        return np.array([known[pattern] for pattern in wanted], np.intp)[inverse]
-
-    async def _allocate(self, scope: Scope, new: list[int]) -> dict[int, int]:
-        """Return the code of every known and every new pattern."""
-        self.provisional = False
-        if not new:
-            return self._known
-        try:
-            codes = await self._registry.codes(scope, [self._planes_in(pattern) for pattern in new])
-        except ServerError as error:
-            if error.reason != "OOM":
-                raise
-            # Removals must be written although new codes cannot.
-            self.provisional = True
-            return self._known | {pattern: self._part_of(pattern) for pattern in new}
-        for pattern, code in sorted(zip(new, codes, strict=True), key=lambda pair: not pair[1]):
-            self._known[pattern] = code or self._part_of(pattern)
-        return self._known
-
-    def _add_planes(self, planes: Sequence[Plane]) -> None:
-        new = sorted(plane for plane in planes if plane not in self._planes)
-        new.sort(key=lambda plane: plane.medium != GPU)
-        room = PLANES_MAX - len(self._planes)
-        self._planes += new[:room]
-        self._gpu = sum(1 << number for number, plane in enumerate(self._planes) if plane.medium == GPU)
-        self.planes_left_out = max(self.planes_left_out, len(new) - room)
-
-    def _planes_in(self, pattern: int) -> list[Plane]:
-        return [plane for number, plane in enumerate(self._planes) if pattern >> number & 1]
-
-    def _part_of(self, pattern: int) -> int:
-        self.without_code += 1
-        parts = [known for known in self._known if known & ~pattern == 0]
-        return self._known[max(parts, key=lambda part: ((part & self._gpu).bit_count(), part.bit_count()))]

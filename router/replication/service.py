@@ -23,22 +23,25 @@ import structlog
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.feeds.manager import FeedManager
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.others import OthersLoad
-from kvatlas.router.replication.codec import ScopeKeys, limits_key
-from kvatlas.router.replication.gossip import LOAD_INTERVAL_S, GossipedInflight, GossipStats, LoadGossip
-from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
+from kvatlas.router.replication.descriptions import Descriptions
+from kvatlas.router.replication.gossip import GossipedInflight, GossipStats
+from kvatlas.router.replication.keys import ScopeKeys, limits_key
+from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, Leases, ModelLeases
 from kvatlas.router.replication.limits import SharedLimits
+from kvatlas.router.replication.load_gossip import LOAD_INTERVAL_S, LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
-from kvatlas.router.replication.mirror import Descriptions, MirroredIndex
+from kvatlas.router.replication.members import Membership
+from kvatlas.router.replication.mirror import MirroredIndex
+from kvatlas.router.replication.pending import MirrorStats
 from kvatlas.router.replication.reader import SharedReader
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable, pack
 from kvatlas.router.replication.registry import Registry
 from kvatlas.router.replication.settings import IndexSettings
-from kvatlas.router.replication.write_queue import MirrorStats
 
 _log = structlog.get_logger()
 # Delay in seconds until a feed's new state or an engine's new layout is published to other replicas.

@@ -24,28 +24,14 @@ from kvatlas.router.admission.fair_queue import GENERATED_WORTH
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.status import Frontend
-from kvatlas.router.index.hit_rules import hits_behind
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.model import HashedPrompt
 from kvatlas.router.index.query_plan import EngineHit, Mode
+from kvatlas.router.index.search_order import hits_behind
 from kvatlas.router.placement.candidate import Candidate, PlacementRequest, placement_request
-from kvatlas.router.placement.cost import (
-    Choice,
-    late_first_token,
-    long_wait,
-    make_choice,
-    predicted_wait_s,
-    score,
-)
-from kvatlas.router.placement.engine import (
-    NO_PEER_SNAPSHOT,
-    Accounts,
-    Engine,
-    EngineOrder,
-    PeerSnapshot,
-    PromptView,
-    order_of,
-)
+from kvatlas.router.placement.cost import Choice, make_choice, score
+from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, PromptView
+from kvatlas.router.placement.engine_order import EngineOrder, order_of
 from kvatlas.router.placement.evictions import PooledPrompt
 from kvatlas.router.placement.inflight import InflightPrompt, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import Ticket
@@ -55,6 +41,7 @@ from kvatlas.router.placement.rates import FleetRates, RateSettings
 from kvatlas.router.placement.retention import RetentionHints
 from kvatlas.router.placement.service_level import decide
 from kvatlas.router.placement.snapshot import FleetSnapshots
+from kvatlas.router.placement.wait_limit import late_first_token, long_wait, predicted_wait_s
 from kvatlas.router.simulation.disaggregation import Leg, Roles
 from kvatlas.router.simulation.engine import SimEngine
 from kvatlas.router.simulation.event_times import Arrivals, Calendar

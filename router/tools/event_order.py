@@ -12,7 +12,8 @@ import xxhash
 
 from kvatlas.publisher.events import DecodedBatch
 from kvatlas.router.feeds.actions import Action, Apply, Forget, RequestReplay
-from kvatlas.router.feeds.base import FeedSettings, FeedStats, Frame
+from kvatlas.router.feeds.base import FeedSettings, FeedStats
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.tools.capture_writer import CaptureLine
 

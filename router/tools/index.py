@@ -19,11 +19,12 @@ import msgspec
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.log_lines import configure_logging
-from kvatlas.router.replication.codec import ScopeKeys
+from kvatlas.router.replication.index_url import SettingsError, parse_url
+from kvatlas.router.replication.keys import ScopeKeys
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.registry import IndexRefused, Registry
-from kvatlas.router.replication.settings import IndexSettings, SettingsError, parse_url
+from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.tools.index_reader import ScopeSnapshot, block_hashes, models_of, read_scope
 from kvatlas.router.tools.index_verifier import EngineDiff, Verifier
 from kvatlas.router.tools.ops_client import make_table, output_console

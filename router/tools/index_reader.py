@@ -15,8 +15,9 @@ from redis.exceptions import RedisError
 
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.base import Words
-from kvatlas.router.replication.codec import ScopeKeys
-from kvatlas.router.replication.leases import Lease, Leases, MemberRecord, decode_members
+from kvatlas.router.replication.keys import ScopeKeys
+from kvatlas.router.replication.leases import Lease, Leases
+from kvatlas.router.replication.members import MemberRecord, decode_members
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import unavailable
 from kvatlas.router.replication.registry import Registry, Scope, ScopeView

@@ -18,10 +18,11 @@ from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.query_plan import EngineQuery
-from kvatlas.router.replication.codec import ScopeKeys
-from kvatlas.router.replication.reader import SharedEngine, SharedReader
+from kvatlas.router.replication.keys import ScopeKeys
+from kvatlas.router.replication.reader import SharedReader
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.registry import Registry
+from kvatlas.router.replication.scope_cache import SharedEngine
 from kvatlas.router.tools.index_reader import ScopeSnapshot, block_hashes
 
 _LOOKUP_S = 10.0

@@ -15,7 +15,7 @@ import xxhash
 from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import AllBlocksCleared, BlockHash, EventDecodeError
 from kvatlas.router.feeds.actions import Apply, Forget
-from kvatlas.router.feeds.base import Frame
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.memory import MemoryIndex

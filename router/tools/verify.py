@@ -30,11 +30,12 @@ from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.query_plan import EngineQuery
-from kvatlas.router.replication.codec import ScopeKeys
-from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.descriptions import engine_facts
+from kvatlas.router.replication.keys import ScopeKeys
 from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
-from kvatlas.router.replication.mirror import MirroredIndex, engine_facts
+from kvatlas.router.replication.mirror import MirroredIndex
 from kvatlas.router.replication.reader import SharedReader
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable

@@ -26,7 +26,8 @@ from kvatlas.router.placement.affinity import AffinityMap
 from kvatlas.router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.others import OthersLoad
-from kvatlas.router.replication.gossip import GossipedInflight, LoadGossip
+from kvatlas.router.replication.gossip import GossipedInflight
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.messages import VERSION, PeerMessages
 from kvatlas.router.workers.context import WorkerContext
 from kvatlas.router.workers.mesh import MESSAGE_BYTES_MAX, Mesh

@@ -13,8 +13,8 @@ import pytest
 
 from kvatlas.router.api import explanation
 from kvatlas.router.api.answers import EngineBrief, EngineView
-from kvatlas.router.feeds.base import REASONS as MALFORMED
 from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.frames import REASONS as MALFORMED
 from kvatlas.router.feeds.position import DOUBTS
 from kvatlas.router.feeds.recovery import RepairKind
 from kvatlas.router.fleet.engines import NOT_READY

@@ -63,7 +63,7 @@ def test_loads_of_the_wheel_are_written_and_read() -> None:
 
 
 def test_media_of_the_wheel_are_known() -> None:
-    from kvatlas.router.index.base import ON_GPU, medium_named  # noqa: PLC0415  # imports numpy
+    from kvatlas.router.index.places import ON_GPU, medium_named  # noqa: PLC0415
 
     media = [medium.value for medium in classes("wheel").StorageMedium]
     assert media[0] in ON_GPU

@@ -29,7 +29,8 @@ from kvatlas.publisher.events import (
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.snapshot import SnapshotLedger
 from kvatlas.router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
-from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame, parse_live
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
+from kvatlas.router.feeds.frames import Frame, parse_live
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn.layout import ModelFacts

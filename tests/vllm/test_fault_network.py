@@ -33,7 +33,8 @@ from kvatlas.publisher.events import (
     Event,
     to_block_hash,
 )
-from kvatlas.router.feeds.base import FeedSettings, FeedState, Frame
+from kvatlas.router.feeds.base import FeedSettings, FeedState
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.subscriber import Feed
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.memory import MemoryIndex

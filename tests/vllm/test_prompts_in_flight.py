@@ -20,9 +20,9 @@ from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.fleet.status import Fleet
-from kvatlas.router.index.hit_rules import order_matters
 from kvatlas.router.index.learn.facts import SetupEvidence
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
+from kvatlas.router.index.search_order import order_matters
 from kvatlas.router.placement.candidate import Hit, PolicySettings
 from kvatlas.router.placement.candidate_sets import candidate_set
 from kvatlas.router.placement.decide import Planner

@@ -20,7 +20,7 @@ from kvatlas.router.http.keepalive import keep_alive
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.grpc import GrpcReader, message_frame
 from kvatlas.router.services.epp.header_fields import DESTINATION
-from kvatlas.router.services.epp.messages import as_bytes, as_int, bytes_field, fields, number_field
+from kvatlas.router.services.epp.protobuf import as_bytes, as_int, bytes_field, fields, number_field
 from tests.support.h2_peer import H2Peer
 from tests.world.fleet import GATEWAY, PICKER_PORT, Fleet, on, router_host
 

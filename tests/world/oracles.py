@@ -29,8 +29,8 @@ from kvatlas.publisher.simulator.model import WRONG_MARK
 from kvatlas.router.api.metrics_page import RouterCollector
 from kvatlas.router.http.request_cycle import RequestCycle
 from kvatlas.router.observe.usage import UsageLine
-from kvatlas.router.placement.engine import BAND_MS
-from kvatlas.router.replication.codec import ScopeKeys
+from kvatlas.router.placement.engine_order import BAND_MS
+from kvatlas.router.replication.keys import ScopeKeys
 from kvatlas.router.replication.leases import Lease, parse_leases
 from kvatlas.router.replication.service import FLEET_SCOPE
 from kvatlas.router.replication.settings import IndexSettings

@@ -23,10 +23,11 @@ from kvatlas.router.http.downstream import DownstreamConnection
 from kvatlas.router.http.request_cycle import RequestCycle
 from kvatlas.router.observe.requests import RequestTracker
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.placement.engine import BAND_MS, EngineOrder
+from kvatlas.router.placement.engine_order import BAND_MS, EngineOrder
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.proxy.app import ProxyApp
-from kvatlas.router.replication.leases import Leases, Membership
+from kvatlas.router.replication.leases import Leases
+from kvatlas.router.replication.members import Membership
 from tests.support.examples import some
 from tests.world import kinds, oracles
 from tests.world.plan import ClientRequest, Fault, Plan

@@ -24,17 +24,17 @@ from kvatlas.router.http.h2_streams import Stream
 from kvatlas.router.openai.errors import ApiError, internal_error, request_timeout, too_many_bodies
 from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp import messages as m
-from kvatlas.router.services.epp.context import PickerContext, Timer, Wakeup
+from kvatlas.router.services.epp.carrier import GatewayCarrier
+from kvatlas.router.services.epp.context import PickerContext
+from kvatlas.router.services.epp.gateway_answer import GatewayAnswer
 from kvatlas.router.services.epp.grpc import GrpcError, GrpcReader
 from kvatlas.router.services.epp.header_fields import SUBSET_KEY, head_of
-from kvatlas.router.services.epp.messages import ProtobufError
-from kvatlas.router.services.epp.responses import (
-    GatewayAnswer,
-    GatewayCarrier,
-    RequestBody,
-    ResponseWriter,
-    immediate_answer,
-)
+from kvatlas.router.services.epp.immediate import immediate_answer
+from kvatlas.router.services.epp.metadata import endpoints
+from kvatlas.router.services.epp.protobuf import ProtobufError
+from kvatlas.router.services.epp.request_body import RequestBody
+from kvatlas.router.services.epp.responses import ResponseWriter
+from kvatlas.router.services.epp.waiting import Timer, Wakeup
 
 _log = structlog.get_logger()
 _QUEUED_BYTES_MAX = 256 * 1024
@@ -215,7 +215,7 @@ class GatewayExchange:
         body.expected, body.whole = not message.end_of_stream, message.end_of_stream
         if problem := m.mode_problem(message, writer.modes):
             raise GrpcError(grpc.FAILED_PRECONDITION, problem)
-        subset = m.endpoints(message.metadata, m.SUBSET, SUBSET_KEY)
+        subset = endpoints(message.metadata, m.SUBSET, SUBSET_KEY)
         head = self.head = head_of(message.headers, self._context.header_bytes_max)
         target = b"%b?%b" % (head.raw_path, head.query) if head.query else head.raw_path
         self.carrier.begin(head.fields, target, None if subset is None else frozenset(subset))

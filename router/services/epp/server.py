@@ -21,8 +21,9 @@ from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.h2_codec import encode_literal
 from kvatlas.router.http.h2_connection import HANDSHAKE_TIMEOUT_S, STALL_TIMEOUT_S, H2Connection, StreamOpener
 from kvatlas.router.http.h2_streams import Stream, StreamHandler
+from kvatlas.router.http.handshakes import Handshakes
 from kvatlas.router.http.hpack_decoding import Field
-from kvatlas.router.http.listener import Capacity, Handshakes
+from kvatlas.router.http.listener import Capacity
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.http.side_ports import address_url
 from kvatlas.router.http.tls import Certificates, server_context
@@ -31,8 +32,8 @@ from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp.context import PickerContext
 from kvatlas.router.services.epp.exchange import GatewayExchange
 from kvatlas.router.services.epp.grpc import GrpcError, GrpcReader, message_frame
-from kvatlas.router.services.epp.messages import ProtobufError, as_text, fields, number_field
 from kvatlas.router.services.epp.own_certificate import self_signed
+from kvatlas.router.services.epp.protobuf import ProtobufError, as_text, fields, number_field
 from kvatlas.router.services.epp.settings import EppSettings, EppStats, parse_listen
 
 # Callable methods: ext_proc, and the health check (``grpc.health.v1``).

@@ -26,9 +26,10 @@ from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.observe.receipts import Receipt
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.prompts.settings import ANY_MODEL
+from kvatlas.router.replication.index_url import SettingsError, redacted
 from kvatlas.router.replication.registry import IndexRefused
 from kvatlas.router.replication.service import check_index
-from kvatlas.router.replication.settings import IndexSettings, SettingsError, redacted
+from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.server_lifecycle import RouterServer, make_server
 from kvatlas.router.services.epp.settings import EppSettings
 from kvatlas.router.simulation.demo.baseline import RoundRobinBaseline

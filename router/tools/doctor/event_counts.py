@@ -13,7 +13,7 @@ from kvatlas.publisher.events import (
     BlockStored,
     DecodedBatch,
 )
-from kvatlas.router.feeds.base import Frame
+from kvatlas.router.feeds.frames import Frame
 
 _DIGESTS_MAX = 4096
 _SAMPLES_MAX = 5

@@ -28,10 +28,10 @@ from kvatlas.router.fleet.statement import SERVER_INFO, event_sources, server_in
 from kvatlas.router.fleet.status import ModelCard, kind_of
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error
-from kvatlas.router.index.base import GPU
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
+from kvatlas.router.index.places import GPU
 from kvatlas.router.observe.findings import Finding
 from kvatlas.router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
 from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvatlas.publisher.events import DecodedBatch
 from kvatlas.router.feeds.actions import Apply, Forget
-from kvatlas.router.feeds.base import Frame, WireError, parse_live, parse_replay
+from kvatlas.router.feeds.frames import Frame, WireError, parse_live, parse_replay
 from kvatlas.router.feeds.sockets import MessageReader, Slice
 from kvatlas.router.tools.doctor.event_counts import EventCounts
 from kvatlas.router.tools.event_order import StreamOrder

@@ -34,7 +34,7 @@ from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.observe.history import HistoryLog
 from kvatlas.router.observe.receipts import ERROR_BUCKETS, Receipt
 from kvatlas.router.observe.requests import RequestTracker
@@ -51,9 +51,9 @@ from kvatlas.router.proxy.settings import ProxyStats
 from kvatlas.router.replication.gossip import GossipStats
 from kvatlas.router.replication.leases import LeaseStats
 from kvatlas.router.replication.lookup_fallback import LookupStats
+from kvatlas.router.replication.pending import MirrorStats
 from kvatlas.router.replication.service import SharedIndex
 from kvatlas.router.replication.settings import IndexSettings
-from kvatlas.router.replication.write_queue import MirrorStats
 from kvatlas.router.services.epp.settings import EppStats
 
 IDS = ("http://a:1", 'http://b:1/"quoted"\\')

@@ -14,7 +14,7 @@ from kvatlas.publisher.simulator.api_protocol import ChatRequest, CompletionRequ
 from kvatlas.publisher.simulator.http_agents import Call
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.placement.candidate import PolicySettings
-from kvatlas.router.placement.engine import BAND_MS
+from kvatlas.router.placement.engine_order import BAND_MS
 from tests.router.app.test_keys import RULES
 from tests.support.proxy_rig import Engine, answer, ask, request, says
 from tests.support.proxy_rig import routing as proxying

@@ -14,7 +14,8 @@ import xxhash
 
 from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, Event
 from kvatlas.router.feeds.actions import Apply, Forget, RequestReplay
-from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.machine import FeedMachine
 
 SETTINGS = FeedSettings(

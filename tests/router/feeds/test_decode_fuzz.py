@@ -20,7 +20,7 @@ from kvatlas.publisher.events import (
     encode_batch,
     to_block_hash,
 )
-from kvatlas.router.feeds.base import REASONS, UNNUMBERED, Frame, WireError, parse_live, parse_replay
+from kvatlas.router.feeds.frames import REASONS, UNNUMBERED, Frame, WireError, parse_live, parse_replay
 
 encode = msgspec.msgpack.Encoder().encode
 

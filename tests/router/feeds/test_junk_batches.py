@@ -22,7 +22,7 @@ from kvatlas.publisher.events import (
     encode_batch,
     encode_tokens,
 )
-from kvatlas.router.feeds.base import live_in_pieces
+from kvatlas.router.feeds.frames import live_in_pieces
 from kvatlas.router.feeds.sockets import Slice
 
 SIZE = 1 << 20

@@ -7,7 +7,8 @@ import pytest
 
 from kvatlas.publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
 from kvatlas.router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
-from kvatlas.router.feeds.base import UNNUMBERED, FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats
+from kvatlas.router.feeds.frames import UNNUMBERED, Frame
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.feeds.position import HeldBatches, expected_share
 from kvatlas.router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S, SUBSCRIBED_S

@@ -18,9 +18,9 @@ from kvatlas.router.feeds.manager import FeedManager
 from kvatlas.router.feeds.residency_audit import ResidencyAudit
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.status import EngineStatus
-from kvatlas.router.index.base import GPU
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
+from kvatlas.router.index.places import GPU
 from tests.router.feeds.feed_harness import NoSnapshots
 from tests.support.event_writer import Writer, batch, tokens
 from tests.support.waiting import until

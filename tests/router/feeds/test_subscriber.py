@@ -18,7 +18,8 @@ from kvatlas.publisher.events import (
     encode_batch,
 )
 from kvatlas.publisher.zmq_publisher import END_SEQ, ZmqPublisher
-from kvatlas.router.feeds.base import REASONS, FeedState
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.frames import REASONS
 from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, following
 from tests.support.waiting import until
 

@@ -237,7 +237,7 @@ async def test_bytes_after_a_refused_request_are_discarded() -> None:
 async def test_body_below_the_least_rate_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then keeps ``body_timeout_s`` from passing."""
     monkeypatch.setattr("kvatlas.router.http.downstream.BODY_GRACE_S", 0.3)
-    monkeypatch.setattr("kvatlas.router.http.listener.BODY_GRACE_S", 0.3)
+    monkeypatch.setattr("kvatlas.router.http.listen_config.BODY_GRACE_S", 0.3)
 
     listen = ListenSettings(body_bytes_per_s_min=1_000_000, drain_s_max=0.5)
     async with routing(listen=listen) as rig:
@@ -252,7 +252,7 @@ async def test_body_above_the_least_rate_may_take_longer_than_the_grace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvatlas.router.http.downstream.BODY_GRACE_S", 0.5)
-    monkeypatch.setattr("kvatlas.router.http.listener.BODY_GRACE_S", 0.5)
+    monkeypatch.setattr("kvatlas.router.http.listen_config.BODY_GRACE_S", 0.5)
 
     listen = ListenSettings(body_bytes_per_s_min=1, drain_s_max=0.5)
     async with Engine(GOOD) as engine, routing(engine.url, listen=listen) as rig:

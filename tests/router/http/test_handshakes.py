@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from kvatlas.router.http import descriptors
-from kvatlas.router.http.listener import Handshakes, ListenConfig
+from kvatlas.router.http.handshakes import Handshakes
+from kvatlas.router.http.listen_config import ListenConfig
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 from kvatlas.router.services.epp.settings import EppSettings
 from tests.support.loop_pauses import pauses

@@ -21,7 +21,8 @@ from kvatlas.router.index.learn import hash_scheme as detect
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.model import FleetResidency, ModelIndexes
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit
 from kvatlas.router.placement.candidate import Hit
 from kvatlas.router.placement.inflight import kept_prefixes, kept_rule

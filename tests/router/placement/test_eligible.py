@@ -15,7 +15,7 @@ from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
 from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.status import Fleet, ModelCard
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.openai.apis import CHAT, RESPONSES
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvatlas.router.placement.engine import BAND_MS, Accounts, EngineOrder, order_of
+from kvatlas.router.placement.engine import Accounts
+from kvatlas.router.placement.engine_order import BAND_MS, EngineOrder, order_of
 from kvatlas.router.placement.load import LoadAccount, Ticket
 from kvatlas.router.placement.rates import FleetRates, RateSettings
 from tests.support.examples import examples

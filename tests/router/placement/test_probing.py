@@ -16,12 +16,13 @@ from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.fleet.status import Fleet, ModelCard
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.errors import no_ready_engine
-from kvatlas.router.placement.engine import BAND_MS, Accounts, Engine, EngineOrder
+from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.engine_order import BAND_MS, EngineOrder
+from kvatlas.router.placement.own_pulls import Pulls
 from kvatlas.router.placement.probing import LOOK_S, TELL_EVERY_S, Probes, may_be_probed
-from kvatlas.router.placement.pull import Pulls
 from kvatlas.router.replication.gossip import GossipedInflight
 from tests.world.seams import run
 

@@ -21,11 +21,9 @@ from kvatlas.router.placement.candidate import Candidate, PolicySettings, PullSe
 from kvatlas.router.placement.cost import Choice, choose, make_choice
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.own_pulls import PullOrder, Pulls, Rests
 from kvatlas.router.placement.pull import (
-    PullOrder,
-    Pulls,
     PullSources,
-    Rests,
     any_waits,
     link_busy_s,
     occupy_links,

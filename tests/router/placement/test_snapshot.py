@@ -19,8 +19,9 @@ from kvatlas.router.index.query_plan import EngineHit, Holders
 from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.placement import snapshot as snapshots_of_lists
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
-from kvatlas.router.placement.cost import choose, predicted_wait_s, score, within_level
-from kvatlas.router.placement.engine import Accounts, Engine, EngineOrder, PromptView
+from kvatlas.router.placement.cost import choose, score, within_level
+from kvatlas.router.placement.engine import Accounts, Engine, PromptView
+from kvatlas.router.placement.engine_order import EngineOrder
 from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.load import Ticket
 from kvatlas.router.placement.others import OthersLoad
@@ -28,6 +29,7 @@ from kvatlas.router.placement.placement import Decision
 from kvatlas.router.placement.rates import PrefillSample
 from kvatlas.router.placement.saturation import any_room, joins_sibling
 from kvatlas.router.placement.snapshot import FleetSnapshot, FleetSnapshots
+from kvatlas.router.placement.wait_limit import predicted_wait_s
 from tests.router.placement import full_scan
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples

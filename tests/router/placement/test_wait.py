@@ -16,15 +16,15 @@ from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
 from kvatlas.router.fleet.status import Fleet, ModelCard
 from kvatlas.router.index.learn.layout import ModelFacts
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.openai.errors import predicted_wait
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
-from kvatlas.router.placement.cost import late_first_token, long_wait, predicted_wait_s
 from kvatlas.router.placement.decide import Planner
 from kvatlas.router.placement.engine import Accounts, Engine, PeerSnapshot
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.saturation import SaturationGate
+from kvatlas.router.placement.wait_limit import late_first_token, long_wait, predicted_wait_s
 from kvatlas.router.prompts.reader import PromptReader
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples

@@ -14,7 +14,7 @@ from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.query_plan import EngineHit, EngineQuery, query_hits
 from kvatlas.router.replication import write_queue
-from kvatlas.router.replication.mirror import engine_facts
+from kvatlas.router.replication.descriptions import engine_facts
 from kvatlas.router.replication.settings import SharedSettings
 from kvatlas.router.tools.trace_file import read_trace, trace_facts
 from kvatlas.router.tools.trace_verification import RECORDED, ProbePrompt, apply_line, learn_trace

@@ -15,9 +15,10 @@ from kvatlas.router.index.base import Slot
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
 from kvatlas.router.index.learn.learned_keys import LearnedKeys
-from kvatlas.router.index.model import ModelIndexes
+from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.index.query_plan import EngineHit, EngineQuery
-from kvatlas.router.replication.mirror import Descriptions, MirroredIndex, engine_facts
+from kvatlas.router.replication.descriptions import Descriptions, engine_facts
+from kvatlas.router.replication.mirror import MirroredIndex
 from kvatlas.router.replication.registry import EngineFacts
 from tests.support.event_writer import Writer, batch, tokens
 

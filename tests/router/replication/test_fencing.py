@@ -8,11 +8,13 @@ import time
 import pytest
 
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.replication import scripts
-from kvatlas.router.replication.codec import as_words, pack_records
-from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, Membership, ModelLeases
+from kvatlas.router.replication import block_scripts
+from kvatlas.router.replication.codec import pack_records
+from kvatlas.router.replication.keys import as_words
+from kvatlas.router.replication.leases import LeaseCandidate, LeaseManager, ModelLeases
+from kvatlas.router.replication.members import Membership
 from kvatlas.router.replication.registry import EngineFacts, IndexRefused, LeaseLost, Registry
-from kvatlas.router.replication.write_queue import RegistryGc
+from kvatlas.router.replication.registry_gc import RegistryGc
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
 from tests.support import waiting
@@ -64,7 +66,7 @@ async def test_writes_alone_are_fenced_too(plain_server: AnyServer) -> None:
             records = pack_records(words, words.astype(int) * 0 + 1, slot.generation, 1)
             prefix, fence = registry.keys.prefix(scope.epoch, 0, 1), registry.keys.fence(0, 1)
             args = ("e", token, number, prefix, slot.number, 2, 60_000, 60_000, records)
-            word, *_ = await writer.client.run(scripts.WRITE, [fence], *args)
+            word, *_ = await writer.client.run(block_scripts.WRITE, [fence], *args)
             return bytes(word)
 
         assert await write(token, 10, 7) == b"OK"

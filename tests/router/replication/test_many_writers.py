@@ -219,10 +219,15 @@ async def test_a_scope_without_free_slots_is_replaced(
         assert two.mirror.counters.scope_changes >= 1
 
 
+def allow_codes(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    for module in ("registry", "pattern_codes"):
+        monkeypatch.setattr(f"kvatlas.router.replication.{module}.codes_max", lambda code_bytes: most)
+
+
 async def test_patterns_without_a_code_are_shown_in_part(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.replication.registry.codes_max", lambda code_bytes: 2)
+    allow_codes(monkeypatch, 2)
 
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         mirror = replicas["a"].mirror
@@ -242,7 +247,7 @@ async def test_patterns_without_a_code_are_shown_in_part(
 async def test_where_codes_run_short_the_gpu_is_still_shown(
     plain_server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.replication.registry.codes_max", lambda code_bytes: 8)
+    allow_codes(monkeypatch, 8)
 
     async with Replicas(make_settings(plain_server.url), "a") as replicas:
         mirror = replicas["a"].mirror

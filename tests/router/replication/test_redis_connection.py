@@ -8,17 +8,17 @@ from collections.abc import Awaitable, Callable
 import pytest
 from redis.asyncio import BlockingConnectionPool
 
+from kvatlas.router.replication.index_url import parse_url
+from kvatlas.router.replication.master import Master
 from kvatlas.router.replication.redis_client import connection_arguments
 from kvatlas.router.replication.redis_connection import (
     IndexUnavailable,
-    Master,
     PipelinedConnection,
     ServerError,
     pack,
     unavailable,
     within,
 )
-from kvatlas.router.replication.settings import parse_url
 from tests.world.loop import VirtualLoop
 from tests.world.seams import run_with
 

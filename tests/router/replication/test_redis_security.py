@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from kvatlas.router.config.load import load
+from kvatlas.router.replication.index_url import SettingsError
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable
-from kvatlas.router.replication.settings import SettingsError, SharedSettings
+from kvatlas.router.replication.settings import SharedSettings
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
 from tests.support.paths import ROOT

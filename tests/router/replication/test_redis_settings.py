@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvatlas.router.replication.settings import (
-    SettingsError,
-    SharedSettings,
-    Target,
-    has_password,
-    parse_url,
-    redacted,
-)
+from kvatlas.router.replication.index_url import SettingsError, Target, has_password, parse_url, redacted
+from kvatlas.router.replication.settings import SharedSettings
 
 
 @pytest.mark.parametrize(

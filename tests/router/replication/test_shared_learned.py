@@ -9,14 +9,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.router.feeds.base import FeedState, parse_live
+from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.frames import parse_live
 from kvatlas.router.index.learn import hash_scheme as detect
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.query_plan import EngineQuery
-from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.descriptions import engine_facts
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
-from kvatlas.router.replication.mirror import engine_facts
 from tests.router.index.learn.test_foreign import conversations
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import Replicas

@@ -9,9 +9,9 @@ from kvatlas.publisher.events import BlockStored, encode_tokens
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
-from kvatlas.router.replication.gossip import LoadGossip
+from kvatlas.router.replication.descriptions import engine_facts
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
-from kvatlas.router.replication.mirror import engine_facts
 from kvatlas.router.replication.registry import EngineFacts
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import Replicas

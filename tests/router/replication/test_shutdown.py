@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
-from kvatlas.router.replication.codec import ScopeKeys, limits_key
+from kvatlas.router.replication.keys import ScopeKeys, limits_key
 from kvatlas.router.replication.leases import Leases
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.service import SharedIndex

@@ -11,9 +11,9 @@ import msgspec
 from kvatlas.publisher.block_hash import DEFAULT_SEED, SGLANG, HashScheme
 from kvatlas.publisher.groups import Family, GroupSpec
 from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement
-from kvatlas.router.index.base import GPU
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.index.learn.hash_scheme import SEEDS_MAX, Detection
+from kvatlas.router.index.places import GPU
 from kvatlas.router.prompts.model_config import ModelConfigFile
 from kvatlas.router.tools.doctor.event_counts import GroupStores
 from kvatlas.router.tools.doctor.evidence import EngineEvidence, Evidence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvatlas.router.fleet.statement import EVENTS_OPTION
-from kvatlas.router.index.base import ON_GPU, medium_named
+from kvatlas.router.index.places import ON_GPU, medium_named
 from kvatlas.router.tools.doctor.evidence import EngineEvidence
 from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
 from kvatlas.router.tools.doctor.listener import Connectivity, ReplayState

@@ -9,7 +9,8 @@ import pytest
 
 from kvatlas.publisher.events import BlockRemoved, DecodedBatch
 from kvatlas.router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
-from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
+from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
+from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.machine import FeedMachine
 from tests.support.examples import some
 from tests.support.feed_world import run

@@ -18,7 +18,8 @@ from kvatlas.router.index.learn import learning_budget as module
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.learn.learning_budget import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget
-from kvatlas.router.index.model import FleetResidency, ModelIndexes
+from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.model_indexes import ModelIndexes
 from tests.support.event_writer import Prompt, Writer, batch, random_chain, tokens
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
 from kvatlas.publisher.events import BlockStored, encode_tokens
-from kvatlas.router.feeds.base import parse_live
+from kvatlas.router.feeds.frames import parse_live
 from kvatlas.router.index.learn import hash_scheme as detect
 from kvatlas.router.index.learn.hash_scheme import Detection
 from kvatlas.router.index.learn.layout import ModelFacts

@@ -17,9 +17,10 @@ from kvatlas.publisher.groups import Family, GroupSpec, SpecClass
 from kvatlas.publisher.pool.hits import HitFinder
 from kvatlas.publisher.pool.layout import pool_layout
 from kvatlas.router.index.base import WORD_BITS, Plane, Rows
-from kvatlas.router.index.hit_rules import evaluate, order_matters
+from kvatlas.router.index.hit_rules import evaluate
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.search_order import order_matters
 from tests.router.index.rules.layouts import (
     Engine,
     chunked,

@@ -15,7 +15,7 @@ from kvatlas.publisher.events import BlockHash, BlockRemoved, BlockStored, encod
 from kvatlas.publisher.groups import scheduler_block_size
 from kvatlas.publisher.pool.hits import HitFinder
 from kvatlas.publisher.pool.layout import pool_layout
-from kvatlas.router.index.base import Plane, Reach, Rows, is_shared, medium_of, owner_of, store_place
+from kvatlas.router.index.base import Plane, Rows
 from kvatlas.router.index.hit_rules import evaluate
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.memory import MemoryIndex
@@ -29,6 +29,7 @@ from kvatlas.router.index.offloaded import (
     tiers,
     usable,
 )
+from kvatlas.router.index.places import Reach, is_shared, medium_of, owner_of, store_place
 from kvatlas.router.index.query_plan import NOWHERE, EngineQuery, PlanRows, PromptHits
 from tests.router.index.rules.layouts import (
     ENGINE,
@@ -415,7 +416,7 @@ def test_a_shared_store_knows_presence_alone() -> None:
     assert told.held(1, "STORAGE") == set()
 
 
-def test_what_vllms_mooncake_connector_says_is_of_a_store_that_others_read() -> None:
+def test_events_of_vllms_mooncake_connector_are_of_a_store_that_others_read() -> None:
     """``medium="cpu", group_idx=...`` (mooncake/store/worker.py, 0.33); LMCache names no group."""
     told = Told()
     event = stored(1, owner=None, medium="cpu")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptHashes
 from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index import lookup_cache as recall
 from kvatlas.router.index import memory
-from kvatlas.router.index import memory as recall
 from kvatlas.router.index.base import Plane, Rows
 from kvatlas.router.index.memory import MemoryIndex
 from tests.support.examples import examples

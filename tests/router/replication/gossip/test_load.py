@@ -14,7 +14,8 @@ from kvatlas.router.index.base import Rows
 from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.rates import FleetRates
-from kvatlas.router.replication.gossip import GossipStats, HeartbeatMonitor, LoadGossip
+from kvatlas.router.replication.gossip import GossipStats, HeartbeatMonitor
+from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
 from kvatlas.router.replication.messages import VERSION
 from kvatlas.router.replication.reader import SharedRows

@@ -10,8 +10,9 @@ import pytest
 
 from kvatlas.router.admission.others_use import Uses
 from kvatlas.router.placement.others import OthersLoad
-from kvatlas.router.replication.gossip import GossipEntry, GossipStats, InflightEvent, ReplicaLoad
+from kvatlas.router.replication.gossip import GossipEntry, GossipStats, InflightEvent
 from kvatlas.router.replication.limits import LimitStats, UseMessage
+from kvatlas.router.replication.load_gossip import ReplicaLoad
 from kvatlas.router.replication.messages import VERSION, PeerMessages
 from kvatlas.router.workers.gossip import WorkerGossipStats, WorkerMessage
 

@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.replication.leases import (
-    Held,
-    LeaseManager,
-    Member,
-    MemberRecord,
-    Membership,
-    ModelLeases,
-    plan_assignment,
-)
+from kvatlas.router.replication.assignment import Member, plan_assignment
+from kvatlas.router.replication.leases import Held, LeaseManager, ModelLeases
+from kvatlas.router.replication.members import MemberRecord, Membership
 from tests.support.examples import examples
 
 ENGINES = [f"http://e{number}" for number in range(9)]

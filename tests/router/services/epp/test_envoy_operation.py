@@ -18,7 +18,7 @@ from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.admission.key_file import KeySettings, digest_of
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.services.epp.grpc import message_frame
-from kvatlas.router.services.epp.messages import bytes_field
+from kvatlas.router.services.epp.protobuf import bytes_field
 from kvatlas.router.services.epp.settings import EppSettings
 from tests.router.app.test_queue import ONE, busy
 from tests.router.services.epp.test_envoy import (

@@ -21,13 +21,13 @@ from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.pd.settings import KV_SOURCE, PREFILLER, PdSettings
 from kvatlas.router.placement.candidate import PolicySettings
-from kvatlas.router.placement.engine import BAND_MS
+from kvatlas.router.placement.engine_order import BAND_MS
 from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.grpc import GrpcReader, message_frame
 from kvatlas.router.services.epp.header_fields import DESTINATION, SUBSET_KEY
-from kvatlas.router.services.epp.messages import bytes_field, number_field
+from kvatlas.router.services.epp.protobuf import bytes_field, number_field
 from kvatlas.router.services.epp.settings import EppSettings, EppStats
 from tests.router.services.epp.test_messages import PB, read
 from tests.support.h2_peer import H2Peer, h2_peer

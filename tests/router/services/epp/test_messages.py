@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvatlas.router.openai import errors
 from kvatlas.router.services.epp import messages as m
 from kvatlas.router.services.epp.grpc import GrpcError, GrpcReader, message_frame
-from kvatlas.router.services.epp.messages import ProtobufError, bytes_field
-from kvatlas.router.services.epp.responses import immediate_answer
+from kvatlas.router.services.epp.immediate import immediate_answer
+from kvatlas.router.services.epp.metadata import endpoints
+from kvatlas.router.services.epp.protobuf import ProtobufError, bytes_field
 from tests.support.examples import examples
 
 _TYPES = {"bytes": 12, "string": 9, "bool": 8, "int32": 5}
@@ -116,8 +117,8 @@ def test_request_headers(
     assert found.modes == m.Modes(mode, 0)
     split = [each.strip() for text in subset or () for each in text.split(",")]
     listed = tuple(each for each in split if each)
-    assert m.endpoints(found.metadata, m.SUBSET, "endpoints") == (None if subset is None else listed)
-    assert m.endpoints(found.metadata, m.SUBSET, "other") is None
+    assert endpoints(found.metadata, m.SUBSET, "endpoints") == (None if subset is None else listed)
+    assert endpoints(found.metadata, m.SUBSET, "other") is None
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -172,7 +173,7 @@ def test_pieces_trailers_and_immediate_answers() -> None:
 def test_whatever_comes_is_read_or_refused(message: bytes) -> None:
     try:
         found = m.read_request(message)
-        m.endpoints(found.metadata, m.LB, "x")
+        endpoints(found.metadata, m.LB, "x")
     except ProtobufError:
         return
     assert found.kind is None or message
@@ -280,10 +281,10 @@ def _nested(depth: int) -> bytes:
 
 
 def test_lists_within_lists_are_read_to_a_depth() -> None:
-    assert m.endpoints(_nested(1), m.SUBSET, "endpoints") == ("10.0.0.1:8000",)
+    assert endpoints(_nested(1), m.SUBSET, "endpoints") == ("10.0.0.1:8000",)
     for depth in (20, 5000):
         with pytest.raises(ProtobufError, match="deep"):
-            m.endpoints(_nested(depth), m.SUBSET, "endpoints")
+            endpoints(_nested(depth), m.SUBSET, "endpoints")
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ async def test_an_events_batch_that_breaks_the_index_is_reported(monkeypatch: py
     def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("kvatlas.router.index.model.ModelIndexes.apply", broken)
+    monkeypatch.setattr("kvatlas.router.index.model_indexes.ModelIndexes.apply", broken)
 
     async with http_server(server()) as url:
         with publishing() as publisher:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.router.replication.codec import SCHEMA, schema_key
+from kvatlas.router.replication.keys import SCHEMA, schema_key
 from tests.support.paths import ROOT
 from tests.support.process_fleet import fleet
 from tests.support.redis_servers import Server, any_program

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvatlas.publisher.block_hash import NO_EXTRAS
 from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.feeds.base import parse_live
+from kvatlas.router.feeds.frames import parse_live
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.memory import MemoryIndex
