@@ -108,6 +108,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     session_id: str | None = None
     request_id: str | None = None
     min_tokens: int = 0
+    stop: str | list[str] | None = None
     temperature: float | None = None
     use_beam_search: bool = False
     kv_transfer_params: TransferParams | None = None
@@ -127,6 +128,10 @@ class _Generation(msgspec.Struct, kw_only=True):
             raise invalid(
                 "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
             )
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or ()
 
     @property
     def include_usage(self) -> bool:
@@ -276,6 +281,7 @@ class Choice(msgspec.Struct, frozen=True):
     token_ids: list[int]
     finish_reason: str
     prompt: list[int]
+    stop_reason: str | None = None
 
 
 def usage_of(num_prompt_tokens: int, num_output_tokens: int, cached_tokens: int | None) -> Json:
@@ -339,24 +345,23 @@ class Answer(msgspec.Struct, frozen=True):
     def chunk(
         self,
         text: str,
-        token_id: int | None,
+        token_ids: list[int],
         finish_reason: str | None,
         *,
         first: bool,
         last: bool,
         index: int = 0,
     ) -> Json:
-        """The chunk of one token (None if the engine failed instead); ``last``: no usage chunk follows."""
+        """The chunk of some tokens (none if it was aborted without); ``last``: no usage chunk follows."""
         choice: Json = (
             {"index": index, "delta": {"content": text}} if self.is_chat else {"index": index, "text": text}
         )
         choice |= {"logprobs": None, "finish_reason": finish_reason}
         if not self.is_chat or finish_reason is not None:
             choice["stop_reason"] = None
-        with_ids = self.prompt_token_ids is not None and token_id is not None
-        choice["token_ids"] = [token_id] if with_ids else None
         if not self.is_chat:
             choice["prompt_token_ids"] = self.prompt_token_ids if first else None
+        choice["token_ids"] = token_ids if self.prompt_token_ids is not None else None
         body = {**self._head("chat.completion.chunk"), "choices": [choice]}
         return {**body, "system_fingerprint": FINGERPRINT} if last else body
 
@@ -378,7 +383,7 @@ class Answer(msgspec.Struct, frozen=True):
         else:
             unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
             choice = {"index": index, "message": {"role": "assistant", "content": given.text, **unset}}
-        choice |= {"logprobs": None, "finish_reason": given.finish_reason, "stop_reason": None}
+        choice |= {"logprobs": None, "finish_reason": given.finish_reason, "stop_reason": given.stop_reason}
         token_ids = given.token_ids if self.prompt_token_ids is not None else None
         return {**choice, "routed_experts": None, "token_ids": token_ids}
 

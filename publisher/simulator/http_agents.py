@@ -34,7 +34,7 @@ from kvatlas.publisher.simulator.api_protocol import (
     malformed,
 )
 from kvatlas.publisher.simulator.model import EngineModel, Prepared
-from kvatlas.publisher.simulator.stepper import Generation, Stepper, Token
+from kvatlas.publisher.simulator.stepper import Generation, Piece, Stepper
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -257,7 +257,7 @@ class AgentEndpoints:
                 return None
             return self._stepper.submit(self._model.next_turn(request, prepared, transfer))
 
-        return _RunningAnswer(self._model, answer, generation, self._stepper.abort, next_turn)
+        return _RunningAnswer(answer, generation, self._stepper.abort, next_turn)
 
     async def _answer(
         self,
@@ -296,7 +296,6 @@ class _RunningAnswer:
 
     def __init__(
         self,
-        model: EngineModel,
         answer: MessagesAnswer | ResponsesAnswer,
         generation: Generation,
         abort: Callable[[Generation], None],
@@ -304,12 +303,12 @@ class _RunningAnswer:
     ) -> None:
         self.reason = "abort"
         self._abort = abort
-        self._model = model
         self._answer = answer
         self._generation = generation
         self._next_turn = next_turn
         self._num_events = 0
         self._earlier: list[int] = []
+        self._earlier_text = ""
 
     def abort(self) -> None:
         """Stop generating; no effect on a finished answer."""
@@ -317,7 +316,7 @@ class _RunningAnswer:
 
     @property
     def text(self) -> str:
-        return self._model.text(self._output)
+        return self._earlier_text + self._generation.text
 
     @property
     def _output(self) -> list[int]:
@@ -330,27 +329,27 @@ class _RunningAnswer:
             for event in answer.opening():
                 yield event
             self._num_events = 1
-        async for token in self._tokens():
-            self.reason = token.finish_reason or self.reason
+        async for piece in self._pieces():
+            self.reason = piece.finish_reason or self.reason
             if self.reason == "error":
                 return
             if not self._num_events:
                 for event in answer.opening():
                     yield event
-            if token.token_id is not None or isinstance(answer, MessagesAnswer):
+            if piece.token_ids or isinstance(answer, MessagesAnswer):
                 self._num_events += 1
-                piece = "" if token.token_id is None else self._model.text([token.token_id])
-                yield answer.delta(piece, self._num_events)
+                yield answer.delta(piece.text, self._num_events)
 
-    async def _tokens(self) -> AsyncIterator[Token]:
-        async for token in self._generation.tokens():
-            yield token
+    async def _pieces(self) -> AsyncIterator[Piece]:
+        async for piece in self._generation.pieces():
+            yield piece
         following = self._next_turn()
         if following is None:
             return
-        self._earlier, self._generation = self._generation.request.output, following
-        async for token in following.tokens():
-            yield token
+        self._earlier, self._earlier_text = self._generation.request.output, self._generation.text
+        self._generation = following
+        async for piece in following.pieces():
+            yield piece
 
     async def break_off(self, call: Call, error: EngineError) -> None:
         """End a failed stream with an error event if vLLM 0.32 has one (entrypoints/anthropic/serving.py).

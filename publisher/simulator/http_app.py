@@ -243,7 +243,8 @@ class EngineApp:
                 raise self._stepper.failure()
             output = generation.request.output
             prompt = generation.request.prompt
-            choices.append(api_protocol.Choice(self._model.text(output), output, finish_reason, prompt))
+            stop = generation.stopped_by
+            choices.append(api_protocol.Choice(generation.text, output, finish_reason, prompt, stop))
         cached_tokens, first = generations[-1].request.cached_tokens, generations[0].request
         await call.reply_json(answer.full(choices, cached_tokens or 0, first.handed))
 
@@ -284,19 +285,20 @@ class EngineApp:
         ``place`` is the index of the choice, and the number of tokens of the choices before it.
         """
         (index, before), count = place, 0
-        async for token in generation.tokens():
-            if token.finish_reason == "error":
+        async for piece in generation.pieces():
+            if piece.finish_reason == "error":
                 raise self._stepper.failure()
             if answer.is_chat and not count:
                 await call.write(_event(_with_usage(answer.opening(index), body, answer, before)), more=True)
-            text = "" if token.token_id is None else self._model.text([token.token_id])
-            last = token.finish_reason is not None and not body.include_usage
+            last = piece.finish_reason is not None and not body.include_usage
             chunk = answer.chunk(
-                text, token.token_id, token.finish_reason, first=not count, last=last, index=index
+                piece.text, piece.token_ids, piece.finish_reason, first=not count, last=last, index=index
             )
-            if token.finish_reason is not None and self._model.release >= _PARAMS_IN_STREAMS:
+            if generation.stopped_by is not None and piece.finish_reason is not None:
+                chunk["choices"][0]["stop_reason"] = generation.stopped_by
+            if piece.finish_reason is not None and self._model.release >= _PARAMS_IN_STREAMS:
                 chunk["kv_transfer_params"] = generation.request.handed
-            count += token.token_id is not None
+            count += len(piece.token_ids)
             await call.write(_event(_with_usage(chunk, body, answer, before + count)), more=True)
         return count
 

@@ -8,7 +8,6 @@ token range, max_tokens), and makes the scheduler's requests from them. Texts lo
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 from array import array
@@ -41,6 +40,8 @@ from kvatlas.publisher.simulator.tokenizer import ChatTokenizer, TemplateError, 
 _SPACED = re.compile("Ġ[a-z]{3,}")
 _PLAIN = re.compile("[a-z]{3,}")
 _OUTPUT_TOKENS_MIN = 8
+_CHARACTERS = "🙂🚀🌱🔧漢字水火木金"
+_CHARACTER_EVERY = 4
 # Character that occurs in wrong answers only.
 WRONG_MARK = "!"
 # Text of an answer from blocks that were reused before they were read.
@@ -48,20 +49,32 @@ _WRONG_ANSWER = f"{WRONG_MARK}WRONG KV CACHE{WRONG_MARK} "
 _WRONG_TIMES = 4
 
 
-class Continuation(NamedTuple):
-    """The token ids that follow one prompt, produced one by one; ends with the end-of-text token."""
+class Continuation:
+    """The token ids that follow a prompt, produced one by one; ends with the end-of-text token.
 
-    source: TextSource
-    rng: random.Random
-    starts_bare: bool
-    length: int
+    Each is a function of all ids before it. So a prompt that ends with the beginning of its own answer is
+    continued by the rest of that.
+    """
+
+    def __init__(self, source: TextSource, prompt: Sequence[int]) -> None:
+        ids = array("I", prompt)
+        begin, rest = source.begun(ids)
+        self.source = source
+        self._given = len(ids) - begin
+        self._length = source.length(ids[:begin])
+        self._rest = list(rest)
+        self._last = ids[-1]
+        self._before = source.hashed(ids)
 
     def token(self, index: int, *, ignore_eos: bool) -> int:
         """The ``index``-th generated token; call in order, once each."""
-        if index >= self.length and not ignore_eos:
-            return self.source.eos_id
-        words = self.source.plain if index == 0 and self.starts_bare else self.source.spaced
-        return self.rng.choice(words)
+        if not self._rest:
+            if self._given + index >= self._length and not ignore_eos:
+                return self.source.eos_id
+            self._rest = list(self.source.unit(self._before.intdigest(), self._last))
+        self._last = self._rest.pop(0)
+        self._before.update(array("I", (self._last,)).tobytes())
+        return self._last
 
 
 class WrongContinuation(NamedTuple):
@@ -79,7 +92,8 @@ class WrongContinuation(NamedTuple):
 class TextSource:
     """Source of continuations; the same prompt and seed give the same text on every engine.
 
-    Generated text: words chosen by a random stream seeded with the prompt.
+    Generated text: words, each chosen by a hash of all ids before it, and with ``characters`` in a quarter of
+    their places a character of several tokens.
 
     Only vocabulary entries are used that are a whole word and that their own text tokenizes back to. The
     first word has a leading space unless the prompt ends in white space or in a special token. So
@@ -87,8 +101,13 @@ class TextSource:
     that turn hits the generated tokens.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, *, seed: int, natural_tokens_max: int) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, *, seed: int, natural_tokens_max: int, characters: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._bare: dict[int, bool] = {}
+        self._characters = _characters(tokenizer) if characters else []
+        self._unit_tokens = sorted({1, *map(len, self._characters)})
         self._seed = seed
         self._natural_tokens_max = max(natural_tokens_max, _OUTPUT_TOKENS_MIN)
         self.eos_id = tokenizer.eos_id
@@ -96,11 +115,48 @@ class TextSource:
 
     def continuation(self, prompt: Sequence[int]) -> Continuation:
         """The continuation of ``prompt`` (not empty), including its natural length."""
-        rng = random.Random(xxhash.xxh3_64_intdigest(array("I", prompt).tobytes(), seed=self._seed))
-        last = prompt[-1]
-        bare = last in self._tokenizer.special_ids or self._tokenizer.decode([last])[-1:].isspace()
-        length = rng.randint(_OUTPUT_TOKENS_MIN, self._natural_tokens_max)
-        return Continuation(self, rng, starts_bare=bare, length=length)
+        return Continuation(self, prompt)
+
+    def hashed(self, ids: array[int]) -> xxhash.xxh3_64:
+        return xxhash.xxh3_64(ids.tobytes(), seed=self._seed)
+
+    def length(self, prompt: array[int]) -> int:
+        """Natural length of the answer to a prompt, in tokens."""
+        spread = self._natural_tokens_max - _OUTPUT_TOKENS_MIN + 1
+        return _OUTPUT_TOKENS_MIN + self.hashed(prompt).intdigest() % spread
+
+    def unit(self, hash_before: int, last: int) -> tuple[int, ...]:
+        """The word or character that follows ids with this hash, of which ``last`` is the last one."""
+        if self._characters and not (hash_before >> 32) % _CHARACTER_EVERY:
+            return self._characters[hash_before % len(self._characters)]
+        words = self.plain if self._ends_bare(last) else self.spaced
+        return (words[hash_before % len(words)],)
+
+    def begun(self, ids: array[int]) -> tuple[int, tuple[int, ...]]:
+        """Where the answer begins whose beginning these ids end with, and the rest of its last character."""
+        begin = len(ids)
+        rest: tuple[int, ...] = ()
+        for inside in range(1, min(self._unit_tokens[-1], len(ids))):
+            unit = self._unit_at(ids, len(ids) - inside)
+            if len(unit) > inside and unit[:inside] == tuple(ids[-inside:]):
+                begin, rest = len(ids) - inside, unit[inside:]
+        while sizes := [
+            size
+            for size in self._unit_tokens
+            if size < begin and self._unit_at(ids, begin - size) == tuple(ids[begin - size : begin])
+        ]:
+            begin -= sizes[0]
+        return begin, rest
+
+    def _unit_at(self, ids: array[int], place: int) -> tuple[int, ...]:
+        return self.unit(self.hashed(ids[:place]).intdigest(), ids[place - 1])
+
+    def _ends_bare(self, token_id: int) -> bool:
+        bare = self._bare.get(token_id)
+        if bare is None:
+            special = token_id in self._tokenizer.special_ids
+            bare = self._bare[token_id] = special or self._tokenizer.decode([token_id])[-1:].isspace()
+        return bare
 
     def wrong(self) -> WrongContinuation:
         token_ids = self._tokenizer.encode(_WRONG_ANSWER, add_special_tokens=False)
@@ -118,6 +174,13 @@ def _words(tokenizer: ChatTokenizer, pattern: re.Pattern[str]) -> list[int]:
     if not chosen:
         raise ValueError("the tokenizer has no whole-word entries to generate text from")
     return sorted(chosen)
+
+
+@lru_cache(maxsize=8)
+def _characters(tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
+    """Tokens of characters that the vocabulary does not have."""
+    tokens = (tuple(tokenizer.encode(one, add_special_tokens=False)) for one in _CHARACTERS)
+    return [one for one in tokens if len(one) > 1]
 
 
 def _round_trips(tokenizer: ChatTokenizer, token_id: int) -> bool:
@@ -139,6 +202,8 @@ class Prepared(msgspec.Struct, frozen=True):
     max_tokens: int
     ignore_eos: bool
     extras: PromptExtras
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
     n: int = 1
     transfer: TransferParams | None = None
     priority: int = 0
@@ -179,7 +244,10 @@ class EngineModel:
         self._turn = asyncio.Lock()
         self._tokenizer = shared_tokenizer(settings.tokenizer_dir)
         self._source = TextSource(
-            self._tokenizer, seed=settings.seed, natural_tokens_max=settings.natural_output_tokens_max
+            self._tokenizer,
+            seed=settings.seed,
+            natural_tokens_max=settings.natural_output_tokens_max,
+            characters=settings.characters == "mixed",
         )
 
     async def prepare_chat(self, request: ChatRequest) -> Prepared:
@@ -240,10 +308,33 @@ class EngineModel:
             eos_id=self._tokenizer.eos_id,
             extras=prepared.extras,
             ignore_eos=prepared.ignore_eos,
+            min_tokens=prepared.min_tokens,
+            text=self._tokenizer.answer(prepared.token_ids, prepared.stop, prepared.min_tokens),
             transfer=prepared.transfer,
             priority=prepared.priority,
             session_id=prepared.session_id,
         )
+
+    def text(self, prompt: Sequence[int], output: Sequence[int]) -> str:
+        """Text of an answer with these tokens."""
+        text = self._tokenizer.answer(prompt)
+        for token_id in output:
+            text.add(token_id)
+        return text.whole
+
+    def expected(self, prepared: Prepared) -> tuple[list[int], str]:
+        """The whole answer to a request up to its limits: its tokens without the end-of-text token, and its
+        text."""
+        words, output = self._source.continuation(prepared.token_ids), []
+        text = self._tokenizer.answer(prepared.token_ids, prepared.stop, prepared.min_tokens)
+        for index in range(prepared.max_tokens):
+            token = words.token(index, ignore_eos=prepared.ignore_eos or index < prepared.min_tokens)
+            if token == self._source.eos_id:
+                break
+            output.append(token)
+            if text.add(token):
+                break
+        return output, text.whole
 
     def wrong_answer(self) -> Sampler:
         """Sampler for a request whose blocks hold another prompt's KV."""
@@ -260,10 +351,6 @@ class EngineModel:
         """Text for POST /detokenize; ids outside the vocabulary have no text. Raises ``EngineError``."""
         self._check_model(request.model)
         return self._tokenizer.decode(request.tokens)
-
-    def text(self, token_ids: list[int]) -> str:
-        """Output text, without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def token_strings(self, token_ids: list[int]) -> list[str]:
         return self._tokenizer.token_strings(token_ids)
@@ -333,6 +420,8 @@ class EngineModel:
             token_ids=token_ids,
             max_tokens=max_tokens,
             ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
+            stop=request.stop_strings,
             extras=PromptExtras(cache_salt=request.cache_salt),
             n=request.n or 1,
             transfer=None if request.use_beam_search else request.kv_transfer_params,

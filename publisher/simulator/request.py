@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from kvatlas.publisher.block_hash import NO_EXTRAS, PromptExtras
 from kvatlas.publisher.pool.host_tier import HeldKey
 from kvatlas.publisher.simulator.kv_messages import Json, Observed, TransferParams, TransferStats, histogram
+from kvatlas.publisher.simulator.tokenizer import AnswerText
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -35,6 +36,8 @@ class SimRequest(msgspec.Struct, eq=False):
     eos_id: int
     extras: PromptExtras = NO_EXTRAS
     ignore_eos: bool = False
+    min_tokens: int = 0
+    text: AnswerText | None = None
     transfer: TransferParams | None = None
     """Parameters for the connector; None without any, or after they were used."""
     priority: int = 0
@@ -56,6 +59,11 @@ class SimRequest(msgspec.Struct, eq=False):
     def __post_init__(self) -> None:
         if not self.prompt or self.max_tokens < 1:
             raise ValueError(f"{self.request_id}: needs a prompt and max_tokens >= 1, got {self.max_tokens}")
+
+    def next_token(self) -> int:
+        """The output token after those so far."""
+        count = len(self.output)
+        return self.sampler.token(count, ignore_eos=self.ignore_eos or count < self.min_tokens)
 
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")

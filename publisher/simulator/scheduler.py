@@ -146,14 +146,14 @@ class Scheduler:
         pooled.session_id = request.session_id
         self._enqueue(request, pooled, again=False)
 
-    def abort(self, request: SimRequest) -> None:
+    def abort(self, request: SimRequest, reason: FinishReason = "abort") -> None:
         """Drop a request and free its blocks; no effect on a finished one."""
         if request.finish_reason is not None:
             return
         if request in self._running:
-            self._finish(request, "abort")
+            self._finish(request, reason)
         else:
-            self._drop(request, "abort")
+            self._drop(request, reason)
 
     def loaded(self, request: SimRequest, end: int, *, intact: bool) -> None:
         """Complete the load of a request up to token ``end``; no effect on an aborted request.
@@ -220,7 +220,7 @@ class Scheduler:
             pooled = self._running.get(request)
             if pooled is None or pooled.num_computed < pooled.num_tokens:
                 continue
-            token_id = request.sampler.token(len(request.output), ignore_eos=request.ignore_eos)
+            token_id = request.next_token()
             if not request.output:
                 self._count_first_token(request)
             request.output.append(token_id)

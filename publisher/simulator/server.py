@@ -119,6 +119,7 @@ class SimulatedEngine:
             publish=self._publish,
             clock=time.monotonic,
             recomputes_failed_loads=settings.kv_load_failure_policy == "recompute",
+            stream_interval=settings.stream_interval,
         )
         self.link = None if self.connector is None else self._link(self.connector)
         self.crash_switch = CrashSwitch(settings.dies_at, self.die)

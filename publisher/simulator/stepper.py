@@ -35,36 +35,75 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class Token(NamedTuple):
-    """An output for a waiting client: a token, or None with a finish reason."""
+class Piece(NamedTuple):
+    """A part of an answer for a waiting client: tokens, or none with a finish reason."""
 
-    token_id: int | None
+    token_ids: list[int]
+    text: str
     finish_reason: FinishReason | None
 
 
 class Generation:
-    """A running request, as its client sees it."""
+    """A running request, as its client sees it: its first token, then ``interval`` tokens at a time."""
 
-    def __init__(self, request: SimRequest) -> None:
+    def __init__(self, request: SimRequest, interval: int) -> None:
         self.request = request
+        self._interval = interval
+        self._sent = 0
         # Bounded by the request's max_tokens.
-        self._tokens: asyncio.Queue[Token] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    @property
+    def text(self) -> str:
+        return "" if self.request.text is None else self.request.text.whole
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self.request.text is None else self.request.text.stopped_by
 
     async def finished(self) -> FinishReason:
         reason: FinishReason = "abort"
-        async for token in self.tokens():
-            reason = token.finish_reason or reason
+        async for piece in self.pieces():
+            reason = piece.finish_reason or reason
         return reason
 
-    def put(self, token: Token) -> None:
-        self._tokens.put_nowait(token)
+    def produced(self, token_id: int, reason: FinishReason | None) -> FinishReason | None:
+        """Take the newest token of the request's output; returns why the answer ends, by a stop string too
+        (vllm/v1/engine/output_processor.py, 0.32)."""
+        text = self.request.text
+        if text is not None and text.add(token_id):
+            reason = "stop"
+        waiting = len(self.request.output) - self._sent
+        if reason is not None or not self._sent or waiting >= self._interval:
+            self.send(reason)
+        return reason
 
-    async def tokens(self) -> AsyncIterator[Token]:
-        """Yield tokens as they are produced, up to and including the one with a finish reason."""
+    def end(self) -> None:
+        """End it from outside: an answer in progress has one more token, as in vLLM."""
+        request = self.request
+        if request.output:
+            request.output.append(request.next_token())
+            if request.text is not None:
+                request.text.add(request.output[-1])
+        self.send("abort")
+
+    def fail(self) -> None:
+        self._pieces.put_nowait(Piece([], "", "error"))
+
+    def send(self, reason: FinishReason | None) -> None:
+        """Send what has not been sent."""
+        token_ids, self._sent = self.request.output[self._sent :], len(self.request.output)
+        text = self.request.text
+        said = "" if text is None else text.take(finished=reason is not None)
+        self._pieces.put_nowait(Piece(token_ids, said, reason))
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the parts as they come, up to and including the one with a finish reason."""
         while True:
-            token = await self._tokens.get()
-            yield token
-            if token.finish_reason is not None:
+            piece = await self._pieces.get()
+            yield piece
+            if piece.finish_reason is not None:
                 return
 
 
@@ -78,12 +117,14 @@ class Stepper:
         publish: Callable[[list[Event]], None],
         clock: Callable[[], float],
         recomputes_failed_loads: bool = False,
+        stream_interval: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.failed = False
         # Called after changes of the connector's state.
         self.kick: Callable[[], None] = lambda: None
         self._recomputes_failed_loads = recomputes_failed_loads
+        self._stream_interval = stream_interval
         self._publish = publish
         self._clock = clock
         self._wake = asyncio.Event()
@@ -91,7 +132,7 @@ class Stepper:
 
     def submit(self, request: SimRequest) -> Generation:
         """Queue a request; its tokens come through the returned generation."""
-        generation = Generation(request)
+        generation = Generation(request, self._stream_interval)
         self._generations[request] = generation
         self.scheduler.add(request)
         self._wake.set()
@@ -125,10 +166,13 @@ class Stepper:
 
     def abort(self, *generations: Generation) -> None:
         """Stop generations and free their blocks; no effect on those that are finished."""
+        self._abort(lambda generation: generation.send("abort"), *generations)
+
+    def _abort(self, end: Callable[[Generation], None], *generations: Generation) -> None:
         for generation in generations:
             if self._generations.pop(generation.request, None) is not None:
                 self.scheduler.abort(generation.request)
-                generation.put(Token(None, "abort"))
+                end(generation)
                 self.kick()
                 # The scheduler checks whether this abort ends the engine.
                 self._wake.set()
@@ -147,12 +191,12 @@ class Stepper:
         recompute = self._recomputes_failed_loads or request.found is not None
         self.scheduler.load_failed(request, recompute=recompute)
         if request.finish_reason is not None and (generation := self._generations.pop(request, None)):
-            generation.put(Token(None, request.finish_reason))
+            generation.send(request.finish_reason)
         self._wake.set()
 
     def abort_all(self) -> None:
-        """Stop every generation."""
-        self.abort(*self._generations.values())
+        """Stop every generation, as the end of the process does."""
+        self._abort(Generation.end, *self._generations.values())
 
     async def run(self) -> None:
         """Step until cancelled, or until a failure, which is logged and sets ``failed``."""
@@ -189,11 +233,12 @@ class Stepper:
 
     def _deliver(self, output: Output) -> None:
         generation = self._generations[output.request]
-        if output.finish_reason is not None:
+        reason = generation.produced(output.token_id, output.finish_reason)
+        if reason is not None:
             del self._generations[output.request]
-        generation.put(Token(output.token_id, output.finish_reason))
+            self.scheduler.abort(output.request, reason)
 
     def _fail_all(self) -> None:
         generations, self._generations = self._generations, {}
         for generation in generations.values():
-            generation.put(Token(None, "error"))
+            generation.fail()

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -59,6 +60,10 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def answer(self, prompt: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0) -> AnswerText:
+        """Begin the text of an answer to ``prompt``."""
+        return AnswerText(self._tokenizer, prompt, stop, min_tokens)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [str(self._tokenizer.id_to_token(token_id)) for token_id in token_ids]
@@ -103,6 +108,61 @@ class ChatTokenizer:
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"the chat template cannot render this conversation: {error}") from None
         return _cut_after_final(text, conversation) if continue_final_message else text
+
+
+# Tokens of a prompt that the text of an answer depends on, where they are whole characters.
+_NEAR_TOKENS = 16
+
+
+class AnswerText:
+    """The text of one answer, token by token, as vLLM makes it (v1/engine/detokenizer.py, 0.32).
+
+    A token inside a character gives no text. Before the first text to a prompt that ends inside a character
+    comes the whole prompt (vllm#48853). With ``stop`` the text ends before the first of these strings that is
+    complete after ``min_tokens``, and what may be a part of one is held back.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], min_tokens: int
+    ) -> None:
+        self._tokenizer, self._stop, self._min_tokens = tokenizer, stop, min_tokens
+        near = list(prompt[-_NEAR_TOKENS:])
+        if str(tokenizer.decode(near, skip_special_tokens=True)).endswith("\ufffd"):
+            near = list(prompt)
+        self._stream = DecodeStream(ids=near, skip_special_tokens=True)
+        self._held_back = max(map(len, stop), default=1) - 1
+        self._num_tokens = self._taken = 0
+        self.whole = ""
+        self.stopped_by: str | None = None
+        """The stop string that ended it."""
+
+    def add(self, token_id: int) -> bool:
+        """Add a token. Whether the answer ends here, by a stop string."""
+        self._num_tokens += 1
+        known = len(self.whole)
+        self.whole += self._step(token_id)
+        if len(self.whole) == known or self._num_tokens <= self._min_tokens:
+            return False
+        places = {one: self.whole.find(one, max(0, known + 1 - len(one))) for one in self._stop}
+        found = [one for one, place in places.items() if place >= 0]
+        if found:
+            self.stopped_by = first = min(found, key=lambda one: places[one] + len(one))
+            self.whole = self.whole[: places[first]]
+        return bool(found)
+
+    def take(self, *, finished: bool) -> str:
+        """The text since the last call."""
+        end = len(self.whole) - (0 if finished else self._held_back)
+        text = self.whole[self._taken : max(end, 0)]
+        self._taken = max(self._taken, end)
+        return text
+
+    def _step(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # noqa: BLE001  # bytes that are no characters; vLLM begins again, too
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._tokenizer, token_id) or ""
 
 
 @lru_cache(maxsize=4)

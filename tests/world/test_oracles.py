@@ -15,6 +15,7 @@ from kvatlas.publisher.simulator.api_protocol import EngineError
 from kvatlas.publisher.simulator.http_app import EngineApp
 from kvatlas.publisher.simulator.model import EngineModel, TextSource
 from kvatlas.publisher.simulator.stepper import Stepper
+from kvatlas.publisher.simulator.tokenizer import AnswerText
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.admission.admission_queue import AdmissionQueue
 from kvatlas.router.admission.isolation import Isolation
@@ -117,13 +118,12 @@ def other_text(real: Any) -> Any:
 
 
 def cut_text(real: Any) -> Any:
-    """Answers lack their last token."""
+    """Streams lack the text of their last event."""
 
-    def text(self: EngineModel, token_ids: list[int]) -> str:
-        answers = len(token_ids) > 2 and self.max_model_len < TRUTH_LENGTH_MAX
-        return str(real(self, token_ids[:-1] if answers else token_ids))
+    def take(self: AnswerText, *, finished: bool) -> str:
+        return "" if finished else str(real(self, finished=finished))
 
-    return text
+    return take
 
 
 def after_the_end(real: Any) -> Any:
@@ -298,7 +298,7 @@ MUTATIONS: dict[str, tuple[str, str, Plan, Patch]] = {
         "text",
         "a part of the text",
         small(),
-        around(EngineModel, "text", cut_text),
+        around(AnswerText, "take", cut_text),
     ),
     "loads that stay": ("left", "load of", small(), around(LoadAccount, "finish", nothing)),
     "a task that stays": (

@@ -4,6 +4,7 @@ engine."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -39,20 +40,11 @@ class Truth:
     async def expected(self, path: str, body: bytes) -> Expected:
         """The answer to a request. Raises ``EngineError`` for one that no engine takes."""
         ready = await self._prepared(path, body)
-        answers = [self._answer(one) for one in ready]
+        answers, texts = zip(*(self._model("").expected(one) for one in ready), strict=True)
         sequences = [[*one.token_ids, *answer] for one, answer in zip(ready, answers, strict=True)]
-        text = self._model("").text
-        return Expected(ready[0].token_ids, text(answers[0]), answers[0], sequences, text)
-
-    def _answer(self, ready: Prepared) -> list[int]:
-        words = self._model("")._source.continuation(ready.token_ids)
-        answer: list[int] = []
-        for index in range(ready.max_tokens):
-            token = words.token(index, ignore_eos=ready.ignore_eos)
-            if token == words.source.eos_id:
-                break
-            answer.append(token)
-        return answer
+        prompt = ready[0].token_ids
+        decode = partial(self._model("").text, prompt)
+        return Expected(prompt, texts[0], answers[0], sequences, decode)
 
     async def _prepared(self, path: str, body: bytes) -> list[Prepared]:
         if path == "/v1/completions":
