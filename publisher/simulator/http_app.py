@@ -197,6 +197,7 @@ class EngineApp:
     async def _chat(self, call: Call) -> None:
         request = decode(await call.body(), ChatRequest)
         call.apply_headers(request)
+        self._stepper.check()
 
         async def preparing() -> list[Prepared]:
             return [await self._model.prepare_chat(request)]
@@ -206,12 +207,12 @@ class EngineApp:
     async def _completion(self, call: Call) -> None:
         request = decode(await call.body(), CompletionRequest)
         call.apply_headers(request)
+        self._stepper.check()
         await self._generate(call, request, self._model.prepare_completion(request))
 
     async def _generate(
         self, call: Call, body: ChatRequest | CompletionRequest, preparing: Awaitable[list[Prepared]]
     ) -> None:
-        self._stepper.check()
         prepared = await self._stepper.prepared(preparing, body.kv_transfer_params)
         is_chat = isinstance(body, ChatRequest)
         request_id = _request_id(call, body, "chatcmpl" if is_chat else "cmpl")

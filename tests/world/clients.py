@@ -71,6 +71,10 @@ class Told(msgspec.Struct):
     """The answer has its end."""
     error: str = ""
     """Message of an error event."""
+    names: set[str] = set()
+    """Ids of a stream's events."""
+    roles: int = 0
+    """Events that begin a message."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     generated_tokens: int | None = None
@@ -245,7 +249,9 @@ def _piece(api: str, part: dict[str, Any], found: Told) -> None:
         elif kind == "response.failed":
             found.error = str((part["response"].get("error") or {}).get("message"))
     else:
+        found.names |= {part["id"]} if "id" in part else set()
         for choice in part.get("choices", ()):
+            found.roles += "role" in choice.get("delta", {})
             found.choices = max(found.choices, choice["index"] + 1)
             if choice["index"]:
                 continue

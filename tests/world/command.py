@@ -53,7 +53,7 @@ def _plans(options: Any) -> dict[str, Plan]:
 
 def _play_all(plans: dict[str, Plan], options: Any) -> int:
     """Play each; returns how many failed."""
-    failed, cpu_s, virtual_s, counts = 0, 0.0, 0.0, Counter[str]()
+    failed, cpu_s, virtual_s, counts, continued = 0, 0.0, 0.0, Counter[str](), 0
     for number, (name, plan) in enumerate(plans.items()):
         log: list[Any] | None = [] if options.log else None
         report = play(plan, log=log, counts_calls=number % _COUNTED_EVERY == 0)
@@ -64,6 +64,7 @@ def _play_all(plans: dict[str, Plan], options: Any) -> int:
             print("  log", *line)
         cpu_s, virtual_s = cpu_s + report.cpu_s, virtual_s + report.virtual_s
         counts.update(report.counts)
+        continued += report.continued
         if report.violations:
             failed += 1
             _show(name, plan, report, shrinks=not options.no_shrink)
@@ -73,6 +74,7 @@ def _play_all(plans: dict[str, Plan], options: Any) -> int:
         sys.stdout.flush()
     print(
         f"{len(plans)} worlds, {failed} with violations; {sum(counts.values())} exchanges, "
+        f"{continued} of them continued, "
         f"{virtual_s / 3600:.2f} virtual hours, {cpu_s:.0f} s of CPU; ends: {dict(counts.most_common())}"
     )
     return failed

@@ -69,7 +69,7 @@ class Window(msgspec.Struct):
 
 def fitting(draft: Draft) -> list[str]:
     """Faults that this draft's engines can have."""
-    left_out = {"join", *REDIS_FAULTS}
+    left_out = {"join", "core", "api_server", *REDIS_FAULTS}
     if draft.kind in ("pd", "sglang"):
         left_out |= {"other_model"}
     if len({one["max_model_len"] for one in draft.engines}) > 1:
@@ -88,6 +88,10 @@ REDIS_FAULTS = (
 )
 
 
+BREAKS = ("die", "stop", "core", "api_server", "restart", "power", "hang", "http", "reset", "drain")
+"""What breaks streams, and what may not."""
+
+
 # Engines that end.
 
 
@@ -104,6 +108,34 @@ async def stop(fleet: Fleet, fault: Fault) -> None:
     """SIGTERM; a new process after a while."""
     await fleet.stop(fault.target)
     await asyncio.sleep(fault.lasts_s)
+    await fleet.boot(fault.target)
+
+
+@_fault("error", "cut", restarts=True)
+async def core(fleet: Fleet, fault: Fault) -> None:
+    """The engine's core dies behind its server, which says so in each stream; a new process after a while."""
+    stepper: Any = fleet.engines[fault.target].stepper
+
+    def dies() -> Any:
+        raise MemoryError("CUDA out of memory")
+
+    stepper.scheduler.begin_step = dies
+    stepper._wake.set()
+    await asyncio.sleep(1.0)
+    await stop(fleet, fault)
+
+
+@_fault("error", "cut", restarts=True)
+async def api_server(fleet: Fleet, fault: Fault) -> None:
+    """The API server is killed; the core behind it computes, and its events come, for a while."""
+    server: Any = fleet.engines[fault.target]._server
+    for listening in server.servers:
+        listening.close()
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
+    await asyncio.sleep(min(fault.lasts_s, _HANG_S_MAX))
+    fleet.kill(fault.target, power=False)
+    await asyncio.sleep(0.01)
     await fleet.boot(fault.target)
 
 

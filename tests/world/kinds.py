@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.world.faults import REDIS_FAULTS, fitting
+from tests.world.faults import BREAKS, REDIS_FAULTS, fitting
 from tests.world.plan import OPENAI, PADDING_BYTES, ClientRequest, Fault, Plan
 
 LAYOUTS = ("full", "full", "mla", "mla", "gemma", "gptoss", "mamba", "chunked")
@@ -41,11 +41,16 @@ class Draft:
         self.spare: tuple[int, ...] = ()
         self.apis: tuple[str, ...] = ("chat", "chat", "completions", "tokens", "tokens")
         self.token_lengths: tuple[int, ...] = (100, 700)
+        self.answer_tokens: tuple[int, ...] = (1, 5, 40)
+        self.stream_share = 0.5
         self.config: dict[str, Any] = {}
         self.tenants: dict[str, dict[str, Any]] = {}
         self.callers: tuple[str, ...] = ("",)
         self.routers, self.gateway = 1, False
         self.fields: Callable[[], dict[str, str]] = dict
+        self.body: Callable[[], dict[str, Any]] = dict
+        self.fault_kinds: tuple[str, ...] = ()
+        """None: those that fit."""
         self.redis = False
 
     def each_engine(self, **changes: Any) -> None:
@@ -84,8 +89,8 @@ class Draft:
             story=rng.randrange(6),
             length=rng.choice(self.token_lengths) if api == "tokens" else rng.choice((3, 12, 40)),
             turns=rng.choice((1, 1, 1, 3)) if many >= 0.1 else 1,
-            stream=rng.random() < 0.5,
-            answer_tokens=rng.choice((1, 5, 40)),
+            stream=rng.random() < self.stream_share,
+            answer_tokens=rng.choice(self.answer_tokens),
             prompts=3 if api == "tokens" and many < 0.1 else 1,
             answers=2 if api in OPENAI and many > 0.95 else 1,
             usage=rng.random() < 0.8,
@@ -96,11 +101,12 @@ class Draft:
             tenant=rng.choice(self.callers),
             router=rng.randrange(self.routers),
             fields=self.fields(),
+            body=self.body(),
         )
 
     def _faults(self) -> list[Fault]:
         rng = self.rng
-        kinds = fitting(self)
+        kinds = self.fault_kinds or fitting(self)
         found = [
             Fault(
                 at_s=round(0.5 + rng.random() * _FAULT_S, 3),
@@ -278,6 +284,35 @@ def _churn(draft: Draft) -> None:
         one["prefill_s_per_token"] = rng.choice((1e-6, 1e-5, 1e-4, 1e-3))
 
 
+def _continuation(draft: Draft) -> None:
+    """Long streams, most of them of text that splits characters over tokens, and engines that break them."""
+    rng = draft.rng
+    draft.each_engine(
+        characters="mixed",
+        stream_interval=rng.choice((1, 1, 5)),
+        decode_s_per_token=rng.choice((4e-3, 2e-2)),
+        prefill_s_per_token=rng.choice((1e-5, 1e-3)),
+        num_blocks=4096,
+    )
+    draft.apis = ("chat", "chat", "completions", "tokens")
+    draft.answer_tokens, draft.stream_share = (40, 120, 300), 0.9
+    draft.fault_kinds = BREAKS
+    asked: tuple[dict[str, Any], ...] = (
+        {},
+        {},
+        {"ignore_eos": True},
+        {"min_tokens": 30},
+        {"stop": ["er", " story", "漢"]},
+        {"stop": "🙂 "},
+        {"presence_penalty": 0.5},
+    )
+    draft.body = lambda: dict(rng.choice(asked))
+    draft.fields = lambda: {"x-kvatlas-continue": "off"} if rng.random() < 0.1 else {}
+    if rng.random() < 0.3:
+        draft.config["queue"] = {"saturation_s": 0.5}
+        _with_tenants(draft)
+
+
 KINDS: dict[str, Callable[[Draft], None]] = {
     "plain": _plain,
     "pd": _pd,
@@ -292,6 +327,7 @@ KINDS: dict[str, Callable[[Draft], None]] = {
     "churn": _churn,
     "order": _order,
     "load-only": _load_only,
+    "continuation": _continuation,
 }
 
 

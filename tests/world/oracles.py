@@ -158,6 +158,8 @@ def _judge_success(judged: Judged, plan: Plan, where: str, explained: bool) -> I
         yield from _judge_text(said, judged.expected, plan, where)
     if said.whole and not said.error and said.choices != request.prompts * request.answers:
         yield Violation("text", f"{said.choices} choices: {where}")
+    if len(said.names) > 1 or said.roles > said.choices:
+        yield Violation("text", f"{sorted(said.names)} in one stream, begun {said.roles} times: {where}")
     if said.reason not in {"length", "stop"} and not explained:
         yield Violation("ends", f"ended by {said.error or said.reason!r} without a fault: {where}")
     if not said.whole and not said.error:
@@ -292,22 +294,20 @@ def _judge_line(one: Judged, lines: list[UsageLine], fleet: Fleet, plan: Plan) -
     said = one.told
     if said is None or not said.whole or said.error or said.reason not in {"length", "stop"}:
         return
-    for name, (written, right) in _right(line, said, exchange, fleet, plan).items():
+    for name, (written, right) in _right(line, said, one, fleet, plan).items():
         if written not in right:
             yield Violation("work", f"usage line of {request_id}: {name} {written}, right is {right}")
 
 
 def _right(
-    line: UsageLine, said: Told, exchange: Exchange, fleet: Fleet, plan: Plan
+    line: UsageLine, said: Told, one: Judged, fleet: Fleet, plan: Plan
 ) -> dict[str, tuple[int | None, set[int | None]]]:
     """A line, and its permitted values by the client's answer, else by the engines' work."""
-    request = exchange.request
+    exchange, request = one.exchange, one.exchange.request
     if said.prompt_tokens is None:
-        if request.api not in OPENAI or plan.gateway:
+        if request.api not in OPENAI or plan.gateway or not (done := _computed(one, fleet)):
             return {}
-        done = _finished(exchange.request_id, fleet)[-request.prompts * request.answers :]
-        prompt = sum(len(work.request.prompt) for work in done) // request.answers
-        generated = sum(len(work.request.output) for work in done)
+        prompt, generated = done
         return {
             "prompt_tokens": (line.prompt_tokens, {prompt}),
             "generated_tokens": (line.generated_tokens, {generated}),
@@ -331,6 +331,26 @@ def _finished(request_id: str, fleet: Fleet) -> list[Work]:
     return [
         work for work in fleet.works.get(request_id, ()) if work.request.finish_reason in ("length", "stop")
     ]
+
+
+def _computed(one: Judged, fleet: Fleet) -> tuple[int, int] | None:
+    """Prompt and output tokens of an answer by the engines that finished it; None: none did. Where a stream
+    went on elsewhere, the last engine's prompt has the beginning of the answer."""
+    request = one.exchange.request
+    done = _finished(one.exchange.request_id, fleet)[-request.prompts * request.answers :]
+    if not done:
+        return None
+    prompt = sum(len(work.request.prompt) for work in done) // request.answers
+    generated = sum(len(work.request.output) for work in done)
+    kept = prompt - len(one.expected.prompt) if request.prompts == request.answers == 1 else 0
+    return prompt - kept, generated + kept
+
+
+def continued(one: Judged, fleet: Fleet) -> bool:
+    """Whether an engine was asked for the rest of an answer."""
+    works = fleet.works.get(one.exchange.request_id, ())
+    single = one.exchange.request.prompts == 1
+    return single and any(len(work.request.prompt) > len(one.expected.prompt) for work in works)
 
 
 def _prefill_hits(exchange: Exchange, fleet: Fleet, plan: Plan) -> set[int | None]:
@@ -358,12 +378,17 @@ def _judge_engines(
         yield Violation("work", f"{request_id} was computed {len(works)} times")
     if said is None or not said.whole or said.error or said.reason not in ("length", "stop"):
         return
-    done = _finished(request_id, fleet)[-request.prompts * request.answers :]
-    if not done:
+    if continued(one, fleet):
+        rests = [work.request.prompt[len(one.expected.prompt) :] for work in works]
+        if any(rest != one.expected.answer[: len(rest)] for rest in rests):
+            yield Violation("work", f"{request_id} was continued from other tokens than its own")
+        if "stop" in request.body:
+            return  # the router ends it, within what the engine computes
+    done = _computed(one, fleet)
+    if done is None:
         yield Violation("work", f"no engine finished {request_id}")
         return
-    generated = sum(len(work.request.output) for work in done)
-    prompt = sum(len(work.request.prompt) for work in done) // request.answers
+    prompt, generated = done
     if said.generated_tokens not in (None, generated) or said.prompt_tokens not in (None, prompt):
         text = f"{said.prompt_tokens}+{said.generated_tokens} told, {prompt}+{generated} computed"
         yield Violation("work", f"{request_id}: {text}")

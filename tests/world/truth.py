@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -32,10 +33,11 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class Truth:
-    """One model; every engine of a world has the same."""
+    """One model; every engine of a world has the same, with these ``characters``."""
 
-    def __init__(self) -> None:
+    def __init__(self, characters: Literal["words", "mixed"] = "words") -> None:
         self._models: dict[str, EngineModel] = {}
+        self._settings = EngineSettings(characters=characters)
 
     async def expected(self, path: str, body: bytes) -> Expected:
         """The answer to a request. Raises ``EngineError`` for one that no engine takes."""
@@ -61,6 +63,6 @@ class Truth:
     def _model(self, name: str) -> EngineModel:
         found = self._models.get(name)
         if found is None:
-            settings = EngineSettings(model=name) if name else EngineSettings()
+            settings = msgspec.structs.replace(self._settings, model=name or self._settings.model)
             found = self._models[name] = EngineModel(settings, TRUTH_LENGTH_MAX)
         return found

@@ -44,6 +44,8 @@ class Report(msgspec.Struct):
     violations: list[Violation] = []
     counts: dict[str, int] = {}
     receipts: dict[str, int] = {}
+    continued: int = 0
+    """Streams that went on from another engine."""
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     turns: int = 0
@@ -58,7 +60,7 @@ class World:
         self.plan = plan
         self.loop: Any = asyncio.get_running_loop()
         self.fleet = Fleet(plan)
-        self.truth = Truth()
+        self.truth = Truth(plan.engines[0].get("characters", "words"))
         self.prompts = oracles.Prompts()
         self.judged: list[Judged] = []
         self.violations: list[Violation] = []
@@ -228,5 +230,6 @@ async def _run(loop: Any, plan: Plan, report: Report, log: list[Any] | None, *, 
     finally:
         report.violations = world.violations
         report.counts, report.receipts = dict(world.counts), dict(world.receipts)
+        report.continued = sum(oracles.continued(one, world.fleet) for one in world.judged)
         report.virtual_s, report.turns = round(loop.time() - began, 1), loop.turns
         report.digest = f"{loop.digest:08x}"
