@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from kvatlas.connectors.layout import CacheView
 from kvatlas.connectors.transfer.base import Direction, Indices, TransferEngine
-from kvatlas.connectors.transfer.host import HostTransferEngine, PinnedHostPool
+from kvatlas.connectors.transfer.host import PinnedHostPool
+from kvatlas.connectors.transfer.host_engine import HostTransferEngine
 
 Bytes = npt.NDArray[np.uint8]
 QUEUED_STORES_MAX = 1 << 16

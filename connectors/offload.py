@@ -40,7 +40,7 @@ from kvatlas.connectors.settings import ConfigError, OffloadSettings, Options, l
 from kvatlas.connectors.tier.eviction import make_policy
 from kvatlas.connectors.tier.host import HostTier
 from kvatlas.connectors.transfer.base import StepJobs, StepResults
-from kvatlas.connectors.transfer.host import available_bytes
+from kvatlas.connectors.transfer.memory_limits import available_bytes
 from kvatlas.connectors.worker.worker import EngineFactory, OffloadWorker, Replicas, make_engine, slots_of
 
 log = logging.getLogger(__name__)

@@ -144,10 +144,6 @@ SEPARATE = {
     "connectors/transfer/cuda_driver.py",
     # Still to be cut, or to be joined by what they have in common.
     "router/index/offloaded.py",
-    "router/prompts/bodies.py",
-    "router/prompts/chat/compiled.py",
-    "router/prompts/chat/watched.py",
-    "router/proxy/screen.py",
 }
 """Modules with parts that do not mention each other."""
 

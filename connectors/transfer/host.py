@@ -1,208 +1,35 @@
-"""Host memory for rows, and the transfer engine that copies on the CPU.
+"""Host memory for rows.
 
-Memory: anonymous memory aligned to huge pages is bound to the GPU's NUMA node, populated, and registered with
+Anonymous memory aligned to huge pages is bound to the GPU's NUMA node, populated, and registered with
 the driver in chunks, so that no page is allocated, moved or pinned during a transfer. Without a driver (CPU
 platforms) the memory is not pinned. Invariants: a row lies within one registered chunk, and no page is shared
 by two chunks.
-
-Engine, for CPU platforms and as the reference for other engines: one worker thread runs jobs in order and
-copies their pieces with ``memmove``; the interpreter lock is released during each copy. ``poll`` returns the
-results. Invariants: a job is reported exactly once. A job with a wrong block or row is refused before any
-byte is copied. ``submit`` never waits. Stores are best effort: beyond ``queued_stores_max`` waiting ones,
-further stores fail immediately and are counted. Loads are always accepted; waiting requests bound their
-number.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
 import math
 import mmap
 import os
-import platform
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvatlas.connectors.layout import CacheView
-from kvatlas.connectors.transfer.base import (
-    QUEUED_STORES_MAX,
-    Direction,
-    HostMemory,
-    StreamMark,
-    ThreadedEngine,
-    TransferJob,
-    TransferPlan,
-    TransferResult,
-    merge_adjacent,
+from kvatlas.connectors.transfer.memory_limits import available_bytes
+from kvatlas.connectors.transfer.system_memory import (
+    advise_huge_pages,
+    cpus_of_node,
+    keep_from_children,
+    numa_node_of,
+    populate,
+    prefer_node,
 )
 
 if TYPE_CHECKING:
     from kvatlas.connectors.transfer.cuda_driver import CudaDriver
-
-
-# Memory interfaces of the operating system.
-#
-# Reads /proc and /sys; calls madvise and mbind through ctypes, which releases the interpreter lock during the
-# call. All calls except populating are advice: if the system refuses, the caller gets the reason and
-# continues.
-
-
-_MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
-_MPOL_PREFERRED = 1
-_MBIND_CALLS = {"x86_64": 237, "aarch64": 235}
-_NODE_BITS = 1024
-_POPULATE_STEP_BYTES = 256 << 20
-_POPULATE_THREADS_MAX = 8
-_UNLIMITED_BYTES = 1 << 60
-_GROUP_FILES = ("memory.max", "memory.current", "inactive_file ")
-# Files of a control group, version 2 and 1: limit, usage, and the line of memory.stat for cached file pages.
-_GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.syscall.restype = ctypes.c_long
-
-
-def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can still allocate: the minimum of the machine and its control groups."""
-    available = _UNLIMITED_BYTES
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for line in _lines(proc / "self" / "cgroup"):
-        _number, controllers, place = line.split(":", 2)
-        if not controllers:
-            available = min(available, _group_available(cgroup, place, _GROUP_FILES))
-        elif "memory" in controllers.split(","):  # control groups of version 1
-            available = min(available, _group_available(cgroup / "memory", place, _GROUP_FILES_V1))
-    return max(available, 0)
-
-
-def _group_available(root: Path, place: str, names: tuple[str, str, str]) -> int:
-    """Bytes left by a group and its ancestors."""
-    # In a container the group itself may be outside the visible tree.
-    available = _UNLIMITED_BYTES
-    group = root / place.strip("/")
-    while group.is_relative_to(root):
-        limit, used = _lines(group / names[0]), _lines(group / names[1])
-        if limit and used and limit[0] != "max":
-            # Cached file pages count as used but are reclaimable.
-            stat = _lines(group / "memory.stat")
-            cached = sum(int(line.split()[1]) for line in stat if line.startswith(names[2]))
-            available = min(available, int(limit[0]) - int(used[0]) + cached)
-        group = group.parent
-    return available
-
-
-def numa_node_of(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
-    """NUMA node of a device; None if the machine has one node or does not report it."""
-    found = _lines(sys / "bus/pci/devices" / pci_bus_id.lower() / "numa_node")
-    node = int(found[0]) if found else -1
-    return node if node >= 0 and (sys / f"devices/system/node/node{node}").exists() else None
-
-
-def cpus_of_node(node: int, sys: Path = Path("/sys")) -> frozenset[int]:
-    """CPUs of a NUMA node that this process may use; empty if there are none or it is unknown."""
-    found = _lines(sys / f"devices/system/node/node{node}/cpulist")
-    cpus: set[int] = set()
-    for stretch in found[0].split(",") if found else ():
-        if stretch.strip():
-            first, _, last = stretch.partition("-")
-            cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus & os.sched_getaffinity(0))
-
-
-def prefer_node(address: int, size_bytes: int, node: int) -> str:
-    """Prefer a node for pages touched from now on; returns the reason of a refusal, else an empty text."""
-    # Preferred, not bound: when the node is full, pages come from another one instead of ending the process.
-    call = _MBIND_CALLS.get(platform.machine())
-    if call is None:
-        return f"binding memory is not known for {platform.machine()}"
-    mask = (ctypes.c_ulong * (_NODE_BITS // 64))()
-    mask[node // 64] = 1 << (node % 64)
-    result = _libc.syscall(
-        ctypes.c_long(call),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(size_bytes),
-        ctypes.c_int(_MPOL_PREFERRED),
-        ctypes.byref(mask),
-        ctypes.c_ulong(_NODE_BITS + 1),
-        ctypes.c_uint(0),
-    )
-    return "" if result == 0 else f"mbind: {os.strerror(ctypes.get_errno())}"
-
-
-def advise_huge_pages(address: int, size_bytes: int) -> bool:
-    """Request pages of 2 MiB; False if this system does not support them."""
-    return _madvise(address, size_bytes, _MADV_HUGEPAGE) == 0
-
-
-def keep_from_children(address: int, size_bytes: int) -> bool:
-    """Exclude memory from forked processes."""
-    # A copy-on-write of pinned pages would separate the process from the pages that the device writes to.
-    return _madvise(address, size_bytes, _MADV_DONTFORK) == 0
-
-
-def populate(address: int, size_bytes: int, cpus: frozenset[int] = frozenset()) -> None:
-    """Allocate every page now; ``address`` is page-aligned. MemoryError if there is not enough memory.
-
-    ``cpus``: if not empty, only these processors touch the pages.
-    """
-    # By default the kernel places a page on the node of the processor that touches it first.
-    steps = range(0, size_bytes, _POPULATE_STEP_BYTES)
-
-    def settle() -> None:
-        if cpus:
-            os.sched_setaffinity(0, cpus)  # affects the calling thread only
-
-    # Most of the time is spent on zeroing pages, which scales with the number of cores.
-    workers = min(_POPULATE_THREADS_MAX, len(cpus) or os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, initializer=settle) as threads:
-        list(
-            threads.map(lambda at: _populate(address + at, min(_POPULATE_STEP_BYTES, size_bytes - at)), steps)
-        )
-
-
-def _populate(address: int, size_bytes: int) -> None:
-    code = _madvise(address, size_bytes, _MADV_POPULATE_WRITE)
-    if code == errno.EINVAL:  # Linux before 5.14
-        touch(address, size_bytes)
-    elif code:
-        raise MemoryError(os.strerror(code))
-
-
-def touch(address: int, size_bytes: int) -> None:
-    """Write to one byte of every page without changing its content."""
-    pages = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))[:: mmap.PAGESIZE]
-    pages |= 0
-
-
-def _madvise(address: int, size_bytes: int, advice: int) -> int:
-    """Call madvise; returns 0 or the errno."""
-    # A call interrupted while it populates is repeated.
-    while _libc.madvise(address, size_bytes, advice):
-        code = ctypes.get_errno()
-        if code not in {errno.EINTR, errno.EAGAIN}:
-            return code
-    return 0
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 log = logging.getLogger(__name__)
@@ -403,86 +230,3 @@ def _chunk_bytes(row_bytes: int, most: int) -> int:
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 30):.2f} GiB"
-
-
-class CopyFault(Protocol):
-    """Test hook around a job's copy, on the worker thread: may wait, raise, or change bytes after
-    ``copy()``."""
-
-    def __call__(self, job: TransferJob, copy: Callable[[], None]) -> None: ...
-
-
-class HostTransferEngine(ThreadedEngine):
-    """The ``TransferEngine`` for caches in host memory."""
-
-    def __init__(
-        self,
-        view: CacheView,
-        pool: HostMemory,
-        *,
-        row_bytes: int | None = None,
-        queued_stores_max: int = QUEUED_STORES_MAX,
-        fault: CopyFault | None = None,
-    ) -> None:
-        """``pool`` must outlive the engine. LayoutError if a row cannot hold a block."""
-        super().__init__(TransferPlan(view, pool, row_bytes), queued_stores_max, "kvatlas-host-copy")
-        self._pool = pool
-        self._fault = fault
-        self._queue: deque[TransferJob] = deque()
-        self._queued_stores = 0
-        self._thread.start()
-
-    def mark(self) -> StreamMark | None:
-        """None: computation in host memory has ended when a job is submitted."""
-        return None
-
-    def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
-        """Block until these jobs have ended; unknown ids count as ended."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._unfinished.keys().isdisjoint(job_ids), timeout_s)
-
-    def stores_waiting(self) -> int:
-        return self._queued_stores
-
-    def accept(self, job: TransferJob, after: StreamMark | None) -> str:
-        self._queued_stores += job.direction is Direction.STORE
-        self._queue.append(job)
-        return ""
-
-    def run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-                job = self._queue.popleft()
-                if job.direction is Direction.STORE:
-                    self._queued_stores -= 1
-            result = self._execute(job)
-            with self._changed:
-                del self._unfinished[job.job_id]
-                self._results.append(result)
-                self._changed.notify_all()
-
-    def _execute(self, job: TransferJob) -> TransferResult:
-        started = time.monotonic()
-        try:
-            if self._fault is None:
-                self._copy(job)
-            else:
-                self._fault(job, lambda: self._copy(job))
-        except Exception as error:
-            # The job must be answered after any error.
-            log.warning("transfer job %d failed", job.job_id, exc_info=True)
-            reason = f"{type(error).__name__}: {error}"
-            seconds = time.monotonic() - started
-            return TransferResult(job.job_id, job.direction, False, seconds, {}, reason)
-        moved = self._plan.bytes_by_group(job)
-        return TransferResult(job.job_id, job.direction, True, time.monotonic() - started, moved)
-
-    def _copy(self, job: TransferJob) -> None:
-        sources, destinations, sizes = merge_adjacent(self._plan.pieces(job))
-        for source, destination, size in zip(
-            sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True
-        ):
-            ctypes.memmove(destination, source, size)

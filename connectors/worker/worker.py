@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvatlas.connectors.layout import CacheView, LayoutError, row_bytes_from_config, view_of_tensors
+from kvatlas.connectors.layout import CacheView, LayoutError, row_bytes_from_config
+from kvatlas.connectors.registered_tensors import view_of_tensors
 from kvatlas.connectors.settings import ConfigError
 from kvatlas.connectors.transfer.base import (
     CLOSE_S,
@@ -322,7 +323,8 @@ def open_rows(
     # As many stores may wait as there are rows, which bounds them already.
     kind, _, index = device.partition(":")
     if kind == "cpu":
-        from kvatlas.connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used
+        # only where it is used
+        from kvatlas.connectors.transfer.host_engine import HostTransferEngine  # noqa: PLC0415
 
         pool = PinnedHostPool(rows * row_bytes, row_bytes, shared=shared)
         return HostTransferEngine(view, pool, row_bytes=row_bytes, queued_stores_max=rows), pool

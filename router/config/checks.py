@@ -31,8 +31,8 @@ from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.placement.candidate import POLICIES
 from kvatlas.router.placement.shadow import Shadow
-from kvatlas.router.prompts.hub import download_command, has_tokenizer, parse_source
 from kvatlas.router.prompts.settings import zone_of
+from kvatlas.router.prompts.tokenizer_source import download_command, has_tokenizer, parse_source
 from kvatlas.router.proxy.aliases import Aliases
 
 # Returns the fault of a text with its remedy; "" if it is valid.

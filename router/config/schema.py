@@ -24,8 +24,8 @@ from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import PolicySettings, PullSettings
 from kvatlas.router.placement.shadow import PoolEvidence, ShadowSettings, ShadowSpec, estimated_spec
-from kvatlas.router.prompts.hub import AUTO, parse_source
 from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
+from kvatlas.router.prompts.tokenizer_source import AUTO, parse_source
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.services.epp.settings import EppSettings

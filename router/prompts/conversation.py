@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 
 from kvatlas.publisher.block_hash import HashChain, HashScheme, PromptExtras
-from kvatlas.router.prompts.chat.compiled import PrecompiledLayout
 from kvatlas.router.prompts.chat.messages import Message, text_message
+from kvatlas.router.prompts.chat.skeletons import PrecompiledLayout
 from kvatlas.router.prompts.cuts import Ids
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.prompts.chat.anthropic import disabled_effort, wants_system_first
-from kvatlas.router.prompts.chat.compiled import MESSAGES_MAX, PrecompiledLayout, TemplateRejectsError
+from kvatlas.router.prompts.chat.compiled import TemplateRejectsError
 from kvatlas.router.prompts.chat.conversions import TemplateTraits
 from kvatlas.router.prompts.chat.messages import (
     Message,
@@ -23,6 +23,7 @@ from kvatlas.router.prompts.chat.messages import (
     text_message,
     without_developer_role,
 )
+from kvatlas.router.prompts.chat.skeletons import MESSAGES_MAX, PrecompiledLayout
 from kvatlas.router.prompts.chat.template import (
     ChatContext,
     ChatTemplate,
@@ -42,7 +43,8 @@ from kvatlas.router.prompts.families.base import (
     SglangFrontend,
     is_rendered_by_sglang,
 )
-from kvatlas.router.prompts.families.deepseek import DeepseekV4, DeepseekV32
+from kvatlas.router.prompts.families.deepseek import DeepseekV32
+from kvatlas.router.prompts.families.deepseek_v4 import DeepseekV4
 from kvatlas.router.prompts.model_dir import ModelDir, load_chat_template
 from kvatlas.router.prompts.request import (
     ChatBody,

@@ -25,20 +25,9 @@ from kvatlas.router.fleet.status import Frontend
 from kvatlas.router.openai.body import peek
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.prompts.asked_counts import answer_tokens, answers_beside, num_answers, num_prompts
 from kvatlas.router.prompts.asking import Asking, EngineUrl
-from kvatlas.router.prompts.bodies import (
-    Converted,
-    ModelNames,
-    ModelTarget,
-    Parsed,
-    answer_tokens,
-    answers_beside,
-    decode_body,
-    num_answers,
-    num_prompts,
-    pieces_of,
-    prompt_field,
-)
+from kvatlas.router.prompts.bodies import Converted, Parsed, decode_body, pieces_of, prompt_field
 from kvatlas.router.prompts.chat.anthropic import MessagesBody
 from kvatlas.router.prompts.chat.conversions import Conversions, InlineConversions, Memory, TooManyValuesError
 from kvatlas.router.prompts.conversation import Turn
@@ -46,6 +35,7 @@ from kvatlas.router.prompts.families.base import is_unlike_sglang
 from kvatlas.router.prompts.images import MediaMemory
 from kvatlas.router.prompts.local_model import LocalModel
 from kvatlas.router.prompts.model_dir import ModelDirError, load_model_dir
+from kvatlas.router.prompts.model_names import ModelNames, ModelTarget
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity, affinity_keys, raw_piece
 from kvatlas.router.prompts.prompt_cache import PrefixCache, cached_ids
 from kvatlas.router.prompts.remote import EngineSide, EngineTokens, Post, placed_items

@@ -26,14 +26,7 @@ import structlog
 
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.openai.errors import ApiError
-from kvatlas.router.prompts.hub import (
-    HubLimits,
-    TokenizerProblem,
-    TokenizerSource,
-    has_tokenizer,
-    named_by_engine,
-    parse_source,
-)
+from kvatlas.router.prompts.hub import HubLimits, TokenizerProblem
 from kvatlas.router.prompts.local_model import LocalModel
 from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
 from kvatlas.router.prompts.model_dir import ModelDirError
@@ -42,6 +35,12 @@ from kvatlas.router.prompts.reader import PromptReader, ReadHere
 from kvatlas.router.prompts.remote import EngineSide, Post
 from kvatlas.router.prompts.request import NotLocalError
 from kvatlas.router.prompts.settings import HUB_BYTES_MAX, ModelPrompts, PromptSettings, PromptStats
+from kvatlas.router.prompts.tokenizer_source import (
+    TokenizerSource,
+    has_tokenizer,
+    named_by_engine,
+    parse_source,
+)
 from kvatlas.router.prompts.trial import TrialRequest, Trials
 
 _log = structlog.get_logger()

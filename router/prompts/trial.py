@@ -26,8 +26,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvatlas.router.prompts.hub import Fetched, HubLimits, TokenizerProblem, TokenizerSource, fetch, too_slow
+from kvatlas.router.prompts.hub import Fetched, HubLimits, TokenizerProblem, fetch, too_slow
 from kvatlas.router.prompts.settings import ModelPrompts, PromptStats
+from kvatlas.router.prompts.tokenizer_source import TokenizerSource
 
 _MEMORY_BYTES_MAX: Final = 3 << 30
 _FETCH_BYTES_MAX: Final = 768 << 20

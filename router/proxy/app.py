@@ -59,6 +59,7 @@ from kvatlas.router.proxy.attempt import Outbound
 from kvatlas.router.proxy.deaths import Deaths, Pulse, WatchedFleet
 from kvatlas.router.proxy.forward import Forwarder, Placer
 from kvatlas.router.proxy.headers import RequestHead, read_request_headers
+from kvatlas.router.proxy.media_names import names_media
 from kvatlas.router.proxy.paths import (
     POST_PATHS,
     Verdict,
@@ -68,7 +69,7 @@ from kvatlas.router.proxy.paths import (
     response_named,
     without_trailing_slashes,
 )
-from kvatlas.router.proxy.screen import Rules, may_be_object, names_media, screen, screen_form
+from kvatlas.router.proxy.screen import Rules, may_be_object, screen, screen_form
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from kvatlas.router.proxy.stream_usage import ASKED, with_usage
 

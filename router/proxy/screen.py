@@ -12,7 +12,6 @@ every other byte stays. A body that cannot be cut with certainty but may hold on
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Generator
 
 import msgspec
@@ -21,7 +20,6 @@ from kvatlas.router.openai.errors import ApiError, bad_request, echoed, model_no
 from kvatlas.router.openai.forms import Form
 from kvatlas.router.openai.guarded import ADAPTERS, CONTAINERS, REFUSED, REMOVED
 from kvatlas.router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
-from kvatlas.router.prompts.chat.messages import MEDIA_KEYS
 from kvatlas.router.proxy.settings import ReportMode
 
 _REMOVED = frozenset(name.encode() for name in REMOVED)
@@ -34,18 +32,6 @@ _HINTS = (*(b'"%b"' % name for name in (*_REMOVED, *_REFUSED, *_ADAPTERS, _REPOR
 _TRANSCODED_BYTES_MAX = 1 << 20
 _ADAPTERS_BYTES_MAX = 64 * 1024
 _ADAPTER_NAMES = msgspec.json.Decoder(str | list[str | None])
-
-
-def _spelled(*names: str) -> re.Pattern[bytes]:
-    """A pattern of these JSON texts in any spelling of their letters."""
-    letters = [[b"(?:%b|\\\\u00(?i:%02x))" % (re.escape(c.encode()), ord(c)) for c in name] for name in names]
-    return re.compile(b'"(?:%b)"' % b"|".join(map(b"".join, letters)))
-
-
-_UUID, _MM_HASHES = b"uuid", b"mm_hashes"
-_MEDIA = frozenset(key.encode() for key in MEDIA_KEYS)
-_NAME, _MEDIUM = _spelled("uuid", "mm_hashes"), _spelled("mm_hashes", *sorted(MEDIA_KEYS))
-_WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 128
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -122,45 +108,6 @@ def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
         )
         if found.transfer or found.report_mode:
             raise _field_refused(field.name)
-
-
-def names_media(body: bytes) -> Generator[None, None, bool]:
-    """Steps to whether an image, audio or video in a body has a name of the client's: ``uuid`` in a part of
-    a message, ``mm_hashes`` in ``features`` of ``/inference/v1/generate``. vLLM takes it for the content
-    (multimodal/processing/inputs.py, ``get_mm_hashes``, 0.33): a part with no content, but the name of
-    another client's image, shows the model that image. A body that cannot be read has none.
-    """
-    # Chats without media, whose tools often know uuids, are not gone through.
-    for pattern in (_NAME, _MEDIUM):
-        for at in range(0, len(body), _WINDOW_BYTES):
-            if pattern.search(body, at, at + _WINDOW_BYTES + _OVERLAP_BYTES):
-                break
-            yield
-        else:
-            return False
-    scan = Scan(body)
-    try:
-        for members in scan.objects():
-            if members is None:
-                yield
-            elif _names_media(scan, members):
-                return True
-    except MalformedError:
-        pass
-    return False
-
-
-def _names_media(scan: Scan, members: list[BodyMember]) -> bool:
-    text = scan.text
-    told = {one.name: one for one in members if text[one.value : one.end] != b"null"}
-    if _UUID not in told or _MM_HASHES in told:
-        return _MM_HASHES in told
-    kind = told.get(b"type")
-    is_text = kind is not None and text[kind.value : kind.value + 1] == b'"'
-    # An image may be null: its name stands for it.
-    return not _MEDIA.isdisjoint(one.name for one in members) or (
-        kind is not None and is_text and scan.decoded(kind) in _MEDIA
-    )
 
 
 def _name_refused(name: str, remedy: str) -> ApiError:

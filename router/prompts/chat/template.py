@@ -29,16 +29,13 @@ import xxhash
 
 from kvatlas.router.prompts.chat.compiled import (
     Context,
-    Key,
-    PrecompiledLayout,
-    Skeletons,
     TemplateRejectsError,
     by_fast,
     by_reference,
     compile_template,
-    text_messages,
 )
 from kvatlas.router.prompts.chat.messages import Message
+from kvatlas.router.prompts.chat.skeletons import Key, PrecompiledLayout, Skeletons, text_messages
 from kvatlas.router.prompts.request import SHARE, ChatBody, NotLocalError, compact, decode_any, kept_bytes
 from kvatlas.router.prompts.settings import PromptStats
 

@@ -33,12 +33,13 @@ from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.index.places import GPU
 from kvatlas.router.observe.findings import Finding
-from kvatlas.router.prompts.hub import TokenizerProblem, TokenizerSource, named_by_engine, parse_source
+from kvatlas.router.prompts.hub import TokenizerProblem
 from kvatlas.router.prompts.model_config import ModelConfigFile, read_model_file
 from kvatlas.router.prompts.model_dir import ModelDirError
 from kvatlas.router.prompts.reader import PromptReader
 from kvatlas.router.prompts.settings import ANY_MODEL, ModelPrompts
 from kvatlas.router.prompts.tokenizer_finder import locate
+from kvatlas.router.prompts.tokenizer_source import TokenizerSource, named_by_engine, parse_source
 from kvatlas.router.prompts.trial import Trials
 from kvatlas.router.tools.doctor.engine_gauges import read_engine_gauges, series
 from kvatlas.router.tools.doctor.evidence import (

@@ -17,7 +17,8 @@ from kvatlas.connectors.layout import CacheView
 from kvatlas.connectors.offload import EXTRA_CONFIG, HybridOffloadConnector
 from kvatlas.connectors.settings import OffloadSettings
 from kvatlas.connectors.transfer.base import TransferEngine, TransferJob
-from kvatlas.connectors.transfer.host import HostTransferEngine, PinnedHostPool
+from kvatlas.connectors.transfer.host import PinnedHostPool
+from kvatlas.connectors.transfer.host_engine import HostTransferEngine
 from kvatlas.connectors.worker.worker import EngineFactory, EngineWithPool
 
 

@@ -33,14 +33,10 @@ except ImportError:  # before 0.33
         get_kv_cache_groups,
     )
 
-from kvatlas.connectors.layout import (  # noqa: E402
-    CacheView,
-    LayoutError,
-    row_bytes_from_config,
-    view_of_tensors,
-)
+from kvatlas.connectors.layout import CacheView, LayoutError, row_bytes_from_config  # noqa: E402
+from kvatlas.connectors.registered_tensors import view_of_tensors  # noqa: E402
 from kvatlas.connectors.transfer.base import Direction  # noqa: E402
-from kvatlas.connectors.transfer.host import HostTransferEngine  # noqa: E402
+from kvatlas.connectors.transfer.host_engine import HostTransferEngine  # noqa: E402
 from tests.connectors.transfer.contract import ArrayMemory, job, move  # noqa: E402
 from tests.support.waiting import HANG_S  # noqa: E402
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvatlas.connectors.store.file import FileSettings, FileStore
 from kvatlas.connectors.store.mooncake import MooncakeSettings, MooncakeStore
-from kvatlas.connectors.store.redis import RedisAddress, RedisSettings, RedisStore
+from kvatlas.connectors.store.redis import RedisSettings, RedisStore
+from kvatlas.connectors.store.redis_link import RedisAddress
 from tests.connectors.store.mooncake_double import Cluster, DoubleClient
 from tests.connectors.store.store_kit import MemoryStore, Shared
 from tests.support.redis_servers import Server, binaries, program

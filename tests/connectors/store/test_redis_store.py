@@ -11,7 +11,8 @@ import pytest
 
 from kvatlas.connectors.store.base import StoreUnavailable
 from kvatlas.connectors.store.open import open_store
-from kvatlas.connectors.store.redis import RedisAddress, RedisSettings, RedisStore
+from kvatlas.connectors.store.redis import RedisSettings, RedisStore
+from kvatlas.connectors.store.redis_link import RedisAddress
 from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_port
 from tests.support.redis_servers import Server, any_program

@@ -10,7 +10,7 @@ import pytest
 
 from kvatlas.connectors.layout import CacheView
 from kvatlas.connectors.transfer.base import Direction, TransferJob
-from kvatlas.connectors.transfer.host import CopyFault, HostTransferEngine
+from kvatlas.connectors.transfer.host_engine import CopyFault, HostTransferEngine
 from tests.connectors.transfer.contract import (
     ArrayMemory,
     PoolPart,

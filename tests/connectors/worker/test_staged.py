@@ -15,7 +15,7 @@ from kvatlas.connectors.layout import CacheView
 from kvatlas.connectors.store.base import Namespace
 from kvatlas.connectors.store.frame import FRAME_BYTES
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
-from kvatlas.connectors.transfer.host import HostTransferEngine
+from kvatlas.connectors.transfer.host_engine import HostTransferEngine
 from kvatlas.connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes
 from tests.connectors.store.store_kit import MemoryStore
 from tests.connectors.transfer.contract import NUM_BLOCKS, PoolPart, TransferEngineContract

@@ -13,7 +13,7 @@ from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.estimates import estimated_tokens, pooled
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.openai.work import NO_WORK, Work
-from kvatlas.router.prompts.bodies import answers_beside
+from kvatlas.router.prompts.asked_counts import answers_beside
 
 
 @pytest.mark.parametrize(

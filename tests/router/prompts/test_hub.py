@@ -11,8 +11,9 @@ import pytest
 from huggingface_hub import constants
 
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from kvatlas.router.prompts.hub import HubLimits, TokenizerProblem, TokenizerSource, fetch, parse_source
+from kvatlas.router.prompts.hub import HubLimits, TokenizerProblem, fetch
 from kvatlas.router.prompts.model_dir import load_model_dir
+from kvatlas.router.prompts.tokenizer_source import TokenizerSource, parse_source
 from tests.support.stand_in_hub import Repository, StandInHub, repository_of, stand_in_hub
 
 NAME = "org/model"

@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.router.prompts.chat.compiled import (
-    Key,
-    Skeletons,
-    TemplateRejectsError,
-    compile_template,
-    text_messages,
-)
+from kvatlas.router.prompts.chat.compiled import TemplateRejectsError, compile_template
 from kvatlas.router.prompts.chat.messages import only_text, text_message
+from kvatlas.router.prompts.chat.skeletons import Key, Skeletons, text_messages
 from kvatlas.router.prompts.chat.template import CHECK_EVERY, ChatTemplate
 from kvatlas.router.prompts.settings import PromptStats
 from tests.support.examples import examples

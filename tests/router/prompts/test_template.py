@@ -11,12 +11,8 @@ import minijinja
 import pytest
 
 from kvatlas.router.prompts.chat.bounds import FastTemplate
-from kvatlas.router.prompts.chat.compiled import (
-    TemplateRejectsError,
-    detect_content_format,
-    reference_environment,
-    tojson,
-)
+from kvatlas.router.prompts.chat.compiled import TemplateRejectsError, reference_environment, tojson
+from kvatlas.router.prompts.chat.content_format import detect_content_format
 from kvatlas.router.prompts.chat.messages import parse_message
 from kvatlas.router.prompts.chat.template import CHECK_EVERY, ChatTemplate, message_shape
 from kvatlas.router.prompts.settings import PromptStats

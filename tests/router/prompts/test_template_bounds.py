@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.router.prompts.chat import bounds
-from kvatlas.router.prompts.chat.bounds import FUEL, may_explode
+from kvatlas.router.prompts.chat.bounds import FUEL
 from kvatlas.router.prompts.chat.compiled import (
     TemplateRejectsError,
     by_fast,
@@ -16,6 +16,7 @@ from kvatlas.router.prompts.chat.compiled import (
     compile_template,
     reference_environment,
 )
+from kvatlas.router.prompts.chat.growth import may_explode
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 CHAT = [{"role": "user", "content": "hello"}]

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvatlas.router.prompts import cuts
-from kvatlas.router.prompts import cuts as word_cuts
-from kvatlas.router.prompts import tokenizer as fast_module
+from kvatlas.router.prompts import cuts, word_cuts
+from kvatlas.router.prompts import fast_tokenizer as fast_module
 from kvatlas.router.prompts import tokenizer as module
-from kvatlas.router.prompts.cuts import Encoded, barrier_pattern, find_barriers
+from kvatlas.router.prompts.barriers import barrier_pattern, find_barriers
+from kvatlas.router.prompts.cuts import Encoded
+from kvatlas.router.prompts.fast_tokenizer import FastEncoder
 from kvatlas.router.prompts.settings import PromptStats
-from kvatlas.router.prompts.tokenizer import FastEncoder, PromptTokenizer
+from kvatlas.router.prompts.tokenizer import PromptTokenizer
 from tests.support.examples import examples
 from tests.support.prompts.readers import SPECIAL, byte_level_tokenizer, metaspace_tokenizer
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from kvatlas.router.prompts.hub import HubLimits, TokenizerProblem, TokenizerSource
+from kvatlas.router.prompts.hub import HubLimits, TokenizerProblem
 from kvatlas.router.prompts.settings import ModelPrompts
+from kvatlas.router.prompts.tokenizer_source import TokenizerSource
 from kvatlas.router.prompts.trial import FILE_BYTES_MAX, TrialRequest, Trials, check_sizes
 from tests.support.stand_in_hub import repository_of, stand_in_hub
 from tests.support.waiting import until

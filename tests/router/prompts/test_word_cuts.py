@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from kvatlas.router.prompts import cuts as module
-from kvatlas.router.prompts.cuts import Cuts, between_words, cuts_of, parts_words, word_cuts
+from kvatlas.router.prompts import cuts
+from kvatlas.router.prompts import word_cuts as module
+from kvatlas.router.prompts.cuts import Cuts, cuts_of
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.tokenizer import PromptTokenizer
+from kvatlas.router.prompts.word_cuts import between_words, parts_words, word_cuts
 from tests.support.examples import examples, some
 from tests.support.prompts.readers import CORPUS, byte_level_tokenizer, metaspace_tokenizer
 
@@ -145,6 +147,7 @@ def test_patterns_are_those_of_real_tokenizers() -> None:
 def test_long_texts_are_cut_and_give_the_same_ids(
     name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cuts, "PIECE_CHARS", 4)
     monkeypatch.setattr(module, "PIECE_CHARS", 4)
     tokenizer = PromptTokenizer(known(name), PromptStats(), fast=fast)
     barrier = tokenizer.cuts.barrier

@@ -15,7 +15,8 @@ from kvatlas.router.openai.body import peek
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.guarded import REFUSED, REMOVED
 from kvatlas.router.openai.members import at_once, run_cooperatively
-from kvatlas.router.proxy.screen import Rules, names_media, screen
+from kvatlas.router.proxy.media_names import names_media
+from kvatlas.router.proxy.screen import Rules, screen
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, ask, request, routing, says
 

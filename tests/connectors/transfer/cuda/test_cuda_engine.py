@@ -15,7 +15,7 @@ from kvatlas.connectors.transfer import cuda
 from kvatlas.connectors.transfer.base import Direction, GroupMoves, TransferJob
 from kvatlas.connectors.transfer.calibrate import Calibration
 from kvatlas.connectors.transfer.cuda import CudaTransferEngine
-from kvatlas.connectors.transfer.host import HostTransferEngine
+from kvatlas.connectors.transfer.host_engine import HostTransferEngine
 from tests.connectors.transfer.contract import ArrayMemory, PoolPart, Rig, TransferEngineContract
 from tests.connectors.transfer.cuda.bench import DMA_ONLY, KERNEL, PAGE, Bench, SlowDriver, engine_on
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver

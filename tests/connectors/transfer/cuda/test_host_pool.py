@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvatlas.connectors.transfer import host
+from kvatlas.connectors.transfer import host, system_memory
 from kvatlas.connectors.transfer.host import HUGE_PAGE_BYTES, HostMemoryError, PinnedHostPool
+from kvatlas.connectors.transfer.memory_limits import available_bytes
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 
 MIB = 1 << 20
@@ -110,7 +111,7 @@ def test_a_node_that_cannot_be_asked_for_is_had_by_its_processors(
     """A container's default rules: mbind is refused, CPU affinity is allowed."""
     mine = frozenset(list(os.sched_getaffinity(0))[:1])
     populated: list[set[int]] = []
-    touch = host._populate
+    touch = system_memory._populate
     monkeypatch.setattr(logging.getLogger("connectors"), "propagate", True)
     monkeypatch.setattr(host, "prefer_node", lambda address, size, node: "mbind: not permitted")
     monkeypatch.setattr(host, "cpus_of_node", lambda node: mine)
@@ -119,7 +120,7 @@ def test_a_node_that_cannot_be_asked_for_is_had_by_its_processors(
         populated.append(os.sched_getaffinity(0))
         touch(address, size_bytes)
 
-    monkeypatch.setattr(host, "_populate", seen)
+    monkeypatch.setattr(system_memory, "_populate", seen)
     before = os.sched_getaffinity(0)
     pool = PinnedHostPool(MIB, 4096, numa_node=1)
     assert populated == [mine]
@@ -134,8 +135,8 @@ def test_the_processors_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     node = tmp_path / "devices/system/node/node1"
     node.mkdir(parents=True)
     (node / "cpulist").write_text("2-3,8,12-15\n")
-    assert host.cpus_of_node(1, tmp_path) == {2, 3, 8}
-    assert host.cpus_of_node(0, tmp_path) == frozenset()
+    assert system_memory.cpus_of_node(1, tmp_path) == {2, 3, 8}
+    assert system_memory.cpus_of_node(0, tmp_path) == frozenset()
 
 
 def device_tree(root: Path, node: str, nodes: int) -> None:
@@ -149,25 +150,25 @@ def device_tree(root: Path, node: str, nodes: int) -> None:
 @pytest.mark.parametrize(("node", "nodes", "found"), [("1\n", 2, 1), ("-1\n", 1, None), ("3\n", 2, None)])
 def test_the_node_of_a_device(tmp_path: Path, node: str, nodes: int, found: int | None) -> None:
     device_tree(tmp_path, node, nodes)
-    assert host.numa_node_of("0000:1B:00.0", tmp_path) == found
-    assert host.numa_node_of("0000:77:00.0", tmp_path) is None
+    assert system_memory.numa_node_of("0000:1B:00.0", tmp_path) == found
+    assert system_memory.numa_node_of("0000:77:00.0", tmp_path) is None
 
 
 def test_available_memory_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    assert host.available_bytes(proc, groups) == 8_000 * 1024
+    assert available_bytes(proc, groups) == 8_000 * 1024
     (proc / "self/cgroup").write_text("0::/outer/inner\n")
     inner = groups / "outer" / "inner"
     inner.mkdir(parents=True)
     (inner / "memory.max").write_text("max\n")
     (inner / "memory.current").write_text("5\n")
-    assert host.available_bytes(proc, groups) == 8_000 * 1024
+    assert available_bytes(proc, groups) == 8_000 * 1024
     (inner.parent / "memory.max").write_text("5000000\n")
     (inner.parent / "memory.current").write_text("3000000\n")
     (inner.parent / "memory.stat").write_text("anon 7\ninactive_file 1000000\n")
-    assert host.available_bytes(proc, groups) == 3_000_000
+    assert available_bytes(proc, groups) == 3_000_000
 
 
 def test_the_limits_of_older_control_groups_count(tmp_path: Path) -> None:
@@ -180,24 +181,24 @@ def test_the_limits_of_older_control_groups_count(tmp_path: Path) -> None:
     (box / "memory.limit_in_bytes").write_text("5000000\n")
     (box / "memory.usage_in_bytes").write_text("3000000\n")
     (box / "memory.stat").write_text("inactive_file 3\ntotal_inactive_file 1000000\n")
-    assert host.available_bytes(proc, groups) == 3_000_000
+    assert available_bytes(proc, groups) == 3_000_000
     (box.parent / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (box.parent / "memory.usage_in_bytes").write_text("3000000\n")
-    assert host.available_bytes(proc, groups) == 3_000_000
+    assert available_bytes(proc, groups) == 3_000_000
 
 
 def test_touching_changes_nothing() -> None:
     memory = mmap.mmap(-1, 8 * mmap.PAGESIZE)
     view = np.frombuffer(memory, np.uint8)
     view[:] = 7
-    host.touch(int(view.ctypes.data), len(view))
+    system_memory.touch(int(view.ctypes.data), len(view))
     assert set(view.tolist()) == {7}
 
 
 def test_an_old_kernel_has_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     touched = []
-    monkeypatch.setattr(host, "_MADV_POPULATE_WRITE", 12345)
-    monkeypatch.setattr(host, "touch", lambda address, size: touched.append(size))
+    monkeypatch.setattr(system_memory, "_MADV_POPULATE_WRITE", 12345)
+    monkeypatch.setattr(system_memory, "touch", lambda address, size: touched.append(size))
     pool = PinnedHostPool(3 * MIB, 4096)
     assert sum(touched) == 3 * MIB
     pool.close()

@@ -18,7 +18,8 @@ from benchmarks.transfer_machine import HostMachine
 from benchmarks.transfer_rates import KIB, QUICK, Cell, Scale
 from benchmarks.transfer_report import Findings, goals, report_of
 from kvatlas.connectors.transfer.base import CLOSE_S, Direction, TransferJob
-from kvatlas.connectors.transfer.host import HostMemoryError, HostTransferEngine
+from kvatlas.connectors.transfer.host import HostMemoryError
+from kvatlas.connectors.transfer.host_engine import HostTransferEngine
 from tests.support.paths import ROOT
 
 TINY = replace(QUICK, piece_bytes=(4096, 65536), pieces=(16,), rounds=1, round_bytes=1 << 20, steps=3)
