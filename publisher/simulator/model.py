@@ -42,8 +42,8 @@ _PLAIN = re.compile("[a-z]{3,}")
 _OUTPUT_TOKENS_MIN = 8
 _CHARACTERS = "🙂🚀🌱🔧漢字水火木金"
 _CHARACTER_EVERY = 4
-# Character that occurs in wrong answers only.
-WRONG_MARK = "!"
+# Character that occurs in wrong answers only, in no prompt of random ids that an answer may repeat.
+WRONG_MARK = "⛔"
 # Text of an answer from blocks that were reused before they were read.
 _WRONG_ANSWER = f"{WRONG_MARK}WRONG KV CACHE{WRONG_MARK} "
 _WRONG_TIMES = 4
