@@ -48,7 +48,9 @@ PARTS = {
     "simulation": Part(("router/simulation",), ("tests/router/simulation",)),
     "connectors": Part(("connectors", "publisher"), ("tests/connectors", "tests/publisher")),
     # The repository as a whole: pages, wheel, chart, and the tests' own rules.
-    "repository": Part((), ("tests/docs", "tests/packaging", "tests/charts", "tests/test_hangs")),
+    "repository": Part(
+        (), ("tests/docs", "tests/packaging", "tests/charts", "tests/upgrade", "tests/test_hangs")
+    ),
 }
 
 OF_NO_PART = {

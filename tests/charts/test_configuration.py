@@ -12,6 +12,7 @@ import pytest
 from kvatlas.router.cli import app
 from kvatlas.router.config.load import load
 from tests.charts.chart import MINIMAL, Rendered
+from tests.charts.chart import load as read_values
 from tests.charts.test_rendered import CASES, EVERYTHING, GATEWAY
 from tests.support.kube_api import PODS, kube_api
 from tests.support.kube_objects import pod
@@ -162,6 +163,16 @@ def test_deletion_costs_are_written_by_routers_that_may(tmp_path: Path) -> None:
     assert not _load(Rendered(MINIMAL), tmp_path).fleet.kubernetes.deletion_costs
     engines = {**MINIMAL["engines"], "deletionCosts": True}
     assert _load(Rendered({**MINIMAL, "engines": engines}), tmp_path).fleet.kubernetes.deletion_costs
+
+
+@pytest.mark.parametrize(
+    "values", sorted((ROOT / "tests" / "upgrade").glob("*/values.yaml")), ids=lambda p: p.parent.name
+)
+def test_values_of_a_release_still_start(tmp_path: Path, values: Path) -> None:
+    config = _load(Rendered(read_values(values)), tmp_path)
+    assert config.index.is_shared
+    assert config.proxy.first_byte_timeout_s == 42
+    assert config.models["*"].mamba_cache_mode == "align"
 
 
 @pytest.mark.parametrize("share", ["blocks", "load"])
