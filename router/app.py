@@ -32,8 +32,8 @@ from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.ops_port import OpsPort, ops_authenticator
 from kvatlas.router.api.readiness import Readiness, ReadinessCheck
 from kvatlas.router.api.views import sample_history
-from kvatlas.router.config.checks import without_effect
 from kvatlas.router.config.schema import Config
+from kvatlas.router.config.unused import without_effect
 from kvatlas.router.engine_lifecycle import EngineLifecycle
 from kvatlas.router.fleet.engine_calls import EngineCalls, hold_engine_tls
 from kvatlas.router.fleet.engines import DesiredState

@@ -10,16 +10,12 @@ import time
 from typing import Any, cast
 
 import msgspec
-import structlog
 
+from kvatlas.router.http.refusal_log import RefusalLog
 from kvatlas.router.http.request_cycle import ClientRequest, answer_whole, request_id_of
-from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.errors import ApiError, body_too_large
 
-_log = structlog.get_logger()
-# Anyone can be refused: one line a second for each code.
-_refusals = LogThrottle(1.0)
-_PATH_CHARS_MAX = 200
+_refusals = RefusalLog(time.monotonic)
 JSON = b"application/json"
 
 
@@ -36,7 +32,8 @@ class OwnAnswer(msgspec.Struct, frozen=True):
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     async def answer(self, request: ClientRequest) -> None:
-        await answer_whole(request, self.status, self._fields(), self.body)
+        fields = [*self._fields(), (b"x-request-id", request_id_of(request.head.fields))]
+        await answer_whole(request, self.status, fields, self.body)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self._fields()})
@@ -54,17 +51,7 @@ class OwnAnswer(msgspec.Struct, frozen=True):
 def error_answer(error: ApiError, scope: Any) -> OwnAnswer:
     """Return the response for an error of this request, in OpenAI's shape, and log a refusal."""
     request_id = request_id_of(scope["headers"])
-    if error.status in {401, 403, 429}:
-        unsaid = _refusals.due(error.code, time.monotonic())
-        if unsaid is not None:
-            _log.warning(
-                "request refused",
-                status=error.status,
-                code=error.code,
-                path=scope["path"][:_PATH_CHARS_MAX],
-                request_id=request_id.decode("latin-1"),
-                **({"unsaid": unsaid} if unsaid else {}),
-            )
+    _refusals.note(error, request_id, path=scope["path"])
     return OwnAnswer(error.body(), error.status, JSON, (*error.headers, (b"x-request-id", request_id)))
 
 

@@ -212,34 +212,13 @@ def _chat_template(text: str) -> str:
     return f"no Jinja template: {fault}" if fault else ""
 
 
-# Sections whose settings have no effect unless one of these is given.
-_SWITCHES: dict[str, tuple[str, ...]] = {
-    "queue": ("queue.saturation_s",),
-    "pull": ("pull.enabled",),
-    "usage": ("usage.path",),
-    "traces": ("traces.endpoint",),
-    "keys": ("keys.file",),
-    "index": ("index.url",),
-    "fleet.file": ("fleet.file.path",),
-    "fleet.dns": ("fleet.dns.names",),
-    "fleet.kubernetes": ("fleet.kubernetes.selector", "fleet.kubernetes.inference_pool"),
-}
-
-
-def without_effect(config: Config) -> list[str]:
-    """Return the settings that differ from their default and have no effect, with the reason."""
+def unreadable(config: Config) -> list[str]:
+    """Return the files and folders of settings that cannot be read here and now."""
     found = []
-    for section, switches in _SWITCHES.items():
-        settings, defaults = attrgetter(section)(config), attrgetter(section)(Config())
-        if any(attrgetter(switch)(config) for switch in switches):
-            continue
-        given = [
-            f"{section}.{name}"
-            for name in settings.__struct_fields__
-            if getattr(settings, name) != getattr(defaults, name)
-            and not isinstance(getattr(settings, name), msgspec.Struct)
-        ]
-        found += [f"{key} has no effect without {' or '.join(switches)}" for key in given]
+    for key, text in _texts(config):
+        if RULES[key] is _path and not key.startswith("usage.") and not os.access(text, os.R_OK):
+            why = "this user may not read it" if os.path.lexists(text) else "there is no such file"
+            found.append(f"{key} = {text!r}: cannot be read: {why}")
     return found
 
 

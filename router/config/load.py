@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvatlas.router.config.checks import check_config, check_engine, without_effect
+from kvatlas.router.config.checks import check_config, check_engine, unreadable
 from kvatlas.router.config.errors import ConfigError, meant, misfit
 from kvatlas.router.config.removed import REMOVED, refusal
 from kvatlas.router.config.schema import Config, ModelConfig
+from kvatlas.router.config.unused import without_effect
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.prompts.settings import ANY_MODEL
@@ -317,6 +318,9 @@ def start(
         print(describe(loaded), end="")
         return 0
     if check_config:
+        faults = unreadable(loaded.config)
+        if faults:
+            raise ConfigError("\n".join(faults))
         check(loaded.config)
         print("configuration ok")
         return 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.router.http.request_cycle import ClientRequest
+from kvatlas.router.http.request_cycle import ClientRequest, request_id_of
 
 Message = dict[str, Any]
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -80,7 +80,10 @@ class _Call(msgspec.Struct, eq=False):
             raise RuntimeError(f"expected {self._next or 'nothing more'}, got {message['type']}")
         if self._next == "http.response.start":
             self._next = "http.response.body"
-            self._request.start(message["status"], list(message.get("headers", ())), None)
+            fields = list(message.get("headers", ()))
+            if all(name != b"x-request-id" for name, _ in fields):
+                fields.append((b"x-request-id", request_id_of(self._request.head.fields)))
+            self._request.start(message["status"], fields, None)
             return
         more = message.get("more_body", False)
         self._next = "http.response.body" if more else ""

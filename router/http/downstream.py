@@ -59,7 +59,7 @@ class DownstreamConnection(asyncio.Protocol):
         "_probe_only",
         "_queue",
         "_reader",
-        "_rejections",
+        "_refusals",
         "_server_state",
         "_shutting_down",
         "_sweeper",
@@ -92,7 +92,7 @@ class DownstreamConnection(asyncio.Protocol):
         self._server_state = server_state
         self._app_state = app_state
         self._sweeper = config.sweeper
-        self._rejections = config.rejections
+        self._refusals = config.refusals
         self.capacity = config.capacity
         self._client_key = ""
         self._probe_only = False
@@ -337,7 +337,7 @@ class DownstreamConnection(asyncio.Protocol):
         if self._current is None or not self._current.started:
             request_id = self._reader.request_id()
             self.transport.write(error_response_bytes(error, request_id))
-            self._rejections.note(error, request_id, self._client_key)
+            self._refusals.note(error, request_id, client=self._client_key)
         self._disconnect_cycles()
         self._begin_lingering_close()
 

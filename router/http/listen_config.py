@@ -13,7 +13,8 @@ from kvatlas.router.http.client_head import ClientHead
 from kvatlas.router.http.deadlines import Sweeper, sweep_interval_s
 from kvatlas.router.http.handshakes import Handshakes
 from kvatlas.router.http.known_heads import KnownHeads
-from kvatlas.router.http.listener import Capacity, RejectionLog
+from kvatlas.router.http.listener import Capacity
+from kvatlas.router.http.refusal_log import RefusalLog
 from kvatlas.router.http.settings import ListenSettings, ListenStats
 
 # How far a body may fall behind ``body_bytes_per_s_min``, at its start too.
@@ -56,7 +57,7 @@ class ListenConfig(uvicorn.Config):
         self.listen_stats = stats or ListenStats()
         self.clock = clock
         self.capacity = Capacity(listen)
-        self.rejections = RejectionLog(clock)
+        self.refusals = RefusalLog(clock)
         self._tls = tls
         self.handshakes: Handshakes | None = None
         self.draining = False

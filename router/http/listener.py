@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from typing import Protocol
 
-import structlog
-
 from kvatlas.router.http.settings import ListenSettings
-from kvatlas.router.openai.errors import ApiError
-
-_log = structlog.get_logger()
 
 # Paths that a probe-only connection may request.
 PROBE_PATHS = frozenset({"/health", "/metrics", "/ready", "/version"})
@@ -103,35 +97,3 @@ def client_key(peer: object) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
-
-
-_LINES_PER_S_MAX = 10
-
-
-class RejectionLog:
-    """Log lines of requests that are refused before an application sees them, at most ten a second: any
-    client can cause them."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._second = self._lines = self._unsaid = 0
-
-    def note(self, error: ApiError, request_id: bytes, client: str) -> None:
-        """Log one, or count it for the next line."""
-        second = int(self._clock())
-        if second != self._second:
-            self._second, self._lines = second, 0
-        self._lines += 1
-        if self._lines > _LINES_PER_S_MAX:
-            self._unsaid += 1
-            return
-        more = {"unsaid": self._unsaid} if self._unsaid else {}
-        self._unsaid = 0
-        _log.warning(
-            "request rejected",
-            status=error.status,
-            code=error.code,
-            request_id=request_id.decode("latin-1"),
-            client=client,
-            **more,
-        )

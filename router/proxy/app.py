@@ -28,7 +28,8 @@ from kvatlas.router.admission.isolation import Isolation
 from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.http.client_head import ClientHead, Header
-from kvatlas.router.http.request_cycle import ClientRequest, answer_whole
+from kvatlas.router.http.refusal_log import RefusalLog
+from kvatlas.router.http.request_cycle import ClientRequest, answer_whole, request_id_of
 from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES, SALTED, UNCACHED
@@ -114,6 +115,7 @@ class ProxyApp:
         self.stats = stats or ProxyStats()
         self.pd_stats = pd_stats or PdStats()
         self.requests = requests or RequestTracker(clock)
+        self._refusals = RefusalLog(clock)
         self._gate = gate
         self._responses = responses
         self.client = UpstreamClient(settings, self.stats, clock, tls)
@@ -456,7 +458,12 @@ class ProxyApp:
         self, request: ClientRequest, error: ApiError, request_id: bytes | None, record: RequestRecord
     ) -> None:
         self.stats.count_error(error.status, error.code)
-        if error.status >= 500 and not record.explained:
+        if request_id is None:
+            request_id = request_id_of(request.head.fields)
+            record.request_id = request_id.decode("latin-1")
+        if error.status < 500:
+            self._refusals.note(error, request_id, path=record.path, tenant=record.tenant, model=record.model)
+        elif not record.explained:
             self.requests.warn(
                 "request not served",
                 record,
@@ -471,9 +478,8 @@ class ProxyApp:
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             *error.headers,
+            (b"x-request-id", request_id),
         ]
-        if request_id is not None:
-            headers.append((b"x-request-id", request_id))
         await answer_whole(request, error.status, headers, body)
 
 

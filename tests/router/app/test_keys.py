@@ -20,7 +20,7 @@ from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.isolation import read_secret
 from kvatlas.router.admission.key_file import KeyFile
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.observe.log_throttle import LogThrottle
+from kvatlas.router.http.refusal_log import RefusalLog
 from kvatlas.router.proxy.app import ProxyApp
 from tests.support.clients import anthropic_client, openai_client
 from tests.support.proxy_rig import Engine, ask, request, says, served
@@ -298,7 +298,7 @@ async def test_requests_for_which_no_engine_is_there_cost_nothing(
 async def test_an_unknown_key_is_answered_with_an_id_and_logged(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.api.asgi._refusals", LogThrottle(0.0))
+    monkeypatch.setattr("kvatlas.router.api.asgi._refusals", RefusalLog(lambda: 0.0))
     async with guarded(tmp_path) as rig:
         for given in ({}, {"x-request-id": "mine"}):
             headers = {"authorization": "Bearer wrong", **given}
@@ -307,10 +307,7 @@ async def test_an_unknown_key_is_answered_with_an_id_and_logged(
                     assert got.status == 401
                     request_id = got.headers["x-request-id"]
             assert request_id == given.get("x-request-id", request_id)
-            if path.startswith("/v1/models") and not given:
-                assert [line["request_id"] for line in logs if line["event"] == "request refused"] == [
-                    request_id
-                ]
+            assert [line["request_id"] for line in logs if line["event"] == "request refused"] == [request_id]
 
 
 async def test_a_tenant_reaches_no_adapter_past_its_models(tmp_path: Path) -> None:

@@ -290,6 +290,18 @@ def test_chat_templates_that_are_valid(tmp_path: Path) -> None:
             ],
         ),
         ("[policy]\nspread = 0.5", []),
+        (
+            "[policy]\nslo_ttft_ms_low = 9",
+            ["policy.slo_ttft_ms_low has no effect without policy.service_levels"],
+        ),
+        ("[policy]\nslo_ttft_ms_low = 9\nservice_levels = true", []),
+        ("[fleet]\nprobes_max = 9", ["fleet.probes_max has no effect without fleet.probe"]),
+        ("[admin]\nhost = '127.0.0.2'", ["admin.host has no effect without admin.enabled"]),
+        ("[epp]\nfallbacks = 2", ["epp.fallbacks has no effect without epp.listen"]),
+        (
+            "[cors]\nallowed_origins = []\nallowed_methods = ['GET']",
+            ["cors.allowed_methods has no effect without cors.allowed_origins"],
+        ),
     ],
 )
 def test_settings_without_effect_are_named(tmp_path: Path, text: str, told: list[str]) -> None:
@@ -309,6 +321,20 @@ def test_engines_of_the_file_beside_those_of_the_command_are_named(
     assert told.err.splitlines() == [
         f"kvatlas: engines of file {file} have no effect beside --engine",
         "kvatlas: queue.wait_s_max has no effect without queue.saturation_s",
+    ]
+
+
+def test_a_check_names_every_file_that_cannot_be_read(tmp_path: Path) -> None:
+    text = (
+        f"[server]\nops_token_file = '{tmp_path}/a'\n[fleet.file]\npath = '{tmp_path}/b'\n"
+        f"[keys]\nfile = '{tmp_path}/c'\n[usage]\npath = '{tmp_path}/made-at-the-start'"
+    )
+    loaded = load(write(tmp_path, text), environ={})
+    with pytest.raises(ConfigError) as refused:
+        start(lambda: loaded, lambda _: None, lambda *_: 0, print_config=False, check_config=True)
+    assert str(refused.value).splitlines() == [
+        f"{key} = '{tmp_path}/{name}': cannot be read: there is no such file"
+        for key, name in (("server.ops_token_file", "a"), ("fleet.file.path", "b"), ("keys.file", "c"))
     ]
 
 

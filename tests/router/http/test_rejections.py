@@ -7,7 +7,7 @@ import re
 import pytest
 import structlog
 
-from kvatlas.router.http.listener import RejectionLog
+from kvatlas.router.http.refusal_log import RefusalLog
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.openai.errors import bad_request
 from tests.support.proxy_rig import read_answer, routing
@@ -37,7 +37,7 @@ async def test_early_refusals_have_an_id_and_a_log_line(kind: str, given: bytes)
     request_id = got.head["x-request-id"]
     known = b"mine" in given and kind != "no HTTP"
     assert request_id == "mine" if known else re.fullmatch("[0-9a-f]{32}", request_id)
-    lines = [line for line in logs if line["event"] == "request rejected"]
+    lines = [line for line in logs if line["event"] == "request refused"]
     assert [(line["request_id"], line["status"], line["code"]) for line in lines] == [
         (request_id, status, got.json()["error"]["code"])
     ]
@@ -45,11 +45,11 @@ async def test_early_refusals_have_an_id_and_a_log_line(kind: str, given: bytes)
 
 def test_a_flood_of_them_is_counted_in_a_few_lines() -> None:
     now = [0.0]
-    log = RejectionLog(lambda: now[0])
+    log = RefusalLog(lambda: now[0])
     with structlog.testing.capture_logs() as logs:
         for _ in range(100):
-            log.note(bad_request("invalid_http", "x"), b"id", "::1")
+            log.note(bad_request("invalid_http", "x"), b"id", client="::1")
         now[0] = 1.0
-        log.note(bad_request("invalid_http", "x"), b"id", "::1")
+        log.note(bad_request("invalid_http", "x"), b"id", client="::1")
     assert len(logs) == 11
     assert logs[-1]["unsaid"] == 90

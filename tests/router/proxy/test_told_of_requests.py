@@ -76,13 +76,21 @@ async def test_a_client_that_leaves_before_the_end_of_its_body_is_gone() -> None
         assert engine.calls == []
 
 
-async def test_the_routers_own_errors_are_logged_seldom_and_those_of_clients_never() -> None:
+async def test_the_routers_own_errors_are_logged_seldom_and_each_refusal_with_its_id() -> None:
     async with routing() as rig:
         with structlog.testing.capture_logs() as logs:
             for _ in range(20):
                 assert (await ask(rig)).status == 503
-            assert (await ask(rig, request(b"{"))).status == 400
-            assert (await ask(rig, request(b"", method="GET", target="/nothing"), "GET")).status == 404
+            refused = [
+                await ask(rig, request(b"{")),
+                await ask(rig, request(b"", method="GET", target="/nothing"), "GET"),
+            ]
+            assert [one.status for one in refused] == [400, 404]
+        lines = [line for line in logs if line["event"] == "request refused"]
+        assert [(line["request_id"], line["code"], line["path"]) for line in lines] == [
+            (refused[0].head["x-request-id"], "invalid_json", "/v1/chat/completions"),
+            (refused[1].head["x-request-id"], "path_not_found", "/nothing"),
+        ]
         told = [line for line in logs if line["event"] == "request not served"]
         assert 1 <= len(told) < 5
         assert told[0]["code"] == "no_ready_engine"
