@@ -158,6 +158,8 @@ class _Maps:
 
 
 _RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch)
+_BYTES = msgspec.msgpack.Decoder(bytes)
+_BINARY = frozenset({0xC4, 0xC5, 0xC6})
 _MAP_TAG = msgspec.msgpack.Decoder(_MapTag)
 _ARRAY_TAG = msgspec.msgpack.Decoder(_ArrayTag)
 _EXTRA_KEYS: msgspec.msgpack.Decoder[list[Any] | None] = msgspec.msgpack.Decoder(list[Any] | None)
@@ -253,7 +255,7 @@ def _decode_by_event(payload: bytes | memoryview) -> Generator[None, None, Decod
     for raw in batch.events:
         event: Event | str | None
         try:
-            event = _decode_event(raw, nested)
+            event = _decode_event(raw := _unwrapped(raw), nested)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, _TooMuchNestedError) as error:
             event = _unknown_type(raw)
             if event is None:
@@ -327,6 +329,12 @@ def _unknown_type(raw: msgspec.Raw) -> str | None:
     if is_map:
         _Maps.now = _Maps.now.with_type(name)
     return name[:TYPE_CHARS_MAX]
+
+
+def _unwrapped(raw: msgspec.Raw) -> msgspec.Raw:
+    """The event itself, where a publisher encodes events one by one as bytes (llm-d's file store)."""
+    inner = _BYTES.decode(raw) if memoryview(raw)[0] in _BINARY else b""
+    return msgspec.Raw(inner) if inner else raw
 
 
 def _is_array(raw: msgspec.Raw) -> bool:

@@ -279,6 +279,7 @@ class Router:
             usage=self.usage,
             pd=self.planner.pd_stats,
             pulls=self.planner.pulls,
+            stores=self.lifecycle.stores,
             probes=None if self.probes is None else self.probes.stats,
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,

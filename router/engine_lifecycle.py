@@ -21,6 +21,8 @@ from kvatlas.router.feeds.base import FeedStats
 from kvatlas.router.feeds.manager import FeedControl, FeedManager
 from kvatlas.router.feeds.residency_audit import ResidencyAudit
 from kvatlas.router.feeds.sglang_load import LoadReading, LoadSockets
+from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.stores import StoreFeeds
 from kvatlas.router.fleet.engines import EngineAddress, EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement, load_source
 from kvatlas.router.fleet.status import Fleet
@@ -78,10 +80,17 @@ class EngineLifecycle:
         kinds."""
         self._layouts: dict[str, CacheLayout] = {}
         """By served model: the layout last compared with the file."""
+        self.stores = StoreFeeds(
+            config.stores,
+            config.feeds,
+            scheme_of=lambda model: self.scopes.scope(model).known_scheme,
+            clock=clock,
+        )
         self.scopes = ModelIndexes(
             self._facts,
             None if shared is None else shared.index_of,
             applied=self._applied,
+            made=self.stores.attach,
         )
         self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
         self._control: FeedControl = self.feeds
@@ -97,12 +106,14 @@ class EngineLifecycle:
     def begin(self, tasks: asyncio.TaskGroup) -> list[Coroutine[Any, Any, None]]:
         """Run feeds in ``tasks`` from now on. Returns coroutines to run beside them."""
         self._tasks = tasks
+        self.stores.begin(tasks)
         return [self._audit.detect(), self._audit.audit_all(), self._watch_waiting()]
 
     def end(self) -> None:
         """Stop every feed; none starts until the next ``begin``."""
         self._control.stop_all()
         self.loads.stop_all()
+        self.stores.end()
         self._tasks = None
 
     def audit(self, engine: Engine) -> None:
@@ -143,7 +154,9 @@ class EngineLifecycle:
             _log.warning(
                 f"estimate: start the engine with {EVENTS_OPTION[engine.kind]}", engine=engine.engine_id
             )
-        engine.learn_from(self.scopes.assign(engine.engine_id, base), shadow=shadow)
+        residency = self.scopes.assign(engine.engine_id, base)
+        residency.writer.load_from(self.stores.of_engine(address.base_url, base))
+        engine.learn_from(residency, shadow=shadow)
         self._learn_setup(engine)
         if engine.publishes_events and not self._control.follows(address, base):
             self._control.follow(address, base, self._tasks)
@@ -345,12 +358,21 @@ class EngineLifecycle:
         """Apply a changed configuration: follow engines of models with changed facts again, and update the
         paths of adapters."""
         before, self._config = self._config, config
+        if config.stores != before.stores:
+            self._take_stores(config.stores)
         self._adapters.configure(config.adapters())
         served = [engine for engine in self.fleet if engine.base_model is not None]
         for engine in served:
             self._learn_adapters(engine, engine.base_model or "")
         bases = {engine.base_model or "" for engine in served}
         self._relearn({base for base in bases if _cache_facts(before, base) != _cache_facts(config, base)})
+
+    def _take_stores(self, stores: tuple[StoreSettings, ...]) -> None:
+        self.stores.take(stores, lambda model: self.scopes.scope(model).index)
+        for engine in self.fleet:
+            if engine.residency is not None and engine.base_model is not None:
+                found = self.stores.of_engine(engine.engine.base_url, engine.base_model)
+                engine.residency.writer.load_from(found)
 
     def learn_file(self, model: str, file: ModelConfigFile) -> None:
         """Use a served model's own ``config.json``."""

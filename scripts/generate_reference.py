@@ -34,6 +34,7 @@ from kvatlas.router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variabl
 from kvatlas.router.config.reload import LIVE
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.feeds.base import FeedState, FeedStats
+from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.index.learn.hash_scheme import Detection
@@ -202,6 +203,9 @@ def configuration_page() -> str:
         f"{prose(EngineAddress.__doc__)}\n",
         _ENGINES,
         _keys(EngineAddress),
+        "## `[[stores]]`\n",
+        f"{prose(StoreSettings.__doc__)}\n",
+        _keys(StoreSettings),
         '## `[models."NAME"]`\n',
         f"{prose(_text_of(Config, 'models'))}\n",
         f"{prose(ModelConfig.__doc__)}\n",
@@ -306,6 +310,7 @@ def _sources() -> Sources:
                 EngineAddress("http://engine:8000", role="prefill"),
                 EngineAddress("http://other:8000", role="decode"),
             ),
+            stores=(StoreSettings(name="pool", kind="mooncake", events=("tcp://h:1",), model="m"),),
             index=index,
             usage=UsageSettings(path="log"),
             queue=QueueSettings(saturation_s=1.0),
@@ -337,6 +342,7 @@ def _sources() -> Sources:
         epp=EppStats(),
         pd=PdStats(),
         pulls=pulls,
+        stores=router.lifecycle.stores,
         probes=ProbeStats(),
         more=lambda: (
             *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),

@@ -12,6 +12,8 @@ import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.feeds.base import FeedStats
+from kvatlas.router.feeds.store_events import StoreKind
+from kvatlas.router.feeds.stores import StoreStats
 from kvatlas.router.fleet.engines import EngineId, SourceStats
 from kvatlas.router.fleet.status import Frontend, ModelCard
 from kvatlas.router.index.learn.facts import Fact
@@ -115,6 +117,15 @@ class EngineView(msgspec.Struct, frozen=True):
     hit_share: float
     first_tokens: FirstTokenSummary
     cache_worth_s_per_minute: float
+
+
+class StoreView(StoreStats, kw_only=True):
+    """A store that is followed, and what its feed counts. ``loaders``: engines that load from it."""
+
+    store: str
+    kind: StoreKind
+    model: str
+    loaders: list[EngineId]
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +246,7 @@ _KINDS = (
     ModelList,
     ModelCard,
     EngineView,
+    StoreView,
     SourceStats,
     ReceiptView,
     ErrorAnswer,

@@ -12,6 +12,7 @@ from functools import partial
 
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.feeds.base import FeedState
+from kvatlas.router.feeds.stores import StoreFeed
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from kvatlas.router.observe.findings import ROUTER, Finding, Severity
@@ -79,6 +80,8 @@ def of_router(s: Sources) -> Iterator[Finding]:
             cause="what switches them on is not set",
             remedy="set it, or leave these settings out",
         )
+    for feed in s.stores or ():
+        yield from of_store(feed)
     for model, origin in s.tokenizer_origins().items():
         if origin.problem:
             how = "its prompts are tokenized by engines"
@@ -91,6 +94,32 @@ def of_router(s: Sources) -> Iterator[Finding]:
                 cause=origin.problem,
                 remedy=origin.remedy,
             )
+
+
+def of_store(feed: StoreFeed) -> Iterator[Finding]:
+    """Yield what is wrong with a store, and what it publishes that is not used."""
+    stats, settings = feed.stats, feed.settings
+    if not stats.connected:
+        yield _warning(
+            "store.disconnected",
+            subject=ROUTER,
+            seen=f"store {settings.name}: not connected to {', '.join(settings.events)}",
+            cause="nothing publishes there, or the router cannot reach it",
+            remedy="check stores.events and the firewall; Mooncake's master publishes only if it was built "
+            "with MOONCAKE_ENABLE_KV_EVENTS and started with kv_events; until then loads from this store are "
+            "not predicted",
+        )
+    if stats.unused:
+        said = ", ".join(f"{name} {count}" for name, count in sorted(stats.unused.items()))
+        yield _warning(
+            "store.unused",
+            subject=ROUTER,
+            seen=f"store {settings.name}: events that were seen and not used: {said}",
+            cause="they are of other models, layouts or tenants, or in a form that kvatlas does not know: "
+            "what they tell of is never predicted",
+            remedy="nothing, if no engine here loads them; otherwise set key_model and the parallel sizes of "
+            "this store as its engines have them",
+        )
 
 
 def of_engine(engine: Engine, now: float) -> Iterator[Finding]:

@@ -35,6 +35,7 @@ from kvatlas.router.api.metrics_tables import (
     table,
 )
 from kvatlas.router.feeds.base import FeedStats
+from kvatlas.router.feeds.stores import StoreFeeds, StoreStats
 from kvatlas.router.fleet.engines import SourceStats
 from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet
@@ -79,7 +80,14 @@ class ReloadStats(msgspec.Struct):
 
 
 # Counters that a page may have only after the start, and their part (``metrics_of``).
-_LATER = ((FeedStats, ""), (SourceStats, ""), (PdStats, ""), (TenantStats, ""), (ListenStats, "listen"))
+_LATER = (
+    (FeedStats, ""),
+    (StoreStats, ""),
+    (SourceStats, ""),
+    (PdStats, ""),
+    (TenantStats, ""),
+    (ListenStats, "listen"),
+)
 
 
 class Sources(msgspec.Struct):
@@ -110,6 +118,8 @@ class Sources(msgspec.Struct):
     """Counters of the endpoint picker, on top of those of its connections."""
     pd: PdStats | None = None
     pulls: Pulls | None = None
+    stores: StoreFeeds | None = None
+    """Stores that are followed."""
     probes: ProbeStats | None = None
     """Probes of engines, if they are switched on."""
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
@@ -183,6 +193,8 @@ class RouterCollector:
             yield from of_each("model", s.shared.mirror_stats())
         if s.origins is not None:
             yield from of_each("source", s.origins.stats)
+        if s.stores is not None:
+            yield from of_each("store", s.stores.stats)
         if s.epp is not None:
             yield from of_stats(s.epp, "epp")
         for stats in (

@@ -33,6 +33,7 @@ from kvatlas.router.api.answers import (
     Ready,
     ReceiptView,
     SessionView,
+    StoreView,
     Version,
     described,
     refer,
@@ -44,7 +45,7 @@ from kvatlas.router.api.explanation import explain
 from kvatlas.router.api.framework import add_errors, as_json, shown
 from kvatlas.router.api.metrics_page import Sources
 from kvatlas.router.api.readiness import Readiness
-from kvatlas.router.api.views import LocalView, OpsView
+from kvatlas.router.api.views import LocalView, OpsView, store_views
 from kvatlas.router.fleet.engines import SourceStats
 from kvatlas.router.fleet.status import ModelCard
 from kvatlas.router.observe.findings import Finding
@@ -98,6 +99,7 @@ def create_ops(
     view = view or LocalView(sources)
     _add_metrics(app, view)
     _add_engines(app, sources, view)
+    _add_stores(app, sources)
     _add_insight(app, planner, sources, view, body_bytes_max)
     _add_requests(app, view)
     _add_page(app)
@@ -197,6 +199,13 @@ def _add_engines(app: FastAPI, sources: Sources, view: OpsView) -> None:
         """Every engine as seen by the router. With more than 64 engines, pages that ask within a second may
         get the same answer."""
         return Response(await shared_engines.get(), media_type="application/json")
+
+
+def _add_stores(app: FastAPI, sources: Sources) -> None:
+    @_get(app, "/kvatlas/stores", {"type": "array", "items": refer(StoreView)})
+    async def stores() -> Response:
+        """Stores that the router follows, what they hold, and what of their events is not used."""
+        return as_json(store_views(sources))
 
 
 def _add_insight(

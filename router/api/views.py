@@ -20,6 +20,7 @@ from kvatlas.router.api.answers import (
     PrefixView,
     ReceiptView,
     SessionView,
+    StoreView,
     view_receipt,
 )
 from kvatlas.router.api.findings import current_findings
@@ -381,3 +382,22 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         first_tokens=status.first_tokens.summary(),
         cache_worth_s_per_minute=status.receipts.worth.per_minute(now),
     )
+
+
+def store_views(s: Sources) -> list[StoreView]:
+    """Return the state of each store that is followed here."""
+    found = []
+    for feed in s.stores or ():
+        settings = feed.settings
+        loaders = [
+            engine.engine_id
+            for engine in s.fleet
+            if engine.residency is not None and settings.name in engine.residency.writer.stores
+        ]
+        counts = msgspec.structs.asdict(feed.stats)
+        found.append(
+            StoreView(
+                store=settings.name, kind=settings.kind, model=settings.model, loaders=loaders, **counts
+            )
+        )
+    return found

@@ -24,8 +24,9 @@ import msgspec
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.config.errors import ConfigError, meant
 from kvatlas.router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
+from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.fleet.sources import check_address
+from kvatlas.router.fleet.sources import check_address, socket_fault
 from kvatlas.router.http.addresses import base_url_fault, is_host, split_address
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
@@ -378,6 +379,7 @@ def check_config(config: Config) -> None:
     _check_hints(config)
     _check_server(config.server)
     _check_ops(config)
+    _check_stores(config.stores)
     _check_usage(config.usage)
     _check_listen(config.listen)
     for section in (
@@ -444,6 +446,26 @@ def _check_roles(config: Config) -> None:
                 f"engines: {given.engine_id} has role={other}, but none has role={role}; give another engine "
                 f"role={role} (or both), or leave the roles out"
             )
+
+
+def _check_stores(stores: tuple[StoreSettings, ...]) -> None:
+    for number, store in enumerate(stores):
+        where = f"stores[{number}]"
+        if any(store.name == other.name for other in stores[:number]):
+            raise ConfigError(
+                f"{where}.name: {store.name} twice; give each store and model a name of its own"
+            )
+        for address in store.events:
+            if fault := socket_fault(address):
+                raise ConfigError(f"{where}.events: {address!r} {fault.replace('the engine', 'the store')}")
+        for url in store.engines:
+            if fault := base_url_fault(url, "http"):
+                raise ConfigError(f"{where}.engines: {url!r}: {fault}")
+        for key in ("model", "key_model", "instances"):
+            value = getattr(store, key)
+            for text in (value,) if isinstance(value, str) else value or ():
+                if fault := _name(text):
+                    raise ConfigError(f"{where}.{key}: {text!r}: {fault}")
 
 
 def _check_pull(config: Config) -> None:

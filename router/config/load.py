@@ -22,6 +22,7 @@ from kvatlas.router.config.errors import ConfigError, meant, misfit
 from kvatlas.router.config.removed import REMOVED, refusal
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.config.unused import without_effect
+from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.prompts.settings import ANY_MODEL
@@ -35,6 +36,7 @@ _LISTS = (tuple[str, ...], frozenset[str])
 # Sections that do not consist of plain keys, and where to set them.
 _TABLES = {
     "engines": "engines are given by --engine URL, or as [[engines]] in the --config file",
+    "stores": "stores are described in the --config file, as [[stores]]",
     "models": 'models are described in the --config file, under [models."NAME"]; --tokenizer is for any',
     "aliases": "aliases are given in the --config file, under [aliases]",
 }
@@ -249,6 +251,10 @@ def _value(value: Any, kind: Any, key: str) -> Any:
         return {name: _build(settings, ModelConfig, f"models.{name}.") for name, settings in value.items()}
     if key == "engines" and isinstance(value, list):
         return tuple(_engine(fields, f"engines[{number}].") for number, fields in enumerate(value))
+    if key == "stores" and isinstance(value, list):
+        return tuple(
+            _build(fields, StoreSettings, f"stores[{number}].") for number, fields in enumerate(value)
+        )
     if isinstance(value, str) and kind in _LISTS:  # from a flag or a variable
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:

@@ -19,6 +19,7 @@ from kvatlas.router.config.schema import Config
 LIVE = frozenset(
     {
         "engines",
+        "stores",
         "models",
         "aliases",
         "policy",

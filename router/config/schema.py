@@ -14,6 +14,7 @@ from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.admission.key_file import KeySettings
 from kvatlas.router.api.admin_auth import AdminSettings
 from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.settings import CorsSettings, ListenSettings
@@ -243,6 +244,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     server: ServerConfig = ServerConfig()
     engines: tuple[EngineAddress, ...] = ()
+    stores: tuple[StoreSettings, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
     aliases: dict[str, str | dict[str, float]] = {}

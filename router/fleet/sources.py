@@ -51,7 +51,7 @@ def check_address(engine: EngineAddress) -> None:
         raise ValueError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
     for name in ("events", "replay", "snapshot"):
         address = getattr(engine, name)
-        if address is not None and (fault := _socket_fault(address)):
+        if address is not None and (fault := socket_fault(address)):
             raise ValueError(f"engine {engine.base_url}: {name}={address!r} {fault}")
     if engine.kv_source is not None and not _is_host_port(engine.kv_source):
         raise ValueError(f"engine {engine.base_url}: kv_source={engine.kv_source!r} is not HOST:PORT")
@@ -59,7 +59,7 @@ def check_address(engine: EngineAddress) -> None:
         raise ValueError(f"engine {engine.base_url}: replay= needs events=")
 
 
-def _socket_fault(address: str) -> str:
+def socket_fault(address: str) -> str:
     """Return the fault of a ZMQ address to connect to; "" if there is none."""
     scheme, _, rest = address.partition("://")
     if scheme not in {"tcp", "ipc", "inproc"} or not rest:

@@ -98,7 +98,13 @@ class EngineResidency(EngineKnowledge):
     @property
     def stores(self) -> frozenset[str]:
         """Shared stores that this engine loads from: it wrote to them, or they are configured."""
-        return self._outside.stores.union(self.facts.shared_stores)
+        return self._outside.stores.union(self.facts.shared_stores, self._outside.followed)
+
+    def load_from(self, stores: frozenset[str]) -> None:
+        """Set the stores with feeds of their own that this engine loads from."""
+        if stores != self._outside.followed:
+            self._outside.follow(stores)
+            self._settle()
 
     def successor(self) -> EngineResidency:
         """Create a staged residency of the same engine, to be filled from a snapshot; ``supersede``
@@ -110,6 +116,7 @@ class EngineResidency(EngineKnowledge):
         )
         staged._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
         staged._lookahead = self._lookahead
+        staged._outside.followed = self._outside.followed
         return staged
 
     def learn_setup(self, evidence: SetupEvidence) -> None:

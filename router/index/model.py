@@ -372,7 +372,7 @@ class FleetResidency:
         doubted = engine.doubted and mode == "assumed"
         if remembered is not None and engine.fits(remembered[0]) and not doubted:
             scheme, layout = _assumed(*remembered, layout)
-        elif layout is None and self.facts.shared_stores:
+        elif layout is None and engine.stores:
             mode = "native"
             scheme, layout = self._alike(engine)
         if scheme is None:
@@ -390,6 +390,11 @@ class FleetResidency:
             if writer.detection is Detection.NATIVE and writer.layout is not None and new.fits(writer.scheme):
                 return writer.scheme, writer.layout
         return None, None
+
+    @property
+    def known_scheme(self) -> HashScheme | None:
+        """A scheme that was found for engines of this model."""
+        return next(iter(self._known_schemes()), None)
 
     def _known_schemes(self) -> list[HashScheme]:
         """Schemes found for other engines of this fleet: the most likely ones for a new engine."""

@@ -23,6 +23,7 @@ class ModelIndexes:
         index_of: Callable[[str], Index] | None = None,
         *,
         applied: Callable[[str], None] = lambda engine_id: None,
+        made: Callable[[str, Index], None] = lambda model, index: None,
     ) -> None:
         """Create an empty mapping.
 
@@ -31,10 +32,13 @@ class ModelIndexes:
           index_of: Creates the index of a model; without it every model has one in memory.
 
           applied: Called with the engine's id after each batch and each snapshot.
+
+          made: Called with each model's new index.
         """
         self._facts_of = facts_of
         self._index_of = index_of
         self._applied = applied
+        self._made = made
         self._by_model: dict[str, FleetResidency] = {}
         self._model_of: dict[str, str] = {}
         self._slices = 0
@@ -57,7 +61,9 @@ class ModelIndexes:
 
     def _new_scope(self, base_model: str) -> FleetResidency:
         index = None if self._index_of is None else self._index_of(base_model)
-        return FleetResidency(self._facts_of(base_model), index, changed=self._changed)
+        made = FleetResidency(self._facts_of(base_model), index, changed=self._changed)
+        self._made(base_model, made.index)
+        return made
 
     def _changed(self) -> None:
         self.changes += 1

@@ -292,6 +292,8 @@ class OffloadedBlocks:
         """Events in unknown media, by name; at most ``_UNKNOWN_MEDIA_MAX`` names, and ``other``."""
         # Shared stores that this engine wrote to.
         self.stores: frozenset[str] = frozenset()
+        self.followed: frozenset[str] = frozenset()
+        """Stores with feeds of their own that it loads from."""
         self.reset()
 
     def reset(self) -> None:
@@ -307,6 +309,16 @@ class OffloadedBlocks:
         self._turn = 0
         self._turned_s: float | None = None
         self.stores = frozenset()
+
+    def follow(self, stores: frozenset[str]) -> None:
+        """Set the stores with feeds of their own that this engine loads from: these tell all that vLLM's
+        MooncakeStoreConnector would, and what is removed."""
+        self.followed = stores
+        self._planes.clear()
+        for name in [name for name in self._places if owner_of(name) == MOONCAKE]:
+            self._places.discard(name)
+            self._index.clear(self.engine_id, name)
+        self.stores -= {MOONCAKE}
 
     def stored(self, event: BlockStored) -> int:
         """Add one copy of each block; where there is one at most, mark it present. Returns the tokens of the
@@ -408,6 +420,8 @@ class OffloadedBlocks:
     def _find(self, event: BlockStored | BlockRemoved) -> Plane | None:
         medium, owner, locality = medium_named(event.medium), event.ownership, event.locality
         if event.medium == "cpu" and event.group_idx is not None and owner is None:
+            if self.followed:
+                return None
             medium, owner, locality = STORAGE, MOONCAKE, REMOTE
         if medium is None:
             self._rejected["unknown_medium"] += 1

@@ -91,6 +91,8 @@ class IndexLookup:
         self._load_gossip = load_gossip
         self._receive_inflight = receive_inflight
         self._clock = clock
+        self.own_rows: Callable[[str, Sequence[BlockHash]], Rows] = _no_rows
+        """Rows of a model's index here: stores with feeds of their own are followed by each replica."""
         self._models: dict[str, str] = {}
         self._load: Mapping[str, OthersLoad] = {}
         self._load_s = -math.inf
@@ -231,7 +233,7 @@ class IndexLookup:
             self.stats.retries += 1
             schemes |= new_schemes
         if prompt is not None:
-            hits |= self._hits(found, prompt, ids, spans, detail=detail)
+            hits |= self._hits(found, model, prompt, ids, spans, detail=detail)
             if any(is_shared(plane.medium) for plane, _ in found.rows.columns):
                 stores[model] = {scheme: shared_part(_span(found.rows, *at)) for scheme, at in spans.items()}
         return found
@@ -239,6 +241,7 @@ class IndexLookup:
     def _hits(
         self,
         found: SharedRows,
+        model: str,
         prompt: HashedPrompt,
         ids: list[str],
         spans: Mapping[HashScheme, tuple[int, int]],
@@ -256,12 +259,19 @@ class IndexLookup:
                 queries.setdefault(query.scheme, []).append(query)
         for scheme, alike in queries.items():
             rows = _span(found.rows, *spans[scheme])
+            if any(query.stores for query in alike):
+                own = shared_part(self.own_rows(model, prompt.hashes(scheme)))
+                rows = Rows(rows.num_hashes, rows.columns | own.columns)
             hits |= query_hits(rows, prompt.num_tokens, alike, detail=detail)
         for engine_id in [query.engine_id for alike in queries.values() for query in alike]:
             if not _trusted(found.engines[engine_id]):
                 self.stats.stale_engines += 1
                 hits[engine_id] = msgspec.structs.replace(hits[engine_id], stale=True)
         return hits
+
+
+def _no_rows(model: str, hashes: Sequence[BlockHash]) -> Rows:
+    return Rows(len(hashes), {})
 
 
 def _span(rows: Rows, start: int, end: int) -> Rows:

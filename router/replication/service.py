@@ -165,6 +165,7 @@ class SharedIndex:
         replicas.
         """
         self._feeds, self._residency = feeds, residency
+        self.lookup.own_rows = lambda model, hashes: residency.scope(model).index.lookup(hashes)
 
     def share_limits(self, gate: KeyGate, group: str) -> None:
         """Apply the limits of tenants to all replicas together.

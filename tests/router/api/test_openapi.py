@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.placement.hot_prefixes import EVERY
 from tests.support.whole_router import MODEL, configure, routing, running
 
@@ -49,7 +50,8 @@ def faults(document: Any, schema: Any, value: Any, at: str) -> list[str]:
 
 
 async def test_every_answer_is_what_the_document_says() -> None:
-    async with running({}) as engines, routing(configure(*engines)) as rig:
+    pool = StoreSettings(name="pool", kind="mooncake", events=("tcp://127.0.0.1:1",), model=MODEL)
+    async with running({}) as engines, routing(configure(*engines, stores=(pool,))) as rig:
         for _ in range(2 * EVERY):  # enough that the sampled prefixes have some too
             await rig.ok("POST", "/v1/chat/completions", CHAT, {"x-session-id": "s"})
         status, document = await rig.ask("GET", DOCUMENT)

@@ -14,9 +14,12 @@ from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockRemoved, BlockStored, WireHash, to_block_hash
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.openai.apis import COMPLETION
+from kvatlas.router.placement.candidate import PolicySettings
 from tests.support.foreign_publishers import MAKERS, Maker
+from tests.support.store_publishers import MooncakeStore, MooncakeTier
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, configure, routing, running
 
@@ -100,20 +103,34 @@ async def test_a_router_that_comes_late_knows_a_prompt_after_its_first_turn() ->
 @pytest.mark.long
 async def test_a_fleet_of_several_makers() -> None:
     full = {"groups": "full", "num_blocks": 400}
-    kinds: list[dict[str, Any]] = [{}, {"kind": "sglang"}, {}, {}, {"publish_events": False}]
+    small = {"num_blocks": 100}
+    kinds: list[dict[str, Any]] = [small, small, {"kind": "sglang"}, {}, {}, {"publish_events": False}]
     async with running(*[{**full, **kind} for kind in kinds]) as engines:
-        vllm, sglang, tensorrt, atom, silent = engines
+        vllm, other_vllm, sglang, tensorrt, atom, silent = engines
+        store = MooncakeStore("tcp://127.0.0.1:19997")
+        for one in (vllm, other_vllm):
+            one.scheduler._tier = MooncakeTier(store)  # type: ignore[assignment]
         speak(tensorrt, TENSORRT)
         speak(atom, ATOM)
         addresses = [
             EngineAddress(one.base_url, events=one.events_endpoint, replay=one.replay_endpoint)
-            for one in (vllm, sglang, tensorrt)
+            for one in (vllm, other_vllm, sglang, tensorrt)
         ]
         addresses.append(EngineAddress(atom.base_url, events=atom.events_endpoint))
         addresses.append(EngineAddress(silent.base_url))
-        async with routing(configure(*addresses), wait=False) as rig:
-            fleet = rig.router.fleet
+        pool = StoreSettings(
+            name="pool",
+            kind="mooncake",
+            events=(store.endpoint,),
+            model=MODEL,
+            engines=(vllm.base_url, other_vllm.base_url),
+        )
+        # These engines compute in next to no time: so must a load.
+        policy = PolicySettings(storage_load_s_per_token=1e-9, load_s_per_token=1e-9)
+        async with routing(configure(*addresses, stores=(pool,), policy=policy), wait=False) as rig:
+            fleet, (followed,) = rig.router.fleet, rig.router.lifecycle.stores
             await until(lambda: all(one.up for one in fleet) and rig.router.readiness().ready, "ready")
+            await until(lambda: followed.stats.connected, "the store")
             rng = random.Random(1)
             stories = [f"Story {number}. " + "It goes on and on. " * 30 for number in range(12)]
             for _ in range(90):
@@ -122,8 +139,12 @@ async def test_a_fleet_of_several_makers() -> None:
                 body = {"model": MODEL, "max_tokens": 2, "prompt": stories[number]}
                 await rig.ok("POST", COMPLETION, body)
                 await until(lambda: rig.idle, "answered")
-                await rig.caught_up(vllm, sglang, tensorrt, atom)
-            names = {one.base_url: maker for one, maker in zip(engines, "vstan", strict=True)}
+                await rig.caught_up(vllm, other_vllm, sglang, tensorrt, atom)
+                await until(lambda: followed.stats.batches == store.sent, "what the store holds is known")
+                if rng.random() < 0.2:
+                    store.evict(10)
+                    await until(lambda: followed.stats.batches == store.sent, "so are its evictions")
+            names = {one.base_url: maker for one, maker in zip(engines, "vvstan", strict=True)}
             told = Counter(
                 (names[receipt.engine_id], receipt.mode, receipt.outcome)
                 for receipt in rig.router.accounts.receipts.latest
@@ -136,3 +157,6 @@ async def test_a_fleet_of_several_makers() -> None:
             assert {outcome for _, _, outcome in told} == {"exact"}
             hits = sum(receipt.actual_tokens or 0 for receipt in rig.router.accounts.receipts.latest)
             assert hits > 10_000
+            loaded = sum(receipt.storage_tokens for receipt in rig.router.accounts.receipts.latest)
+            assert loaded > 500, "by the two engines from their store"
+        store.close()

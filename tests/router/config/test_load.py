@@ -16,6 +16,7 @@ from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import SECTIONS, describe, load, parse_engine, plain_keys, start
 from kvatlas.router.config.reload import LIVE, changes
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
+from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FileSettings, FleetSettings
 from kvatlas.router.placement.shadow import Shadow
@@ -71,6 +72,20 @@ def refused(tmp_path: Path, text: str = "", **options: Any) -> str:
     message = str(error.value)
     assert "\n" not in message
     return message
+
+
+STORE = '[[stores]]\nname = "a"\nkind = "mooncake"\nevents = ["tcp://h:1"]\nmodel = "m"\n'
+
+
+def test_stores_of_a_file_can_be_reloaded(tmp_path: Path) -> None:
+    one, two = (
+        load(write(tmp_path, text), environ={}).config for text in (STORE, STORE + "tensor_parallel = 4")
+    )
+    assert two.stores == (
+        StoreSettings(name="a", kind="mooncake", events=("tcp://h:1",), model="m", tensor_parallel=4),
+    )
+    assert changes(one, two).taken == ("stores",)
+    assert changes(one, two).config == two
 
 
 def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
@@ -213,6 +228,16 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
             "\n".join(f'[[engines]]\nbase_url = "http://{name}"\nevents = "tcp://a:1"' for name in "ab"),
             "engines: http://b has the same events=tcp://a:1 as http://a; give each engine its own address",
         ),
+        ("stores = 3", "stores = 3: expected a list of tables"),
+        (STORE.replace("model", "modle"), "unknown key stores[0].modle; did you mean stores[0].model?"),
+        (STORE.replace('name = "a"', ""), "stores[0]: name must be given"),
+        (STORE.replace("mooncake", "s3"), "stores[0].kind = 's3': expected one of mooncake, lmcache"),
+        (STORE.replace("tcp://h:1", "h:1"), "stores[0].events: 'h:1' is not a tcp:// or ipc:// address"),
+        (STORE.replace("//h", "//*"), "stores[0].events: 'tcp://*:1' is where the store listens"),
+        (STORE + "tensor_parallel = 0", "stores[0].tensor_parallel: 0 is not from 1 to 1024"),
+        (STORE + 'engines = ["h:1"]', "stores[0].engines: 'h:1': expected http://HOST:PORT"),
+        (STORE + 'key_model = " "', "stores[0].key_model: ' ': expected 1 to 200 printable characters"),
+        (STORE + STORE, "stores[1].name: a twice"),
         ("models = 3", "models = 3: expected a table of tables"),
         (
             "[models.m]\ntokeniser = 1",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import BlockStored, encode_tokens
+from kvatlas.publisher.events import BlockStored, encode_tokens, to_block_hash
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.index.places import Reach
+from kvatlas.router.index.stores import Parts, StoreChange, StoreContent
 from kvatlas.router.replication.descriptions import engine_facts
 from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
@@ -88,3 +90,29 @@ async def test_writes_of_one_replicas_engine_count_for_the_engines_of_another(
         await replicas["one"].mirror.flush()
         later = await lookup.look(Prompt(PROMPT), models)
         assert (later.hits["writer"].hit_tokens, later.hits["writer"].storage_tokens) == (32, 0)
+
+
+async def test_each_replica_follows_stores_with_feeds_itself(plain_server: AnyServer) -> None:
+    """No shared index has its chunks, but they count for the engines of other replicas too."""
+    reach = Reach(alone=True, chunk_tokens=0)
+    async with Replicas(make_settings(plain_server.url), "one", "two") as replicas:
+        fleets = {name: FleetResidency(ModelFacts(), replicas[name].mirror) for name in ("one", "two")}
+        await replicas["one"].take("loader")
+        fleets["one"].apply("loader", batch(WRITER.stored(PROMPT, stop=2)))
+        fleets["one"].engine("loader").load_from(frozenset({"pool"}))
+        for name in ("one", "two"):
+            content = StoreContent("pool", reach, Parts())
+            content.attach(fleets[name].index)
+            held = HASHES[:8] if name == "two" else HASHES[:4]
+            content.apply([StoreChange(True, 0, to_block_hash(one)) for one in held])
+        replicas["one"].mirror.describe("loader", facts_of(fleets["one"], "loader"))
+        await replicas["one"].mirror.flush()
+        assert fleets["one"].predict(Prompt(PROMPT), ["loader"])["loader"].storage_tokens == 32
+
+        lookup = IndexLookup(
+            lambda: replicas.reader, Own("none"), LoadGossip("two", lambda now: {}, started=1),
+            clock=asyncio.get_running_loop().time,
+        )  # fmt: skip
+        lookup.own_rows = lambda model, hashes: fleets["two"].index.lookup(hashes)
+        look = await lookup.look(Prompt(PROMPT), {"loader": MODEL})
+        assert (look.hits["loader"].hit_tokens, look.hits["loader"].storage_tokens) == (32, 96)

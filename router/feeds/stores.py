@@ -1,0 +1,284 @@
+"""Feeds of stores: each follows the events of one store, and keeps what it holds in its model's index.
+
+Stores have no replay. So an event that was lost leaves no way to know what else was removed: with a gap in
+the numbers, a number that goes back (another process), a batch that cannot be read, or a lost connection,
+all that was known of the store is dropped, and it fills again with what is stored from then on. What it held
+before the router came is unknown as well: predictions are too low, never too high.
+
+Every router and worker follows every store itself: what stores hold is in no index that replicas share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import msgspec
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.events import EventDecodeError
+from kvatlas.router.feeds.base import FeedSettings
+from kvatlas.router.feeds.sockets import MessageReader, Slice, live_socket
+from kvatlas.router.feeds.store_events import StoreDecoder, StoreSettings
+from kvatlas.router.index.base import Index
+from kvatlas.router.index.stores import StoreContent
+
+_log = structlog.get_logger()
+_RESTART_S = 1.0
+_AGE_S = 5.0
+_CHANGES_AT_ONCE = 256
+
+
+class StoreStats(msgspec.Struct):
+    """Counters and gauges of one store's feed."""
+
+    connected: Annotated[bool, "kvatlas_store_connected"] = False
+    """1 while the router is connected to all addresses that the store publishes at."""
+    chunks: Annotated[int, "kvatlas_store_chunks"] = 0
+    """Chunks of the store that have all their parts, and count."""
+    incomplete: Annotated[int, "kvatlas_store_incomplete_chunks"] = 0
+    """Chunks of which a part is missing: they do not count."""
+    batches: Annotated[int, "kvatlas_store_batches_total"] = 0
+    """Batches received from the store."""
+    events: Annotated[int, "kvatlas_store_events_total"] = 0
+    """Events of these."""
+    dropped: Annotated[dict[str, int], "kvatlas_store_dropped_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Times that all that was known of the store was dropped, by reason: `gap` (a number is missing),
+    `restart` (numbers went back), `disconnected`, `undecodable`."""
+    unused: Annotated[dict[str, int], "kvatlas_store_unused_events_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Events that were seen and not used, by reason."""
+    overflows: Annotated[int, "kvatlas_store_overflows_total"] = 0
+    """Chunks beyond the bound of 1,048,576 per store, which are not kept."""
+
+
+class Sequence:
+    """Numbers of one publisher's batches."""
+
+    def __init__(self) -> None:
+        self._next: int | None = None
+
+    def take(self, number: int) -> str:
+        """Return why what was known cannot be kept with this batch: ``gap``, ``restart``, or "". The first
+        one seen may have any number."""
+        expected, self._next = self._next, number + 1
+        if expected is None or number == expected:
+            return ""
+        return "gap" if number > expected else "restart"
+
+    def reset(self) -> None:
+        """Expect any number: the connection was lost."""
+        self._next = None
+
+
+class StoreFeed:
+    """Follows one store."""
+
+    def __init__(
+        self, settings: StoreSettings, feeds: FeedSettings, scheme: Callable[[], HashScheme | None]
+    ) -> None:
+        self.settings = settings
+        self.content = StoreContent(settings.name, settings.reach, settings.parts)
+        self._decoder = StoreDecoder(settings, scheme)
+        self._feeds = feeds
+        self._stats = StoreStats(unused=self._decoder.unused)
+        self._connected = set[str]()
+        # Batches of several publishers change the content one after the other.
+        self._applying = asyncio.Lock()
+        self._log = _log.bind(store=settings.name)
+
+    @property
+    def stats(self) -> StoreStats:
+        """Counters, with the present gauges."""
+        stats, content = self._stats, self.content
+        stats.connected = len(self._connected) == len(set(self.settings.events))
+        stats.chunks, stats.incomplete = content.whole, content.chunks - content.whole
+        stats.overflows = content.overflows
+        return stats
+
+    async def run(self, clock: Callable[[], float]) -> None:
+        """Follow the store until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for endpoint in dict.fromkeys(self.settings.events):
+                tasks.create_task(self._follow(endpoint, clock), name=f"store {self.settings.name}")
+            while True:
+                await asyncio.sleep(_AGE_S)
+                if (ttl_s := self.settings.expires_s) is not None:
+                    self.content.age(clock(), ttl_s)
+
+    async def _follow(self, endpoint: str, clock: Callable[[], float]) -> None:
+        while True:
+            try:
+                await self._read(endpoint, clock)
+            except Exception:  # noqa: BLE001  # other feeds and requests must continue
+                self._log.exception("feed of a store failed, restarting it", endpoint=endpoint)
+            self._lose("disconnected", endpoint)
+            await asyncio.sleep(_RESTART_S)
+
+    async def _read(self, endpoint: str, clock: Callable[[], float]) -> None:
+        numbers, work = Sequence(), Slice(clock)
+        with contextlib.ExitStack() as stack:
+            live = live_socket(zmq.Context.instance(), "", self._feeds)
+            reader = stack.enter_context(MessageReader(live))
+            monitor = stack.enter_context(MessageReader(live.get_monitor_socket()))
+            stack.callback(live.disable_monitor)
+            live.connect(endpoint)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(endpoint, monitor, numbers))
+                while True:
+                    message = reader.take()
+                    if message is None:
+                        await reader.wait()
+                        work.begin()
+                        continue
+                    # An event of the connection from before this message.
+                    self._note_connection(endpoint, monitor, numbers)
+                    async with self._applying:
+                        await self._take(message, numbers, work)
+                    await work.yield_to_loop()
+
+    async def _watch(self, endpoint: str, monitor: MessageReader, numbers: Sequence) -> None:
+        while True:
+            async with self._applying:
+                self._note_connection(endpoint, monitor, numbers)
+            await monitor.wait()
+
+    def _note_connection(self, endpoint: str, monitor: MessageReader, numbers: Sequence) -> None:
+        while (message := monitor.take()) is not None:
+            event = parse_monitor_message(message)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                # Messages of the connection before may have been read after its end.
+                numbers.reset()
+                self._forget()
+                self._connected.add(endpoint)
+            elif event == zmq.EVENT_DISCONNECTED:
+                numbers.reset()
+                self._lose("disconnected", endpoint)
+
+    async def _take(self, message: list[bytes], numbers: Sequence, work: Slice) -> None:
+        self._stats.batches += 1
+        if len(message) != 3 or len(message[1]) != 8 or len(message[2]) > self._feeds.payload_bytes_max:
+            self._drop("undecodable")
+            return
+        if why := numbers.take(int.from_bytes(message[1], "big")):
+            self._drop(why)
+        try:
+            batch = await work.all(self._decoder.decode(message[0], message[2]))
+        except EventDecodeError as error:
+            self._log.warning("a batch of a store cannot be read", error=str(error))
+            self._drop("undecodable")
+            return
+        self._stats.events += batch.events
+        for start in range(0, len(batch.changes), _CHANGES_AT_ONCE):
+            for change in batch.changes[start : start + _CHANGES_AT_ONCE]:
+                if change is None:
+                    self.content.clear()
+                else:
+                    self.content.apply((change,))
+            await work.yield_to_loop()
+
+    def _lose(self, why: str, endpoint: str) -> None:
+        self._connected.discard(endpoint)
+        self._drop(why)
+
+    def _drop(self, why: str) -> None:
+        """Drop all that is known of the store."""
+        if self.content.chunks:
+            self._log.warning("what this store holds is unknown: all of it was dropped", reason=why)
+        self._stats.dropped[why] = self._stats.dropped.get(why, 0) + 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self.content.clear()
+        self._decoder.clear()
+
+
+class StoreFeeds:
+    """The feeds of all configured stores. ``scheme_of``: hash scheme of a model's engines."""
+
+    def __init__(
+        self,
+        stores: tuple[StoreSettings, ...],
+        feeds: FeedSettings,
+        *,
+        scheme_of: Callable[[str], HashScheme | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._feeds = feeds
+        self._scheme_of = scheme_of
+        self._clock = clock
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._by_name = {one.name: self._made(one) for one in stores}
+
+    def _made(self, settings: StoreSettings) -> StoreFeed:
+        return StoreFeed(settings, self._feeds, lambda: self._scheme_of(settings.model))
+
+    def __iter__(self) -> Iterator[StoreFeed]:
+        return iter(self._by_name.values())
+
+    @property
+    def stats(self) -> dict[str, StoreStats]:
+        """Counters by store."""
+        return {name: feed.stats for name, feed in self._by_name.items()}
+
+    def of_engine(self, base_url: str, model: str) -> frozenset[str]:
+        """Stores that an engine of this model loads from."""
+        return frozenset(
+            feed.settings.name
+            for feed in self
+            if feed.settings.model == model
+            and (not feed.settings.engines or base_url in [url.rstrip("/") for url in feed.settings.engines])
+        )
+
+    def attach(self, model: str, index: Index) -> None:
+        """Keep what the model's stores hold in this index from now on."""
+        for feed in self:
+            if feed.settings.model == model:
+                feed.content.attach(index)
+
+    def begin(self, tasks: asyncio.TaskGroup) -> None:
+        """Follow the stores in ``tasks``."""
+        self._tasks = tasks
+        for feed in self:
+            self._start(feed)
+
+    def end(self) -> None:
+        """Stop following; what is known is dropped."""
+        self._tasks = None
+        for name in list(self._running):
+            self._stop(name)
+
+    def take(self, stores: tuple[StoreSettings, ...], index_of: Callable[[str], Index]) -> None:
+        """Use changed settings: stores whose settings are the same are followed on."""
+        wanted = {one.name: one for one in stores}
+        for name, feed in list(self._by_name.items()):
+            if wanted.get(name) != feed.settings:
+                self._stop(name)
+                feed.content.attach(None)
+                del self._by_name[name]
+        for name, settings in wanted.items():
+            if name not in self._by_name:
+                feed = self._by_name[name] = self._made(settings)
+                feed.content.attach(index_of(settings.model))
+                self._start(feed)
+        self._by_name = {name: self._by_name[name] for name in wanted}
+
+    def _start(self, feed: StoreFeed) -> None:
+        if self._tasks is not None:
+            name = feed.settings.name
+            self._running[name] = self._tasks.create_task(feed.run(self._clock), name=f"store {name}")
+
+    def _stop(self, name: str) -> None:
+        task = self._running.pop(name, None)
+        if task is not None:
+            task.cancel()
+        self._by_name[name].content.clear()

@@ -1,0 +1,136 @@
+"""Chunks held by a store that has a feed of its own, as blocks in the index of a model.
+
+A chunk of a store consists of parts: one object per rank of the engines that write it, each in one medium of
+the store or in several. It counts only while every part is there, in whichever medium. A store is a set:
+storing a part twice changes nothing, nor does removing one that is not held. Without removals, parts grow
+old.
+
+Invariants: the index holds exactly the whole chunks, under the store's own writer, so that forgetting the
+store takes no step per block; at most ``CHUNKS_MAX`` chunks are kept, further ones are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from kvatlas.publisher.events import BlockHash
+from kvatlas.router.index.base import Index, Plane
+from kvatlas.router.index.places import Reach, store_place
+
+# About 200 MB of one store.
+CHUNKS_MAX = 1 << 20
+# Media of a store, at most.
+STORE_MEDIA_MAX = 2
+# Parts of a chunk: engines of 64 GPUs and more share heads or layers.
+PARTS_MAX = 1024
+# No engine id contains a NUL.
+_WRITER = "\x00store "
+_GROUP_SHIFT = 64
+_BLOCK_MASK = (1 << _GROUP_SHIFT) - 1
+
+
+class StoreChange(NamedTuple):
+    """One part of a chunk that was stored or removed; ``part`` counts from 0, ``medium`` too."""
+
+    stored: bool
+    group_idx: int
+    block: BlockHash
+    part: int = 0
+    medium: int = 0
+
+
+class Parts(NamedTuple):
+    """Parts of which chunks consist."""
+
+    count: int = 1
+    """Most parts of a chunk."""
+    of_group: Mapping[int, int] = {}
+    """Group -> its parts, as bits, where not all ``count`` are needed."""
+
+    def are_whole(self, group_idx: int, held: int) -> bool:
+        """Whether these parts (a bit for each part, medium after medium) make a chunk of this group."""
+        needed = self.of_group.get(group_idx, (1 << self.count) - 1)
+        return (held | held >> self.count) & needed == needed
+
+
+class StoreContent:
+    """Chunks of one store."""
+
+    def __init__(self, name: str, reach: Reach, parts: Parts) -> None:
+        self._place = store_place(name, reach)
+        self._writer = f"{_WRITER}{name}"
+        self._parts = parts
+        self._index: Index | None = None
+        # (group, block) -> parts; the second has those that were not stored again since the last turn.
+        self._held: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+        self._turned_s: float | None = None
+        self.whole = 0
+        """Chunks that count."""
+        self.overflows = 0
+        """Chunks that were not kept, beyond ``CHUNKS_MAX``."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of which any part is held."""
+        return len(self._held) + len(self._older)
+
+    def attach(self, index: Index | None) -> None:
+        """Write to this index from now on, all that is held first; None: to none."""
+        if self._index is not None:
+            self._index.forget(self._writer)
+        self._index = index
+        by_group: dict[int, list[BlockHash]] = {}
+        for held in (self._older, self._held) if index is not None else ():
+            for key, bits in held.items():
+                group_idx = key >> _GROUP_SHIFT
+                if self._parts.are_whole(group_idx, bits):
+                    by_group.setdefault(group_idx, []).append(BlockHash(key & _BLOCK_MASK))
+        for group_idx, blocks in by_group.items():
+            if index is not None:
+                index.store(self._writer, Plane(self._place, group_idx), blocks)
+
+    def apply(self, changes: Iterable[StoreChange]) -> None:
+        """Apply changes in their order."""
+        for stored, group_idx, block, part, medium in changes:
+            key, bit = group_idx << _GROUP_SHIFT | block, 1 << part + medium * self._parts.count
+            held = self._held.get(key) or self._older.get(key, 0)
+            if stored and not held and self.chunks >= CHUNKS_MAX:
+                self.overflows += 1
+                continue
+            left = held | bit if stored else held & ~bit
+            if stored:
+                self._older.pop(key, None)
+                self._held[key] = left
+            elif left:
+                (self._held if key in self._held else self._older)[key] = left
+            else:
+                self._held.pop(key, None)
+                self._older.pop(key, None)
+            self._note(group_idx, block, held, left)
+
+    def _note(self, group_idx: int, block: BlockHash, before: int, after: int) -> None:
+        was, is_whole = self._parts.are_whole(group_idx, before), self._parts.are_whole(group_idx, after)
+        if was == is_whole:
+            return
+        self.whole += 1 if is_whole else -1
+        if self._index is not None:
+            self._index.set_copies(self._writer, Plane(self._place, group_idx), block, int(is_whole))
+
+    def clear(self) -> None:
+        """Discard everything: what the store holds is not known any more."""
+        self._held, self._older, self.whole = {}, {}, 0
+        if self._index is not None:
+            self._index.forget(self._writer)
+
+    def age(self, now_s: float, ttl_s: float) -> None:
+        """Discard parts that were not stored again for ``ttl_s``, at the earliest after half of it."""
+        if self._turned_s is None:
+            self._turned_s = now_s
+        if now_s - self._turned_s < ttl_s / 2:
+            return
+        self._turned_s = now_s
+        for key, bits in self._older.items():
+            self._note(key >> _GROUP_SHIFT, BlockHash(key & _BLOCK_MASK), bits, 0)
+        self._held, self._older = {}, self._held

@@ -1,0 +1,163 @@
+"""Stores with feeds of their own, behind a whole router: who loads from them, and what a lost event costs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.stores import StoreFeed
+from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.openai.apis import COMPLETION
+from kvatlas.router.placement.candidate import PolicySettings
+from tests.support.store_publishers import (
+    MooncakeStore,
+    MooncakeTier,
+    mooncake_event,
+    mooncake_key,
+    mooncake_payload,
+)
+from tests.support.waiting import until
+from tests.support.whole_router import MODEL, Rig, configure, routing, running
+
+ENDPOINT = "tcp://127.0.0.1:19998"
+POOL = StoreSettings(name="pool", kind="mooncake", events=(ENDPOINT,), model=MODEL)
+ALTERNATE = PolicySettings(policy="round-robin")
+
+
+def address(engine: SimulatedEngine) -> EngineAddress:
+    return EngineAddress(engine.base_url, events=engine.events_endpoint, replay=engine.replay_endpoint)
+
+
+class Pool(NamedTuple):
+    """A router before two engines that load from a store."""
+
+    rig: Rig
+    engines: list[SimulatedEngine]
+    store: MooncakeStore
+
+    @property
+    def feed(self) -> StoreFeed:
+        (feed,) = self.rig.router.lifecycle.stores
+        return feed
+
+    async def ask(self, text: str) -> tuple[str, int, int, int | None]:
+        """Send a prompt; returns its outcome, what was predicted in all and from storage, and the hit."""
+        await self.rig.ok("POST", COMPLETION, {"model": MODEL, "max_tokens": 1, "prompt": text})
+        await until(lambda: self.rig.idle, "answered")
+        await self.rig.caught_up(*self.engines)
+        await self.caught_up()
+        receipt = list(self.rig.router.accounts.receipts.latest)[-1]
+        return receipt.outcome, receipt.predicted_tokens or 0, receipt.storage_tokens, receipt.actual_tokens
+
+    async def caught_up(self) -> None:
+        """Every batch of the store was applied."""
+        await until(lambda: self.feed.stats.batches == self.store.sent, "every batch of the store applied")
+
+    async def stores(self) -> dict[str, Any]:
+        (found,) = await self.rig.ok("GET", "/kvatlas/stores")
+        return dict(found)
+
+
+@asynccontextmanager
+async def pool(*, loaders: tuple[int, ...] = (0, 1)) -> AsyncIterator[Pool]:
+    async with running({"groups": "full"}, {"groups": "full"}) as engines:
+        store = MooncakeStore(ENDPOINT)
+        for number in loaders:
+            engines[number].scheduler._tier = MooncakeTier(store)  # type: ignore[assignment]
+        chosen = msgspec.structs.replace(POOL, engines=tuple(engines[one].base_url for one in loaders))
+        listed = [address(engine) for engine in engines]
+        async with routing(configure(*listed, stores=(chosen,), policy=ALTERNATE)) as rig:
+            made = Pool(rig, engines, store)
+            await until(lambda: made.feed.stats.connected, "the store")
+            # The hash scheme of both is known from here on.
+            for number in range(2):
+                await made.ask(f"Warm up number {number}. " * 20)
+            yield made
+        store.close()
+
+
+def story(number: int) -> str:
+    return f"Story {number}. " + "It goes on and on. " * 30
+
+
+async def test_an_engine_loads_the_others_chunks_until_they_are_removed() -> None:
+    async with pool() as made:
+        told = [await made.ask(story(number // 2)) for number in range(6)]
+        assert {outcome for outcome, *_ in told} == {"exact"}
+        assert all(storage > 100 for _, _, storage, _ in told[1::2]), "the second engine loads"
+        seen = await made.stores()
+        assert (seen["store"], seen["connected"], seen["incomplete"]) == ("pool", True, 0)
+        assert seen["chunks"] == len(made.store.held) > 20
+        assert sorted(seen["loaders"]) == sorted(engine.base_url for engine in made.engines)
+        await made.ask(story(9))
+        made.store.evict(len(made.store.held))
+        await made.caught_up()
+        assert await made.ask(story(9)) == ("exact", 0, 0, 0), "the other one holds nothing of it"
+        page = await made.rig.page()
+        assert 'kvatlas_store_chunks{store="pool"}' in page
+
+
+async def test_an_engine_that_does_not_load_from_it_is_promised_nothing() -> None:
+    async with pool(loaders=(0,)) as made:
+        told = [await made.ask(story(number // 2)) for number in range(4)]
+        assert {outcome for outcome, *_ in told} == {"exact"}
+        assert (await made.stores())["loaders"] == [made.engines[0].base_url]
+
+
+@pytest.mark.parametrize("what", ["gap", "restart", "undecodable", "disconnected"])
+async def test_a_lost_event_drops_what_is_known_and_the_store_fills_again(what: str) -> None:
+    async with pool() as made:
+        await made.ask(story(1))
+        assert made.feed.stats.chunks > 20
+        other = mooncake_payload([mooncake_event("stored", mooncake_key(bytes(32)))])
+        if what == "disconnected":
+            made.store.close()
+            await until(lambda: not made.feed.stats.connected, "known")
+            assert any("store pool" in one["seen"] for one in await problems(made.rig))
+        else:
+            if what == "restart":
+                made.store.number = 0
+            made.store.send(b"\xc1" if what == "undecodable" else other, skipped=3 if what == "gap" else 0)
+            await until(lambda: made.feed.stats.dropped.get(what) == 1, "dropped")
+        assert made.feed.stats.chunks == (0 if what in {"disconnected", "undecodable"} else 1)
+        assert made.feed.stats.dropped[what] == 1
+        if what != "disconnected":
+            before = made.feed.stats.chunks
+            await made.ask(story(2))
+            assert made.feed.stats.chunks > before
+
+
+async def problems(rig: Rig) -> list[dict[str, Any]]:
+    """Problems of the router itself."""
+    return list((await rig.ok("GET", "/kvatlas/problems"))["router"])
+
+
+async def test_unused_events_are_a_problem_with_its_reason() -> None:
+    async with pool() as made:
+        made.store.send(mooncake_payload([mooncake_event("stored", mooncake_key(bytes(32), "llama"))]))
+        await made.caught_up()
+        (found,) = [one for one in await problems(made.rig) if one["check"] == "store.unused"]
+        assert "keys of llama 1" in found["seen"]
+        assert (await made.stores())["unused"] == {"keys of llama": 1}
+
+
+async def test_stores_are_changed_while_the_router_runs() -> None:
+    async with pool() as made:
+        router = made.rig.router
+        await made.ask(story(1))
+        kept, chunks = made.feed, made.feed.stats.chunks
+        router.take(msgspec.structs.replace(router.config, stores=router.config.stores))
+        assert (made.feed, made.feed.stats.chunks) == (kept, chunks)
+        unused = msgspec.structs.replace(POOL, name="next", engines=("http://other:1",))
+        router.take(msgspec.structs.replace(router.config, stores=(unused,)))
+        assert (await made.stores())["loaders"] == []
+        assert "kvatlas-demo" in router.scopes.models()
+        assert router.scopes.check_integrity() == []
+        router.take(msgspec.structs.replace(router.config, stores=()))
+        assert await made.rig.ok("GET", "/kvatlas/stores") == []
