@@ -250,12 +250,15 @@ def _tokenizers(libraries: Mapping[str, str]) -> Metric:
     return found
 
 
-_TIMES = {
-    "first_token": "kvatlas_time_to_first_token_seconds",
-    "between": "kvatlas_inter_token_seconds",
-    "whole": "kvatlas_request_duration_seconds",
-    "overhead": "kvatlas_router_overhead_seconds",
-}
+# Under OpenTelemetry's names too, where these mean the same (semantic conventions 0.66: ``gen_ai.server.*``).
+_TIMES = (
+    ("first_token", "kvatlas_time_to_first_token_seconds", "model"),
+    ("first_token", "gen_ai_server_time_to_first_token_seconds", "gen_ai_request_model"),
+    ("between", "kvatlas_inter_token_seconds", "model"),
+    ("whole", "kvatlas_request_duration_seconds", "model"),
+    ("whole", "gen_ai_server_request_duration_seconds", "gen_ai_request_model"),
+    ("overhead", "kvatlas_router_overhead_seconds", "model"),
+)
 _TIME_TEXTS = {
     "first_token": "From the head of a streamed completion request until the engine's first token, retries "
     "included",
@@ -280,8 +283,8 @@ def of_requests(requests: RequestTracker) -> Iterator[Metric]:
     yield from in_parts(
         ended, requests.counts.items(), lambda family, row: family.add_metric(list(row[0]), row[1])
     )
-    for name, metric in _TIMES.items():
-        family = HistogramMetricFamily(metric, _TIME_TEXTS[name], labels=["model"])
+    for name, metric, label in _TIMES:
+        family = HistogramMetricFamily(metric, _TIME_TEXTS[name], labels=[label])
         for model, times in requests.models.items():
             histogram: Histogram = getattr(times, name)
             family.add_metric([model], histogram.buckets(), histogram.total)

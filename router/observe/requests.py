@@ -21,6 +21,7 @@ from kvatlas.router.observe.books import Books
 from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.observe.traces import RequestTrace, Traces
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.request import Session, Usage
 from kvatlas.router.openai.sessions import session_name
 
@@ -38,6 +39,14 @@ REQUEST_ID_CHARS_MAX = 256
 # difference from 1 that openings and ends of short answers make, and bounds against reports that are wrong.
 _PACE_KEPT, _PACE_NOISE = 0.9, 0.1
 _PACE_MIN, _PACE_MAX = 0.25, 16.0
+# OpenTelemetry's names of what these paths do (semantic conventions 0.66).
+_OPERATIONS = {
+    CHAT: "chat",
+    MESSAGES: "chat",
+    RESPONSES: "chat",
+    COMPLETION: "text_completion",
+    "/v1/embeddings": "embeddings",
+}
 Certainty = Literal["measured", "counted", "estimated"]
 """How sure a number of tokens is: the engine's report; what passed; a prediction."""
 _TEXT_MAX = 200
@@ -454,12 +463,18 @@ class RequestRecord(msgspec.Struct, eq=False):
     def facts(self) -> dict[str, Any]:
         """Attributes of its span, with OpenTelemetry's names if there are some."""
         usage = self.usage
+        first_s = None if self.first_s is None else round(self.first_s - self.arrived_s, 6)
         return {
             "http.request.method": self.method,
             "http.response.status_code": self.status or None,
+            "gen_ai.operation.name": _OPERATIONS.get(self.path),
             "gen_ai.request.model": self.model or None,
+            "gen_ai.request.stream": self.streams or None,
+            "gen_ai.response.time_to_first_chunk": first_s,
+            "gen_ai.usage.cache_read.input_tokens": None if usage is None else usage.cached_tokens,
             "gen_ai.usage.input_tokens": None if usage is None else usage.prompt_tokens,
             "gen_ai.usage.output_tokens": None if usage is None else usage.completion_tokens,
+            "error.type": self.outcome if self.status >= 500 or self.broken else None,
             "kvatlas.hit_tokens": None if usage is None else usage.cached_tokens,
             "kvatlas.outcome": self.outcome,
             "kvatlas.tenant": self.tenant or None,

@@ -81,6 +81,8 @@ async def test_spans_of_a_request_with_prediction_and_receipt() -> None:
     assert asked["kvatlas.reason"] == "only"
     assert ended["http.response.status_code"] == 200
     assert ended["gen_ai.usage.output_tokens"] == 3
+    assert ended["gen_ai.operation.name"] == "chat"
+    assert ended["gen_ai.usage.cache_read.input_tokens"] == ended["kvatlas.hit_tokens"]
 
 
 async def test_each_leg_is_a_span_with_its_engine_and_the_second_one_has_the_gap() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.events import BlockHash
+from kvatlas.router.api.metrics_page import _TIMES
 from kvatlas.router.observe import requests as requests_module
 from kvatlas.router.observe.books import ENTRIES_MAX, Books
 from kvatlas.router.observe.histogram import Histogram
@@ -350,3 +351,19 @@ def test_tokens_of_a_cut_stream_follow_the_streams_that_were_reported(
     assert (streamed(0, None).generated_tokens, streamed(0, None).generated_is) == (None, None)
     tracker.forget("e")
     assert tracker.tokens_per_event("e") == 1.0
+
+
+def test_names_of_a_span_are_those_of_the_conventions_and_its_stream_has_its_times() -> None:
+    names = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
+    known = {value for value in vars(names).values() if isinstance(value, str)}
+    clock = Clock()
+    record = answered(RequestTracker(clock), clock)
+    record.streams, record.session = True, Session("s", "a")
+    told = {name: value for name, value in record.facts().items() if name.startswith("gen_ai.")}
+    assert told.keys() <= known
+    assert None not in told.values()
+    assert told["gen_ai.operation.name"] in {one.value for one in names.GenAiOperationNameValues}
+    assert told["gen_ai.response.time_to_first_chunk"] == 0.5
+    metrics = pytest.importorskip("opentelemetry.semconv._incubating.metrics.gen_ai_metrics")
+    ours = {f"{name.removesuffix('_seconds')}" for _, name, _ in _TIMES if name.startswith("gen_ai")}
+    assert ours <= {value.replace(".", "_") for value in vars(metrics).values() if isinstance(value, str)}
