@@ -385,14 +385,6 @@ def block_hashes(
     return cast("list[BlockHash]", HashChain(scheme, extras).extend(token_ids).tolist())
 
 
-# Serialize many blocks without extra keys at once: a quarter less time for a thousand blocks.
-#
-# A block is hashed over ``dumps((parent, tokens, None))``. Only the parent's hash depends on the block
-# before. One call of the same library therefore writes the tokens of many blocks, and the result is cut into
-# blocks. The bytes around parent and tokens are copied from an example of the same length. The only
-# knowledge of a format here is the length of a serialized number.
-
-
 # Larger numbers are serialized with other lengths.
 _ID_MAX: Final = (1 << 31) - 1
 # Shorter tuples have other frames (pickle's ``TUPLE1`` to ``TUPLE3``).
@@ -408,7 +400,13 @@ _Around = tuple[bytes, bytes, bytes]
 def _plain_hashes(
     token_ids: Sequence[int], size: int, algo: str, parent: bytes
 ) -> tuple[bytes, bytes] | None:
-    """Hash blocks without extra keys; ``parent`` is the hash before the first.
+    """Hash blocks without extra keys at once, a quarter less time for a thousand; ``parent`` is the hash
+    before the first.
+
+    A block is hashed over ``dumps((parent, tokens, None))``. Only the parent's hash depends on the block
+    before. One call of the same library therefore writes the tokens of many blocks, and the result is cut
+    into blocks. The bytes around parent and tokens are copied from an example of the same length. The only
+    knowledge of a format here is the length of a serialized number.
 
     Returns the full hashes, concatenated, and the last eight bytes of each as native numbers. None for ids or
     a block size that cannot be serialized so.

@@ -29,9 +29,6 @@ from kvatlas.router.startup_check import check, check_shared_index
 from kvatlas.router.workers.context import LEAD, WorkerContext, WorkerSockets, cores
 from kvatlas.router.workers.supervisor import Supervisor
 
-# ``kvatlas serve`` with several workers: the parent, and one worker in its own process.
-
-
 _log = structlog.get_logger()
 # Time after the workers' drain before they are killed. The chart's grace period is longer than both, so the
 # log line about it is written before the pod is killed.
@@ -136,9 +133,6 @@ def _usage_path(config: Config, slot: int) -> str:
 
 def _key_file(config: Config) -> str:
     return config.usage.key_file or f"{config.usage.path}.key"
-
-
-# Interpreter settings of a serving process.
 
 
 def tame_garbage_collection() -> None:

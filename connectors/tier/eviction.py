@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 from typing import Protocol
 
-from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.group_shapes import GroupKind, GroupShape
 from kvatlas.connectors.tier.prefix_tree import Node, PrefixTree
 from kvatlas.publisher.pool.retention_order import OWNER_SHARE, HintCounters, RetentionHint, RetentionOrder
 

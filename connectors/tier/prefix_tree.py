@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.group_shapes import GroupKind, GroupShape
 from kvatlas.connectors.tier.base import block_hashes_of, group_of
 
 

@@ -19,12 +19,6 @@ from kvatlas.router.http.listen_config import ListenConfig
 from kvatlas.router.http.side_ports import SIDE_LISTEN, SideServer
 from kvatlas.router.http.tls import Certificates, server_context
 
-# The admin API's own port, with TLS if configured; the router's own HTTP connections serve it.
-#
-# Invariant: with a client CA configured, no byte of a request is read from a client without a certificate
-# signed by it.
-
-
 _KEYS = "admin.tls_cert_file, tls_key_file or client_ca_file"
 
 
@@ -40,7 +34,12 @@ class _Connection(DownstreamConnection):
 def make_admin_server(
     app: Any, settings: AdminSettings, certificates: Certificates, sock: socket.socket | None = None
 ) -> SideServer:
-    """Make the separate port's server; ``sock`` already listens. Raises ``TlsError`` for unusable files."""
+    """Make the separate port's server, with TLS if configured; ``sock`` already listens. Raises ``TlsError``
+    for unusable files.
+
+    Invariant: with a client CA configured, no byte of a request is read from a client without a certificate
+    signed by it.
+    """
     context = None
     if settings.tls.given:
         context = certificates.add(server_context(settings.tls, _KEYS), settings.tls, _KEYS)

@@ -22,18 +22,8 @@ from kvatlas import __version__
 from kvatlas.router.admission.gate import KeyGate
 from kvatlas.router.admission.tenants import TenantStats
 from kvatlas.router.api.admin_auth import AdminStats
-from kvatlas.router.api.metrics_tables import (
-    FIRST_TOKENS,
-    INDEX,
-    RECEIPTS,
-    RESIDENCY,
-    engine_columns,
-    in_parts,
-    metrics_of,
-    of_each,
-    of_stats,
-    table,
-)
+from kvatlas.router.api.metric_families import in_parts, metrics_of, of_each, of_stats, table
+from kvatlas.router.api.metrics_tables import FIRST_TOKENS, INDEX, RECEIPTS, RESIDENCY, engine_columns
 from kvatlas.router.feeds.base import FeedStats
 from kvatlas.router.feeds.stores import StoreFeeds, StoreStats
 from kvatlas.router.fleet.engines import SourceStats
@@ -65,11 +55,8 @@ if TYPE_CHECKING:
     from kvatlas.router.replication.service import SharedIndex
 
 
-# Results of configuration reloads. Defined here because the page is below the package that reloads.
-
-
 class ReloadStats(msgspec.Struct):
-    """Counters for metrics."""
+    """Results of configuration reloads. Here, because the page is below the package that reloads."""
 
     reloads: Annotated[dict[str, int], "kvatlas_config_reloads_total{outcome}"] = msgspec.field(
         default_factory=lambda: dict.fromkeys(("applied", "unchanged", "refused"), 0)

@@ -167,14 +167,12 @@ def parse_uint32(payload: bytes) -> int:
     return int.from_bytes(payload)
 
 
-# Field blocks of HEADERS and CONTINUATION frames (RFC 9113, section 4.3): size and fragments are bounded.
-
-
 _FRAGMENTS_MAX = 64
 
 
 class HeaderBlockAssembler:
-    """Joins the fragments of one field block. ``block_bytes_max`` limits its size."""
+    """Joins the fragments of one field block, of HEADERS and CONTINUATION frames (RFC 9113, section 4.3).
+    ``block_bytes_max`` limits its size."""
 
     def __init__(self, block_bytes_max: int) -> None:
         self._block_bytes_max = block_bytes_max

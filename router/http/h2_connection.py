@@ -23,11 +23,10 @@ from kvatlas.router.http.h2_streams import STREAM_HALF_CLOSED, STREAM_OPEN, Stre
 from kvatlas.router.http.hpack_decoding import Field, HeaderDecoder
 from kvatlas.router.http.settings import HandshakeStats
 
-# Limit of control frames per second: each costs work without carrying content (RFC 9113, section 10.5).
-
 
 class ControlFrameBudget:
-    """Budget of one connection. The clock is read only when the budget of a second is used up."""
+    """Control frames that one connection may still send in this second: each costs work without carrying
+    content (RFC 9113, section 10.5). The clock is read only when the budget of a second is used up."""
 
     def __init__(self, per_s: int, clock: Callable[[], float]) -> None:
         self._per_s = per_s
@@ -45,9 +44,6 @@ class ControlFrameBudget:
             raise H2Error(h2.ENHANCE_YOUR_CALM, "too many control frames")
         self._from_s = now
         self._left = self._per_s
-
-
-# Limits and counters of HTTP/2 connections.
 
 
 # For a connection's TLS handshake, and from then on until its HTTP/2 preface and settings are there.

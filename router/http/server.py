@@ -193,11 +193,9 @@ class ProxyServer(uvicorn.Server):
             await self.lifespan.shutdown()
 
 
-# ASGI lifespan of an application with background work.
-
-
 async def lifespan(running: AbstractAsyncContextManager[None], receive: Any, send: Any) -> None:
-    """Keep ``running`` open as long as the server runs.
+    """The ASGI lifespan of an application with background work: keep ``running`` open as long as the server
+    runs.
 
     An ``OSError`` on entering it, such as a port in use, is logged, and the server does not start.
     """

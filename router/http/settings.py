@@ -71,11 +71,8 @@ class CorsSettings(msgspec.Struct, frozen=True, kw_only=True):
     that log in by cookie."""
 
 
-# Counters of client connections; the metrics exporter reads them.
-
-
 class HandshakeStats(msgspec.Struct):
-    """Of connections that are not there yet."""
+    """Counters of client connections that are not there yet."""
 
     handshakes_failed: Annotated[int, "kvatlas_*_handshakes_failed_total"] = 0
     """TLS handshakes that came to nothing, or did not end in time."""
@@ -112,9 +109,6 @@ class ListenStats(HandshakeStats):
     """Connections cut because ``drain_s_max`` was over."""
 
 
-# Connections to engines.
-
-
 class ClientSettings(msgspec.Struct, frozen=True):
     """Connections to engines: time-outs and bounds."""
 
@@ -141,7 +135,7 @@ class ClientSettings(msgspec.Struct, frozen=True):
 
 
 class ClientStats(msgspec.Struct):
-    """Connections to engines. Monotone."""
+    """Counters of connections to engines. Monotone."""
 
     stale_reconnects: Annotated[int, "kvatlas_proxy_stale_reconnects_total"] = 0
     """Kept-alive connections that died before a response byte and were replaced for free."""

@@ -87,12 +87,6 @@ class ModelTimes:
         self.overhead = Histogram(_OVERHEAD_S)
 
 
-# Sessions: the latest turns of each, and the blocks that engines stored for it, by the session id in their
-# events (``BlockStored.session_id``, vLLM 0.32 and 0.33). Events name no tenant, so blocks are kept by id
-# alone; who shows them decides whose they are. Invariants: at most ``SESSIONS_MAX`` sessions and
-# ``BLOCKS_MAX`` block hashes, 8 bytes each; the least recently used session is dropped first.
-
-
 SESSIONS_MAX = 1024
 TURNS_MAX = 16
 BLOCKS_MAX = 1 << 20
@@ -123,7 +117,12 @@ class SessionTurns(msgspec.Struct, gc=False):
 
 
 class SessionLedger:
-    """Sessions of one router."""
+    """Sessions of one router: the latest turns of each, and the blocks that engines stored for it, by the
+    session id in their events (``BlockStored.session_id``, vLLM 0.32 and 0.33).
+
+    Events name no tenant, so blocks are kept by id alone; who shows them decides whose they are. Invariants:
+    at most ``SESSIONS_MAX`` sessions and ``BLOCKS_MAX`` block hashes, 8 bytes each; the least recently used
+    session is dropped first."""
 
     def __init__(self) -> None:
         self.stats = SessionStats()

@@ -56,6 +56,3 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 NO_WORK: Final = Work(0, 0, known=False)
-
-
-# Pooling: a model runs over each item of a list, and over each pair of a query and a document.

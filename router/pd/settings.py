@@ -66,11 +66,8 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.lease_s / 3 if self.lease_margin_s is None else self.lease_margin_s
 
 
-# Header fields that tell the sidecar of a decode engine whom to ask: llm-d's, whose sidecar reads them. No
-# client's own reaches one.
-
-
-# Request field: ``HOST:PORT`` of the engine that computes the prompt.
+# The next three tell the sidecar of a decode engine whom to ask: llm-d's, whose sidecar reads them. No
+# client's own reaches one. This one: ``HOST:PORT`` of the engine that computes the prompt.
 PREFILLER: Final = b"x-prefiller-host-port"
 # Request field: the engine whose host memory holds a prefix of the prompt, by its HTTP address. The sidecar
 # knows the port of the ``p2p`` tiers.

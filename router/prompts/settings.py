@@ -72,9 +72,6 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Time-out of one call to an engine's or a render server's endpoint, in seconds."""
 
 
-# The engines' local time, which some prompts contain.
-
-
 def local_time(time_zone: str | None) -> datetime:
     """The current local time of an engine with this time zone (naive); None: of this machine."""
     zone = None if time_zone is None else zone_of(time_zone)
@@ -89,12 +86,6 @@ def zone_of(name: str) -> tzinfo:
         return ZoneInfo(name)
     except (OSError, ValueError, ZoneInfoNotFoundError):
         raise ValueError("no time zone of this name is known here") from None
-
-
-# Counters: plain numbers that the metrics exporter reads.
-#
-# Invariant: every request read is counted once, in ``local``, ``renderer``, ``engine`` or
-# ``affinity[reason]``; a refused one (an ``ApiError``) in ``refused``.
 
 
 # Why a tokenizer cannot be used.
@@ -171,7 +162,10 @@ REASONS = (
 
 
 class PromptStats(msgspec.Struct):
-    """Counts since start; ``*_bytes`` are gauges."""
+    """Counts since start; ``*_bytes`` are gauges. Invariant: every request read is counted once, in
+    ``local``, ``renderer``, ``engine`` or ``affinity[reason]``; a refused one (an ``ApiError``) in
+    ``refused``.
+    """
 
     local: Annotated[int, "kvatlas_prompts_local_total"] = 0
     """Prompts tokenized by the router itself."""

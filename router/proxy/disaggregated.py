@@ -9,7 +9,6 @@ while the lease is young, and its answer is forwarded only if it begins before t
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Awaitable, Callable
 from enum import Enum
@@ -18,7 +17,6 @@ from typing import Any
 import msgspec
 
 from kvatlas.router.http.upstream import UpstreamError
-from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.openai.errors import retry_after_s
 from kvatlas.router.openai.members import run_cooperatively
 from kvatlas.router.openai.request import Usage
@@ -46,57 +44,12 @@ from kvatlas.router.proxy.attempt import (
     engine_failed,
 )
 from kvatlas.router.proxy.events import aborted
-from kvatlas.router.proxy.headers import read_answer_headers, request_head
+from kvatlas.router.proxy.headers import read_answer_headers
+from kvatlas.router.proxy.idle_tracker import IdleTracker
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 
 _PREFILL_ANSWER_BYTES_MAX = 8 << 20
 """Of a prefill engine's answer, which lists the numbers of its blocks."""
-
-# Lower bound on when a response arrived: the last time the event loop was seen idle.
-
-
-_EVERY_S = 1.0
-_LOOKED_S = 0.05
-
-
-class IdleTracker:
-    """Tracks idle times for all requests of one loop. A response arrived after the later of its request's
-    start and ``at_s``."""
-
-    __slots__ = ("_clock", "_noting", "_waiting", "at_s")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._waiting = 0
-        self._noting = False
-        self.at_s = -math.inf
-
-    def begin(self) -> float:
-        """Note a request sent from now on; returns the time."""
-        self._waiting += 1
-        if not self._noting:
-            self._noting = True
-            asyncio.get_running_loop().call_later(_EVERY_S, self._note)
-        return self._clock()
-
-    def end(self) -> None:
-        """Note that its answer has been read, or that there will be none."""
-        self._waiting -= 1
-
-    def _note(self) -> None:
-        if self._waiting:
-            asyncio.get_running_loop().call_later(_LOOKED_S, self._looked, self._clock())
-        else:
-            self._noting = False
-
-    def _looked(self, then_s: float) -> None:
-        # The loop has polled its sockets since ``then_s``; one turn later all waiters have been woken. A loop
-        # that was blocked finds responses that arrived long before.
-        asyncio.get_running_loop().call_soon(self._settle, then_s)
-
-    def _settle(self, then_s: float) -> None:
-        self.at_s = then_s
-        asyncio.get_running_loop().call_later(_EVERY_S, self._note)
 
 
 class Harm(Enum):
@@ -435,42 +388,3 @@ def _usage(content: bytes) -> Usage | None:
         return read_usage(without_blocks(content))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-# Pages of an engine, or of the bootstrap server beside it, over the proxy's own connections.
-
-
-_TIMEOUT_S = 5.0
-_ANSWER_BYTES_MAX = 1 << 20
-
-
-class EnginePage:
-    """Implements ``kvatlas.router.pd.transfer.Query``."""
-
-    def __init__(self, client: UpstreamClient, path: bytes) -> None:
-        self._client = client
-        self._path = path
-
-    async def __call__(self, base_url: str) -> bytes:
-        """Implement ``Query``."""
-        origin = self._client.origin(base_url)
-        head = request_head(
-            "GET", origin.path_prefix + self._path, origin.host_header, [], own=(), length=None
-        )
-        try:
-            answer = await self._client.request(origin, "GET", head, b"", _TIMEOUT_S)
-        except UpstreamError as error:
-            raise OSError(f"{base_url}: {error.reason}") from None
-        try:
-            content = b""
-            while data := await answer.read():
-                content += data
-                if len(content) > _ANSWER_BYTES_MAX:
-                    raise OSError(f"{base_url}: more than {_ANSWER_BYTES_MAX} bytes")
-        except UpstreamError as error:
-            raise OSError(f"{base_url}: {error.reason}") from None
-        finally:
-            self._client.release(answer)
-        if answer.status != 200:
-            raise OSError(f"{base_url}: status {answer.status}")
-        return content

@@ -340,10 +340,7 @@ def _has_content(value: Any, depth: int = 0) -> bool:
     )
 
 
-# What marks a chunk that must be looked at: it may be an error, or say that the engine gave up. In a string
-# their quotes would be escaped.
-
-
+# A chunk with it must be looked at: it may be an error. In a string its quote would be escaped.
 ERROR_MARK: Final = b'"error'
 
 

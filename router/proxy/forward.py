@@ -57,14 +57,8 @@ from kvatlas.router.proxy.attempt import (
     engine_failed,
 )
 from kvatlas.router.proxy.deaths import HELD_BACK, Deaths
-from kvatlas.router.proxy.disaggregated import (
-    AgainError,
-    DisaggForwarder,
-    EnginePage,
-    Harm,
-    broke,
-    new_transfer_id,
-)
+from kvatlas.router.proxy.disaggregated import AgainError, DisaggForwarder, Harm, broke, new_transfer_id
+from kvatlas.router.proxy.engine_page import EnginePage
 from kvatlas.router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
 from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats

@@ -78,9 +78,6 @@ class ProxySettings(ClientSettings, frozen=True):
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
 
 
-# Plain counters of the proxied path; the metrics exporter reads them, nothing here knows about it.
-
-
 class ProxyStats(ClientStats):
     """Requests, retries and failures as the proxy saw them. Monotone, but for the gauges so named."""
 

@@ -35,9 +35,6 @@ from kvatlas.router.replication.redis_connection import (
 from kvatlas.router.replication.settings import SharedSettings
 from kvatlas.router.replication.topology import Address, Topology, cluster_topology, sentinel_master, single
 
-# Connection arguments of redis-py for the target of a URL. With ``?ca=``, only certificates of its
-# authorities are accepted.
-
 
 class TlsConnection(SSLConnection):
     """TLS with a given context.

@@ -21,8 +21,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvatlas.router.http.error_texts import describe_error
 
-# Errors of redis-py and sockets, converted to one exception.
-
 
 class IndexUnavailable(Exception):  # noqa: N818  # a state to be lived with
     """The shared index cannot answer now. ``reason`` is one or two short words, for counters."""

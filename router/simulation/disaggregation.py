@@ -17,8 +17,8 @@ from kvatlas.router.placement.candidate import Candidate, PlacementRequest, Poli
 from kvatlas.router.placement.cost import Choice, make_choice
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.load import Ticket
+from kvatlas.router.placement.pair_plan import Side, plan
 from kvatlas.router.placement.service_level import Pick
-from kvatlas.router.placement.split import Side, plan
 from kvatlas.router.simulation.request_run import Fetch, RequestRun
 
 

@@ -100,6 +100,3 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Memory outside the GPUs. Variants that see it get the load times."""
     pd: PdSettings = PdSettings()
     """Transfer times, for variants with disaggregated prefill."""
-
-
-# Result of one run of a simulated fleet: outcomes of the requests, and numbers of the engines.

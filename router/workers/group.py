@@ -1,4 +1,6 @@
-""""""
+"""One worker's connections to its siblings: ``gossip`` (requests), ``calls`` and ``control`` (pages),
+``decisions`` (of the administrator). A router without workers has no group.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,6 @@ from kvatlas.router.workers.decisions import SharedDecisions
 from kvatlas.router.workers.gossip import SiblingGossip
 from kvatlas.router.workers.merged_view import AggregateView
 from kvatlas.router.workers.sibling_calls import SiblingCalls
-
-# One worker's connections to its siblings: ``gossip`` (requests), ``calls`` and ``control`` (pages),
-# ``decisions`` (of the administrator). A router without workers has no group.
 
 
 class WorkerGroup:

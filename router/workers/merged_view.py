@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from kvatlas.router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
+from kvatlas.router.api.metric_families import of_stats
 from kvatlas.router.api.metrics_page import Sources, families
-from kvatlas.router.api.metrics_tables import of_stats
 from kvatlas.router.api.prometheus_text import in_steps, page_steps
 from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from kvatlas.router.http.settings import ListenStats

@@ -54,12 +54,6 @@ from kvatlas.router.index.learn.root_events import (
 _HASHES_PER_SLICE = 256
 
 
-# Evidence for the search of seeds if no event contains everything its hashes cover. One piece is kept: the
-# most trusted seen, and of equals the cheapest. Pieces that most likely contain everything are searched
-# immediately, others after 8 pieces and again after 64. Every trust level has a separate search budget, so
-# that a flaw of one level leaves the searches of the others; no piece is searched twice.
-
-
 PATIENCE = 64
 _WEAK_PATIENCE = 8
 # Searches per trust level.
@@ -90,7 +84,13 @@ class Trust(IntEnum):
 
 
 class SearchEvidence:
-    """The best evidence of one engine, and the number of searches made with it."""
+    """The best evidence of one engine, and the number of searches made with it: for the search of seeds if no
+    event contains everything its hashes cover.
+
+    One piece is kept: the most trusted seen, and of equals the cheapest. Pieces that most likely contain
+    everything are searched immediately, others after 8 pieces and again after 64. Every trust level has a
+    separate search budget, so that a flaw of one level leaves the searches of the others; no piece is
+    searched twice."""
 
     def __init__(self) -> None:
         self._best: RootEvent | None = None

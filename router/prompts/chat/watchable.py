@@ -1,4 +1,8 @@
-"""Constructs of a chat template that may be rendered with traced texts (``watched``)."""
+"""Constructs of a chat template that may be rendered with traced texts (``watched``).
+
+Python's own functions would read a text without asking it, if a template could pass it to them. So only
+constructs whose reads are recorded are allowed; templates with others are not traced.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +123,3 @@ def _is_constant(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Tuple):
         return all(map(_is_constant, node.items))
     return isinstance(node, nodes.Const)
-
-
-# Python's own functions would read a text without asking it, if a template could pass it to them. So only
-# constructs whose reads are recorded are allowed; templates with others are not traced.

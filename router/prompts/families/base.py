@@ -55,15 +55,14 @@ from kvatlas.router.prompts.model_dir import ModelDir
 from kvatlas.router.prompts.request import ChatBody, NotLocalError
 from kvatlas.router.prompts.settings import ModelPrompts
 
-# A family whose package or vocabulary is missing: its chats are left to a render server or an engine.
-
 
 class Missing(Exception):  # noqa: N818  # a state more than an error
     """``str()`` says what is missing and how to get it."""
 
 
 class MissingFamily:
-    """Refuses every chat, and says in ``name`` what to install or set."""
+    """A family whose package or vocabulary is missing: its chats are left to a render server or an engine.
+    Refuses every chat, and says in ``name`` what to install or set."""
 
     variables: frozenset[str] = frozenset()
     takes_defaults = False

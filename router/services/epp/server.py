@@ -36,9 +36,6 @@ from kvatlas.router.services.epp.own_certificate import self_signed
 from kvatlas.router.services.epp.protobuf import ProtobufError, as_text, fields, number_field
 from kvatlas.router.services.epp.settings import EppSettings, EppStats, parse_listen
 
-# Callable methods: ext_proc, and the health check (``grpc.health.v1``).
-
-
 EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PROCESS: Final = f"/{EXTERNAL_PROCESSOR}/Process".encode()
 _CHECK: Final = b"/grpc.health.v1.Health/Check"

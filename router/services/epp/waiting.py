@@ -28,11 +28,9 @@ class Wakeup:
             waiter.set_result(None)
 
 
-# Deadline of an exchange, checked by the server's sweeper; one at a time.
-
-
 class Timer:
-    """Calls ``passed`` once when the deadline has passed."""
+    """Deadline of an exchange, checked by the server's sweeper; one at a time. Calls ``passed`` once when it
+    has passed."""
 
     __slots__ = ("_clock", "_passed", "_sweeper", "deadline")
 

@@ -12,7 +12,7 @@ WHY = "needs torch and vLLM; make test-connectors runs it"
 pytest.importorskip("torch", reason=WHY)
 pytest.importorskip("vllm.v1.core.kv_cache_coordinator", reason=WHY)
 
-from kvatlas.connectors.hits import GroupKind  # noqa: E402
+from kvatlas.connectors.group_shapes import GroupKind  # noqa: E402
 from kvatlas.connectors.tier.base import split_key  # noqa: E402
 from tests.connectors.hits.engine_groups import (  # noqa: E402
     MIXES,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.group_shapes import GroupKind, GroupShape
 from kvatlas.connectors.scheduler.scheduler import OffloadScheduler
 from kvatlas.connectors.settings import OffloadSettings
 from kvatlas.connectors.tier.base import block_key

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.group_shapes import GroupKind, GroupShape
 from kvatlas.connectors.tier.base import block_key
 from kvatlas.connectors.tier.eviction import POLICY_NAMES, make_policy
 from kvatlas.connectors.tier.host import HostTier

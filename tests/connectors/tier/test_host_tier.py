@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.group_shapes import GroupKind, GroupShape
 from kvatlas.connectors.tier.base import block_key
 from kvatlas.connectors.tier.eviction import POLICY_NAMES, LruPolicy, make_policy
 from kvatlas.connectors.tier.host import HostTier

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.connectors.hits import GroupKind, GroupShape
+from kvatlas.connectors.group_shapes import GroupKind, GroupShape
 from kvatlas.connectors.tier.base import block_key
 from kvatlas.connectors.tier.eviction import (
     POLICY_NAMES,

@@ -24,9 +24,9 @@ from kvatlas.publisher.events import DecodedBatch
 from kvatlas.router.admission.admission_queue import QueueStats
 from kvatlas.router.admission.tenants import TenantStats
 from kvatlas.router.api.admin_auth import AdminStats
+from kvatlas.router.api.metric_families import PART_ROWS, PART_SAMPLES, Column, gauge, metrics_of, table
 from kvatlas.router.api.metrics_page import ReloadStats, Sources, prepare
 from kvatlas.router.api.metrics_page import families as all_families
-from kvatlas.router.api.metrics_tables import PART_ROWS, PART_SAMPLES, Column, gauge, metrics_of, table
 from kvatlas.router.api.prometheus_text import page_steps
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import DesiredState, EngineAddress, SourceStats

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvatlas.connectors.transfer import cuda
 from kvatlas.connectors.transfer.base import Direction, Pieces, StepJobs, TransferJob, merge_adjacent
-from kvatlas.connectors.transfer.cuda import PreparedJobs, QueuedJob, cut_at_chunks
+from kvatlas.connectors.transfer.cuda import PreparedJobs, QueuedJob
+from kvatlas.connectors.transfer.cuda_moves import cut_at_chunks
 from kvatlas.connectors.worker.worker import OffloadWorker
 from tests.connectors.transfer.cuda.bench import PAGE, LongPass
 from tests.support.waiting import HANG_S

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
 from kvatlas.router.placement.cost import Choice, choose
-from kvatlas.router.placement.split import PairPlan, Side, plan
+from kvatlas.router.placement.pair_plan import PairPlan, Side, plan
 from tests.router.placement.candidates import make_candidate
 
 POLICY = PolicySettings()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.pd.settings import PdSettings
-from kvatlas.router.proxy.disaggregated import IdleTracker
+from kvatlas.router.proxy.idle_tracker import IdleTracker
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.proxy.split.test_legs import GOOD, PairPlanner, all_over, in_turn
 from tests.support.examples import examples
