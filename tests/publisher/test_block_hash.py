@@ -10,7 +10,7 @@ from typing import Any
 import cbor2
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import (
@@ -25,7 +25,6 @@ from kvatlas.publisher.block_hash import (
     num_hash_blocks,
 )
 from tests.support.event_writer import tokens
-from tests.support.examples import examples
 
 DUMPS = {
     "pickle": lambda value: pickle.dumps(value, protocol=5),
@@ -102,7 +101,6 @@ def test_a_hash_exists_once_its_look_ahead_does(num_tokens: int, lookahead: int,
     assert num_hash_blocks(num_tokens, HashScheme(lookahead=lookahead)) == expected
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(
     st.integers(0, 200),
     st.lists(st.integers(0, 200), max_size=4),
@@ -122,7 +120,6 @@ def test_a_chain_grown_in_steps_or_forked_is_the_chain_of_the_whole(
     assert len(chain.whole()) == len(chain.hashes) == len(whole)
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(
     st.sampled_from(ALGORITHMS),
     st.sampled_from([1, 3, 4, 16, 17, 272]),
@@ -138,7 +135,6 @@ def test_many_blocks_hash_as_each_by_itself(algo: str, size: int, some: list[int
     assert block_hashes(prompt, scheme) == defined(prompt, scheme, [None] * 80)
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(
     st.sampled_from(ALGORITHMS),
     st.sampled_from([1, 3, 16]),

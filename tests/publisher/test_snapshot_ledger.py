@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.event_decoder import decode_batch
@@ -67,7 +67,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations)
 def test_every_snapshot_is_exact_at_its_cut(script: list[tuple[str, list[int], int]]) -> None:
     ledger = SnapshotLedger()

@@ -66,7 +66,7 @@ def prompt(draw: st.DrawFn, mix: Mix) -> tuple[int, list[bytes], set[tuple[int, 
 
 
 @all_mixes
-@settings(max_examples=DIFFERENTIAL_EXAMPLES, deadline=None)
+@settings(max_examples=DIFFERENTIAL_EXAMPLES)
 @given(data=st.data())
 def test_hits_are_those_of_the_engine(mix: Mix, data: st.DataObject) -> None:
     num_tokens, names, held = data.draw(prompt(mix))
@@ -101,7 +101,7 @@ def test_whole_prompts_held_hit_to_the_last_boundary(mix: Mix) -> None:
 
 
 @all_mixes
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_more_held_never_means_a_shorter_hit(mix: Mix, data: st.DataObject) -> None:
     num_tokens, names, held = data.draw(prompt(mix))
@@ -114,7 +114,7 @@ def test_more_held_never_means_a_shorter_hit(mix: Mix, data: st.DataObject) -> N
 
 
 @all_mixes
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_the_lookup_keys_decide_the_hit(mix: Mix, data: st.DataObject) -> None:
     num_tokens, names, held = data.draw(prompt(mix))
@@ -136,7 +136,7 @@ def test_the_lookup_keys_decide_the_hit(mix: Mix, data: st.DataObject) -> None:
 
 
 @all_mixes
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_a_load_is_what_the_engine_allocates_and_is_held(mix: Mix, data: st.DataObject) -> None:
     num_tokens, names, held = data.draw(prompt(mix))
@@ -175,7 +175,7 @@ def allocated(
 
 
 @all_mixes
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_stored_blocks_serve_every_boundary(mix: Mix, data: st.DataObject) -> None:
     """Masks of steps add up to the mask of the whole, and with the states suffice for each boundary's hit."""

@@ -67,7 +67,7 @@ def predicted(mix: Mix, num_tokens: int, gpu: Held, tier: Held) -> tuple[int, di
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(data=st.data())
 def test_the_router_predicts_what_the_resolver_loads(mix: Mix, data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, 80))

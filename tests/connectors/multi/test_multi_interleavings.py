@@ -153,7 +153,7 @@ class World:
         self.stats["Fake"] += 1
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 1 << 32), children=st.integers(1, 4))
 def test_everything_is_answered_once_and_reaches_its_own(seed: int, children: int) -> None:
     world = World(random.Random(seed), children)

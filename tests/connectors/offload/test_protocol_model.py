@@ -93,7 +93,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=examples(60), stateful_step_count=50, deadline=None)
+TestProtocol.settings = settings(max_examples=examples(60), stateful_step_count=50)
 
 
 def test_the_model_loads_preempts_and_fails() -> None:

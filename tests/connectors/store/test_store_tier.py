@@ -414,6 +414,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = hypothesis_settings(
-    max_examples=examples(40), stateful_step_count=30, deadline=None
-)
+TestTierMachine.settings = hypothesis_settings(max_examples=examples(40), stateful_step_count=30)

@@ -116,7 +116,7 @@ class TierMachine(RuleBasedStateMachine):
         assert not [slot for slot, times in Counter(in_use).items() if times > 1]
 
 
-TierMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestHostTier = TierMachine.TestCase
 
 

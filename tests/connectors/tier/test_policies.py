@@ -354,7 +354,7 @@ def test_only_the_policy_hinted_obeys_hints() -> None:
         assert (not missing(tier, keys("ab", FULL))) == (name == "hinted")
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     slots=st.integers(1, 12),
     share=st.sampled_from([0.2, 0.5, 1.0]),
@@ -419,7 +419,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(slots=st.integers(1, 14), granularity=st.sampled_from([1, 2]), moves=steps)
 def test_the_tree_knows_what_can_be_reached(slots: int, granularity: int, moves: list[tuple]) -> None:  # type: ignore[type-arg]
     policy = BoundaryPolicy(SHAPES, 4, 4 * granularity, nodes_max=64)

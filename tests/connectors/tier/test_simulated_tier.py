@@ -34,7 +34,7 @@ def wire(keys: list[Key]) -> list[bytes]:
     return [block_key(name, group) for group, name in keys if isinstance(name, bytes)]
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(st.integers(1, 30), st.integers(0, 10_000), st.integers(1, 40), st.booleans())
 def test_the_same_blocks_are_held_and_given_up(slots: int, seed: int, steps: int, hinted: bool) -> None:
     rng = random.Random(seed)

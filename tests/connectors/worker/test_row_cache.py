@@ -82,7 +82,7 @@ class Rows(RuleBasedStateMachine):
 
 
 TestRows = Rows.TestCase
-TestRows.settings = settings(max_examples=examples(60), deadline=None)
+TestRows.settings = settings(max_examples=examples(60))
 
 
 def test_rows_beyond_those_there_are_cannot_be_taken() -> None:

@@ -103,7 +103,7 @@ def test_a_load_leaves_what_others_need() -> None:
     assert engine.pool.start(loading, reach=engine.tier.reach, reserved_blocks=15) == 0
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(MIXES), st.integers(0, 10_000), st.sampled_from([60, 10_000]))
 def test_the_books_stay_right_in_any_order(
     groups: tuple[GroupSpec, ...], seed: int, tier_blocks: int

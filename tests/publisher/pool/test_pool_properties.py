@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -125,9 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestPoolMachine = pytest.mark.timeout(120)(PoolMachine.TestCase)
 
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
@@ -19,7 +19,6 @@ from kvatlas.publisher.simulator.kv_messages import Fetch
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import PRESETS
 from tests.publisher.simulator.support import all_blocks_free, engine, request
-from tests.support.examples import examples
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
@@ -174,7 +173,6 @@ async def test_a_preempted_request_does_not_wait_for_blocks_that_it_has_fetched(
         assert all(cached > 0 for _, cached in answers)
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_two_memories_reach_as_far_as_one_that_holds_what_both_hold(tokens: int, data: st.DataObject) -> None:
     groups = (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=40))

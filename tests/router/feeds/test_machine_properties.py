@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.feeds.base import FeedState
@@ -66,7 +66,6 @@ def run(simulation: Simulation, script: list[Step]) -> None:
                 simulation.tick(seconds)
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16), st.booleans())
 def test_with_its_whole_history_replayable_a_feed_ends_complete(
     script: list[Step], seed: int, with_ids: bool
@@ -78,7 +77,6 @@ def test_with_its_whole_history_replayable_a_feed_ends_complete(
     assert simulation.stats.held_batches == 0
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16), st.integers(0, 8), st.booleans())
 def test_with_a_short_replay_buffer_ready_still_means_complete(
     script: list[Step], seed: int, ring: int, with_ids: bool
@@ -94,7 +92,6 @@ def test_with_a_short_replay_buffer_ready_still_means_complete(
     assert simulation.applied[-1:] == simulation.expected[-1:]
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_small_buffers_of_our_own_lose_nothing_that_replay_still_has(script: list[Step], seed: int) -> None:
     # With room for two batches a shuffled answer cannot be put in order: it looks like a rolled-past buffer.
@@ -104,7 +101,6 @@ def test_small_buffers_of_our_own_lose_nothing_that_replay_still_has(script: lis
     assert tight.state is FeedState.READY
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_a_cache_clear_ends_degraded(script: list[Step], seed: int) -> None:
     simulation = settled(seed, script, ring=3)
@@ -113,7 +109,6 @@ def test_a_cache_clear_ends_degraded(script: list[Step], seed: int) -> None:
     assert simulation.stats.missing_batches == 0
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_publisher_ids_alone_keep_processes_apart_without_replay(script: list[Step], seed: int) -> None:
     simulation = settled(seed, script, ring=0, has_replay=False, with_ids=True)
@@ -121,7 +116,6 @@ def test_publisher_ids_alone_keep_processes_apart_without_replay(script: list[St
         assert simulation.applied == simulation.expected
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16))
 def test_with_neither_replay_nor_ids_what_may_be_mixed_up_is_not_ready(script: list[Step], seed: int) -> None:
     simulation = settled(seed, script, ring=0, has_replay=False)
@@ -130,7 +124,6 @@ def test_with_neither_replay_nor_ids_what_may_be_mixed_up_is_not_ready(script: l
         assert simulation.applied == simulation.expected
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 1 << 16), st.integers(0, 5), st.booleans())
 def test_batches_that_a_new_connection_misses_at_its_beginning_are_found(
     script: list[Step], seed: int, unheard: int, with_ids: bool

@@ -177,7 +177,7 @@ def test_unreadable_batches_are_errors(kind: str, payload: bytes) -> None:
         held.take(payload, "kv@SHARED_STORAGE@org/kvatlas-demo")
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=80) | st.builds(lambda inner: msgspec.msgpack.encode([1, [inner], 0]), st.binary()))
 def test_no_bytes_do_anything_else(payload: bytes) -> None:
     for kind in ("mooncake", "llmd-files", "lmcache"):
@@ -266,7 +266,7 @@ class TestLmcache:
 Change = st.tuples(st.booleans(), st.integers(0, 1), st.integers(1, 4), st.integers(0, 2), st.integers(0, 1))
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(Change, max_size=60), st.integers(0, 60))
 def test_the_index_holds_the_chunks_that_are_whole(changes: list[Any], attached_at: int) -> None:
     chosen = settings_of(tensor_parallel=3, group_tensor_parallel={"1": 1})

@@ -27,7 +27,7 @@ FIELDS = st.lists(st.tuples(NAMES, st.binary(max_size=60)), max_size=12)
 LIMIT = 1 << 20
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(FIELDS, st.booleans(), st.sampled_from([None, 0, 100, 4096])), max_size=12))
 def test_blocks_of_one_connection_are_read_as_they_were_written(
     blocks: list[tuple[list[tuple[bytes, bytes]], bool, int | None]],
@@ -39,7 +39,7 @@ def test_blocks_of_one_connection_are_read_as_they_were_written(
         assert decoder.decode(encoder.encode(fields, huffman=huffman)) == fields
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.binary(max_size=60), max_size=6))
 def test_whatever_comes_is_read_or_refused(blocks: list[bytes]) -> None:
     decoder, other = HeaderDecoder(LIMIT), hpack.Decoder()
@@ -54,7 +54,7 @@ def test_whatever_comes_is_read_or_refused(blocks: list[bytes]) -> None:
             return  # stricter: an update that is owed, a field with the sign "never indexed" and index 0
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300)), max_size=5))
 def test_other_decoders_read_our_encoding(fields: list[tuple[bytes, bytes]]) -> None:
     block = b"".join(encode_literal(name, value) for name, value in fields)
@@ -122,7 +122,7 @@ FRAMES = st.lists(
 )
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(FRAMES, st.lists(st.integers(1, 30), min_size=1, max_size=20))
 def test_frames_come_out_whole_however_they_are_cut(sent: list[H2Frame], cuts: list[int]) -> None:
     data = b"".join(frame(each.kind, each.flags, each.stream_id, each.payload) for each in sent)

@@ -40,7 +40,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(st.lists(st.tuples(TEXT, JSON), max_size=6), st.integers(2, 12), st.booleans(), st.booleans())
 def test_members_are_those_that_a_parser_finds(
     pairs: list[tuple[str, Any]], slice_bytes: int, ascii_only: bool, spaced: bool
@@ -60,7 +60,7 @@ def test_members_are_those_that_a_parser_finds(
     assert [(m.name.decode(), body[m.value : m.end].decode()) for m in found] == said
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.text('ab"\\{}[]:, \n', max_size=30))
 def test_unreadable_bodies_are_malformed_or_left_to_the_parser(text: str) -> None:
     scan = Scan(b'{"a":' + text.encode())

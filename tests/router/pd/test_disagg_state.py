@@ -172,5 +172,5 @@ class AnyCourse(RuleBasedStateMachine):
         assert self.disagg.prefills <= SETTINGS.prefills_max
 
 
-AnyCourse.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
+AnyCourse.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20)
 TestAnyCourse = AnyCourse.TestCase

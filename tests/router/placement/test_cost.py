@@ -375,7 +375,7 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
     return st.lists(one, min_size=1, max_size=num, unique_by=lambda c: c.engine_id)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     engines=candidates_of(8),
     prompt_tokens=st.integers(1, 20_000),
@@ -400,7 +400,7 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
     assert choose(engines[::-1], prompt_tokens, knobs, prompt_key=key).engine_id == choice.engine_id
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     requests=st.lists(
         st.tuples(
@@ -444,7 +444,7 @@ def test_queues_never_drift_apart_by_more_than_the_bound(
 TIMES = st.floats(0, 30)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     hits=st.tuples(*[st.integers(0, 9000)] * 3),
     queue_s=TIMES,

@@ -71,7 +71,7 @@ def test_models_of_an_engine_beyond_the_bound_share_a_histogram() -> None:
     assert sum(errors.by_model[OTHER].counts) == 2 * MODELS_MAX
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(pairs=st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=150))
 def test_sums_are_those_of_the_pairs(pairs: list[tuple[float, float]]) -> None:
     errors = FirstTokenErrors()

@@ -227,7 +227,7 @@ def rules(draw: st.DrawFn) -> KeptRule:
     )
 
 
-@settings(max_examples=examples(2000), deadline=None)
+@settings(max_examples=examples(2000))
 @given(
     rules(),
     st.integers(0, 80),
@@ -403,7 +403,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(operations=operations, probes=st.lists(st.text("ab", max_size=8), max_size=5))
 def test_agrees_with_comparing_every_prompt(
     operations: list[tuple[str, str, str, list[range], int]], probes: list[str]

@@ -338,7 +338,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(steps=steps)
 def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, float]]) -> None:
     loads, now = {name: account() for name in "AB"}, 0.0

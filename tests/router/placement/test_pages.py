@@ -49,7 +49,6 @@ def test_pages_of_a_prompt(groups: tuple[GroupSpec, ...], tokens: int, count: in
 
 
 @given(st.sampled_from([FULL, HYBRID, MAMBA]), st.integers(1, 700))
-@settings(max_examples=examples(100))
 def test_the_block_pool_holds_as_many_for_a_computed_prompt(
     groups: tuple[GroupSpec, ...], tokens: int
 ) -> None:

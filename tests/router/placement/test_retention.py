@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.connectors.scheduler.plans import HINT, retention_hint
@@ -77,7 +77,6 @@ def test_sessions_are_bounded_and_the_oldest_is_forgotten() -> None:
     assert paces.evicted == 3
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 2 * GAP_S_MAX)), max_size=60))
 def test_predictions_stay_in_their_range(arrivals: list[tuple[int, float]]) -> None:
     paces, now = SessionPaces(), 0.0

@@ -114,7 +114,7 @@ def cut(pieces: list[str]) -> CutText:
     return CutText("".join(pieces), tuple(starts), tuple(starts))
 
 
-@settings(max_examples=examples(500), deadline=None)
+@settings(max_examples=examples(500))
 @given(PIECES, PIECES, st.integers(0, 9), st.integers(0, 9), st.booleans())
 @example(["|a", "|b", "|"], ["|b", "|b", "|"], 0, 3, False)
 @example(["|a", "|b"], ["a"], 1, 1, True)

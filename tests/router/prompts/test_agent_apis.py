@@ -188,7 +188,7 @@ SOUND: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_wrong_types_anywhere_are_passed_on_or_refused(folder: Path, data: st.DataObject) -> None:
     path, bodies = data.draw(st.sampled_from(sorted(SOUND.items())))

@@ -241,7 +241,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     st.dictionaries(FIELDS, JSON, max_size=4),
     st.none() | MESSAGES,
@@ -259,7 +259,7 @@ def test_no_body_ever_raises_anything_else(
     }
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=60))
 def test_no_bytes_ever_raise_anything_else(local: PromptReader, body: bytes) -> None:
     for path in ("/v1/chat/completions", COMPLETION, "/v1/other"):
@@ -311,7 +311,7 @@ def test_a_long_model_name_is_not_echoed() -> None:
     assert "'m'" in model_not_found("m").message
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.lists(
         st.fixed_dictionaries(

@@ -104,7 +104,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(steps=st.lists(STEP, min_size=2, max_size=20), bytes_max=st.sampled_from((1 << 28, 40_000)))
 def test_any_dialogs_with_branches(
     name: str, folders: dict[str, Path], steps: list[tuple[Any, ...]], bytes_max: int
@@ -225,7 +225,7 @@ def test_a_next_turn_takes_a_bounded_number_of_calls(
     assert found <= CALLS_MAX
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.integers(0, 12)), max_size=30))
 def test_turns_that_share_a_beginning_keep_their_ids(steps: list[tuple[int, int, int]]) -> None:
     """Ids are an array that several turns share, each with an end of its own."""

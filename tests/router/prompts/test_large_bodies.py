@@ -52,7 +52,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(TEXT, JSON, max_size=6), st.integers(2, 40), st.booleans())
 def test_the_outline_finds_what_the_parser_finds(
     fields: dict[str, Any], window: int, ascii_only: bool
@@ -90,7 +90,7 @@ def members(draw: st.DrawFn) -> str:
 
 
 @pytest.mark.long
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(st.lists(members(), max_size=8), st.integers(2, 60))
 def test_a_large_body_is_looked_at_as_a_small_one_whatever_its_keys(found: list[str], window: int) -> None:
     body = ("{" + ",".join(found) + "}").encode()

@@ -402,7 +402,7 @@ def test_the_prefix_cache_is_bounded(folder: Path) -> None:
     assert reader.stats.prefix_evictions > 20
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @example([[0, 1], [0], [1, 0], [1, 1], [0, 1, 0], [1], [0]], 5064, False)  # sizes of objects differ by Python
 @example([[0, 1], [0], [1, 0], [1, 1], [0, 1, 0], [1], [0]], 5104, True)
 @example([[0, 0], [0], [0, 0, 0], [0]], 5400, True)  # too large a turn; another shares its start
@@ -442,7 +442,7 @@ def _common(left: list[msgspec.Raw], right: list[msgspec.Raw]) -> list[msgspec.R
 IDS = st.lists(st.sampled_from((0, 1, 255, 256, 1 << 31, (1 << 32) - 1)), max_size=40)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(IDS, IDS, st.lists(st.integers(0, 700), max_size=1).map(sum))
 @example([0] + [1] * 64, [255] + [1] * 64, 65)
 def test_common_tokens_counts_equal_leading_ids(left: list[int], right: list[int], alike: int) -> None:

@@ -10,12 +10,11 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.prompts.settings import PromptStats
 from kvatlas.router.prompts.shared_records import MEMORY_BYTES_MIN, SharedRecords, make_memory
-from tests.support.examples import examples
 
 SLOTS = 2
 KEYS = st.sampled_from([0, 1, 7, 7 + 64, 2**64 - 1, 0x9E3779B97F4A7C15])
@@ -60,7 +59,6 @@ def test_every_worker_finds_what_any_wrote_and_their_rings_do_not_meet(count: in
 
 
 @given(st.lists(PUTS, max_size=60))
-@settings(max_examples=examples(100), deadline=None)
 def test_the_last_record_of_a_key_is_found_until_it_is_overwritten(puts: list[Any]) -> None:
     shared = memory()
     every = workers(shared)
@@ -99,7 +97,6 @@ def test_a_record_above_a_quarter_of_a_ring_is_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=examples(100), deadline=None)
 def test_no_change_of_the_memory_makes_another_record(data: st.DataObject) -> None:
     """Torn writes leave any bytes: of a slot, of a ring, or of an end."""
     shared = memory()

@@ -47,7 +47,7 @@ def test_pieces_give_the_ids_of_the_whole_text(kind: str, fast: bool) -> None:
     whole, cut = Tokenizer.from_str(KINDS[kind]), make(KINDS[kind], fast=fast)
     assert cut.cuts.barrier is not None
 
-    @settings(max_examples=examples(150), deadline=None)
+    @settings(max_examples=examples(150))
     @given(TEXTS)
     def check(text: str) -> None:
         expected = whole.encode(text, add_special_tokens=False).ids
@@ -65,7 +65,6 @@ def byte_level() -> PromptTokenizer:
     return make(KINDS["byte-level"])
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(TEXTS, st.integers(1, 9))
 def test_scanning_by_windows_finds_the_same_cuts(text: str, window: int) -> None:
     tokenizer = byte_level()
@@ -75,7 +74,7 @@ def test_scanning_by_windows_finds_the_same_cuts(text: str, window: int) -> None
         assert tokenizer.cuts.split(text) == expected
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.one_of(PIECES, st.just("word and word ")), max_size=20).map("".join), st.data())
 def test_cuts_from_a_place_on_are_those_of_the_rest_alone(text: str, data: st.DataObject) -> None:
     tokenizer = byte_level()
@@ -193,7 +192,7 @@ def test_normalized_tokens_are_barriers_where_nothing_is_normalized() -> None:
         ["<u>", "<v>", "<w>", "<y>", "<y>z", ">v", "x<w", "<think>", ">", "v", "x", " ", "a"]
     )
 
-    @settings(max_examples=examples(200), deadline=None)
+    @settings(max_examples=examples(200))
     @given(st.lists(pieces, max_size=10).map("".join))
     def check(text: str) -> None:
         assert list(cut.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
@@ -212,7 +211,7 @@ def test_overlapping_added_tokens_still_give_exact_ids() -> None:
         ["<a>", "<b>", "<a><b>", "x", "z", "<|eot|>", "<ok>", "<ok><", " ", "<l>", "<|im_end|>", "<"]
     )
 
-    @settings(max_examples=examples(300), deadline=None)
+    @settings(max_examples=examples(300))
     @given(st.lists(pieces, max_size=10).map("".join))
     def check(text: str) -> None:
         assert list(cut.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids

@@ -123,7 +123,7 @@ def test_parts_give_the_ids_of_the_whole_text(name: str) -> None:
     assert parts_words(tokenizer)
     assert cuts_of(tokenizer).words
 
-    @settings(max_examples=examples(300), deadline=None)
+    @settings(max_examples=examples(300))
     @given(TEXTS)
     def check(text: str) -> None:
         places = [0, *(at for at in range(len(text)) if between_words(text, at)), len(text)]
@@ -152,7 +152,7 @@ def test_long_texts_are_cut_and_give_the_same_ids(
     tokenizer = PromptTokenizer(known(name), PromptStats(), fast=fast)
     barrier = tokenizer.cuts.barrier
 
-    @settings(max_examples=examples(150), deadline=None)
+    @settings(max_examples=examples(150))
     @given(st.lists(st.one_of(PIECES, st.sampled_from(["<|im_end|>", "<\uff5cUser\uff5c>"])), max_size=40))
     def check(pieces: list[str]) -> None:
         text = " and then ".join(pieces)
@@ -176,7 +176,6 @@ def test_cuts_of_a_long_text_are_even_and_few() -> None:
     assert list(word_cuts(text[:2_000], [0, 1_000])) == [0, 1_000]
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 40), st.integers(0, 400), TEXTS, TEXTS)
 def test_texts_are_cut_alike_as_far_as_they_are_alike(
     spacing: int, repeats: int, left: str, right: str

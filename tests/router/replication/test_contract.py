@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.base import Index
@@ -86,9 +86,7 @@ def _server() -> Iterator[None]:
     server.close()
 
 
-_QUICK = settings(
-    max_examples=examples(12), stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
+_QUICK = settings(max_examples=examples(12), stateful_step_count=20)
 TestNarrowMachine = NarrowMachine.TestCase
 TestNarrowMachine.settings = _QUICK
 TestWideMachine = WideMachine.TestCase

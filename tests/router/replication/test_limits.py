@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.admission.gate import KeyGate
@@ -23,7 +23,6 @@ from kvatlas.router.replication.messages import VERSION
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
-from tests.support.examples import examples
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import WAIT_S, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
@@ -89,7 +88,6 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return key_file(tmp_path_factory.mktemp("rules"), f"requests_per_minute = {PER_MINUTE}")
 
 
-@settings(max_examples=examples(100))
 @given(steps=st.lists(st.sampled_from(["a", "b", "c", "tell"]), max_size=80))
 def test_together_they_let_in_what_the_limit_says_and_what_was_not_told_yet(
     rules: Path, steps: list[str]
@@ -254,7 +252,6 @@ def test_a_replica_whose_field_is_gone_has_no_places(tmp_path: Path) -> None:
     held.leave(None)
 
 
-@settings(max_examples=examples(100))
 @given(
     field=st.binary(max_size=200)
     | st.recursive(

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.cli import app
@@ -24,7 +24,6 @@ from kvatlas.router.simulation.split_verdict import SplitVerdict, verdict
 from kvatlas.router.simulation.variants import variants_of
 from tests.router.simulation.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.router.simulation.test_advise import BASE, SETUP
-from tests.support.examples import examples
 
 ALWAYS = PdSettings(min_remote_tokens=1, decode_delay_weight=1e6)
 """A prompt beside answers costs more than any transfer."""
@@ -120,7 +119,6 @@ def test_short_prompts_stay_whole() -> None:
     st.sampled_from([30, 60, 400]),
     st.sampled_from([FULL, HYBRID]),
 )
-@settings(max_examples=examples(100))
 def test_every_request_ends_once_and_nothing_stays_kept(
     asked: list[tuple[int, int, int, float]], prefill: int, num_blocks: int, groups: Any
 ) -> None:

@@ -26,7 +26,7 @@ def requests_of(drawn: Drawn) -> list[Request]:
     return sorted(made, key=lambda one: one.at_s)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(arrivals, st.sampled_from([12, 24, 40, 400]), st.sampled_from([FULL, HYBRID]))
 def test_every_request_ends_once_and_the_pool_is_whole(
     drawn: Drawn, num_blocks: int, groups: tuple[GroupSpec, ...]
@@ -46,7 +46,7 @@ def test_every_request_ends_once_and_the_pool_is_whole(
             assert 0 <= run.hit < run.input_tokens
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(arrivals, st.integers(1, 7))
 def test_it_does_not_matter_how_often_it_is_advanced(drawn: Drawn, pauses: int) -> None:
     plain, paused = Bench(num_blocks=24), Bench(num_blocks=24)
@@ -153,7 +153,7 @@ def test_with_an_order_the_first_of_those_that_wait_goes_next() -> None:
     assert bench.of("first") == [0, 2, 1, 3], "the first had begun"
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(arrivals, st.lists(st.floats(1, 9), min_size=12, max_size=12))
 def test_with_an_order_every_request_ends_once_too(drawn: Drawn, ranks: list[float]) -> None:
     bench = Bench(num_blocks=24)

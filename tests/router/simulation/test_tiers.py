@@ -183,7 +183,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     arrivals,
     st.sampled_from([24, 40, 60]),

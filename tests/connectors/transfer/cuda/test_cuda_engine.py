@@ -54,7 +54,7 @@ class TestOneCallPerPiece(TransferEngineContract):
         return engine_on(device, view, pool, driver=driver)
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32), st.booleans())
 def test_a_store_reads_what_was_computed_before_and_a_load_overwrites_it(seed: int, kernel: bool) -> None:
     """The canary: work on the computing stream that has not run yet when the job is submitted."""

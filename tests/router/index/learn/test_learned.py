@@ -239,7 +239,7 @@ def run_pool(groups: tuple[GroupSpec, ...], seed: int, *, retention: int | None)
     return seen
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(
     st.integers(0, 1 << 30),
     st.sampled_from([(full(),), (full(), window(1, 64)), (window(0, 96),), (full(0, 32), window(1, 40))]),
@@ -254,7 +254,7 @@ def test_never_predicts_more_than_there_is(
     assert all(predicted <= true for predicted, true in pairs)
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(st.integers(0, 1 << 30), st.sampled_from([(full(),), (full(), window(1, 64))]))
 def test_is_exact_where_full_attention_tells_every_position(seed: int, groups: tuple[GroupSpec, ...]) -> None:
     with pytest.MonkeyPatch.context() as patch:

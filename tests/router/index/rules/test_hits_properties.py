@@ -98,7 +98,7 @@ cases = st.tuples(models(), st.integers(1, 420)).flatmap(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(cases)
 def test_equals_the_rules_read_slowly(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -106,7 +106,7 @@ def test_equals_the_rules_read_slowly(case: tuple[CacheLayout, int, Units]) -> N
     assert evaluate_one(layout, num_tokens, units).hit[0] == slow_hit(layout, num_tokens, units)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(cases)
 def test_equals_what_the_engine_finds(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -156,7 +156,7 @@ def test_engines_that_all_hold_the_same_are_asked_as_often_as_one() -> None:
     assert evaluate(Rows(rows.num_hashes, alike), layout, 96).hit == [0] * WORD_BITS
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(cases)
 def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
@@ -170,7 +170,6 @@ def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units
     assert not any(layout.classes[0].family is not Family.CHUNKED and tokens for tokens in hits.hit[1:])
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(cases, st.data())
 def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], data: st.DataObject) -> None:
     layout, num_tokens, units = case
@@ -182,7 +181,7 @@ def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], d
     assert after.shared_prefix[0] >= before.shared_prefix[0]
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(cases, st.integers(1, 200))
 def test_a_longer_prompt_with_the_same_start_never_hits_less(
     case: tuple[CacheLayout, int, Units], more: int
@@ -229,7 +228,7 @@ def test_events_of_a_pool_predict_its_hits() -> None:
     """Everything between: the pool's events on the wire, learned groups, detected scheme, counted copies."""
     hits: list[int] = []
 
-    @settings(max_examples=examples(60), deadline=None)
+    @settings(max_examples=examples(60))
     @given(engines().filter(runs).filter(publishes_immediately), st.integers(0, 1 << 30))
     def equal(engine: Engine, seed: int) -> None:
         hits.extend(hits_of(engine, random.Random(seed)))

@@ -141,7 +141,7 @@ def chunked_reading(num_tokens: int, gpu: int, chunks: set[int], blocks: int) ->
     return tokens if tokens >= size else 0
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.integers(1, 400), st.integers(0, 24), st.sets(st.integers(0, 12)), st.sampled_from([1, 2, 3, 4, 8]))
 def test_chunks_are_loaded_as_vllm_loads_them(
     num_tokens: int, gpu: int, chunks: set[int], blocks: int
@@ -288,7 +288,7 @@ cases = st.tuples(models(), st.integers(1, 420)).flatmap(
 )
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(cases)
 def test_equals_what_an_engine_loads(case: tuple[CacheLayout, int, Units, Units]) -> None:
     layout, num_tokens, gpu, tier = case
@@ -296,7 +296,7 @@ def test_equals_what_an_engine_loads(case: tuple[CacheLayout, int, Units, Units]
     assert (hit, hit + by_medium.get("CPU", 0)) == plain_reading(layout, num_tokens, gpu, tier)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(cases)
 def test_host_memory_alone_equals_the_load_without_a_gpu_hit(
     case: tuple[CacheLayout, int, Units, Units],
@@ -313,7 +313,6 @@ def test_other_connectors_memory_serves_no_other_engine() -> None:
     assert held_alone(rows, layout_of(full()), 100, 0) == []
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(cases)
 def test_offloaded_blocks_never_change_the_gpu_hit(case: tuple[CacheLayout, int, Units, Units]) -> None:
     layout, num_tokens, gpu, tier = case
@@ -321,7 +320,7 @@ def test_offloaded_blocks_never_change_the_gpu_hit(case: tuple[CacheLayout, int,
     assert loads(layout, num_tokens, {"GPU": gpu, HOST: tier, "STORAGE*0@s": tier}, "s")[0] == alone
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_engines_in_groups_load_what_each_would_by_itself(data: st.DataObject) -> None:
     """Equal hits are worked out once: each engine has the hit that it has with details, where it is alone."""
@@ -528,7 +527,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(steps)
 def test_own_places_hold_what_was_stored_more_often_than_removed(
     history: list[tuple[bool, str, str | None, list[int]]],

@@ -54,9 +54,9 @@ class CrampedMachine(IndexMachine):
 
 
 TestMemoryMachine = MemoryMachine.TestCase
-TestMemoryMachine.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
+TestMemoryMachine.settings = settings(max_examples=examples(40), stateful_step_count=25)
 TestCrampedMachine = CrampedMachine.TestCase
-TestCrampedMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestCrampedMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)
 
 
 @pytest.fixture

@@ -335,7 +335,7 @@ _PREFILLS = st.sampled_from(["held", "late", "503", "500", "reset", "null", "400
 _DECODES = st.sampled_from(["good", "503", "500", "reset", "400", "broken"])
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(_PREFILLS, min_size=1, max_size=4), st.lists(_DECODES, min_size=1, max_size=4))
 def test_whatever_fails_parameters_are_sent_once_and_young_and_the_client_is_answered_once(
     prefills: list[str], decodes: list[str]

@@ -11,14 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.proxy.idle_tracker import IdleTracker
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.proxy.split.test_legs import GOOD, PairPlanner, all_over, in_turn
-from tests.support.examples import examples
 from tests.support.ports import free_port
 from tests.support.proxy_rig import (
     CHAT,
@@ -192,7 +191,6 @@ _PREFILLS = st.sampled_from(["held", "slow", "stopped", "503", "500", "reset", "
 _DECODES = st.sampled_from(["good", "hangs", "503", "500", "reset", "400", "broken", "head"])
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(_PREFILLS, min_size=1, max_size=4), st.lists(_DECODES, min_size=1, max_size=4))
 def test_a_failed_transfer_is_reported_once_and_never_after_its_prefill_failed(
     prefills: list[str], decodes: list[str]

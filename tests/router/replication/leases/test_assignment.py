@@ -63,7 +63,7 @@ def count(world: World, replica: str) -> int:
 
 
 @given(st.integers(1, 5), st.integers(1, 9))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_feeds_come_out_even_and_then_stay(replicas: int, engines: int) -> None:
     world = World({r: set(ENGINES[:engines]) for r in REPLICAS[:replicas]})
     world.settle()
@@ -95,7 +95,7 @@ def test_the_engines_of_a_dead_replica_are_taken_by_the_others() -> None:
 
 
 @given(st.lists(st.sets(st.sampled_from(ENGINES), min_size=1), min_size=1, max_size=4))
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 def test_every_engine_that_somebody_wants_is_followed_whatever_the_others_want(wants: list[set[str]]) -> None:
     world = World(dict(zip(REPLICAS, wants, strict=False)))
     world.settle()

@@ -96,7 +96,6 @@ NAMES = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=12)
 FIELDS = st.lists(st.tuples(NAMES, st.binary(min_size=1, max_size=40)), max_size=6)
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(FIELDS, st.booleans(), st.lists(st.text(max_size=20), max_size=3) | st.none(), st.integers(0, 5))
 def test_request_headers(
     fields: list[tuple[str, bytes]], ends: bool, subset: list[str] | None, mode: int
@@ -121,7 +120,7 @@ def test_request_headers(
     assert endpoints(found.metadata, m.SUBSET, "other") is None
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(["request_body", "response_body"]), st.binary(max_size=300), st.booleans())
 def test_bodies(kind: str, data: bytes, ends: bool) -> None:
     sent = PB["ProcessingRequest"]()
@@ -137,7 +136,7 @@ def read(message: bytes) -> Any:
     return found
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(FIELDS, st.lists(NAMES, max_size=3), st.text(max_size=40))
 def test_a_choice_is_what_the_runtime_reads(
     fields: list[tuple[str, bytes]], removes: list[str], endpoint: str
@@ -168,7 +167,7 @@ def test_pieces_trailers_and_immediate_answers() -> None:
     assert own.headers.set_headers[0].header.raw_value == b"1"
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=80))
 def test_whatever_comes_is_read_or_refused(message: bytes) -> None:
     try:
@@ -179,7 +178,7 @@ def test_whatever_comes_is_read_or_refused(message: bytes) -> None:
     assert found.kind is None or message
 
 
-@settings(max_examples=examples(1000), deadline=None)
+@settings(max_examples=examples(1000))
 @given(
     st.sampled_from(["request_headers", "request_body", "response_body"]),
     st.integers(0, 5).map(bytes) | st.integers(120, 130).map(bytes),
@@ -236,7 +235,6 @@ def test_odd_bodies_and_fields() -> None:
         assert m.read_request(bytes_field(2, headers)).headers == [(b"k", value)]
 
 
-@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.binary(max_size=30), max_size=6), st.integers(1, 9))
 def test_grpc_messages_come_out_whole(sent: list[bytes], size: int) -> None:
     data = b"".join(map(message_frame, sent))

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.router.fleet.engines import EngineAddress
@@ -228,7 +228,6 @@ NOTES = st.dictionaries(
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_whatever_the_objects_say_it_makes_a_picture(data: st.DataObject) -> None:
     """An object that decodes at all can be seen; ids are unique and the order of objects does not matter."""
     pods = []

@@ -73,7 +73,7 @@ def known(store: ObjectStore[Pod]) -> dict[str, Pod]:
 
 
 @given(changes, st.integers(0, 25), st.integers(0, 2**32))
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 def test_events_in_any_order_and_any_number_end_in_the_truth(
     steps: list[tuple[str, str, int]], listed_at: int, seed: int
 ) -> None:
@@ -98,7 +98,7 @@ def test_events_in_any_order_and_any_number_end_in_the_truth(
 
 
 @given(changes, st.integers(0, 2**32))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_any_history_of_lists_watches_and_lost_tails_ends_in_the_truth(
     steps: list[tuple[str, str, int]], seed: int
 ) -> None:

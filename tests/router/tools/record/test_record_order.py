@@ -103,7 +103,7 @@ def play(stream: Stream, steps: list[tuple[str, object]]) -> None:
     stream.settle()
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(STEPS, st.booleans(), st.sampled_from([0, 3, 20, 10_000]))
 def test_seqs_rise_and_the_lost_are_counted(
     steps: list[tuple[str, object]], has_replay: bool, ring: int
@@ -119,7 +119,7 @@ def test_seqs_rise_and_the_lost_are_counted(
         assert seqs == list(range(stream.sent))
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(STEPS, STEPS, st.sampled_from([0, 5, 10_000]))
 def test_a_restart_begins_a_new_sequence(
     before: list[tuple[str, object]], after: list[tuple[str, object]], ring: int

@@ -51,7 +51,7 @@ def perform(index: MemoryIndex, operation: tuple[str, Any, Any]) -> None:
         getattr(index, name)("e", where, [BlockHash(n) for n in what])
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(OPERATIONS, max_size=30))
 def test_the_counts_agree_with_the_serving_index(operations: list[tuple[str, Any, Any]]) -> None:
     counting, plain = CountingIndex(), MemoryIndex()

@@ -185,7 +185,7 @@ FIELDS = st.sampled_from(
 ENTRIES = st.lists(ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=3)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(engines=ENTRIES, receipts=ENTRIES, metrics=st.text(max_size=60), problems=ANYTHING, history=ANYTHING)
 def test_whatever_a_router_answers_is_a_picture(
     engines: list[Any], receipts: list[Any], metrics: str, problems: Any, history: Any
