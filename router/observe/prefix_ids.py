@@ -20,6 +20,8 @@ import msgspec
 from kvatlas.publisher.block_hash import PromptExtras
 
 UNIT_TOKENS = 512
+# Of the first ``UNIT_TOKENS``, ids of which are kept too: chats may be shorter than a unit, or share less.
+START_UNIT_TOKENS = 32
 KEY_BYTES = 32
 _ID_BITS = 53
 _encoder = msgspec.msgpack.Encoder()
@@ -50,7 +52,9 @@ def _key_of(path: Path) -> bytes:
     return key
 
 
-def prefix_ids(tokens: array[int], model: str, extras: PromptExtras, key: bytes) -> list[int]:
+def prefix_ids(
+    tokens: array[int], model: str, extras: PromptExtras, key: bytes, unit_tokens: int = UNIT_TOKENS
+) -> list[int]:
     """Return one id per unit of the prompt."""
     state = blake2b(
         _encoder.encode([model, extras.lora_name, extras.lora_path, extras.cache_salt]),
@@ -59,12 +63,12 @@ def prefix_ids(tokens: array[int], model: str, extras: PromptExtras, key: bytes)
     ).digest()
     ids = []
     view = memoryview(tokens)
-    for start in range(0, len(tokens), UNIT_TOKENS):
+    for start in range(0, len(tokens), unit_tokens):
         unit = blake2b(state, key=key, digest_size=16)
-        unit.update(view[start : start + UNIT_TOKENS])
+        unit.update(view[start : start + unit_tokens])
         for item in extras.multimodal:
             # The prefix before it is the same without it.
-            if start <= item.offset < start + UNIT_TOKENS:
+            if start <= item.offset < start + unit_tokens:
                 unit.update(_encoder.encode([item.identifier, item.offset]))
         state = unit.digest()
         ids.append(int.from_bytes(state[:8], "big") >> (64 - _ID_BITS))

@@ -25,7 +25,7 @@ import structlog
 from kvatlas import __version__
 from kvatlas.publisher.block_hash import PromptExtras
 from kvatlas.router.observe.log_throttle import LogThrottle
-from kvatlas.router.observe.prefix_ids import prefix_ids, read_key
+from kvatlas.router.observe.prefix_ids import START_UNIT_TOKENS, UNIT_TOKENS, prefix_ids, read_key
 from kvatlas.router.observe.requests import Certainty, RequestRecord
 from kvatlas.router.observe.traces import FLUSH_MS, TraceSettings, counting
 from kvatlas.router.openai.request import Usage
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 EVENT_NAME = "kvatlas.usage"
 # The time is the log record's own; prefix hashes are for simulations.
-_LEFT_OUT = frozenset({"arrived_s", "hash_ids", "hashed_tokens"})
+_LEFT_OUT = frozenset({"arrived_s", "hash_ids", "start_ids", "hashed_tokens"})
 _QUEUE_MAX = 8192
 
 
@@ -139,7 +139,7 @@ class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """File to append to; empty: no usage record. Set it for billing, or for `kvatlas simulate` and `advise`
     with your own load."""
     file_bytes_max: int = 64 << 20
-    """Size at which a file is rotated, of all workers' files together; a line takes about 600 bytes, and 17
+    """Size at which a file is rotated, of all workers' files together; a line takes about 950 bytes, and 17
     more per 512 tokens of its prompt. Set it to what your log shipper takes in one piece."""
     files_max: int = 16
     """Most files kept, the current one included; the oldest is removed by a rotation, and counted. Raise it
@@ -250,6 +250,8 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that ``hash_ids`` stand for."""
     hash_ids: list[int] | None
     """One id per 512 tokens, if the prompt was tokenized here."""
+    start_ids: list[int] | None = None
+    """Then, one id per 32 tokens of the first 512."""
 
 
 class UsageLog:
@@ -444,9 +446,11 @@ def usage_line(
         computed = facts.work.uncached_tokens
     # Of several prompts or answers the engine reports one.
     unlike = many or facts.mode == "partial"
-    ids = None
+    ids = start_ids = None
     if tokens is not None and facts.extras is not None:
         ids = prefix_ids(tokens, record.model, facts.extras, key)
+        start = tokens[:UNIT_TOKENS]
+        start_ids = prefix_ids(start, record.model, facts.extras, key, START_UNIT_TOKENS)
     return UsageLine(
         arrived_s=round(arrived_s, 6),
         request_id=record.request_id,
@@ -482,6 +486,7 @@ def usage_line(
         predicted_ttft_s=_rounded(facts.predicted_ttft_s),
         hashed_tokens=None if ids is None or tokens is None else len(tokens),
         hash_ids=ids,
+        start_ids=start_ids,
     )
 
 

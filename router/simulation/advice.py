@@ -28,6 +28,8 @@ AS_GOOD = 0.02
 # With fewer requests, differences between runs are mostly random.
 REQUESTS_MIN = 200
 BUSY_MAX = 0.9
+# Of prompt tokens: cached by the engines' reports, and not to be had of an endless cache by the ids.
+UNSEEN_MAX = 0.1
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,7 @@ def judge(
     reusable: float,
     num_requests: int,
     ttft_target_s: float | None = None,
+    recorded: float | None = None,
 ) -> list[Advice]:
     """Return one piece of advice per topic, in the order of ``Topic``; ``results`` is in the order of
     ``trials``.
@@ -65,13 +68,22 @@ def judge(
     found += _pull(setup, by_topic.get("pull", []))
     found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
     found += _apart(by_topic.get("apart", []))
-    if doubt(results, num_requests):
+    if doubt(results, num_requests, reusable, recorded):
         return [msgspec.structs.replace(one, value=None, firm=False) for one in found]
     return found
 
 
-def doubt(results: Sequence[TrialResult], num_requests: int) -> str:
-    """Return why these runs are not sufficient for firm advice; "" if they are."""
+def doubt(
+    results: Sequence[TrialResult], num_requests: int, reusable: float = 1.0, recorded: float | None = None
+) -> str:
+    """Return why these runs are not sufficient for firm advice; "" if they are. ``recorded``: the share of
+    prompt tokens that the engines of the workload reported as cached."""
+    if recorded is not None and recorded > reusable + UNSEEN_MAX:
+        return (
+            f"the engines reported {recorded:.0%} of the prompt tokens as cached, and the ids of these "
+            f"prompts show {reusable:.0%} as shared: what is shared is shorter than a unit of ids, or was "
+            "asked by clients that are not in this record"
+        )
     if num_requests < REQUESTS_MIN:
         return f"{num_requests} requests are too few for advice; at least {REQUESTS_MIN} are needed"
     if results[0].refused:

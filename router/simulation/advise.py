@@ -46,7 +46,7 @@ from kvatlas.router.simulation.requests import WorkloadError
 from kvatlas.router.simulation.setup import FleetSetup, Timing
 from kvatlas.router.simulation.study import Workloads, round_robin, run_all, speed_for
 from kvatlas.router.simulation.tiers import TierSetup, block_bytes
-from kvatlas.router.simulation.usage_record import is_capture, read_capture
+from kvatlas.router.simulation.usage_record import cached_share, is_capture, read_capture
 from kvatlas.router.simulation.workload import WorkloadSource
 from kvatlas.router.tools.ops_client import output_console, router_url
 
@@ -96,7 +96,7 @@ def _advise(options: AdviseOptions, workload: str, name: str, *, as_json: bool) 
     source = WorkloadSource(name=workload, requests_max=options.requests, model=options.served_model)
     with refused("workload", WorkloadError):
         workloads = source.draws(seeds)
-    timing, notes = _timing(options, workload)
+    timing, notes, recorded = _timing(options, workload)
     setup, more = _setup(options, seen, workloads, timing)
     with refused("--model", ModelError):
         check_units(setup.groups, workloads[0][0].unit_tokens)
@@ -115,9 +115,14 @@ def _advise(options: AdviseOptions, workload: str, name: str, *, as_json: bool) 
     results = results_of(tried, {job: result.outcome for job, result in ran.items()}, seeds)
     reusable = reusable_share(workloads[0])
     advice = judge(
-        setup, results, reusable=reusable, num_requests=len(workloads[0]), ttft_target_s=options.ttft_target
+        setup,
+        results,
+        reusable=reusable,
+        num_requests=len(workloads[0]),
+        ttft_target_s=options.ttft_target,
+        recorded=recorded,
     )
-    unsure = doubt(results, len(workloads[0]))
+    unsure = doubt(results, len(workloads[0]), reusable, recorded)
     facts = _facts(options, name, setup, workloads, reusable, notes)
     if as_json:
         report = {"facts": facts, "runs": results, "advice": advice, "doubt": unsure}
@@ -154,19 +159,25 @@ def _pool_of(engine_id: str) -> int | None:
     return read_pool_blocks(page.encode(), int(rank) if rank.isdecimal() else None)
 
 
-def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str]]:
-    """Return rates fitted to the capture, if it is one and sufficient; else the defaults, with the reason."""
+def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str], float | None]:
+    """Return rates fitted to the capture, if it is one and sufficient; else the defaults, with the reason;
+    and the share of its prompt tokens that engines reported as cached."""
     path = Path(workload)
     if not path.is_file():
-        return Timing(), ["rates: the defaults, as a generated workload has none"]
+        return Timing(), ["rates: the defaults, as a generated workload has none"], None
     with refused("workload", WorkloadError):
         if not is_capture(path):
-            return Timing(), ["rates: the defaults, as this file is no usage record"]
+            return Timing(), ["rates: the defaults, as this file is no usage record"], None
         captured = read_capture(path, options.served_model)
+    recorded = cached_share(captured)
     try:
-        return fit_capture(captured, Timing()).timing, ["rates: fitted to the usage record"]
+        return fit_capture(captured, Timing()).timing, ["rates: fitted to the usage record"], recorded
     except FitError as error:
-        return Timing(), [f"rates: the defaults, as the usage record is not sufficient to fit them: {error}"]
+        return (
+            Timing(),
+            [f"rates: the defaults, as the usage record is not sufficient to fit them: {error}"],
+            recorded,
+        )
 
 
 def _setup(

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.observe.prefix_ids import UNIT_TOKENS
+from kvatlas.router.observe.prefix_ids import START_UNIT_TOKENS, UNIT_TOKENS
 
 REQUESTS_MAX = 2_000_000
 LINE_CHARS_MAX = 4 << 20
@@ -89,6 +89,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     unit_tokens: int = UNIT_TOKENS
     follows: Follows | None = None
     """The previous request if the workload names it; otherwise it is inferred from the ids."""
+    whole_units: int | None = None
+    """Ids that do not change where a longer prompt goes on; None: those of whole units."""
+
+    @property
+    def lasting_ids(self) -> tuple[int, ...]:
+        """Ids that a prompt that goes on from this one has too."""
+        whole = self.input_tokens // self.unit_tokens if self.whole_units is None else self.whole_units
+        return self.ids[:whole]
 
 
 One = TypeVar("One", Asked, Request)
@@ -165,6 +173,23 @@ def asked_of(fields: dict[str, Any], where: str) -> Asked:
     return Asked(at_s=at_s, input_tokens=length, output_tokens=output, ids=tuple(ids))
 
 
+def with_start(asked: Asked, start: Sequence[int] | None, where: str) -> Asked:
+    """The request in units of ``START_UNIT_TOKENS``: with the ids of its start, if known; those of each other
+    unit follow from its own. Raises ``WorkloadError``."""
+    tokens, parts = asked.input_tokens, UNIT_TOKENS // START_UNIT_TOKENS
+    count = -(-tokens // START_UNIT_TOKENS)
+    ids = [identifier * parts + part for identifier in asked.ids for part in range(parts)][:count]
+    whole = tokens // UNIT_TOKENS * parts
+    if start is not None:
+        if len(start) != min(count, parts):
+            raise WorkloadError(
+                f"{where}: start_ids: {len(start)} ids for {tokens} tokens; expected {min(count, parts)}"
+            )
+        ids[: len(start)] = start
+        whole = max(whole, min(tokens, UNIT_TOKENS) // START_UNIT_TOKENS)
+    return msgspec.structs.replace(asked, ids=tuple(ids), unit_tokens=START_UNIT_TOKENS, whole_units=whole)
+
+
 def ids_of(fields: dict[str, Any], where: str) -> list[int]:
     """Validate the field ``hash_ids``. Raises ``WorkloadError``."""
     ids = fields.get("hash_ids")
@@ -228,7 +253,7 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
     following: dict[int, int] = {}
     before: dict[int, Follows] = {}
     sessions: list[int] = []
-    chains = [_chain(a.ids[: a.input_tokens // a.unit_tokens]) for a in asked]
+    chains = [_chain(a.lasting_ids) for a in asked]
     for index, one in enumerate(asked):
         session = index if one.session is None else one.session
         for depth in range(len(chains[index]), 0, -1):

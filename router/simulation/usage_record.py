@@ -17,11 +17,20 @@ from typing import Any
 import msgspec
 
 from kvatlas.router.observe.usage import UsageLine, rotated_files
-from kvatlas.router.simulation.requests import Asked, WorkloadError, asked_of, in_order, lines_of
+from kvatlas.router.simulation.requests import (
+    Asked,
+    WorkloadError,
+    asked_of,
+    in_order,
+    lines_of,
+    with_start,
+)
 from kvatlas.router.simulation.session_files import is_session
 from kvatlas.router.simulation.setup import Timing
 
 OUTPUT_GUESS_MAX = 32_768
+# Prompts that are longer, in the middle, share little within their first unit, and have many ids.
+_START_COUNTS_TOKENS_MAX = 2048
 _SUCCESS = 200, 300
 
 
@@ -37,6 +46,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float | None
     duration_s: float
     queue_s: float
+    start_ids: list[int] | None = None
 
     @property
     def s_per_generated_token(self) -> float | None:
@@ -79,8 +89,21 @@ def read_capture(path: Path, model: str | None = None) -> list[Captured]:
             f"{path}: requests of {len(models)} models, {', '.join(models)}: name one of them"
         )
     found = [one for one in found if model in {None, one.model}]
+    lengths = statistics.median(one.asked.input_tokens for one in found)
+    if lengths <= _START_COUNTS_TOKENS_MAX and any(one.start_ids is not None for one in found):
+        found = [
+            msgspec.structs.replace(one, asked=with_start(one.asked, one.start_ids, str(path)))
+            for one in found
+        ]
     found.sort(key=lambda one: one.asked.at_s)
     return _with_outputs(found)
+
+
+def cached_share(captured: Sequence[Captured]) -> float | None:
+    """The share of prompt tokens that engines reported as cached; None: they did not."""
+    told = [(one.cached_tokens, one.asked.input_tokens) for one in captured if one.cached_tokens is not None]
+    total = sum(tokens for _, tokens in told)
+    return sum(cached for cached, _ in told) / total if total else None
 
 
 def asked_in(captured: Sequence[Captured]) -> list[Asked]:
@@ -115,6 +138,7 @@ def _captured(fields: dict[str, Any], where: str) -> Captured | None:
         ttft_s=None if line.first_token_s is None else line.first_token_s - line.asked_s,
         duration_s=line.duration_s - line.asked_s,
         queue_s=line.queue_s or 0.0,
+        start_ids=line.start_ids,
     )
 
 

@@ -93,6 +93,7 @@ def test_a_line_has_who_what_where_tokens_and_times(tmp_path: Path) -> None:
     )
     (line,) = written(tmp_path / "a.jsonl")
     assert len(line.pop("hash_ids")) == 2
+    assert len(line.pop("start_ids")) == 16
     assert line.pop("arrived_s") > 1e9
     assert line == {
         "request_id": "r-1",

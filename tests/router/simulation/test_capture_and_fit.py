@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvatlas.publisher.block_hash import NO_EXTRAS
 from kvatlas.publisher.simulator.request import TTFT_BUCKETS_S, CacheConfig, EngineStats, Gauges, render
+from kvatlas.router.observe.prefix_ids import START_UNIT_TOKENS, UNIT_TOKENS, prefix_ids
 from kvatlas.router.observe.usage import UsageLine
+from kvatlas.router.simulation.advice import doubt
+from kvatlas.router.simulation.advise_trials import TrialResult, reusable_share
 from kvatlas.router.simulation.fit import FitError, fit_capture, fit_metrics
-from kvatlas.router.simulation.requests import WorkloadError
+from kvatlas.router.simulation.requests import Asked, WorkloadError, continued, with_start
 from kvatlas.router.simulation.setup import Timing
-from kvatlas.router.simulation.usage_record import asked_in, is_capture, read_capture
+from kvatlas.router.simulation.usage_record import asked_in, cached_share, is_capture, read_capture
 from tests.router.simulation.support import line, write_lines
 
 ASKED_S = 0.25
@@ -231,3 +239,75 @@ def test_rates_come_out_of_a_simulated_engines_page() -> None:
     )
     page = render(stats, Gauges(0, 0, 0.0), cache, model="m", dp_rank=0).decode()
     assert fit_metrics(page, Timing()).timing.prefill_s_per_token == pytest.approx(0.8 / 8000)
+
+
+SHARED_TOKENS, OWN_TOKENS = 200, 85
+
+
+def short_chats(count: int, *, told: bool) -> list[dict[str, Any]]:
+    """Chats of fewer tokens than a unit of ids, with one system prompt, 70 % of which were cached."""
+    lines = []
+    for number in range(count):
+        tokens = array("q", [*range(SHARED_TOKENS), *range(1000 * number, 1000 * number + OWN_TOKENS)])
+        ids = prefix_ids(tokens, "m", NO_EXTRAS, b"k" * 32)
+        start = prefix_ids(tokens, "m", NO_EXTRAS, b"k" * 32, START_UNIT_TOKENS) if told else None
+        cached = SHARED_TOKENS if number else 0
+        lines.append(
+            captured(timestamp=900 * number, input_length=len(tokens), hash_ids=ids)
+            | {"cached_tokens": cached, "start_ids": start}
+        )
+    return lines
+
+
+def test_what_is_shared_below_a_unit_of_ids_is_seen_by_the_ids_of_the_start(tmp_path: Path) -> None:
+    read = read_capture(write_lines(tmp_path / "a.jsonl", *short_chats(300, told=True)))
+    assert {one.asked.unit_tokens for one in read} == {START_UNIT_TOKENS}
+    requests = continued(asked_in(read))
+    reusable, recorded = reusable_share(requests), cached_share(read)
+    assert reusable == pytest.approx(192 / 285, abs=0.01)
+    assert recorded == pytest.approx(200 / 285, abs=0.01)
+    assert doubt([told_base()], 300, reusable, recorded) == ""
+
+
+def test_advice_is_withheld_where_engines_cached_what_no_id_shows(tmp_path: Path) -> None:
+    read = read_capture(write_lines(tmp_path / "a.jsonl", *short_chats(300, told=False)))
+    reusable, recorded = reusable_share(continued(asked_in(read))), cached_share(read)
+    assert reusable == 0
+    text = doubt([told_base()], 300, reusable, recorded)
+    assert text.startswith("the engines reported 70% of the prompt tokens as cached, and the ids")
+
+
+def told_base() -> TrialResult:
+    return TrialResult(
+        topic="now",
+        value="",
+        hit_share=0.0,
+        mean_s=1.0,
+        p90_s=1.0,
+        p99_s=1.0,
+        busy_share=0.1,
+        refused=0,
+        change=0.0,
+        every_seed=False,
+    )
+
+
+@given(st.lists(st.tuples(st.integers(1, 1500), st.booleans()), min_size=1, max_size=6), st.integers(0, 40))
+def test_ids_of_starts_go_on_in_the_next_turn_of_a_chat(turns: list[tuple[int, bool]], answer: int) -> None:
+    """Each turn continues the one before it exactly if a whole unit of that is known, at any length."""
+    lengths = list(itertools.accumulate((more + answer for more, _ in turns)))
+    asked = []
+    for at, (length, (_, told)) in enumerate(zip(lengths, turns, strict=True)):
+        tokens = array("q", range(length))
+        start = prefix_ids(tokens[:UNIT_TOKENS], "m", NO_EXTRAS, b"k" * 32, START_UNIT_TOKENS)
+        ids = tuple(prefix_ids(tokens, "m", NO_EXTRAS, b"k" * 32))
+        one = Asked(at_s=float(at), input_tokens=length, output_tokens=answer, ids=ids)
+        asked.append(with_start(one, start if told else None, "here"))
+    for one, request in zip(asked, continued(asked), strict=True):
+        assert len(request.ids) == -(-(one.input_tokens + answer) // START_UNIT_TOKENS)
+        assert len(one.ids) == -(-one.input_tokens // START_UNIT_TOKENS)
+    for (before, after), ((_, told), (_, next_told)) in zip(
+        itertools.pairwise(asked), itertools.pairwise(turns), strict=True
+    ):
+        if told == next_told:
+            assert after.ids[: len(before.lasting_ids)] == before.lasting_ids

@@ -45,7 +45,7 @@ def documented() -> str:
 
 def summed(*lines: UsageLine) -> list[dict[str, Any]]:
     """The query in another database. It has every field of the record, and no other."""
-    fields = [each for each in UsageLine.__struct_fields__ if each != "hash_ids"]
+    fields = [each for each in UsageLine.__struct_fields__ if each not in {"hash_ids", "start_ids"}]
     with closing(sqlite3.connect(":memory:")) as database:
         database.execute(f"CREATE TABLE usage ({', '.join(fields)})")
         places = ", ".join("?" * len(fields))
