@@ -1,0 +1,515 @@
+"""A stream that is cut anywhere and goes on elsewhere reads like one that was not cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvatlas.router.openai.apis import CHAT, COMPLETION
+from kvatlas.router.proxy.continuation import (
+    ContinuedStream,
+    KeptStream,
+    Plan,
+    completion_of,
+    plan_of,
+    text_so_far,
+    whole_tokens,
+)
+from tests.support.examples import examples
+
+PROMPT = [7, 300, 11, 12]
+EOS = 1
+DONE = b"data: [DONE]\n\n"
+_PIECES: dict[int, bytes] = {}
+
+
+def token(piece: bytes) -> int:
+    """Id of a token of these bytes."""
+    number = 1000 + int.from_bytes(piece + bytes([len(piece)]), "little") % (1 << 31)
+    _PIECES[number] = piece
+    return number
+
+
+def decode(ids: Sequence[int]) -> str:
+    return b"".join(_PIECES.get(one, b"") for one in ids).decode("utf-8", "replace")
+
+
+class Engine:
+    """A greedy model with one answer, behind vLLM's frontend (0.32): text lags behind the tokens where a
+    character is not whole or a stop string may begin."""
+
+    def __init__(self, answer: Sequence[int], chunk: int = 1) -> None:
+        self.answer = [*answer, EOS]
+        self.chunk = chunk
+
+    def events(self, path: str, body: dict[str, Any], name: str = "one") -> Iterator[bytes]:  # noqa: C901
+        chat, asks = path == CHAT, body.get("return_token_ids", False)
+        prompt = PROMPT if chat or isinstance(body["prompt"], str) else body["prompt"]
+        assert prompt[: len(PROMPT)] == PROMPT
+        so_far = prompt[len(PROMPT) :]
+        assert so_far == self.answer[: len(so_far)]
+        most = body.get("max_tokens", 10_000 if chat else 16)
+        left = self.answer[len(so_far) :][:most]
+        stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
+        includes, least = body.get("include_stop_str_in_output", False), body.get("min_tokens", 0)
+        held = max(map(len, stops)) - 1 if stops and not includes else 0
+        options = body.get("stream_options", {})
+        head = {
+            "id": name,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 5,
+            "model": "m",
+        }
+        # One that is primed with a half character gives all of its prompt.
+        primed = decode(prompt)
+        text = primed if primed.endswith("\ufffd") else ""
+        base = "" if text else primed
+        sent, offset, ended, count = 0, 0, None, 0
+        if chat:
+            first = {
+                "index": 0,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            told = {"prompt_token_ids": prompt if asks else None, "prompt_text": None}
+            yield self._event({**head, "choices": [first], **told})
+        ids: list[int] = []
+        for number in range(0, len(left), self.chunk):
+            new, stop = left[number : number + self.chunk], None
+            for one in new:
+                ids.append(one)
+                if one == EOS:
+                    break
+                whole = decode([*prompt, *ids]).removeprefix(base)
+                before, text = text, text if whole.endswith("\ufffd") else whole
+                if len(ids) <= least or stop is not None or len(text) == len(before):
+                    continue
+                found = [
+                    (text.find(each, max(0, len(before) - len(each) + 1)) + len(each), each)
+                    for each in stops
+                    if text.find(each, max(0, len(before) - len(each) + 1)) >= 0
+                ]
+                if found:
+                    end, stop = min(found, key=lambda pair: pair[0])
+                    text = text[: end if includes else end - len(stop)]
+                    ended = "stop"
+                    break
+            if ended is None and (ids[-1] == EOS or len(ids) == most):
+                ended = "stop" if ids[-1] == EOS else "length"
+            new = ids[count:]
+            count = len(ids)
+            upto = len(text) - (0 if ended else held)
+            delta, sent = text[sent:upto] if upto > sent else "", max(sent, upto)
+            logprobs, offset = self._logprobs(chat, body, new, offset)
+            choice: dict[str, Any] = {"index": 0}
+            choice |= {"delta": {"content": delta}} if chat else {"text": delta}
+            choice |= {"logprobs": logprobs, "finish_reason": ended}
+            if ended or not chat:
+                choice["stop_reason"] = stop
+            if not chat:
+                choice["prompt_token_ids"] = prompt if asks and not number else None
+            choice["token_ids"] = new if asks else None
+            event: dict[str, Any] = {**head, "choices": [choice]}
+            if options.get("include_usage") and options.get("continuous_usage_stats"):
+                event["usage"] = self._usage(prompt, count)
+            yield self._event(event)
+            if ended:
+                break
+        if options.get("include_usage"):
+            yield self._event({**head, "choices": [], "usage": self._usage(prompt, count)})
+        yield DONE
+
+    @staticmethod
+    def _usage(prompt: Sequence[int], count: int) -> dict[str, int]:
+        whole = len(prompt) + count
+        return {"prompt_tokens": len(prompt), "total_tokens": whole, "completion_tokens": count}
+
+    @staticmethod
+    def _logprobs(chat: bool, body: dict[str, Any], new: list[int], offset: int) -> tuple[Any, int]:
+        most = body.get("top_logprobs", 0) if chat else body.get("logprobs")
+        if most is None or (chat and not body.get("logprobs")):
+            return None, offset
+        tokens = [decode([one]) for one in new]
+        tops = [{word: -0.25, **{f"{word}{n}": -1.5 - n for n in range(most)}} for word in tokens]
+        if chat:
+            content = [
+                {
+                    **_likely(word, -0.25),
+                    "top_logprobs": [_likely(*pair) for pair in itertools.islice(top.items(), most)],
+                }
+                for word, top in zip(tokens, tops, strict=True)
+            ]
+            return {"content": content}, offset
+        offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
+        found = {
+            "text_offset": offsets[:-1],
+            "token_logprobs": [-0.25] * len(tokens),
+            "tokens": tokens,
+            "top_logprobs": tops,
+        }
+        return found, offsets[-1]
+
+    @staticmethod
+    def _event(event: dict[str, Any]) -> bytes:
+        text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        return f"data: {text}\n\n".encode()
+
+
+def _likely(word: str, value: float) -> dict[str, Any]:
+    return {"token": word, "logprob": value, "bytes": list(word.encode())}
+
+
+def request(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], Plan]:
+    own = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    whole = {"model": "m", "stream": True, **own, **body}
+    plan = plan_of(path, json.dumps(whole).encode())
+    assert isinstance(plan, Plan), plan
+    return whole, plan
+
+
+def broken(
+    engine: Engine, path: str, body: dict[str, Any], events: int, cuts: Sequence[int] = ()
+) -> tuple[bytes, KeptStream]:
+    """What the client had of the stream that broke after so many events, which came cut like this."""
+    whole, plan = request(path, body)
+    kept = KeptStream(plan)
+    came = b"".join(itertools.islice(engine.events(path, {**whole, "return_token_ids": True}), events))
+    out, start = b"", 0
+    for cut in sorted(cut % (len(came) + 1) for cut in cuts):
+        out += kept.feed(came[start:cut]) if cut > start else b""
+        start = max(start, cut)
+    return out + (kept.feed(came[start:]) if came[start:] else b""), kept
+
+
+def goes_on(engine: Engine, kept: KeptStream, cut: int = 0) -> bytes:
+    """The rest, as the client has it."""
+    if kept.complete:
+        return kept.closing()
+    assert not kept.check()
+    tokens = whole_tokens(kept.ids, decode)
+    assert tokens is not None
+    text = text_so_far(kept, tokens, decode) if kept.plan.stop else ""
+    assert text is not None
+    again = ContinuedStream(kept, tokens, text)
+    body = completion_of(kept, tokens, 100_000)
+    if body is None:
+        return again.over()
+    assert isinstance(body, bytes), body
+    out = b""
+    for event in engine.events(COMPLETION, json.loads(body), "another"):
+        out += again.feed(event)
+        if again.done:
+            break
+    return out
+
+
+def shown(stream: bytes) -> list[Any]:
+    """Events without what may differ."""
+    found = []
+    for block in stream.split(b"\n\n")[:-1]:
+        if block == DONE.strip():
+            found.append("done")
+            continue
+        event = json.loads(block.removeprefix(b"data: "))
+        found.append(event)
+    return found
+
+
+def joined(stream: bytes) -> dict[str, Any]:
+    """What the events say together, however the tokens are shared out among them."""
+    text, logprobs, ended = "", [], []
+    usage = None
+    events = shown(stream)
+    assert events[-1] == "done"
+    assert events.count("done") == 1
+    for event in events[:-1]:
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            text += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+            if choice["logprobs"]:
+                told = choice["logprobs"]
+                logprobs += told["content"] if "content" in told else zip(*told.values(), strict=True)
+            if choice["finish_reason"]:
+                ended.append((choice["finish_reason"], choice["stop_reason"]))
+    return {
+        "text": text,
+        "logprobs": [list(one) if isinstance(one, tuple) else one for one in logprobs],
+        "ended": ended,
+        "usage": usage,
+    }
+
+
+texts = st.text(
+    st.one_of(st.sampled_from('ab \n"\\🙂語é€\x01\x7f'), st.characters(exclude_categories=("Cs",))),
+    min_size=1,
+    max_size=40,
+)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[int]:
+    """Tokens of a text, cut anywhere, within characters too."""
+    text = draw(texts)
+    assume("\ufffd" not in text)
+    data, ids, start = text.encode(), [], 0
+    while start < len(data):
+        size = draw(st.integers(1, 3))
+        ids.append(token(data[start : start + size]))
+        start += size
+    return ids
+
+
+bodies = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": st.integers(1, 60),
+        "min_tokens": st.integers(0, 8),
+        "stop": st.one_of(
+            st.sampled_from(["a", "ab", " a"]),
+            st.lists(st.sampled_from(["b", "ab ", "🙂", '"\\', "语語"]), max_size=2),
+        ),
+        "include_stop_str_in_output": st.booleans(),
+        "stream_options": st.fixed_dictionaries(
+            {"include_usage": st.booleans()}, optional={"continuous_usage_stats": st.booleans()}
+        ),
+        "lp": st.integers(0, 2),
+    },
+)
+
+
+def for_path(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    body = dict(body)
+    if "min_tokens" in body and body["min_tokens"] > body.get("max_tokens", 16):
+        del body["min_tokens"]
+    most = body.pop("lp", None)
+    if most is not None:
+        body |= {"logprobs": True, "top_logprobs": most} if path == CHAT else {"logprobs": most}
+    return body
+
+
+def examples_of(test: Any) -> Any:
+    return settings(max_examples=examples(160), deadline=None)(test)
+
+
+paths = pytest.mark.parametrize("path", [CHAT, COMPLETION])
+
+
+@paths
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_stream_goes_on_as_if_it_had_not_been_cut(path: str, chunk: int) -> None:
+    @examples_of
+    @given(answers(), bodies, st.integers(1, 60), st.lists(st.integers(0, 5000), max_size=4))
+    def check(answer: list[int], own: dict[str, Any], cut: int, pieces: list[int]) -> None:
+        engine, body = Engine(answer, chunk), for_path(path, own)
+        if chunk > 1 and "stop" in body:
+            # Which of several tokens completed a stop string is not told.
+            body = {name: one for name, one in body.items() if name not in ("logprobs", "stream_options")}
+        whole = b"".join(engine.events(path, request(path, body)[0]))
+        had, kept = broken(engine, path, body, cut + (path == CHAT), pieces)
+        assume(kept.complete or not kept.check())
+        stream = had + goes_on(engine, kept)
+        if chunk == 1:
+            assert stream == whole
+        assert joined(stream) == joined(whole)
+
+    check()
+
+
+@paths
+def test_a_stream_that_passes_is_what_it_would_be_without_ids(path: str) -> None:
+    @examples_of
+    @given(answers(), bodies, st.lists(st.integers(0, 5000), max_size=6))
+    def check(answer: list[int], own: dict[str, Any], pieces: list[int]) -> None:
+        engine, body = Engine(answer), for_path(path, own)
+        had, kept = broken(engine, path, body, 1000, pieces)
+        assert had == b"".join(engine.events(path, request(path, body)[0]))
+        assert kept.complete
+        assert not kept.closing()
+        assert [*kept.ids] == engine.answer[: len(kept.ids)]
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"n": 2}, "answers"),
+        ({"n": 1}, ""),
+        ({"best_of": 3}, "answers"),
+        ({"use_beam_search": True}, "answers"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [], "tool_choice": "none"}, ""),
+        ({"tool_choice": "required"}, "tools"),
+        ({"tool_choice": {"type": "function"}}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "format"),
+        ({"response_format": {"type": "text"}}, ""),
+        ({"structured_outputs": {"regex": "a"}}, "format"),
+        ({"guided_json": {}}, ""),
+        ({"guided_regex": "a"}, "format"),
+        ({"presence_penalty": 0.5}, "penalty"),
+        ({"presence_penalty": 0}, ""),
+        ({"bad_words": ["a b"]}, "bad_words"),
+        ({"bad_words": []}, ""),
+        ({"repetition_detection": {"max_pattern_size": 2}}, "repetition"),
+        ({"prompt_embeds": "AAAA"}, "media"),
+        ({"vllm_xargs": {"a": 1}}, "parameter"),
+        ({"kv_transfer_params": {"a": 1}}, "parameter"),
+        ({"return_token_ids": True}, "parameter"),
+        ({"return_token_ids": False}, ""),
+        ({"echo": True}, "parameter"),
+        ({"echo": False}, ""),
+        ({"suffix": "b"}, "parameter"),
+        ({"a_field_of_2027": 1}, "parameter"),
+        ({"a_field_of_2027": None}, ""),
+        ({"max_tokens": "12"}, ""),
+        ({"max_tokens": -1}, "parameter"),
+        ({"max_tokens": 10**30}, "parameter"),
+        ({"seed": 2**70}, "parameter"),
+        ({"stop": 5}, "parameter"),
+        ({"stop": [5]}, "parameter"),
+        ({"logit_bias": {"x": 1}}, "parameter"),
+        ({"logit_bias": [1]}, "parameter"),
+        ({"stream_options": "x"}, "parameter"),
+        ({"temperature": 0.7, "top_k": 4, "seed": 3, "min_p": 0.1, "cache_salt": "s", "priority": 1}, ""),
+    ],
+)
+@paths
+def test_what_may_go_on_is_said_by_the_body(path: str, body: dict[str, Any], reason: str) -> None:
+    found = plan_of(path, json.dumps({"model": "m", "prompt": "a", "messages": [], **body}).encode())
+    assert ("" if isinstance(found, Plan) else found) == reason
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"a":' + b"[" * 5000, b'{"max_tokens":1e999}'])
+def test_a_body_that_is_not_read_does_not_go_on(body: bytes) -> None:
+    assert plan_of(COMPLETION, body) == "parameter"
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[1]]])
+def test_several_prompts_do_not_go_on(prompt: Any) -> None:
+    assert plan_of(COMPLETION, json.dumps({"prompt": prompt}, indent=1).encode()) == "answers"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/embeddings"])
+def test_other_apis_do_not_go_on(path: str) -> None:
+    assert plan_of(path, b"{}") == "api"
+
+
+def kept_of(
+    body: dict[str, Any], ids: Sequence[int] = (20, 20, 21), known: Sequence[int] | None = None
+) -> KeptStream:
+    kept = KeptStream(request(COMPLETION, body)[1], known)
+    choice = {
+        "index": 0,
+        "text": "x",
+        "logprobs": None,
+        "finish_reason": None,
+        "prompt_token_ids": PROMPT,
+        "token_ids": ids,
+    }
+    assert b"[" not in kept.feed(Engine._event({"id": "i", "choices": [choice]})).replace(b'"choices":[', b"")
+    return kept
+
+
+def asked(kept: KeptStream, context: int | None = 100) -> dict[str, Any]:
+    body = completion_of(kept, len(kept.ids), context)
+    assert isinstance(body, bytes)
+    found = json.loads(body)
+    assert found.pop("prompt") == [*PROMPT, *kept.ids]
+    assert found.pop("stream")
+    assert found.pop("model") == "m"
+    found.pop("stream_options")
+    return found
+
+
+def test_what_counts_tokens_is_lessened() -> None:
+    assert asked(kept_of({"max_tokens": 10, "min_tokens": 5})) == {"max_tokens": 7, "min_tokens": 2}
+    assert asked(kept_of({"max_tokens": 10, "min_tokens": 2})) == {"max_tokens": 7}
+    assert asked(kept_of({})) == {"max_tokens": 13}
+    assert asked(kept_of({"max_tokens": 500})) == {"max_tokens": 93}
+    assert asked(kept_of({"max_tokens": 500}), context=None) == {"max_tokens": 497}
+    assert completion_of(kept_of({"max_tokens": 3}), 3, 100) is None
+    kept = kept_of({})
+    kept.plan = msgspec.structs.replace(kept.plan, max_tokens=None)
+    assert completion_of(kept, 3, None) == "context"
+    assert asked(kept) == {"max_tokens": 93}
+
+
+def test_other_random_numbers_are_asked_for() -> None:
+    assert asked(kept_of({"seed": 5}))["seed"] == 8
+    assert asked(kept_of({"seed": 2**63 - 2}))["seed"] == 2**63 - 1
+
+
+def test_a_penalty_counts_what_was_said_before() -> None:
+    found = asked(kept_of({"frequency_penalty": 0.5, "logit_bias": {"20": 3, "7": -1}}))
+    assert found["logit_bias"] == {"20": 2.0, "21": -0.5, "7": -1}
+    assert found["frequency_penalty"] == 0.5
+    many = kept_of({"frequency_penalty": 2, "max_tokens": 60}, [20] * 51)
+    assert completion_of(many, 51, 100) == "penalty"
+
+
+def test_what_stays_as_it_is_is_passed_on() -> None:
+    own = {"temperature": 0.25, "stop_token_ids": [5], "cache_salt": "é", "priority": -1, "logprobs": 2}
+    assert asked(kept_of({**own, "stop": ["x"], "user": None})) == {**own, "max_tokens": 13}
+
+
+def test_known_ids_of_the_prompt_are_not_kept_twice() -> None:
+    assert kept_of({}, known=PROMPT).prompt is PROMPT
+    assert kept_of({}, known=[*PROMPT[:-1], 9]).prompt == b"7,300,11,12"
+    assert kept_of({}, known=PROMPT[1:]).prompt == b"7,300,11,12"
+
+
+def test_an_abort_is_not_kept_and_an_error_not_shown() -> None:
+    kept = kept_of({})
+    choice = {"index": 0, "text": "y", "logprobs": None, "finish_reason": "abort", "token_ids": [9]}
+    event = Engine._event({"id": "i", "choices": [choice]})
+    assert kept.feed(event) == event.replace(b"[9]", b"null")
+    assert not kept.complete
+    assert [*kept.ids] == [20, 20, 21]
+    error = Engine._event({"error": {"message": "EngineCore died", "code": 500}})
+    assert kept.feed(error + DONE) == b""
+    assert kept.failed == 500
+    assert not kept.check()
+
+
+@pytest.mark.parametrize("ids", ["[-1]", "[1.5]", '["a"]', "[4294967296]", "[1,,2]"])
+def test_ids_that_are_none_end_it(ids: str) -> None:
+    kept = kept_of({})
+    kept.feed(
+        b'data: {"choices":[{"index":0,"text":"","finish_reason":null,"token_ids":%b}]}\n\n' % ids.encode()
+    )
+    assert kept.check() == "ids"
+
+
+def test_an_engine_without_ids_is_passed_on_unchanged() -> None:
+    whole, plan = request(CHAT, {})
+    kept = KeptStream(plan)
+    stream = b"".join(Engine([token(b"a")] * 3).events(CHAT, whole))
+    assert kept.feed(stream) == stream
+    assert kept.check() == "ids"
+
+
+def test_reasoning_goes_on_only_after_it_is_over() -> None:
+    _, plan = request(CHAT, {})
+    kept = KeptStream(plan)
+
+    def event(delta: dict[str, str], one: int) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": [one]}
+        return Engine._event({"id": "i", "choices": [choice]})
+
+    first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    kept.feed(Engine._event({"id": "i", "choices": [first], "prompt_token_ids": PROMPT}))
+    kept.feed(event({"reasoning": "hm"}, 50))
+    assert kept.check() == "reasoning"
+    assert kept.feed(event({}, 51)) == b""
+    assert kept.check() == "reasoning"
+    kept.feed(event({"content": "yes"}, 52))
+    assert not kept.check()
+    assert [*kept.ids] == [50, 51, 52]
