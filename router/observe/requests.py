@@ -358,6 +358,10 @@ class RequestRecord(msgspec.Struct, eq=False):
     streams: bool = False
     engine: str = ""
     attempts: int = 0
+    continued_from: str = ""
+    """The engine whose stream broke, where another one went on with it."""
+    recomputed_tokens: int = 0
+    """Tokens that this one computed again for that, billed to nobody."""
     status: int = 0
     gone: bool = False
     explained: bool = False
@@ -502,6 +506,7 @@ class RequestRecord(msgspec.Struct, eq=False):
             "status": self.status,
             "outcome": self.outcome,
             "attempts": self.attempts,
+            **({"continued_from": self.continued_from} if self.continued_from else {}),
             **({"waited_s": round(self.waited_s, 6)} if self.waited_s else {}),
             "request_bytes": self.bytes_in,
             "answer_bytes": self.bytes_out,

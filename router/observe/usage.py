@@ -242,6 +242,10 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted wait in the engine's queue at that time."""
     predicted_ttft_s: float | None
     """Predicted seconds from ``asked_s`` to the first token."""
+    continued_from: str = ""
+    """Engine whose stream broke, where ``engine`` went on with it; "": none."""
+    recomputed_tokens: int = 0
+    """Tokens of prompt and answer that ``engine`` computed for that; not in ``computed_tokens``."""
     computed_is: Certainty | None = None
     """How sure ``computed_tokens`` is: ``measured`` by the engine's report, else ``estimated``."""
     generated_is: Certainty | None = None
@@ -442,7 +446,12 @@ def usage_line(
     many = facts.work is not None and facts.work.sequences > 1
     if computed is None and usage is not None and (cached is not None or many):
         computed = (facts.work or NO_WORK).computed(usage)
-    elif computed is None and usage is None and facts.work is not None and record.served:
+    elif (
+        computed is None
+        and facts.work is not None
+        and record.served
+        and (usage is None or record.continued_from)
+    ):
         computed = facts.work.uncached_tokens
     # Of several prompts or answers the engine reports one.
     unlike = many or facts.mode == "partial"
@@ -475,6 +484,8 @@ def usage_line(
         generated_tokens=record.generated_tokens,
         computed_is=_computed_is(computed, usage, many=many),
         generated_is=record.generated_is,
+        continued_from=record.continued_from,
+        recomputed_tokens=record.recomputed_tokens,
         predicted_tokens=predicted,
         mode=facts.mode,
         verified=None if unlike or None in (predicted, cached) else predicted == cached,

@@ -98,6 +98,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Longest context of the engines of its model, when it was placed."""
     longer_than: int = 0
     """An engine with a context of this many tokens has refused it as too long."""
+    continues: bool = False
+    """It goes on with a stream that broke: its turn in the queue is to come."""
     hides_usage: bool = False
     """The router asked for the usage of its stream, not its client."""
 

@@ -166,14 +166,18 @@ class Planner:
             self._check()
         gate = self.gate
         # Placed again: it has waited already, and its client has waited with it.
-        if exclude or disagg is not None:
+        if (exclude and not request.continues) or disagg is not None:
             if disagg is not None and disagg.distrusts_caches:
                 request.retention = None  # its blocks are found by no other prompt
             return self._placed(request, decision, 0.0)
         waits = gate is not None and gate.must_queue(request, decision)
         # Before the queue: a request that is refused anyway must not wait first.
         bounded = self._bounds_waits or request.claim.wait_target_s is not None
-        if bounded and (long := self._long_wait(request, decision, waits=waits)) is not None:
+        if (
+            bounded
+            and not request.continues
+            and (long := self._long_wait(request, decision, waits=waits)) is not None
+        ):
             raise self._refusal(request, long)
         if self._settings.retention_hints and request.method == "POST" and request.path in PROMPT_APIS:
             accounts, read, scheme = self._accounts, decision.read, decision.engine.scheme
@@ -197,6 +201,11 @@ class Planner:
         finally:
             # After the accounts have the request: between the two, others would see free room.
             gate.room.leave(ticket)
+
+    def decode(self, model: str, ids: Sequence[int], *, skips_special: bool) -> str | None:
+        """Implement ``Placer``."""
+        local = self._reader.local_of(model)
+        return None if local is None else local.tokenizer.decode(ids, skips_special=skips_special)
 
     def _placed(self, request: InboundRequest, decision: Decision, waited_s: float) -> Placement:
         split = decision.split

@@ -16,6 +16,7 @@ the engine would not use these files (its own renderer for some architectures, M
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from tokenizers import Tokenizer
@@ -96,6 +97,13 @@ class PromptTokenizer:
     def encode(self, text: str) -> Ids:
         """Ids of a whole text, at once; for small texts and tests."""
         return self.encode_cut(text)[1].ids
+
+    def decode(self, ids: Sequence[int], *, skips_special: bool) -> str | None:
+        """The text of these ids, as engines read them; None: not known here."""
+        try:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=skips_special))
+        except (TypeError, OverflowError):
+            return None
 
     @property
     def adds_nothing(self) -> bool:

@@ -30,6 +30,7 @@ from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.pd.handoff import Handoff, NotFetchedError
 from kvatlas.router.pd.transfer import KvSource
 from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.continuation import ContinuedStream, KeptStream, Plan
 from kvatlas.router.proxy.deaths import digest_of
 from kvatlas.router.proxy.headers import RequestHead, request_head
 from kvatlas.router.proxy.settings import ProxyStats
@@ -303,6 +304,14 @@ class Outbound(msgspec.Struct, gc=False):
     client_body: bytes = b""
     """As the client sent it."""
     had: Had = Had.NOTHING
+    plan: Plan | str = ""
+    """How its stream may go on from another engine, or why not (a label); "": it is not asked for that."""
+    broke: KeptStream | None = None
+    """What is kept of its stream, which broke and may go on."""
+    goes_on: ContinuedStream | None = None
+    """The stream that it goes on with."""
+    tells: bool = False
+    """Its client is told of decisions."""
     lost: str = ""
     """The engine whose answer broke off, if it may have died."""
     asked_s: float = 0.0
@@ -454,14 +463,18 @@ def broke_off(
 ) -> None:
     """The answer ended before its end, and the client has had a part of it. ``problem``: why, or the status
     of the error by which the engine ended it."""
+    client_told(attempt, record, stream_failed(attempt, problem, stats), stats)
+
+
+def stream_failed(attempt: Attempt, problem: UpstreamError | int, stats: ProxyStats) -> str:
+    """The engine's stream ended before its end, as ``problem`` of ``broke_off`` says. Returns what to log."""
     if isinstance(problem, UpstreamError):
         engine_failed(attempt, problem, stats)
-        client_told(attempt, record, problem.reason, stats)
-        return
+        return problem.reason
     # Like a refusal: requests may have errors of their own, which must not exclude an engine.
     if problem in REFUSALS and attempt.refused(problem, 0.0):
         stats.count_failure("status")
-    client_told(attempt, record, f"status {problem}", stats)
+    return f"status {problem}"
 
 
 def client_told(attempt: Attempt, record: RequestRecord, problem: str, stats: ProxyStats) -> None:

@@ -288,6 +288,15 @@ _IDS: Final = b'"token_ids":['
 _PROMPT_IDS: Final = b'"prompt_token_ids":['
 _GOES_ON: Final = b'"finish_reason":null'
 _NO_DELTA: Final = b'"delta":{}'
+# Of an event with one token, the last member of which is its id.
+_MARKS: Final = (
+    b'"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":[',
+    b'"finish_reason":null,"token_ids":[',
+)
+_EMPTY: Final = b'"delta":{},"logprobs":null,'
+_LINE_ENDS: Final = 2
+_ONE_ID_ENDS: Final = b"]}]}\n\n"
+_NO_ID_ENDS: Final = b"null}]}\n\n"
 _DONE: Final = b"data: [DONE]\n\n"
 _UNREAD: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
@@ -302,6 +311,7 @@ class KeptStream:
         "_ends",
         "_known",
         "_last",
+        "_mark",
         "_partial",
         "_reasoned",
         "_seen",
@@ -336,6 +346,7 @@ class KeptStream:
         self.failed = 0
         """Status of an error that the engine sent; it and what follows are not passed on."""
         self._known = known
+        self._mark = _MARKS[plan.chat]
         self._partial = bytearray()
         self._seen = 0
         self._last = b""
@@ -348,6 +359,18 @@ class KeptStream:
 
     def feed(self, data: bytes) -> bytes:
         """The whole events in what came, without ids; what has come of another one waits for its end."""
+        if self._settled and data.endswith(_ONE_ID_ENDS) and not self._partial:
+            # By far the most pieces are one event with one token.
+            at = data.rfind(self._mark)
+            if at >= 0 and data.count(b"\n") == _LINE_ENDS and not data.endswith(_EMPTY, 0, at):
+                at += len(self._mark)
+                try:
+                    self.ids.append(int(data[at : -len(_ONE_ID_ENDS)]))
+                except _UNREAD:
+                    pass  # several, or none
+                else:
+                    self._last = passed = data[: at - 1] + _NO_ID_ENDS
+                    return passed
         if self._partial or not data.endswith(b"\n\n"):
             partial = self._partial
             partial += data
@@ -666,6 +689,8 @@ class ContinuedStream:
         ends = kept._ends  # noqa: SLF001  # one state in two parts
         self._offset = ends[-1 - self._again] if len(ends) > self._again else 0
         self._told = told
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called when its engine has begun, or failed to."""
         self.done = False
         """The answer is over, though its engine would go on."""
 

@@ -12,18 +12,19 @@ what the second one may be told, and what comes after a failure, is for the requ
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Final, Protocol
 
 import msgspec
 import structlog
 
-from kvatlas.router.http.request_cycle import answer_whole
+from kvatlas.router.http.request_cycle import ClientRequest, answer_whole
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.http.upstream_pool import REPEATABLE, UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
-from kvatlas.router.openai.apis import PROMPT_APIS, RESPONSES
+from kvatlas.router.openai.apis import COMPLETION, PROMPT_APIS, RESPONSES
 from kvatlas.router.openai.error_bodies import error_event
 from kvatlas.router.openai.errors import (
     ApiError,
@@ -33,6 +34,7 @@ from kvatlas.router.openai.errors import (
     engine_unreachable,
     no_ready_engine,
     retry_after_s,
+    stream_broken,
 )
 from kvatlas.router.openai.members import run_cooperatively, with_first, with_value
 from kvatlas.router.openai.request import InboundRequest
@@ -56,12 +58,22 @@ from kvatlas.router.proxy.attempt import (
     ended_with_process,
     engine_failed,
 )
+from kvatlas.router.proxy.continuation import (
+    ContinuedStream,
+    KeptStream,
+    Plan,
+    completion_of,
+    text_so_far,
+    whole_tokens,
+)
 from kvatlas.router.proxy.deaths import HELD_BACK, Deaths
 from kvatlas.router.proxy.disaggregated import AgainError, DisaggForwarder, Harm, broke, new_transfer_id
 from kvatlas.router.proxy.engine_page import EnginePage
 from kvatlas.router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
 from kvatlas.router.proxy.relay import AnswerRelay
+from kvatlas.router.proxy.media_names import has_media
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.proxy.turns import Turns
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400
@@ -99,6 +111,9 @@ class Placer(Protocol):
         may be placed several times (a retry before the first byte), never on an engine in ``exclude``;
         ``disagg``: it has been placed on two engines, and what may come now."""
 
+    def decode(self, model: str, ids: Sequence[int], *, skips_special: bool) -> str | None:
+        """Return the text of token ids of a model; None: it is not known here."""
+
 
 class Forwarder:
     """Places and sends requests. One per proxy; holds no state of a request."""
@@ -134,6 +149,7 @@ class Forwarder:
             clock=clock,
             metrics=EnginePage(client, b"/metrics"),
         )
+        self._turns = Turns()
         self._lines = 0
         self._lines_second = 0
 
@@ -149,10 +165,14 @@ class Forwarder:
         """
         try:
             await self._forward(out)
+            if out.broke is not None:
+                await self._go_on(out, out.broke)
         except ApiError as error:
             if out.had is Had.NOTHING:
                 raise
             await self._end_stream(error, out)
+        if out.record.broken and isinstance(out.plan, str) and out.plan:
+            self._stats.count_continuation("", refused=out.plan)
         deaths = self._deaths
         if deaths is not None and (out.lost or self._stats.suspects_current):
             if out.lost and self._deaths_of(out) is not None:
@@ -174,9 +194,123 @@ class Forwarder:
         if (waits := out.client.write(data, more=False)) is not None:
             await waits
 
-    async def _forward(self, out: Outbound) -> None:
+    async def _go_on(self, out: Outbound, kept: KeptStream) -> None:
+        """Have another engine go on with a stream that broke. Raises ``ApiError``."""
+        record, first = out.record, out.record.engine
+        if self._was_poison(out, first):
+            self._stats.count_continuation("", refused="engines_died")
+            raise _broke_off()
+        if out.lost and (deaths := self._deaths_of(out)) is not None:
+            deaths.failed(out.digest(), out.lost, out.asked_s)
+        out.lost = ""
+        found = self._continuation(out, kept)
+        if isinstance(found, str):
+            self._stats.count_continuation("", refused=found)
+            raise _broke_off()
+        goes_on, body = found
+        record.continued_from = first
+        outcome = "failed"
+        timer = _Comments(out.client)
+        goes_on.on_begin = timer.cancel
+        try:
+            if body is None:
+                await self._write_end(out, goes_on)
+            else:
+                request = msgspec.structs.replace(
+                    out.request,
+                    path=COMPLETION,
+                    query=b"",
+                    body=body,
+                    prompt=None,
+                    read_s=self._clock(),
+                    retention=None,
+                    hides_usage=False,
+                    continues=True,
+                )
+                again = msgspec.structs.replace(
+                    out,
+                    request=request,
+                    target=COMPLETION.encode(),
+                    entry=None,
+                    had=Had.COMMENTS,
+                    plan="",
+                    broke=None,
+                    goes_on=goes_on,
+                    _digest=out.digest(),
+                )
+                try:
+                    await self._forward(again, frozenset((first,)))
+                finally:
+                    out.lost, out.asked_s = again.lost, again.asked_s
+                    out.had = max(again.had, Had.ANSWER)
+            outcome = "failed" if record.broken else "completed"
+        except asyncio.CancelledError:
+            outcome = "client_gone"
+            raise
+        finally:
+            timer.cancel()
+            self._stats.count_continuation(outcome)
+
+    def _was_poison(self, out: Outbound, engine_id: str) -> bool:
+        """Whether the request was on another engine when that died."""
+        deaths = self._deaths_of(out)
+        if deaths is None:
+            return False
+        known = deaths.suspects.find(out.digest(), self._clock(), self._settings.suspect_s)
+        return known is not None and (known.engine_id != engine_id or known.deaths >= _BREAKS_MAX)
+
+    def _continuation(self, out: Outbound, kept: KeptStream) -> tuple[ContinuedStream, bytes | None] | str:
+        """The stream to go on with and what its engine is asked, None if no token is left; a text: why it
+        cannot go on (a label)."""
+        model, skips = out.request.model or "", kept.plan.skips_special
+        if self._planner.decode(model, kept.ids[:1], skips_special=skips) is None:
+            return "tokenizer"
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._planner.decode(model, ids, skips_special=skips) or ""
+
+        tokens = whole_tokens(kept.ids, decode)
+        if tokens is None:
+            return "characters"
+        text = text_so_far(kept, tokens, decode) if kept.plan.stop else ""
+        if text is None:
+            return "characters"
+        facts = out.record.placement_facts()
+        known = facts is not None and facts.tokens is not None
+        if facts.extras.multimodal if known else has_media(out.request.body):
+            return "media"
+        context = out.request.context_tokens
+        body = completion_of(kept, tokens, int(context) if 0 < context < math.inf else None)
+        if isinstance(body, str):
+            return body
+        return ContinuedStream(kept, tokens, text, told=out.tells), body
+
+    async def _write_end(self, out: Outbound, goes_on: ContinuedStream) -> None:
+        out.record.usage = goes_on.usage
+        data = goes_on.over()
+        out.record.bytes_out += len(data)
+        if (waits := out.client.write(data, more=False)) is not None:
+            await waits
+
+    async def _place_continued(
+        self, out: Outbound, goes_on: ContinuedStream, exclude: frozenset[str]
+    ) -> Attempt:
+        """In turn, and on an engine with room for it."""
+        request, stop_comments = out.request, goes_on.on_begin
+        placement, ended = await self._turns.place(
+            goes_on.usage.prompt_tokens + goes_on.usage.completion_tokens,
+            lambda full: self._planner.place(request, exclude=exclude | full),
+        )
+
+        def begun() -> None:
+            stop_comments()
+            ended()
+
+        goes_on.on_begin = begun
+        return placement
+
+    async def _forward(self, out: Outbound, exclude: frozenset[str] = frozenset()) -> None:
         retry_end = self._clock() + self._settings.retry_time_s_max
-        exclude: frozenset[str] = frozenset()
         # Engines that went down, or gave no connection in time, without failing this request: better than no
         # engine at all.
         left: frozenset[str] = frozenset()
@@ -191,7 +325,9 @@ class Forwarder:
                 break
             try:
                 placement = await (
-                    self._place_again(out, exclude, left, disagg)
+                    self._place_continued(out, out.goes_on, exclude | left)
+                    if out.goes_on is not None
+                    else self._place_again(out, exclude, left, disagg)
                     if disagg is not None or left or self._stats.suspects_current
                     else self._planner.place(out.request, exclude=exclude)
                 )
@@ -275,6 +411,8 @@ class Forwarder:
                 self._legs.check_decode(placement, out)
             return await self._exchange(placement, out, carrier, disagg)
         finally:
+            if out.goes_on is not None:
+                out.goes_on.on_begin()
             if placement.open:
                 placement.finished(None)
             if prefill is not None:
@@ -282,7 +420,8 @@ class Forwarder:
 
     def _check_suspect(self, placement: Attempt, out: Outbound) -> None:
         """Raise ``AgainError`` for a request that may have ended an engine while it waited for its place."""
-        if self._deaths is not None and self._deaths.holds(out.digest(), self._settings.suspect_s):
+        deaths = None if out.goes_on is not None else self._deaths
+        if deaths is not None and deaths.holds(out.digest(), self._settings.suspect_s):
             raise AgainError("suspected", placement.engine_id)
 
     def _note_placed(self, placement: Attempt, out: Outbound) -> None:
@@ -292,7 +431,10 @@ class Forwarder:
         record.placed(
             placement.engine_id, completion=out.request.path in PROMPT_APIS, waited_s=placement.waited_s
         )
-        record.why, record.placement_facts = placement.facts, placement.usage_facts
+        record.why = placement.facts
+        out.tells = bool(placement.client_headers)
+        if out.goes_on is None:
+            record.placement_facts = placement.usage_facts
         if record.trace is not None:
             placement.engine_headers += record.trace.asks(placement.engine_id, placement.facts())
 
@@ -451,6 +593,8 @@ class Forwarder:
             out.carrier is None,
             out.had,
             _silence_s=self.silence_s if out.carrier is None else 0.0,
+            _plan=out.plan if isinstance(out.plan, Plan) else None,
+            _goes_on=out.goes_on,
         )
         try:
             first = None
@@ -461,7 +605,8 @@ class Forwarder:
         finally:
             if relay.stream is not None:
                 out.had = relay.stream.had
-            if out.record.broken and placement.failed not in ("", "aborted"):
+                out.broke = relay.stream.kept if relay.stream.broke else None
+            if (out.record.broken or out.broke is not None) and placement.failed not in ("", "aborted"):
                 out.lost = placement.engine_id
                 if placement.died:
                     self._note_death(out, out.lost)
@@ -573,6 +718,31 @@ class Forwarder:
             if len(body) > _KEPT_ANSWER_BYTES_MAX:
                 raise UpstreamError("reset")
         return body
+
+
+# Between comments to the client of a stream that waits for another engine.
+_COMMENT_EVERY_S = 10.0
+
+
+class _Comments:
+    """Comments to a client, until ``cancel``."""
+
+    def __init__(self, client: ClientRequest) -> None:
+        self._client = client
+        self._timer = asyncio.get_running_loop().call_later(_COMMENT_EVERY_S, self._tick)
+
+    def _tick(self) -> None:
+        waits = self._client.write(b": waiting\n\n", more=True)
+        if isinstance(waits, Coroutine):
+            waits.close()  # it does not read: the comment is not needed
+        self._timer = asyncio.get_running_loop().call_later(_COMMENT_EVERY_S, self._tick)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+
+def _broke_off() -> ApiError:
+    return stream_broken("The engine broke off before its answer was complete.")
 
 
 def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:

@@ -29,6 +29,8 @@ _HOP_BY_HOP = (
     b"transfer-encoding",
     b"upgrade",
 )
+CONTINUE = b"x-kvatlas-continue"
+"""A client's choice: its stream must not go on from another engine where it says ``off``."""
 _NOT_FORWARDED = frozenset(
     (
         *_HOP_BY_HOP,
@@ -41,6 +43,7 @@ _NOT_FORWARDED = frozenset(
         # A client's own would have a sidecar send its prompt anywhere.
         PREFILLER,
         KV_SOURCE,
+        CONTINUE,
         # They stand for fields of the body (SGLang's SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES).
         *(
             b"x-override-" + name

@@ -47,6 +47,11 @@ def names_media(body: bytes) -> Generator[None, None, bool]:
     return False
 
 
+def has_media(body: bytes) -> bool:
+    """Whether a body may have an image, audio or video: its tokens are not all that the engine reads."""
+    return _MEDIUM.search(body) is not None
+
+
 def _names_media(scan: Scan, members: list[BodyMember]) -> bool:
     text = scan.text
     told = {one.name: one for one in members if text[one.value : one.end] != b"null"}

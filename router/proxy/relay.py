@@ -32,7 +32,9 @@ from kvatlas.router.proxy.attempt import (
     Had,
     broke_off,
     client_told,
+    stream_failed,
 )
+from kvatlas.router.proxy.continuation import ContinuedStream, KeptStream, Plan
 from kvatlas.router.proxy.events import Kind, aborted
 from kvatlas.router.proxy.headers import SERVER_TIMING, AnswerHead
 from kvatlas.router.proxy.settings import ProxyStats
@@ -59,6 +61,12 @@ class StreamRelay(msgspec.Struct, eq=False):
     _replaceable: bool = False
     """Another engine may be asked while nothing of an answer has been sent."""
     had: Had = Had.NOTHING
+    kept: KeptStream | None = None
+    """What is kept of it, where it may go on from another engine."""
+    _goes_on: ContinuedStream | None = None
+    """The stream of another engine that it goes on with."""
+    broke: bool = False
+    """It broke off, and may go on: the client has not been told."""
     _more: bool = True
     _waits: Awaitable[None] | None = None
     """To be awaited before the next piece."""
@@ -119,7 +127,13 @@ class StreamRelay(msgspec.Struct, eq=False):
             raise
         await self._caught_up()
         self._stats.usage_unreadable += events.unread_usages
-        self._record.usage = self._attempt.corrected(events.usage)
+        usage = self._attempt.corrected(events.usage)
+        if self._goes_on is not None:
+            recomputed = self._attempt.work.computed(usage)
+            self._record.recomputed_tokens = recomputed
+            self._stats.recomputed_tokens += recomputed
+            usage = self._goes_on.usage
+        self._record.usage = usage
         self._attempt.finished(events.usage)
 
     async def _caught_up(self) -> None:
@@ -139,8 +153,12 @@ class StreamRelay(msgspec.Struct, eq=False):
 
     def _take(self, data: bytes) -> bool:
         """Pass on what came. Whether this takes what comes next. Raises ``UpstreamError``."""
-        if not self._success or not self._events.passes(data):
-            self._pass_on(data)
+        if self.kept is not None:
+            if (whole := self._without_ids(self.kept, data)) is None:
+                return True
+            data = whole
+        if not data or not self._success or self._goes_on is not None or not self._events.passes(data):
+            self._pass_events(data, complete=self._connection.complete)
             return self._more and self._waits is None
         record = self._record
         record.piece()
@@ -151,7 +169,27 @@ class StreamRelay(msgspec.Struct, eq=False):
         return self._waits is None
 
     def _pass_on(self, data: bytes) -> None:
-        """Pass a piece on."""
+        """Pass a piece on as it came. Raises ``UpstreamError``."""
+        kept = self.kept
+        whole = data if kept is None else self._without_ids(kept, data)
+        if whole is not None:
+            self._pass_events(whole, complete=self._connection.complete)
+
+    def _without_ids(self, kept: KeptStream, data: bytes) -> bytes | None:
+        """What is to be passed on of a piece of a stream of which ids are kept; None: nothing yet. Raises
+        ``UpstreamError`` where it is an error in place of an answer's end."""
+        ends = self._connection.complete or not data
+        whole = kept.feed(data) if data else b""
+        if ends:
+            whole += kept.rest()
+        if kept.failed:
+            if whole:
+                self._pass_events(whole, complete=False)
+            raise UpstreamError("broken_stream")
+        return whole if whole or ends else None
+
+    def _pass_events(self, data: bytes, *, complete: bool) -> None:
+        """Pass on what came of its events; ``complete``: it is the last of them."""
         events = self._events
         begun, passing = events.begun, events.passing
         if data:
@@ -159,7 +197,7 @@ class StreamRelay(msgspec.Struct, eq=False):
         else:
             # The end came in a piece of its own: the tokens of the one before are counted.
             events.count, out = 0, events.end()
-        if self._connection.complete:
+        if complete:
             self._more = False
             out += events.end()
         if not begun and events.passing:
@@ -191,11 +229,16 @@ class StreamRelay(msgspec.Struct, eq=False):
                 fields = measured(self._attempt, self._record, fields)
             self._answer.start(self._connection.status, fields, length)
         self.had = Had.ANSWER if self._events.passing else Had.COMMENTS
+        if self._goes_on is not None:
+            out = self._goes_on.feed(out)
+            self._more = self._more and not self._goes_on.done
         self._waits = self._answer.write(out, more=self._more)
 
     def _begin(self) -> None:
         """The first event came that is passed on: an opening that is not held, a token, an error."""
         attempt, events, status = self._attempt, self._events, self._connection.status
+        if self._goes_on is not None:
+            self._goes_on.on_begin()
         if events.exposed:
             attempt.arrived(self._connection)
         if not events.begun or events.aborted:
@@ -229,8 +272,25 @@ class StreamRelay(msgspec.Struct, eq=False):
             raise error
 
     async def _break(self, error: UpstreamError) -> None:
-        """It broke off: tell the client."""
-        broke_off(self._attempt, self._record, error, self._stats)
+        """It broke off: tell the client, unless another engine may go on with it."""
+        kept, record = self.kept, self._record
+        told = stream_failed(self._attempt, error if kept is None else kept.failed or error, self._stats)
+        if kept is not None:
+            if kept.complete:
+                # Nothing but the end mark is missing.
+                self._stats.count_continuation("closed")
+                record.usage = kept.usage()
+                await self._caught_up()
+                self._waits = self._answer.write(self._events.end() + kept.closing(), more=False)
+                await self._caught_up()
+                return
+            if not (why := kept.check()):
+                record.tracker.warn("stream broke", record, record.engine, engine=record.engine, problem=told)
+                self.broke = True
+                await self._caught_up()
+                return
+            self._stats.count_continuation("", refused=why)
+        client_told(self._attempt, record, told, self._stats)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         await self._tell(f"{said} before its answer was complete")
 
@@ -240,7 +300,9 @@ class StreamRelay(msgspec.Struct, eq=False):
         told = stream_broken(f"The engine {what}.")
         event = error_event(told, self._attempt.request.path, self._events.passed_on)
         self.had = Had.END
-        self._waits = self._answer.write(self._events.broken(*event), more=False)
+        # What came of another event of a stream that goes on is not in its shape.
+        data = self._events.broken(*event) if self._goes_on is None else b"data: %b\n\n" % event[0]
+        self._waits = self._answer.write(data, more=False)
         await self._caught_up()
 
 
@@ -292,6 +354,10 @@ class AnswerRelay(msgspec.Struct, eq=False):
     """Its end has been looked at: the engine did not give it up."""
     _silence_s: float = 0.0
     """A client of a stream gets a comment before it has had nothing for this long; 0: none."""
+    _plan: Plan | None = None
+    """How a stream may go on from another engine."""
+    _goes_on: ContinuedStream | None = None
+    """The stream that this one goes on with."""
     stream: StreamRelay | None = None
     """Set where the answer is an event stream."""
 
@@ -347,6 +413,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._success,
             self._replaceable,
             self._had,
+            None if self._plan is None else KeptStream(self._plan, self._attempt.usage_facts().tokens),
+            self._goes_on,
         )
         if self._silence_s:
             return self.stream.run_with_comments(first, self._silence_s)

@@ -73,6 +73,10 @@ class ProxySettings(ClientSettings, frozen=True):
     """Seconds for which a request is remembered that was on an engine when it died: no engine gets it before
     that one is known to be back or has left the fleet, and after two deaths none at all. 0: any engine gets
     it at once. Raise it to the time in which an engine restarts."""
+    continue_streams: bool = False
+    """Let chat and completion streams that break go on from another engine, unseen by the client. Engines are
+    asked for token ids, which are taken out of the answers again. A client opts out by
+    `x-kvatlas-continue: off`."""
     # Not a key of the configuration: config/removed.py.
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
@@ -95,6 +99,17 @@ class ProxyStats(ClientStats):
     """Failed attempts at engines, by reason."""
     streams_broken: Annotated[int, "kvatlas_proxy_streams_broken_total"] = 0
     """Answers that broke off, or ended with an error, after a part had been given to the client."""
+    continuations: Annotated[dict[str, int], "kvatlas_stream_continuations_total{outcome}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Streams that broke and went on from another engine: `completed`, `failed`, `client_gone`; or `closed`,
+    as nothing but their end mark was missing."""
+    continuations_refused: Annotated[dict[str, int], "kvatlas_stream_continuations_refused_total{reason}"] = (
+        msgspec.field(default_factory=dict)
+    )
+    """Streams that broke and could not go on, by reason."""
+    recomputed_tokens: Annotated[int, "kvatlas_stream_recomputed_tokens_total"] = 0
+    """Tokens of prompts and answers that other engines computed for streams that broke; billed to nobody."""
     engines_broken: Annotated[int, "kvatlas_proxy_engines_broken_total"] = 0
     """Requests whose engine answered 500, 502 or 504, or ended the connection before the first byte, each
     time."""
@@ -144,6 +159,11 @@ class ProxyStats(ClientStats):
     def count_failure(self, reason: str) -> None:
         """One engine failure."""
         self.engine_failures[reason] = self.engine_failures.get(reason, 0) + 1
+
+    def count_continuation(self, outcome: str, *, refused: str = "") -> None:
+        """One stream that broke; ``refused``: why it did not go on."""
+        counts, label = (self.continuations_refused, refused) if refused else (self.continuations, outcome)
+        counts[label] = counts.get(label, 0) + 1
 
     def count_error(self, status: int, code: str) -> None:
         """One error answer of our own."""

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -230,6 +230,9 @@ class FakePlanner:
     def available(self, url: str) -> bool:
         client = self.requests[-1].client if self.requests else 0
         return self.breakers[url].allows(self.now(), client)
+
+    def decode(self, model: str, ids: Sequence[int], *, skips_special: bool) -> str | None:
+        return None
 
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None

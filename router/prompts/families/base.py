@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, Final, NoReturn, Protocol
 
 from jinja2 import nodes
@@ -100,6 +100,8 @@ class TextTokenizer(Protocol):
     def may_cut(self, text: str, at: int, /) -> bool: ...
 
     def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]: ...
+
+    def decode(self, ids: Sequence[int], *, skips_special: bool) -> str | None: ...
 
 
 class Family(Protocol):

@@ -7,6 +7,7 @@ it: tool call ids are cut to their last nine characters, some fields are refused
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,10 @@ class Mistral:
         except Exception as error:  # noqa: BLE001  # the engine runs the same code and answers 400
             raise TemplateRejectsError(str(error)) from None
         return ids
+
+    def decode(self, ids: Sequence[int], *, skips_special: bool) -> str | None:
+        """Its package decodes whole messages only."""
+        return None
 
     def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]:
         """A completion's text; no cut is known to be safe."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,148 +23,7 @@ from kvatlas.router.proxy.continuation import (
     whole_tokens,
 )
 from tests.support.examples import examples
-
-PROMPT = [7, 300, 11, 12]
-EOS = 1
-DONE = b"data: [DONE]\n\n"
-_PIECES: dict[int, bytes] = {}
-
-
-def token(piece: bytes) -> int:
-    """Id of a token of these bytes."""
-    number = 1000 + int.from_bytes(piece + bytes([len(piece)]), "little") % (1 << 31)
-    _PIECES[number] = piece
-    return number
-
-
-def decode(ids: Sequence[int]) -> str:
-    return b"".join(_PIECES.get(one, b"") for one in ids).decode("utf-8", "replace")
-
-
-class Engine:
-    """A greedy model with one answer, behind vLLM's frontend (0.32): text lags behind the tokens where a
-    character is not whole or a stop string may begin."""
-
-    def __init__(self, answer: Sequence[int], chunk: int = 1) -> None:
-        self.answer = [*answer, EOS]
-        self.chunk = chunk
-
-    def events(self, path: str, body: dict[str, Any], name: str = "one") -> Iterator[bytes]:  # noqa: C901
-        chat, asks = path == CHAT, body.get("return_token_ids", False)
-        prompt = PROMPT if chat or isinstance(body["prompt"], str) else body["prompt"]
-        assert prompt[: len(PROMPT)] == PROMPT
-        so_far = prompt[len(PROMPT) :]
-        assert so_far == self.answer[: len(so_far)]
-        most = body.get("max_tokens", 10_000 if chat else 16)
-        left = self.answer[len(so_far) :][:most]
-        stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
-        includes, least = body.get("include_stop_str_in_output", False), body.get("min_tokens", 0)
-        held = max(map(len, stops)) - 1 if stops and not includes else 0
-        options = body.get("stream_options", {})
-        head = {
-            "id": name,
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": 5,
-            "model": "m",
-        }
-        # One that is primed with a half character gives all of its prompt.
-        primed = decode(prompt)
-        text = primed if primed.endswith("\ufffd") else ""
-        base = "" if text else primed
-        sent, offset, ended, count = 0, 0, None, 0
-        if chat:
-            first = {
-                "index": 0,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            told = {"prompt_token_ids": prompt if asks else None, "prompt_text": None}
-            yield self._event({**head, "choices": [first], **told})
-        ids: list[int] = []
-        for number in range(0, len(left), self.chunk):
-            new, stop = left[number : number + self.chunk], None
-            for one in new:
-                ids.append(one)
-                if one == EOS:
-                    break
-                whole = decode([*prompt, *ids]).removeprefix(base)
-                before, text = text, text if whole.endswith("\ufffd") else whole
-                if len(ids) <= least or stop is not None or len(text) == len(before):
-                    continue
-                found = [
-                    (text.find(each, max(0, len(before) - len(each) + 1)) + len(each), each)
-                    for each in stops
-                    if text.find(each, max(0, len(before) - len(each) + 1)) >= 0
-                ]
-                if found:
-                    end, stop = min(found, key=lambda pair: pair[0])
-                    text = text[: end if includes else end - len(stop)]
-                    ended = "stop"
-                    break
-            if ended is None and (ids[-1] == EOS or len(ids) == most):
-                ended = "stop" if ids[-1] == EOS else "length"
-            new = ids[count:]
-            count = len(ids)
-            upto = len(text) - (0 if ended else held)
-            delta, sent = text[sent:upto] if upto > sent else "", max(sent, upto)
-            logprobs, offset = self._logprobs(chat, body, new, offset)
-            choice: dict[str, Any] = {"index": 0}
-            choice |= {"delta": {"content": delta}} if chat else {"text": delta}
-            choice |= {"logprobs": logprobs, "finish_reason": ended}
-            if ended or not chat:
-                choice["stop_reason"] = stop
-            if not chat:
-                choice["prompt_token_ids"] = prompt if asks and not number else None
-            choice["token_ids"] = new if asks else None
-            event: dict[str, Any] = {**head, "choices": [choice]}
-            if options.get("include_usage") and options.get("continuous_usage_stats"):
-                event["usage"] = self._usage(prompt, count)
-            yield self._event(event)
-            if ended:
-                break
-        if options.get("include_usage"):
-            yield self._event({**head, "choices": [], "usage": self._usage(prompt, count)})
-        yield DONE
-
-    @staticmethod
-    def _usage(prompt: Sequence[int], count: int) -> dict[str, int]:
-        whole = len(prompt) + count
-        return {"prompt_tokens": len(prompt), "total_tokens": whole, "completion_tokens": count}
-
-    @staticmethod
-    def _logprobs(chat: bool, body: dict[str, Any], new: list[int], offset: int) -> tuple[Any, int]:
-        most = body.get("top_logprobs", 0) if chat else body.get("logprobs")
-        if most is None or (chat and not body.get("logprobs")):
-            return None, offset
-        tokens = [decode([one]) for one in new]
-        tops = [{word: -0.25, **{f"{word}{n}": -1.5 - n for n in range(most)}} for word in tokens]
-        if chat:
-            content = [
-                {
-                    **_likely(word, -0.25),
-                    "top_logprobs": [_likely(*pair) for pair in itertools.islice(top.items(), most)],
-                }
-                for word, top in zip(tokens, tops, strict=True)
-            ]
-            return {"content": content}, offset
-        offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
-        found = {
-            "text_offset": offsets[:-1],
-            "token_logprobs": [-0.25] * len(tokens),
-            "tokens": tokens,
-            "top_logprobs": tops,
-        }
-        return found, offsets[-1]
-
-    @staticmethod
-    def _event(event: dict[str, Any]) -> bytes:
-        text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        return f"data: {text}\n\n".encode()
-
-
-def _likely(word: str, value: float) -> dict[str, Any]:
-    return {"token": word, "logprob": value, "bytes": list(word.encode())}
+from tests.support.text_engine import DONE, PROMPT, TextEngine, decode, token
 
 
 def request(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], Plan]:
@@ -176,7 +35,7 @@ def request(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], Plan]:
 
 
 def broken(
-    engine: Engine, path: str, body: dict[str, Any], events: int, cuts: Sequence[int] = ()
+    engine: TextEngine, path: str, body: dict[str, Any], events: int, cuts: Sequence[int] = ()
 ) -> tuple[bytes, KeptStream]:
     """What the client had of the stream that broke after so many events, which came cut like this."""
     whole, plan = request(path, body)
@@ -189,7 +48,7 @@ def broken(
     return out + (kept.feed(came[start:]) if came[start:] else b""), kept
 
 
-def goes_on(engine: Engine, kept: KeptStream, cut: int = 0) -> bytes:
+def goes_on(engine: TextEngine, kept: KeptStream, cut: int = 0) -> bytes:
     """The rest, as the client has it."""
     if kept.complete:
         return kept.closing()
@@ -308,7 +167,7 @@ def test_a_stream_goes_on_as_if_it_had_not_been_cut(path: str, chunk: int) -> No
     @examples_of
     @given(answers(), bodies, st.integers(1, 60), st.lists(st.integers(0, 5000), max_size=4))
     def check(answer: list[int], own: dict[str, Any], cut: int, pieces: list[int]) -> None:
-        engine, body = Engine(answer, chunk), for_path(path, own)
+        engine, body = TextEngine(answer, chunk), for_path(path, own)
         if chunk > 1 and "stop" in body:
             # Which of several tokens completed a stop string is not told.
             body = {name: one for name, one in body.items() if name not in ("logprobs", "stream_options")}
@@ -328,7 +187,7 @@ def test_a_stream_that_passes_is_what_it_would_be_without_ids(path: str) -> None
     @examples_of
     @given(answers(), bodies, st.lists(st.integers(0, 5000), max_size=6))
     def check(answer: list[int], own: dict[str, Any], pieces: list[int]) -> None:
-        engine, body = Engine(answer), for_path(path, own)
+        engine, body = TextEngine(answer), for_path(path, own)
         had, kept = broken(engine, path, body, 1000, pieces)
         assert had == b"".join(engine.events(path, request(path, body)[0]))
         assert kept.complete
@@ -414,7 +273,8 @@ def kept_of(
         "prompt_token_ids": PROMPT,
         "token_ids": ids,
     }
-    assert b"[" not in kept.feed(Engine._event({"id": "i", "choices": [choice]})).replace(b'"choices":[', b"")
+    passed = kept.feed(TextEngine.event({"id": "i", "choices": [choice]}))
+    assert b'token_ids":[' not in passed
     return kept
 
 
@@ -469,11 +329,11 @@ def test_known_ids_of_the_prompt_are_not_kept_twice() -> None:
 def test_an_abort_is_not_kept_and_an_error_not_shown() -> None:
     kept = kept_of({})
     choice = {"index": 0, "text": "y", "logprobs": None, "finish_reason": "abort", "token_ids": [9]}
-    event = Engine._event({"id": "i", "choices": [choice]})
+    event = TextEngine.event({"id": "i", "choices": [choice]})
     assert kept.feed(event) == event.replace(b"[9]", b"null")
     assert not kept.complete
     assert [*kept.ids] == [20, 20, 21]
-    error = Engine._event({"error": {"message": "EngineCore died", "code": 500}})
+    error = TextEngine.event({"error": {"message": "EngineCore died", "code": 500}})
     assert kept.feed(error + DONE) == b""
     assert kept.failed == 500
     assert not kept.check()
@@ -491,7 +351,7 @@ def test_ids_that_are_none_end_it(ids: str) -> None:
 def test_an_engine_without_ids_is_passed_on_unchanged() -> None:
     whole, plan = request(CHAT, {})
     kept = KeptStream(plan)
-    stream = b"".join(Engine([token(b"a")] * 3).events(CHAT, whole))
+    stream = b"".join(TextEngine([token(b"a")] * 3).events(CHAT, whole))
     assert kept.feed(stream) == stream
     assert kept.check() == "ids"
 
@@ -502,10 +362,10 @@ def test_reasoning_goes_on_only_after_it_is_over() -> None:
 
     def event(delta: dict[str, str], one: int) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": [one]}
-        return Engine._event({"id": "i", "choices": [choice]})
+        return TextEngine.event({"id": "i", "choices": [choice]})
 
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    kept.feed(Engine._event({"id": "i", "choices": [first], "prompt_token_ids": PROMPT}))
+    kept.feed(TextEngine.event({"id": "i", "choices": [first], "prompt_token_ids": PROMPT}))
     kept.feed(event({"reasoning": "hm"}, 50))
     assert kept.check() == "reasoning"
     assert kept.feed(event({}, 51)) == b""

@@ -38,6 +38,12 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
     },
     "forward": {
         ("forward", "self._forward"): INNER,
+        ("forward", "self._go_on"): INNER,
+        ("_go_on", "self._forward"): INNER,
+        ("_go_on", "self._write_end"): OVER,
+        ("_write_end", "waits"): OVER,
+        ("_forward", "self._place_continued"): INNER,
+        ("_place_continued", "self._turns.place"): INNER,
         ("forward", "self._end_stream"): OVER,
         ("_end_stream", "waits"): OVER,
         ("_forward", "self._planner.place"): INNER,

@@ -1,0 +1,364 @@
+"""Streams that break go on from another engine: the client sees one answer, and the accounts two engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvatlas.router.openai.apis import CHAT, COMPLETION
+from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.pd.handoff import DisaggState
+from kvatlas.router.proxy import turns
+from kvatlas.router.proxy.settings import ProxySettings
+from kvatlas.router.proxy.turns import Turns
+from tests.support.proxy_rig import (
+    END,
+    NO_REQUEST,
+    SSE_HEAD,
+    Answer,
+    Call,
+    Engine,
+    FakePlacement,
+    FakePlanner,
+    Rig,
+    Script,
+    ask,
+    chunk,
+    request,
+    reset,
+    routing,
+    says,
+)
+from tests.support.text_engine import DONE, PROMPT, TextEngine, decode, token
+
+ANSWER = [token(piece) for piece in (b"He", b"llo", b" ", b"\xf0\x9f", b"\x99\x82", b" w", b"orld", b"!")]
+MODEL = TextEngine(ANSWER)
+ERROR = (
+    b'data: {"error":{"message":"EngineCore died","type":"InternalServerError","param":null,"code":500}}\n\n'
+)
+ON = ProxySettings(continue_streams=True)
+paths = pytest.mark.parametrize("path", [CHAT, COMPLETION])
+
+
+class DecodingPlanner(FakePlanner):
+    context_tokens = 100.0
+
+    def decode(self, model: str, ids: Sequence[int], *, skips_special: bool) -> str | None:
+        return decode(ids)
+
+    async def place(
+        self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
+    ) -> FakePlacement:
+        request.context_tokens = self.context_tokens
+        return await super().place(request, exclude=exclude, disagg=disagg)
+
+
+def body(path: str, **more: Any) -> bytes:
+    own = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    return json.dumps({"model": "m", "stream": True, **own, **more}).encode()
+
+
+def told(call: Call) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(call.body)
+    return found
+
+
+def breaks(events: int, how: str = "close", *, times: int = 1) -> Script:
+    """The model, whose first streams break behind so many events."""
+
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        path = call.head.first[1]
+        broken = len(engine.calls) <= times
+        writer.write(SSE_HEAD)
+        for event in itertools.islice(MODEL.events(path, told(call)), events if broken else None):
+            writer.write(chunk(event))
+        await writer.drain()
+        await asyncio.sleep(0.1)  # what broke with its first token would be asked again whole
+        if not broken:
+            writer.write(END)
+        elif how == "close":
+            writer.close()
+        elif how == "reset":
+            reset(writer)
+        elif how == "error":
+            writer.write(chunk(ERROR) + chunk(DONE) + END)
+        elif how == "abort":
+            one = next(itertools.islice(MODEL.events(path, told(call)), events, None))
+            last = one.replace(b'"finish_reason":null', b'"finish_reason":"abort"')
+            writer.write(chunk(last) + chunk(DONE) + END)
+        else:
+            await asyncio.Event().wait()
+
+    return script
+
+
+async def answered(
+    *scripts: Script,
+    data: bytes,
+    settings: ProxySettings = ON,
+    path: str = CHAT,
+    field: str = "",
+    **options: Any,
+) -> tuple[Answer, Rig, list[Engine]]:
+    engines = [Engine(script) for script in scripts]
+    for engine in engines:
+        await engine.__aenter__()
+    planner = DecodingPlanner(*[engine.url for engine in engines])
+    async with routing(planner=planner, settings=settings, **options) as rig:
+        got = await ask(rig, request(data, *([field] if field else []), target=path))
+    for engine in engines:
+        await engine.stop()
+    return got, rig, engines
+
+
+def whole(path: str, data: bytes) -> bytes:
+    return b"".join(MODEL.events(path, json.loads(data)))
+
+
+@paths
+@pytest.mark.parametrize("how", ["close", "reset", "error", "abort"])
+@pytest.mark.parametrize("events", [2, 4, 5, 6, 7])
+async def test_the_client_sees_one_stream(path: str, how: str, events: int) -> None:
+    data = body(path, stream_options={"include_usage": True})
+    got, rig, engines = await answered(breaks(events, how), breaks(99, times=0), data=data, path=path)
+    assert got.whole
+    assert rig.stats.continuations_refused == {}, events
+    assert got.body == whole(path, data)
+    asked = told(engines[1].calls[0])
+    kept = asked["prompt"][len(PROMPT) :]
+    assert engines[1].calls[0].head.first[1] == COMPLETION
+    assert kept == ANSWER[: len(kept)]
+    assert rig.stats.continuations == {"completed": 1}
+    assert rig.stats.streams_broken == 0
+    first, second = rig.planner.placements
+    assert first.told == ["first_byte", {"error": "status", "abort": "aborted"}.get(how, "broken_stream")]
+    assert second.told == ["first_byte", "finished"]
+    # Each is compared with its own prediction.
+    assert second.usage == Usage(len(asked["prompt"]), len(ANSWER) + 1 - len(kept))
+    record = rig.app.requests.ended[-1]
+    assert (record.continued_from, record.engine, record.outcome) == (
+        first.engine_id,
+        second.engine_id,
+        "200",
+    )
+    assert record.usage == Usage(len(PROMPT), len(ANSWER) + 1)
+    assert rig.stats.recomputed_tokens == record.recomputed_tokens == len(asked["prompt"])
+
+
+@paths
+async def test_a_stream_that_does_not_break_is_the_engines(path: str) -> None:
+    got, rig, engines = await answered(breaks(99, times=0), data=body(path), path=path)
+    assert got.body == whole(path, body(path))
+    assert told(engines[0].calls[0])["return_token_ids"] is True
+    assert not rig.stats.continuations
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "settings", "reason"),
+    [
+        ({}, "", ProxySettings(), ""),
+        ({}, "x-kvatlas-continue: off", ON, "client"),
+        ({"tools": [{"type": "function"}]}, "", ON, "tools"),
+        ({"n": 2}, "", ON, "answers"),
+        ({"presence_penalty": 1}, "", ON, "penalty"),
+    ],
+)
+async def test_what_may_not_go_on_breaks_as_before(
+    more: dict[str, Any], field: str, settings: ProxySettings, reason: str
+) -> None:
+    data = body(CHAT, **more)
+    got, rig, engines = await answered(
+        breaks(4), breaks(99, times=0), data=data, settings=settings, field=field
+    )
+    assert engines[0].calls[0].body == data
+    assert "x-kvatlas-continue" not in engines[0].calls[0].head
+    assert not engines[1].calls
+    assert got.body.startswith(b"".join(itertools.islice(MODEL.events(CHAT, json.loads(data)), 4)))
+    assert b"engine_stream_broken" in got.body
+    assert not got.body.endswith(DONE)
+    assert rig.stats.continuations_refused == ({reason: 1} if reason else {})
+    assert rig.stats.streams_broken == 1
+    assert rig.app.requests.ended[-1].outcome == "broken_stream"
+
+
+async def test_the_engines_own_error_is_shown_where_it_may_not_go_on() -> None:
+    got, _, _ = await answered(breaks(4, "error"), data=body(CHAT, n=2))
+    assert got.body.endswith(ERROR + DONE)
+
+
+async def test_nothing_is_asked_behind_the_end_of_an_answer() -> None:
+    data = body(CHAT, stream_options={"include_usage": True})
+    events = len(ANSWER) + 2
+    got, rig, engines = await answered(breaks(events), breaks(99, times=0), data=data)
+    assert got.whole
+    assert got.body == whole(CHAT, data)
+    assert not engines[1].calls
+    assert rig.stats.continuations == {"closed": 1}
+    assert rig.stats.streams_broken == 0
+    assert rig.app.requests.ended[-1].usage == Usage(len(PROMPT), len(ANSWER) + 1)
+
+
+@paths
+async def test_a_stop_string_over_the_cut_ends_the_answer(path: str) -> None:
+    data = body(path, stop=["o w"])
+    for events in range(2, 6):
+        got, rig, engines = await answered(breaks(events), breaks(99, times=0), data=data, path=path)
+        if rig.stats.continuations_refused:
+            assert events == 2
+            continue
+        assert got.body == whole(path, data)
+        # What broke before its first text was asked again whole.
+        assert ("stop" in told(engines[1].calls[0])) == (not rig.stats.continuations)
+
+
+async def test_a_stop_string_found_here_ends_the_engines_work() -> None:
+    data = body(CHAT, stop=["wor"])
+    got, rig, _ = await answered(breaks(5), breaks(99, times=0), data=data)
+    assert got.whole
+    assert got.body == whole(CHAT, data)
+    assert b'"stop_reason":"wor"' in got.body
+    assert rig.planner.placements[1].told == ["first_byte", "finished"]
+
+
+@pytest.mark.parametrize("how", ["close", "error", "abort"])
+async def test_a_second_break_ends_with_an_error(how: str) -> None:
+    got, rig, engines = await answered(breaks(4), breaks(2, how), breaks(99, times=0), data=body(CHAT))
+    assert got.whole
+    assert b'"error"' in got.body
+    assert b'"text"' not in got.body
+    assert not engines[2].calls
+    assert rig.stats.continuations == {"failed": 1}
+    assert rig.stats.streams_broken == 1
+    assert rig.app.requests.ended[-1].outcome == "broken_stream"
+
+
+async def test_another_engine_is_asked_where_one_refuses() -> None:
+    got, rig, engines = await answered(breaks(4), says(503, b"{}"), breaks(99, times=0), data=body(CHAT))
+    assert got.body == whole(CHAT, body(CHAT))
+    assert len(engines[1].calls) == 1
+    assert rig.stats.continuations == {"completed": 1}
+
+
+async def test_without_an_engine_the_stream_ends_with_an_error() -> None:
+    got, rig, _ = await answered(breaks(4), data=body(CHAT))
+    assert got.whole
+    assert b'"code":"no_ready_engine"' in got.body
+    assert rig.stats.continuations == {"failed": 1}
+    assert rig.app.requests.ended[-1].broken
+
+
+async def test_a_refusal_of_the_second_engine_is_told() -> None:
+    got, rig, _ = await answered(breaks(4), says(400, b'{"error":{"message":"too long"}}'), data=body(CHAT))
+    assert got.whole
+    assert b"too long" in got.body
+    assert rig.stats.continuations == {"failed": 1}
+
+
+async def test_the_rest_of_an_answer_without_a_limit_needs_the_context() -> None:
+    class Unknown(DecodingPlanner):
+        context_tokens = 0.0
+
+    async with (
+        Engine(breaks(4, times=2)) as one,
+        Engine(breaks(99, times=0)) as two,
+        routing(planner=Unknown(one.url, two.url), settings=ON) as rig,
+    ):
+        got = await ask(rig, request(body(CHAT)))
+        assert b"engine_stream_broken" in got.body
+        assert rig.stats.continuations_refused == {"context": 1}
+        got = await ask(rig, request(body(CHAT, max_tokens=6)))
+        assert got.body == whole(CHAT, body(CHAT, max_tokens=6))
+
+
+async def test_without_the_models_tokenizer_it_does_not_go_on() -> None:
+    async with (
+        Engine(breaks(4)) as one,
+        Engine(breaks(99, times=0)) as two,
+        routing(one.url, two.url, settings=ON) as rig,
+    ):
+        got = await ask(rig, request(body(CHAT)))
+        assert b"engine_stream_broken" in got.body
+        assert rig.stats.continuations_refused == {"tokenizer": 1}
+        assert not two.calls
+
+
+async def test_comments_keep_the_client_while_it_waits() -> None:
+    async def slowly(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(25)
+        await breaks(99, times=0)(engine, call, writer)
+
+    got, _, _ = await answered(breaks(4), slowly, data=body(CHAT))
+    assert got.body.count(b": waiting\n\n") == 2
+    assert got.body.replace(b": waiting\n\n", b"") == whole(CHAT, body(CHAT))
+
+
+async def test_a_client_that_sees_decisions_sees_that_it_goes_on() -> None:
+    planner = DecodingPlanner()
+    planner.client_headers = ((b"x-kvatlas-reason", b"cost"),)
+    async with Engine(breaks(4)) as one, Engine(breaks(99, times=0)) as two:
+        planner.urls = [one.url, two.url]
+        async with routing(planner=planner, settings=ON) as rig:
+            got = await ask(rig, request(body(CHAT)))
+    assert got.body.count(b": continued\n\n") == 1
+    assert got.body.replace(b": continued\n\n", b"") == whole(CHAT, body(CHAT))
+
+
+async def test_a_client_that_leaves_in_the_gap_ends_the_second_request() -> None:
+    async def never(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        engine.go.set()
+        await asyncio.Event().wait()
+
+    async with Engine(breaks(4)) as one, Engine(never) as two:
+        planner = DecodingPlanner(one.url, two.url)
+        async with routing(planner=planner, settings=ON) as rig:
+            _, writer = await rig.connect()
+            writer.write(request(body(CHAT)))
+            await two.go.wait()
+            writer.close()
+            await two.calls[0].closed.wait()
+            await asyncio.sleep(1)
+            assert rig.stats.continuations == {"client_gone": 1}
+            assert [placement.over for placement in planner.placements] == [True, True]
+
+
+async def test_many_streams_of_one_engine_wait_for_their_turns() -> None:
+    """The smallest first, and at most eight on an engine before their first token."""
+    turns_ = Turns()
+    planner = DecodingPlanner("a", "b")
+    order: list[int] = []
+    placed: list[Any] = []
+    on: dict[str, int] = {"a": 0, "b": 0}
+
+    async def one(tokens: int) -> None:
+        attempt, ended = await turns_.place(tokens, lambda full: planner.place(NO_REQUEST, exclude=full))
+        order.append(tokens)
+        placed.append(ended)
+        on[attempt.engine_id] += 1
+        assert max(on.values()) <= turns.ON_ENGINE_MAX
+        await asyncio.sleep(1)
+        on[attempt.engine_id] -= 1
+        ended()
+        ended()
+
+    await asyncio.gather(*[one(tokens) for tokens in range(199, -1, -1)])
+    assert len(order) == 200
+    # Those that came first found room; of the others some are placed at one time.
+    assert all(abs(place - tokens) <= 8 for place, tokens in enumerate(order[16:]))
+
+
+async def test_a_stream_that_would_wait_too_long_does_not_go_on() -> None:
+    turns_ = Turns()
+    planner = DecodingPlanner("a")
+
+    async def one() -> None:
+        await turns_.place(1, lambda full: planner.place(NO_REQUEST, exclude=full))
+        await asyncio.sleep(100)
+
+    tasks = [asyncio.ensure_future(one()) for _ in range(12)]
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [getattr(error, "code", "") for error in found if error] == ["no_ready_engine"] * 4
