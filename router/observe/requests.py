@@ -361,7 +361,7 @@ class RequestRecord(msgspec.Struct, eq=False):
     continued_from: str = ""
     """The engine whose stream broke, where another one went on with it."""
     recomputed_tokens: int = 0
-    """Tokens that this one computed again for that, billed to nobody."""
+    """Tokens that this one computed again for that, not billed."""
     status: int = 0
     gone: bool = False
     explained: bool = False

@@ -30,7 +30,7 @@ from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.pd.handoff import Handoff, NotFetchedError
 from kvatlas.router.pd.transfer import KvSource
 from kvatlas.router.proxy.breaker import Breaker
-from kvatlas.router.proxy.continuation import ContinuedStream, KeptStream, Plan
+from kvatlas.router.proxy.continuation import ContinuationPlan, ContinuedStream, KeptStream
 from kvatlas.router.proxy.deaths import digest_of
 from kvatlas.router.proxy.headers import RequestHead, request_head
 from kvatlas.router.proxy.settings import ProxyStats
@@ -304,14 +304,14 @@ class Outbound(msgspec.Struct, gc=False):
     client_body: bytes = b""
     """As the client sent it."""
     had: Had = Had.NOTHING
-    plan: Plan | str = ""
+    plan: ContinuationPlan | str = ""
     """How its stream may go on from another engine, or why not (a label); "": it is not asked for that."""
     broke: KeptStream | None = None
-    """What is kept of its stream, which broke and may go on."""
+    """The state of its stream, which broke and may go on."""
     goes_on: ContinuedStream | None = None
     """The stream that it goes on with."""
     tells: bool = False
-    """Its client is told of decisions."""
+    """Its client sees decisions."""
     lost: str = ""
     """The engine whose answer broke off, if it may have died."""
     asked_s: float = 0.0

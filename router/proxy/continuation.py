@@ -139,7 +139,7 @@ _CONTEXT_LEN: Final = 8
 _COMPLETION_TOKENS: Final = 16
 
 
-class Plan(msgspec.Struct, frozen=True, gc=False):
+class ContinuationPlan(msgspec.Struct, frozen=True, gc=False):
     """A request whose stream may go on elsewhere, as its body says."""
 
     path: str
@@ -169,7 +169,7 @@ class _Options(msgspec.Struct, gc=False):
     continuous_usage_stats: Any = None
 
 
-def plan_of(path: str, body: bytes) -> Plan | str:
+def plan_of(path: str, body: bytes) -> ContinuationPlan | str:
     """Whether the stream of this request may go on elsewhere; else the reason why not (a label)."""
     if path not in (CHAT, COMPLETION):
         return "api"
@@ -202,7 +202,7 @@ def _refused(name: str, value: _Raw) -> str:
     return "" if off else _REASONS.get(name, _OTHER)
 
 
-def _plan(path: str, members: dict[str, _Raw]) -> Plan | str:
+def _plan(path: str, members: dict[str, _Raw]) -> ContinuationPlan | str:
     def value(name: str) -> Any:
         return msgspec.json.decode(members[name]) if name in members else None
 
@@ -233,7 +233,7 @@ def _plan(path: str, members: dict[str, _Raw]) -> Plan | str:
     if seed is not None and (lax_whole(seed) is None or abs(lax_whole(seed) or 0) > _SEED_MAX):
         return _OTHER
     bias = msgspec.convert(value("logit_bias") or {}, dict[str, float], strict=False)
-    return Plan(
+    return ContinuationPlan(
         path,
         {name: one for name, one in members.items() if name in _KEPT},
         max_tokens=limit if chat or limit is not None else _COMPLETION_TOKENS,
@@ -329,7 +329,7 @@ class KeptStream:
         "usage_sent",
     )
 
-    def __init__(self, plan: Plan, known: Sequence[int] | None = None) -> None:
+    def __init__(self, plan: ContinuationPlan, known: Sequence[int] | None = None) -> None:
         self.plan = plan
         self.ids: array[int] = array("I")
         """Of the answer's tokens."""
@@ -388,7 +388,7 @@ class KeptStream:
         return b"".join([self._event(block) for block in blocks(data) if not self.failed])
 
     def rest(self) -> bytes:
-        """What came of an event that has no end, as it is at the end of a stream."""
+        """The rest of a stream that ended: an event without its end."""
         rest = bytes(self._partial)
         self._partial.clear()
         return rest and self._event(rest)
@@ -526,7 +526,7 @@ class KeptStream:
 class Shape:
     """Writes events like those of a stream, one of which is given."""
 
-    def __init__(self, like: bytes, plan: Plan) -> None:
+    def __init__(self, like: bytes, plan: ContinuationPlan) -> None:
         self._chat = plan.chat
         self._in_chunks = plan.in_chunks
         members = _MEMBERS.decode(data_of(like) or b"")
@@ -616,7 +616,7 @@ def text_so_far(kept: KeptStream, tokens: int, decode: Decode) -> str | None:
     return text if kept.chars == max(0, len(text) - held_back(kept.plan)) else None
 
 
-def held_back(plan: Plan) -> int:
+def held_back(plan: ContinuationPlan) -> int:
     """Characters that the text is behind the tokens, since they may begin a stop string."""
     return max(map(len, plan.stop)) - 1 if plan.stop and not plan.includes_stop else 0
 

@@ -59,9 +59,9 @@ from kvatlas.router.proxy.attempt import (
     engine_failed,
 )
 from kvatlas.router.proxy.continuation import (
+    ContinuationPlan,
     ContinuedStream,
     KeptStream,
-    Plan,
     completion_of,
     text_so_far,
     whole_tokens,
@@ -70,10 +70,10 @@ from kvatlas.router.proxy.deaths import HELD_BACK, Deaths
 from kvatlas.router.proxy.disaggregated import AgainError, DisaggForwarder, Harm, broke, new_transfer_id
 from kvatlas.router.proxy.engine_page import EnginePage
 from kvatlas.router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
-from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.media_names import has_media
+from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
-from kvatlas.router.proxy.turns import Turns
+from kvatlas.router.proxy.turns import ContinuationTurns
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400
@@ -149,7 +149,7 @@ class Forwarder:
             clock=clock,
             metrics=EnginePage(client, b"/metrics"),
         )
-        self._turns = Turns()
+        self._turns = ContinuationTurns()
         self._lines = 0
         self._lines_second = 0
 
@@ -593,7 +593,7 @@ class Forwarder:
             out.carrier is None,
             out.had,
             _silence_s=self.silence_s if out.carrier is None else 0.0,
-            _plan=out.plan if isinstance(out.plan, Plan) else None,
+            _plan=out.plan if isinstance(out.plan, ContinuationPlan) else None,
             _goes_on=out.goes_on,
         )
         try:

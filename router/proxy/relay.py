@@ -34,7 +34,7 @@ from kvatlas.router.proxy.attempt import (
     client_told,
     stream_failed,
 )
-from kvatlas.router.proxy.continuation import ContinuedStream, KeptStream, Plan
+from kvatlas.router.proxy.continuation import ContinuationPlan, ContinuedStream, KeptStream
 from kvatlas.router.proxy.events import Kind, aborted
 from kvatlas.router.proxy.headers import SERVER_TIMING, AnswerHead
 from kvatlas.router.proxy.settings import ProxyStats
@@ -62,7 +62,7 @@ class StreamRelay(msgspec.Struct, eq=False):
     """Another engine may be asked while nothing of an answer has been sent."""
     had: Had = Had.NOTHING
     kept: KeptStream | None = None
-    """What is kept of it, where it may go on from another engine."""
+    """The state with which it may go on from another engine."""
     _goes_on: ContinuedStream | None = None
     """The stream of another engine that it goes on with."""
     broke: bool = False
@@ -176,7 +176,7 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._pass_events(whole, complete=self._connection.complete)
 
     def _without_ids(self, kept: KeptStream, data: bytes) -> bytes | None:
-        """What is to be passed on of a piece of a stream of which ids are kept; None: nothing yet. Raises
+        """The part of a piece that is to be passed on, without ids, which are kept; None: nothing yet. Raises
         ``UpstreamError`` where it is an error in place of an answer's end."""
         ends = self._connection.complete or not data
         whole = kept.feed(data) if data else b""
@@ -354,7 +354,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
     """Its end has been looked at: the engine did not give it up."""
     _silence_s: float = 0.0
     """A client of a stream gets a comment before it has had nothing for this long; 0: none."""
-    _plan: Plan | None = None
+    _plan: ContinuationPlan | None = None
     """How a stream may go on from another engine."""
     _goes_on: ContinuedStream | None = None
     """The stream that this one goes on with."""

@@ -76,7 +76,7 @@ class ProxySettings(ClientSettings, frozen=True):
     continue_streams: bool = False
     """Let chat and completion streams that break go on from another engine, unseen by the client. Engines are
     asked for token ids, which are taken out of the answers again. A client opts out by
-    `x-kvatlas-continue: off`."""
+    `x-kvatlas-continue: off`. Switch it on where long answers must outlive their engines."""
     # Not a key of the configuration: config/removed.py.
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
@@ -109,7 +109,8 @@ class ProxyStats(ClientStats):
     )
     """Streams that broke and could not go on, by reason."""
     recomputed_tokens: Annotated[int, "kvatlas_stream_recomputed_tokens_total"] = 0
-    """Tokens of prompts and answers that other engines computed for streams that broke; billed to nobody."""
+    """Tokens of prompts and answers that other engines computed for streams that broke; they are not
+    billed."""
     engines_broken: Annotated[int, "kvatlas_proxy_engines_broken_total"] = 0
     """Requests whose engine answered 500, 502 or 504, or ended the connection before the first byte, each
     time."""

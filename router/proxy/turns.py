@@ -1,4 +1,4 @@
-"""Turns of streams that go on from another engine: those of one dead engine come together.
+"""ContinuationTurns of streams that go on from another engine: those of one dead engine come together.
 
 The smallest goes first, and an engine has a bounded number of them before their first token, so that they
 bury no others. Invariants: a turn that was given ends once; one that waits is given up with its request.
@@ -23,7 +23,7 @@ WAIT_S_MAX = 30.0
 Place = Callable[[frozenset[str]], Awaitable[Attempt]]
 
 
-class Turns:
+class ContinuationTurns:
     """Of one router. ``place`` chooses an engine, none of those that it is given."""
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Turns:
         """No engine has room."""
 
     async def place(self, tokens: int, place: Place) -> tuple[Attempt, Callable[[], None]]:
-        """Place a stream of so many tokens on an engine with room. Returns what to call at its first token,
-        or where there is none. Raises ``ApiError``."""
+        """Place a stream with this number of tokens on an engine with room. Returns what to call at its
+        first token, or where there is none. Raises ``ApiError``."""
         until_s = asyncio.get_running_loop().time() + WAIT_S_MAX
         while True:
             await self._turn(tokens, until_s)
@@ -104,7 +104,7 @@ class Turns:
                 waiter.set_result(None)
 
     def _ending(self, engine_id: str) -> Callable[[], None]:
-        """What ends the turn, however often it is called."""
+        """A function that ends the turn, once."""
         left = [engine_id]
 
         def end() -> None:

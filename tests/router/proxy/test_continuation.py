@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.proxy.continuation import (
+    ContinuationPlan,
     ContinuedStream,
     KeptStream,
-    Plan,
     completion_of,
     plan_of,
     text_so_far,
@@ -26,18 +26,18 @@ from tests.support.examples import examples
 from tests.support.text_engine import DONE, PROMPT, TextEngine, decode, token
 
 
-def request(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], Plan]:
+def request(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], ContinuationPlan]:
     own = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
     whole = {"model": "m", "stream": True, **own, **body}
     plan = plan_of(path, json.dumps(whole).encode())
-    assert isinstance(plan, Plan), plan
+    assert isinstance(plan, ContinuationPlan), plan
     return whole, plan
 
 
 def broken(
     engine: TextEngine, path: str, body: dict[str, Any], events: int, cuts: Sequence[int] = ()
 ) -> tuple[bytes, KeptStream]:
-    """What the client had of the stream that broke after so many events, which came cut like this."""
+    """The client's part of a stream that broke behind this number of events, which came in these pieces."""
     whole, plan = request(path, body)
     kept = KeptStream(plan)
     came = b"".join(itertools.islice(engine.events(path, {**whole, "return_token_ids": True}), events))
@@ -83,7 +83,7 @@ def shown(stream: bytes) -> list[Any]:
 
 
 def joined(stream: bytes) -> dict[str, Any]:
-    """What the events say together, however the tokens are shared out among them."""
+    """The sum of the events, however the tokens are shared out among them."""
     text, logprobs, ended = "", [], []
     usage = None
     events = shown(stream)
@@ -241,9 +241,9 @@ def test_a_stream_that_passes_is_what_it_would_be_without_ids(path: str) -> None
     ],
 )
 @paths
-def test_what_may_go_on_is_said_by_the_body(path: str, body: dict[str, Any], reason: str) -> None:
+def test_the_body_decides_whether_a_stream_may_go_on(path: str, body: dict[str, Any], reason: str) -> None:
     found = plan_of(path, json.dumps({"model": "m", "prompt": "a", "messages": [], **body}).encode())
-    assert ("" if isinstance(found, Plan) else found) == reason
+    assert ("" if isinstance(found, ContinuationPlan) else found) == reason
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"a":' + b"[" * 5000, b'{"max_tokens":1e999}'])
@@ -289,7 +289,7 @@ def asked(kept: KeptStream, context: int | None = 100) -> dict[str, Any]:
     return found
 
 
-def test_what_counts_tokens_is_lessened() -> None:
+def test_limits_are_less_the_tokens_that_are_kept() -> None:
     assert asked(kept_of({"max_tokens": 10, "min_tokens": 5})) == {"max_tokens": 7, "min_tokens": 2}
     assert asked(kept_of({"max_tokens": 10, "min_tokens": 2})) == {"max_tokens": 7}
     assert asked(kept_of({})) == {"max_tokens": 13}
@@ -315,7 +315,7 @@ def test_a_penalty_counts_what_was_said_before() -> None:
     assert completion_of(many, 51, 100) == "penalty"
 
 
-def test_what_stays_as_it_is_is_passed_on() -> None:
+def test_other_parameters_stay_as_they_are() -> None:
     own = {"temperature": 0.25, "stop_token_ids": [5], "cache_salt": "é", "priority": -1, "logprobs": 2}
     assert asked(kept_of({**own, "stop": ["x"], "user": None})) == {**own, "max_tokens": 13}
 

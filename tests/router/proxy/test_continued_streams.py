@@ -15,7 +15,7 @@ from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.pd.handoff import DisaggState
 from kvatlas.router.proxy import turns
 from kvatlas.router.proxy.settings import ProxySettings
-from kvatlas.router.proxy.turns import Turns
+from kvatlas.router.proxy.turns import ContinuationTurns
 from tests.support.proxy_rig import (
     END,
     NO_REQUEST,
@@ -69,7 +69,7 @@ def told(call: Call) -> dict[str, Any]:
 
 
 def breaks(events: int, how: str = "close", *, times: int = 1) -> Script:
-    """The model, whose first streams break behind so many events."""
+    """The model, whose first streams break behind this number of events."""
 
     async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
         path = call.head.first[1]
@@ -168,7 +168,7 @@ async def test_a_stream_that_does_not_break_is_the_engines(path: str) -> None:
         ({"presence_penalty": 1}, "", ON, "penalty"),
     ],
 )
-async def test_what_may_not_go_on_breaks_as_before(
+async def test_other_requests_break_as_before(
     more: dict[str, Any], field: str, settings: ProxySettings, reason: str
 ) -> None:
     data = body(CHAT, **more)
@@ -252,7 +252,7 @@ async def test_without_an_engine_the_stream_ends_with_an_error() -> None:
     assert rig.app.requests.ended[-1].broken
 
 
-async def test_a_refusal_of_the_second_engine_is_told() -> None:
+async def test_a_refusal_of_the_second_engine_is_passed_on() -> None:
     got, rig, _ = await answered(breaks(4), says(400, b'{"error":{"message":"too long"}}'), data=body(CHAT))
     assert got.whole
     assert b"too long" in got.body
@@ -328,7 +328,7 @@ async def test_a_client_that_leaves_in_the_gap_ends_the_second_request() -> None
 
 async def test_many_streams_of_one_engine_wait_for_their_turns() -> None:
     """The smallest first, and at most eight on an engine before their first token."""
-    turns_ = Turns()
+    turns_ = ContinuationTurns()
     planner = DecodingPlanner("a", "b")
     order: list[int] = []
     placed: list[Any] = []
@@ -352,7 +352,7 @@ async def test_many_streams_of_one_engine_wait_for_their_turns() -> None:
 
 
 async def test_a_stream_that_would_wait_too_long_does_not_go_on() -> None:
-    turns_ = Turns()
+    turns_ = ContinuationTurns()
     planner = DecodingPlanner("a")
 
     async def one() -> None:
