@@ -119,6 +119,8 @@ def test_a_line_has_who_what_where_tokens_and_times(tmp_path: Path) -> None:
         "generated_tokens": 7,
         "computed_is": "measured",
         "generated_is": "measured",
+        "continued_from": "",
+        "recomputed_tokens": 0,
         "predicted_tokens": 512,
         "mode": "exact",
         "verified": False,
