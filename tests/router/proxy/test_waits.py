@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from kvatlas.router.placement import decide
-from kvatlas.router.proxy import disaggregated, forward
+from kvatlas.router.proxy import disaggregated, engine_page, forward
 
 AGAIN: Final = "the fleet is asked again if it changed (`Planner._decide`)"
 CHECKED: Final = "the engine is asked again (`Attempt.check_eligible`)"
@@ -94,6 +94,8 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
         ("_count_before", "came.wait"): SENT,
         ("_count_before", "self._expired_leases"): OTHER,
         ("_expired_leases", "self._metrics"): OTHER,
+    },
+    "engine_page": {
         ("__call__", "self._client.request"): OTHER,
         ("__call__", "answer.read"): OTHER,
     },
@@ -102,6 +104,7 @@ MODULES: Final = {
     "decide": decide,
     "forward": forward,
     "disaggregated": disaggregated,
+    "engine_page": engine_page,
 }
 
 
