@@ -28,6 +28,7 @@ from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement, load_
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
+from kvatlas.router.index.model import Residency
 from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.placement.eligible import NO_LENGTH, EligibleEngines, Length
@@ -155,7 +156,7 @@ class EngineLifecycle:
                 f"estimate: start the engine with {EVENTS_OPTION[engine.kind]}", engine=engine.engine_id
             )
         residency = self.scopes.assign(engine.engine_id, base)
-        residency.writer.load_from(self.stores.of_engine(address.base_url, base))
+        self._find_stores(engine, residency, base)
         engine.learn_from(residency, shadow=shadow)
         self._learn_setup(engine)
         if engine.publishes_events and not self._control.follows(address, base):
@@ -371,8 +372,13 @@ class EngineLifecycle:
         self.stores.take(stores, lambda model: self.scopes.scope(model).index)
         for engine in self.fleet:
             if engine.residency is not None and engine.base_model is not None:
-                found = self.stores.of_engine(engine.engine.base_url, engine.base_model)
-                engine.residency.writer.load_from(found)
+                self._find_stores(engine, engine.residency, engine.base_model)
+
+    def _find_stores(self, engine: Engine, residency: Residency, model: str) -> None:
+        """Set the stores with feeds of their own that the engine loads from."""
+        found = self.stores.of_engine(engine.engine.base_url, model)
+        residency.writer.load_from(found)
+        engine.load_rate = self.stores.load_rate(found)
 
     def learn_file(self, model: str, file: ModelConfigFile) -> None:
         """Use a served model's own ``config.json``."""

@@ -27,6 +27,7 @@ from kvatlas.router.feeds.sockets import MessageReader, Slice, live_socket
 from kvatlas.router.feeds.store_events import StoreDecoder, StoreSettings
 from kvatlas.router.index.base import Index
 from kvatlas.router.index.stores import StoreContent
+from kvatlas.router.observe.load_rate import LoadRate
 
 _log = structlog.get_logger()
 _RESTART_S = 1.0
@@ -43,6 +44,9 @@ class StoreStats(msgspec.Struct):
     """Chunks of the store that have all their parts, and count."""
     incomplete: Annotated[int, "kvatlas_store_incomplete_chunks"] = 0
     """Chunks of which a part is missing: they do not count."""
+    load_s_per_token: Annotated[float | None, "kvatlas_store_load_seconds_per_token"] = None
+    """Seconds to load one token from the store, learned from receipts; until then
+    `policy.storage_load_s_per_token` counts."""
     batches: Annotated[int, "kvatlas_store_batches_total"] = 0
     """Batches received from the store."""
     events: Annotated[int, "kvatlas_store_events_total"] = 0
@@ -87,6 +91,7 @@ class StoreFeed:
     ) -> None:
         self.settings = settings
         self.content = StoreContent(settings.name, settings.reach, settings.parts)
+        self.load_rate = LoadRate()
         self._decoder = StoreDecoder(settings, scheme)
         self._feeds = feeds
         self._stats = StoreStats(unused=self._decoder.unused)
@@ -101,7 +106,7 @@ class StoreFeed:
         stats, content = self._stats, self.content
         stats.connected = len(self._connected) == len(set(self.settings.events))
         stats.chunks, stats.incomplete = content.whole, content.chunks - content.whole
-        stats.overflows = content.overflows
+        stats.overflows, stats.load_s_per_token = content.overflows, self.load_rate.s_per_token or None
         return stats
 
     async def run(self, clock: Callable[[], float]) -> None:
@@ -238,6 +243,12 @@ class StoreFeeds:
             if feed.settings.model == model
             and (not feed.settings.engines or base_url in [url.rstrip("/") for url in feed.settings.engines])
         )
+
+    def load_rate(self, stores: frozenset[str]) -> LoadRate | None:
+        """Rate of an engine that loads from these; of several it is not known from which."""
+        (name, *more) = stores or ("",)
+        feed = None if more else self._by_name.get(name)
+        return None if feed is None else feed.load_rate
 
     def attach(self, model: str, index: Index) -> None:
         """Keep what the model's stores hold in this index from now on."""

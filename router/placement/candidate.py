@@ -63,6 +63,8 @@ class Hit(msgspec.Struct, gc=False):
     """Share of these tokens that costs count: less where the engine's probe has not seen them come."""
     evicted_tokens: int = 0
     """Tokens present or coming that the engine will have evicted at the prompt's turn: already subtracted."""
+    storage_s_per_token: float = 0.0
+    """Seconds to load one of ``storage_tokens``; 0: as ``storage_load_s_per_token`` of the policy."""
 
     def __post_init__(self) -> None:
         # Plain comparisons: this runs once per engine and request, and max() costs four times as much.

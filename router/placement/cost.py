@@ -276,7 +276,8 @@ def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -
 def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
     near = min(hit.near_tokens, cached)
     near_s = settings.load_s_per_token * (near - hit.soon_tokens)
-    return near_s + settings.storage_load_s_per_token * (cached - near)
+    far_s = hit.storage_s_per_token or settings.storage_load_s_per_token
+    return near_s + far_s * (cached - near)
 
 
 def _add_scarcity(scored: ScoredCandidates) -> None:

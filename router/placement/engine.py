@@ -35,6 +35,7 @@ from kvatlas.router.index.model import HashedPrompt, Residency
 from kvatlas.router.index.query_plan import EngineHit, Holders
 from kvatlas.router.observe.books import Books
 from kvatlas.router.observe.group_prefixes import GroupPrefixes
+from kvatlas.router.observe.load_rate import LoadRate
 from kvatlas.router.observe.receipt_log import ReceiptLog
 from kvatlas.router.observe.receipts import EngineReceipts
 from kvatlas.router.observe.requests import SessionLedger
@@ -253,6 +254,7 @@ class Engine(EngineStatus):
         "ignores_ids",
         "life",
         "load",
+        "load_rate",
         "polled_clears",
         "polled_disconnects",
         "polled_s",
@@ -296,6 +298,8 @@ class Engine(EngineStatus):
         self._probe: EngineProbe | None = None
         self.hit_share = 1.0
         """Share of its predicted tokens that counts, by its probe."""
+        self.load_rate: LoadRate | None = None
+        """Rate of the store with a feed of its own that it loads from, if it is one."""
         self.life = 0
         """Number of its processes and outages seen here, each of which ends what was proven before."""
         self.rests_until = 0.0
@@ -592,6 +596,8 @@ class Engine(EngineStatus):
         replay = held.replay_tokens
         hit = Hit(gpu, cpu, storage, shared_prefix, coming, confidence, common, held, replay_tokens=replay)
         hit.share = self.hit_share
+        if storage and self.load_rate is not None:
+            hit.storage_s_per_token = self.load_rate.s_per_token
         return hit
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:

@@ -673,6 +673,17 @@ class Placement(Attempt):
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
             if from_gpu and not hit.evicted_tokens:
                 engine.residency.writer.learn_receipt(predicted, actual, usage.prompt_tokens)
+            elif predicted == actual:
+                self._learn_load()
+
+    def _learn_load(self) -> None:
+        """Learn how long a load from a store took, where nothing else kept the first token waiting."""
+        hit, parts, rate, ttft_s = self._hit, self._first_token, self.engine.load_rate, self._ttft_s
+        if rate is None or parts is None or ttft_s is None or self.decision.pull is not None:
+            return
+        loaded = hit.whole_tokens - hit.near_tokens
+        if loaded and hit.near_tokens == hit.soon_tokens and not parts.queue_s and not parts.pages_s:
+            rate.add(ttft_s - (parts.total_s - parts.load_s), loaded)
 
     def _learn_more(self, usage: Usage, actual: int) -> None:
         """Learn from a hit that events did not show."""

@@ -46,9 +46,10 @@ class Pool(NamedTuple):
         (feed,) = self.rig.router.lifecycle.stores
         return feed
 
-    async def ask(self, text: str) -> tuple[str, int, int, int | None]:
+    async def ask(self, text: str, *, stream: bool = False) -> tuple[str, int, int, int | None]:
         """Send a prompt; returns its outcome, what was predicted in all and from storage, and the hit."""
-        await self.rig.ok("POST", COMPLETION, {"model": MODEL, "max_tokens": 1, "prompt": text})
+        usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        await self.rig.ok("POST", COMPLETION, {"model": MODEL, "max_tokens": 1, "prompt": text, **usage})
         await until(lambda: self.rig.idle, "answered")
         await self.rig.caught_up(*self.engines)
         await self.caught_up()
@@ -65,8 +66,8 @@ class Pool(NamedTuple):
 
 
 @asynccontextmanager
-async def pool(*, loaders: tuple[int, ...] = (0, 1)) -> AsyncIterator[Pool]:
-    async with running({"groups": "full"}, {"groups": "full"}) as engines:
+async def pool(*, loaders: tuple[int, ...] = (0, 1), **settings: Any) -> AsyncIterator[Pool]:
+    async with running(*[{"groups": "full", **settings}] * 2) as engines:
         store = MooncakeStore(ENDPOINT)
         for number in loaders:
             engines[number].scheduler._tier = MooncakeTier(store)  # type: ignore[assignment]
@@ -136,6 +137,22 @@ async def test_a_lost_event_drops_what_is_known_and_the_store_fills_again(what: 
 async def problems(rig: Rig) -> list[dict[str, Any]]:
     """Problems of the router itself."""
     return list((await rig.ok("GET", "/kvatlas/problems"))["router"])
+
+
+async def test_seconds_per_token_are_learned_from_receipts_and_count_in_the_cost() -> None:
+    async with pool(load_s_per_token=1e-3) as made:
+        assert (await made.stores())["load_s_per_token"] is None
+        for number in range(14):
+            await made.ask(story(number // 2), stream=True)
+        found = (await made.stores())["load_s_per_token"]
+        assert found == pytest.approx(1e-3, rel=0.2)
+        seen = await made.rig.ok("POST", "/kvatlas/explain", {"model": MODEL, "prompt": story(20)})
+        assert {one["cost"]["load_s"] for one in seen["engines"]} == {0.0}
+        await made.ask(story(20))
+        seen = await made.rig.ok("POST", "/kvatlas/explain", {"model": MODEL, "prompt": story(20)})
+        loads = [(one["hit_tokens"]["STORAGE"], one["cost"]["load_s"]) for one in seen["engines"]]
+        (loaded,) = [(tokens, load_s) for tokens, load_s in loads if tokens]
+        assert loaded[1] == pytest.approx(loaded[0] * found)
 
 
 async def test_unused_events_are_a_problem_with_its_reason() -> None:
