@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 PART_TESTS = test-serve test-services test-tools test-simulation test-connectors-fast test-repository
-.PHONY: help demo test test-all $(PART_TESTS) world test-vllm test-sglang test-envoy test-random power canary test-connectors test-connectors-0.33 charts chart-docs release lint format types check docs lock clean
+.PHONY: help demo test test-all test-seconds $(PART_TESTS) world test-vllm test-sglang test-envoy test-random power canary test-connectors test-connectors-0.33 charts chart-docs release lint format types check docs lock clean
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
@@ -59,6 +59,10 @@ test-repository: ## Fast tests of the repository: pages, wheel, chart
 
 $(PART_TESTS): $(DEV)
 	@$(test_part)
+
+test-seconds: $(DEV) ## Predicted times to first token on engines whose steps last a known time: the targets, then the table (virtual time)
+	@$(BIN)/python -m pytest $(call parallel,4) tests/router/placement/test_known_steps.py $(ARGS)
+	@$(BIN)/python -m benchmarks.known_steps
 
 world: $(DEV) ## The whole fleet on virtual time: plans of found defects, then 60 seeds (SEED=5000 SEEDS=200 KIND=pd)
 	@PYTHONHASHSEED=0 $(BIN)/python -m tests.world $(call demo_option,SEED,seed) $(call demo_option,SEEDS,seeds) \

@@ -134,14 +134,13 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             wait_s,
         )
 
-    def first_token_s(self, index: int) -> float:
-        """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and the delay by
-        its running requests, without the engine's own overhead."""
-        candidate = self.candidates[index]
-        cached, _, _, load_s, _ = self.parts[self.candidates.which.item(index)]
-        wait_s = max(candidate.queue_s, candidate.room_s)
-        prefill_s = candidate.prefill_s_per_token * (self.prompt_tokens - cached)
-        return wait_s + prefill_s + load_s + candidate.interference_s
+    def soonest(self, count: int) -> list[int]:
+        """Positions of ``count`` candidates with the soonest first tokens by the cost's own seconds."""
+        found, values = self.candidates, self.candidates.values
+        first_s = found.waits_s + values.rates * (self.prompt_tokens - self.column(_CACHED))
+        first_s = first_s + self.column(_LOAD_S) + values.decode_s
+        places: list[int] = np.argpartition(first_s, count)[:count].tolist()
+        return places
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -244,18 +243,6 @@ def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
     else:
         shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
     return cached, shared_prefix, by_rate, load_s, prompt_tokens - soon
-
-
-def within_level(scored: ScoredCandidates, own_s: Sequence[float], left_s: float) -> list[bool]:
-    """Return for each candidate whether the first token is predicted in at most ``left_s``.
-
-    ``own_s`` is added to each prediction: the engine's overhead for a request, and a margin for errors.
-    """
-    found, values = scored.candidates, scored.candidates.values
-    first_s = found.waits_s + values.rates * (scored.prompt_tokens - scored.column(_CACHED))
-    first_s = first_s + scored.column(_LOAD_S) + values.decode_s + own_s
-    in_time: list[bool] = (first_s <= left_s).tolist()
-    return in_time
 
 
 def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:

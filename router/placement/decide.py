@@ -466,9 +466,9 @@ class Planner:
             return self._policy(among, question, self._settings, state)
 
         if apart is None:
-            chosen = decide(engines, found, pick, left_s, self._accounts.slo_stats)
+            chosen = decide(engines, found, pick, left_s, self._accounts.slo_stats, order)
             if due_s is not None and rehearsal:
-                forecast = slo_forecast(engines, chosen.first or chosen.choice, left_s)
+                forecast = slo_forecast(engines, chosen.first or chosen.choice, left_s, order)
             engines, found, choice, pull = chosen.engines, chosen.candidates, chosen.choice, None
             if pulling is not None and isinstance(read, Prompt) and any_waits(found):
                 held = self._held_alone(read, candidate_set)

@@ -40,10 +40,11 @@ from kvatlas.router.observe.receipt_log import ReceiptLog
 from kvatlas.router.observe.receipts import EngineReceipts
 from kvatlas.router.observe.requests import SessionLedger
 from kvatlas.router.placement.affinity import AffinityMap
-from kvatlas.router.placement.candidate import Confidence, Hit
+from kvatlas.router.placement.candidate import Candidate, Confidence, Cost, Hit
+from kvatlas.router.placement.cost import ScoredCandidates
 from kvatlas.router.placement.engine_order import EngineOrder
 from kvatlas.router.placement.evictions import EvictionForecast
-from kvatlas.router.placement.first_token import FirstTokenErrors, SloStats
+from kvatlas.router.placement.first_token import FirstTokenErrors, FirstTokenParts, SloStats
 from kvatlas.router.placement.hot_prefixes import HotPrefixes
 from kvatlas.router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import LoadAccount, LoadStats
@@ -281,7 +282,7 @@ class Engine(EngineStatus):
     ) -> None:
         super().__init__(address, fleet_changed=fleet_changed)
         self.breaker = Breaker()
-        self.rates = accounts.rates.engine()
+        self.rates = accounts.rates.engine(partial(getattr, self, "base_model"))
         self.load = LoadAccount(self.rates, stats=accounts.load_stats)
         self.evictions = EvictionForecast()
         """Forecast of evictions from its pool for prompts in flight."""
@@ -375,10 +376,32 @@ class Engine(EngineStatus):
             count += sum(self._feed.malformed_frames.values())
         return count
 
+    def first_token(
+        self, candidate: Candidate, cost: Cost, prompt_tokens: int, order: EngineOrder | None = None
+    ) -> FirstTokenParts:
+        """Return the time to first token predicted for a prompt sent to it now; ``order``: the prompt's."""
+        rank_s = 0.0 if order is None or not self.takes_order else order.rank_s(cost.prefill_s)
+        uncached, load = cost.uncached_tokens, self.load
+        work = load.asked(self._accounts.now(), uncached, prompt_tokens, candidate.running, rank_s)
+        queue_s, prefill_s, engine_s = self.rates.model.seconds(work)
+        pages_s, load_s = candidate.room_s - queue_s, cost.load_s
+        pages_s = pages_s if pages_s > 0.0 else 0.0  # noqa: FURB136
+        total_s = queue_s + pages_s + load_s + prefill_s + engine_s
+        return FirstTokenParts(queue_s, pages_s, load_s, prefill_s, engine_s, total_s)
+
     @property
     def own_s(self) -> float:
-        """Addition to predictions of its first tokens: its overhead, and the margin for errors."""
-        return self.rates.overhead_s + (self.first_tokens.margin_s or 0.0)
+        """Addition to the wait of a prompt that another engine computes: its overhead, and the margin for
+        errors."""
+        return self.rates.model.parts.overhead_s + (self.first_tokens.margin_s or 0.0)
+
+    def level_s(
+        self, scored: ScoredCandidates, index: int, order: EngineOrder | None = None
+    ) -> tuple[float, float]:
+        """Implement ``Predicting``."""
+        candidate = scored.candidates[index]
+        parts = self.first_token(candidate, scored.cost(index, candidate), scored.prompt_tokens, order)
+        return parts.total_s, self.first_tokens.margin_s or 0.0
 
     def close(self) -> None:
         """Remove it from the fleet. Later reports of its open placements have no effect."""

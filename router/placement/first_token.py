@@ -74,7 +74,8 @@ class SloStats(msgspec.Struct):
     decisions: Annotated[int, "kvatlas_slo_decisions_total"] = 0
     """Decisions on requests with a service level; a request that waited in the queue is decided twice."""
     hopeless: Annotated[int, "kvatlas_slo_hopeless_total"] = 0
-    """Of these, those for which every engine was predicted to miss the target, so that the cost decided."""
+    """Of these, those for which every engine was predicted to miss the target, even without the margin for
+    errors, so that the cost decided."""
     engines_skipped: Annotated[int, "kvatlas_slo_engines_skipped_total"] = 0
     """Engines left out of decisions, because the cheapest one was predicted to miss the target and others
     were not; not counted in fleets with prefill engines."""

@@ -25,6 +25,7 @@ import msgspec
 from kvatlas.router.placement.others import NEWS, NO_OTHERS, ForeignLoad, OthersLoad
 from kvatlas.router.placement.pages import PageAccount
 from kvatlas.router.placement.rates import EngineRates, PrefillSample
+from kvatlas.router.placement.seconds import FirstTokenWork
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,8 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Without a first token for this long, lateness is reset."""
     recent_s: float = 30.0
     """Time constant with which work sent to an engine fades from ``EngineLoad.recent_s``."""
+    step_tokens_max: int = 8192
+    """Tokens of one scheduler step (``--max-num-batched-tokens``), at most, unless one prompt has more."""
     unseen_s_min: float = 1.0
     """Gauges are ignored for requests sent less than this before: they may not have arrived yet."""
 
@@ -88,6 +91,9 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """Seconds of work recently sent there by all routers, decayed (``LoadSettings.recent_s``)."""
 
 
+_NO_WORK = FirstTokenWork(0)
+
+
 class Ticket(msgspec.Struct, eq=False, gc=False):
     """One request in the account; opaque to its holder, which ends it with ``finish`` or ``fail``."""
 
@@ -112,6 +118,14 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     """Requests that the engine makes of it: prompts times answers."""
     rank_s: float = 0.0
     """Its place among waiting prompts: lower goes first, equals in the order of admission."""
+    work: FirstTokenWork = _NO_WORK
+    """Work until its first token when it was sent."""
+    computed: tuple[int, float] = (0, 0.0)
+    """Tokens and pairs that the engine had computed by then, of all prompts."""
+    counted: bool = False
+    """Whether it is among the computed ones."""
+    sure: bool = True
+    """Whether nothing but what the account has makes it wait."""
     awaited: bool = True
     ended: bool = False
 
@@ -169,7 +183,11 @@ class LoadAccount:
         "_awaited",
         "_awaited_load_s",
         "_awaited_tokens",
+        "_batch_tokens",
+        "_beyond_tokens",
         "_carried_tokens",
+        "_computed_pairs",
+        "_computed_tokens",
         "_foreign",
         "_fresh_until_s",
         "_gauges_s",
@@ -181,11 +199,15 @@ class LoadAccount:
         "_recent_at_s",
         "_recent_s",
         "_running",
+        "_sent_pairs",
+        "_sent_tokens",
         "_settings",
         "_startable",
+        "_step_s",
         "_stuck",
         "_sure",
         "_unseen",
+        "_unsure_s",
         "_waiting",
         "last_admit_s",
         "link_free_s",
@@ -229,6 +251,17 @@ class LoadAccount:
         # Whether _head_s is a fact (idle engine or first token seen) or a guess.
         self._sure = True
         self._carried_tokens = 0  # of prompts that overtook the head
+        # For predictions (``asked``): tokens, and pairs of a token and one before it, of all prompts ever
+        # sent, and of those whose first token came, or was not to be seen. Unlike the awaited ones, no
+        # expectation moves them.
+        self._sent_tokens = self._computed_tokens = 0
+        self._sent_pairs = self._computed_pairs = 0.0
+        # Time at which the running step began, and tokens of the prompts that waited then.
+        self._step_s, self._batch_tokens = 0.0, 0
+        # Those sent before waited for something else than the tokens that the account has.
+        self._unsure_s = -math.inf
+        # Latest known tokens of prompts there that are not ours.
+        self._beyond_tokens = 0.0
         self.last_admit_s = -math.inf  # of our last request there
         self._late_s = 0.0
         self._late_seen_s = -math.inf
@@ -265,6 +298,12 @@ class LoadAccount:
         # At least 1: vLLM always computes the last token of a prompt, for its logits.
         tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
         ticket = Ticket(tokens, streams, load_s, now, now + expected_s, rank_s=rank_s, sequences=sequences)
+        ticket.work = work = self.asked(now, tokens, prompt_tokens, running, rank_s)
+        ticket.computed = self._computed_tokens, self._computed_pairs
+        if self._sent_tokens == self._computed_tokens:
+            self._step_s, self._batch_tokens = now, tokens
+        self._sent_tokens += tokens
+        self._sent_pairs += work.pairs
         # A first token that waited for other clients' prompts would count their prefill as its own: four
         # workers would believe equal engines to differ by half.
         ticket.alone = waiting <= self._waiting
@@ -279,6 +318,7 @@ class LoadAccount:
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
         ticket.pages = self.pages.need(prompt_tokens)
+        ticket.sure = ticket.alone and ticket.pages <= self.pages.free  # else it waits for room
         self.pages.admit(ticket.pages)
         ticket.work_s = tokens * self.rates.prefill_s_per_token(now) + load_s
         self._recent_s, self._recent_at_s = self.recent_s(now) + ticket.work_s, now
@@ -298,7 +338,7 @@ class LoadAccount:
         if self._awaited:
             self._advance(now)
         pages = self.pages.need(prompt_tokens)
-        ticket = Ticket(0, streams=False, awaited=False, begun_s=now, pages=pages)
+        ticket = Ticket(0, streams=False, counted=True, awaited=False, begun_s=now, pages=pages)
         self.pages.admit(ticket.pages)
         self.pages.start(ticket.pages)
         self._running += 1
@@ -306,6 +346,47 @@ class LoadAccount:
         self.stats.admitted += 1
         self.touched()
         return ticket
+
+    def asked(
+        self, now: float, tokens: int, prompt_tokens: int = 0, running: int = 0, rank_s: float = 0.0
+    ) -> FirstTokenWork:
+        """Return what the engine does until the first token of a prompt sent now, with ``tokens`` to compute;
+        the rest as for ``admit``."""
+        pairs = tokens * (prompt_tokens - 0.5 * tokens) if prompt_tokens > tokens else 0.5 * tokens * tokens
+        running = running if running > self._running else self._running  # noqa: FURB136
+        own = self._sent_tokens - self._computed_tokens
+        ahead = own + self._beyond_tokens
+        if rank_s and ahead:
+            ahead = max(0.0, ahead - self.behind(rank_s, 1.0)[0])
+        if not ahead:
+            return FirstTokenWork(tokens, pairs, running=running, waits=0.5 if running else 0.0)
+        begun_s = 0.0
+        # By the gauges all our prompts wait for something else, or the step is not ours.
+        if own and not (self._stuck and now < self._fresh_until_s):
+            begun_s = now - self._step_s
+        head = next(iter(self._awaited)).uncached_tokens if self._awaited else 0
+        batch = min(max(self._batch_tokens, head), max(head, self._settings.step_tokens_max), ahead)
+        pairs_ahead, load_s = self._sent_pairs - self._computed_pairs, self._awaited_load_s
+        return FirstTokenWork(tokens, pairs, ahead, pairs_ahead, load_s, running, 1.0, begun_s, batch)
+
+    def timed(self, ticket: Ticket) -> FirstTokenWork | None:
+        """Return what the engine did until the first token that ``first_token`` has just noted; None: it is
+        not known, or its time says nothing of it."""
+        if not (ticket.counted and ticket.sure and ticket.sent_s > self._unsure_s) or ticket.load_s:
+            return None
+        # What was computed meanwhile: others may have overtaken it, or left.
+        work, (tokens, pairs) = ticket.work, ticket.computed
+        return FirstTokenWork(
+            work.tokens,
+            work.pairs,
+            self._computed_tokens - tokens - work.tokens,
+            self._computed_pairs - pairs - work.pairs,
+            0.0,
+            work.running,
+            work.waits,
+            work.begun_s,
+            work.batch_tokens,
+        )
 
     def first_token(self, ticket: Ticket, now: float) -> PrefillSample | None:
         """Note the first byte of a streamed answer. Returns a sample for the rates, if it is valid."""
@@ -318,13 +399,19 @@ class LoadAccount:
         self._advance(now)
         self._stuck = False
         self.touched()
+        foreign_waiting = self._foreign.num_waiting(now)
+        if foreign_waiting or not ticket.sure:
+            ticket.sure, self._unsure_s = False, now  # nor is it known what those behind it waited for
+        if not ticket.counted:
+            self._count(ticket)
+        # A step ended, and all that wait may be in the next one.
+        self._step_s, self._batch_tokens = now, self._sent_tokens - self._computed_tokens
         # It was overdue: the engine was busy with this one until now.
         if not ticket.awaited:
             self._assumed.pop(ticket, None)
             self._head_s, self._sure = now, True
             return None
         was_head = next(iter(self._awaited)) is ticket
-        foreign_waiting = self._foreign.num_waiting(now)
         running = self._running + ticket.beside
         self._start(ticket, now)
         if not was_head:
@@ -347,6 +434,8 @@ class LoadAccount:
         if ticket.ended:
             return 0.0
         ticket.streams = False
+        if not ticket.awaited and not ticket.counted:
+            self._count(ticket)
         self._unseen[ticket] = ended
         self.touched()
         return self.queue_ahead_s(now) + self._answer_s
@@ -403,7 +492,12 @@ class LoadAccount:
         self._gauges_s, self._fresh_until_s = now, now + self._settings.gauge_fresh_s
         self._startable = max(0, self._waiting - waiting)
         self._stuck = bool(self._awaited) and not self._startable
+        if waiting:
+            begun = islice(self._awaited, self._startable)
+            self._batch_tokens = min(self._batch_tokens, sum([one.uncached_tokens for one in begun]))
         if self._stuck:
+            self._step_s = self._unsure_s = now
+            self._batch_tokens = self._awaited_tokens
             self._head_s, self._sure, self._carried_tokens = now, False, 0
             ranks = islice((ticket.rank_s for ticket in self._awaited), 2)
             if next(ranks) > next(ranks, math.inf):  # the head waits too, so that those above it pass it
@@ -456,12 +550,13 @@ class LoadAccount:
         until_s = self._advance(now, rate) if self._awaited else math.inf
         running, waiting, foreign, beyond_s = self._running, self._waiting, self._foreign, 0.0
         head: HeadProgress | None = None
+        self._beyond_tokens = 0.0
         # The first decision after a poll settles what is foreign (``ForeignLoad.settle``).
         if foreign.unsettled and others is not None:
             foreign.settle(others)
         if foreign.running or foreign.waiting or others is not NO_OTHERS:
             more_running, more_waiting, tokens = foreign.totals(others, now)
-            beyond_s = tokens * rate
+            self._beyond_tokens, beyond_s = tokens, tokens * rate
             running += more_running
             waiting += more_waiting
             if others is not None:
@@ -586,6 +681,10 @@ class LoadAccount:
         self._awaited, self._order = dict.fromkeys(sorted([*tickets, *self._awaited], key=_rank_s)), None
         for ticket in tickets:
             del self._assumed[ticket]
+            if not ticket.streams and ticket.counted:
+                ticket.counted = False
+                self._computed_tokens -= ticket.uncached_tokens
+                self._computed_pairs -= ticket.work.pairs
             self._running -= ticket.sequences
             self._waiting += ticket.sequences
             ticket.awaited = True
@@ -630,13 +729,26 @@ class LoadAccount:
         self._awaited_load_s = self._awaited_load_s - ticket.load_s if self._awaited else 0.0
         ticket.awaited = False
         self._startable -= ticket.sequences
+        if not ticket.streams and not ticket.counted:
+            self._count(ticket)
         self.pages.start(ticket.pages)
         self._running += ticket.sequences
+
+    def _count(self, ticket: Ticket) -> None:
+        """Count it among the computed ones."""
+        ticket.counted = True
+        self._computed_tokens += ticket.uncached_tokens
+        self._computed_pairs += ticket.work.pairs
 
     def _end(self, ticket: Ticket, now: float) -> None:
         if ticket.ended:
             return
         self._advance(now)
+        if not ticket.counted:
+            self._count(ticket)
+            # A part of it may have been computed.
+            self._step_s, self._batch_tokens = now, self._sent_tokens - self._computed_tokens
+            self._unsure_s = now
         if ticket.awaited:
             if next(iter(self._awaited)) is ticket:
                 self._head_s, self._sure, self._carried_tokens = now, False, 0

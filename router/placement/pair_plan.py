@@ -35,17 +35,28 @@ import msgspec
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import Candidate, Cost, PolicySettings
 from kvatlas.router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight
-from kvatlas.router.placement.service_level import Pick, level_met
+from kvatlas.router.placement.engine_order import EngineOrder
+from kvatlas.router.placement.service_level import Pick, Predicting, level_met
 
 
 class Side(msgspec.Struct, frozen=True, gc=False):
     """One engine as a candidate for one of the two roles. ``version`` None: unknown. ``lacks``: tokens that
-    would be transferred to it. ``own_s``: its overhead, and the margin for errors of its predictions."""
+    would be transferred to it. ``own_s``: its overhead, and the margin for errors of its predictions;
+    ``engine`` makes these, None: the cost's own seconds are taken."""
 
     candidate: Candidate
     version: str | None
     lacks: int = 0
     own_s: float = 0.0
+    engine: Predicting | None = None
+
+    def level_s(
+        self, scored: ScoredCandidates, index: int, order: EngineOrder | None = None
+    ) -> tuple[float, float]:
+        """Implement ``Predicting``."""
+        if self.engine is None:
+            return scored.cost(index).first_token_s + self.candidate.interference_s, self.own_s
+        return self.engine.level_s(scored, index, order)
 
 
 class Partner(msgspec.Struct, frozen=True, gc=False):
@@ -110,7 +121,9 @@ def plan(
     apart: _Place | None = None
     for index, side in enumerate(decode):
         cost = scored.cost(index)
-        local_s, first_s = cost.total_s + _delay_s(side, cost, pd), scored.first_token_s(index) + side.own_s
+        local_s = cost.total_s + _delay_s(side, cost, pd)
+        # Without a target only that of the plan is needed.
+        first_s = 0.0 if left_s == math.inf else sum(side.level_s(scored, index))
         alone = _less(alone, _Place(index, local_s, cost, first_s, first_s > left_s), key)
         if side.lacks < pd.min_remote_tokens or not prefill:
             continue
@@ -125,13 +138,16 @@ def plan(
     if alone is None:
         raise ValueError("no decode engine")
     best = alone if apart is None or alone.rank <= apart.rank else apart
+    first_s = best.first_token_s
+    if best is alone and left_s == math.inf:
+        first_s = sum(decode[best.at].level_s(scored, best.at))
     return PairPlan(
         best.at,
         best.cost,
         best.partner,
         scored,
         alone.seconds,
-        best.first_token_s,
+        first_s,
         remote_s=None if apart is None else apart.seconds,
         why=why if apart is None else "local" if best is alone else "",
     )
@@ -208,7 +224,7 @@ class _Partners:
             return None
         choice = pick_in_time(sides, self._pick, self._left_s)
         cost, side = choice.cost, sides[choice.index]
-        first_token_s = choice.scored.first_token_s(choice.index) + side.own_s
+        first_token_s = sum(side.level_s(choice.scored, choice.index))
         return Partner(sides, choice, cost.total_s + _delay_s(side, cost, self._pd), first_token_s)
 
 

@@ -25,7 +25,7 @@ from kvatlas.router.openai.estimates import estimated_tokens, pooled
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.openai.work import Work
 from kvatlas.router.pd.bodies import SplitBody
-from kvatlas.router.placement.candidate import Candidate, Cost, Hit
+from kvatlas.router.placement.candidate import Candidate, Hit
 from kvatlas.router.placement.cost import Choice
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.engine_order import EngineOrder
@@ -196,7 +196,10 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     def first_token(self) -> FirstTokenParts | None:
         """Return the predicted time to first token; None without a prediction of the hit."""
-        return predicted_first_token(self.read, self.candidate, self.choice.cost, self.engine)
+        candidate, read = self.candidate, self.read
+        if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
+            return None
+        return self.engine.first_token(candidate, self.choice.cost, read.num_tokens, self.order)
 
 
 # The usual block of engines whose blocks are not known.
@@ -218,19 +221,6 @@ def _work_of_many(read: Prompt, engine: Engine, uncached: int, tokens: int) -> W
     again *= answers - 1
     # The prompts behind the first are not looked up: nothing of them is taken to be cached.
     return Work(uncached + rest.size + again, whole, read.num_prompts, answers, again)
-
-
-def predicted_first_token(
-    read: Prompt | TextAffinity | None, candidate: Candidate, cost: Cost, engine: Engine
-) -> FirstTokenParts | None:
-    """Return the predicted time to first token on this engine; None without a prediction of the hit."""
-    if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
-        return None
-    queue_s = candidate.queue_s
-    pages_s, load_s, prefill_s = cost.wait_s - queue_s, cost.load_s, cost.prefill_s
-    engine_s = engine.rates.overhead_s + candidate.decode_interference_s * candidate.running
-    total_s = queue_s + pages_s + load_s + prefill_s + engine_s
-    return FirstTokenParts(queue_s, pages_s, load_s, prefill_s, engine_s, total_s)
 
 
 class Step:
@@ -350,7 +340,7 @@ class Placement(Attempt):
         if decodes:
             self._ticket = engine.load.reserve(now, decision.prompt_tokens)
         else:
-            self._first_token = predicted_first_token(read, candidate, cost, engine)
+            self._first_token = decision.first_token()
             self._ticket = engine.load.admit(
                 uncached_tokens=work.uncached_tokens,
                 now=now,
@@ -517,8 +507,8 @@ class Placement(Attempt):
             name = Priority(self.request.claim.priority).label
             counts[name] = counts.get(name, 0) + 1
         sample = engine.load.first_token(self._ticket, now)
-        if sample is not None and not engine.closed:
-            engine.rates.observe(sample, now)
+        if not engine.closed:
+            engine.rates.learn(sample, engine.load.timed(self._ticket), now - self.asked_s, now)
         if self._flying is not None:
             self._accounts.inflight.prefilled(self._flying, now)
         if self._pooled is not None:

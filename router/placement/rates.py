@@ -1,4 +1,7 @@
-"""Prefill speed of each engine, learned from the first tokens it delivers.
+"""Prefill speed of each engine for decisions, learned from the first tokens it delivers.
+
+Decisions compare engines, so these values move late and by ranks; first tokens are predicted by another
+model (seconds.py says why), which tells of changes of speed.
 
 A sample is (tokens computed, seconds in service, running decodes); seconds in service exclude the queue, by
 the router's own account (load.py). The model of one engine is::
@@ -18,6 +21,14 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
+
+from kvatlas.router.placement.seconds import (
+    FirstTokenModel,
+    FirstTokenModels,
+    FirstTokenWork,
+    SecondsSettings,
+    SpeedChange,
+)
 
 
 class RateSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +63,9 @@ class PrefillSample(msgspec.Struct, frozen=True, gc=False):
     running: int
 
 
+# A change of speed counts by at most this factor.
+_FACTORS = (0.25, 4.0)
+
 _RUNNING, _SERVICE_S = attrgetter("running"), attrgetter("service_s")
 
 
@@ -73,21 +87,30 @@ class EngineRates:
     __slots__ = (
         "_at_s",
         "_cached",
+        "_cached_s",
         "_interference_s",
         "_long",
+        "_long_s",
         "_overhead_s",
         "_own",
         "_rate",
         "_step",
         "fleet",
         "fresh_until_s",
+        "model",
         "touched",
     )
 
-    def __init__(self, fleet: FleetRates) -> None:
+    def __init__(self, fleet: FleetRates, served: Callable[[], str | None]) -> None:
         self.fleet = fleet
+        self.model = FirstTokenModel(fleet.models, served)
+        """Predicts its first tokens."""
+        self.model.changed = self._changed
         self._long: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
         self._cached: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
+        # Their times.
+        self._long_s: deque[float] = deque(maxlen=fleet.settings.samples_max)
+        self._cached_s: deque[float] = deque(maxlen=fleet.settings.samples_max)
         self._step: deque[PrefillSample] | None = None  # index of the last sample
         self._rate: float | None = None
         self._overhead_s: float | None = None
@@ -99,10 +122,34 @@ class EngineRates:
         self.touched: Callable[[], None] = lambda: None
         """Called when its own estimates have changed."""
 
+    def learn(
+        self, sample: PrefillSample | None, timed: FirstTokenWork | None, service_s: float, now: float
+    ) -> None:
+        """Learn from one first token, ``service_s`` after the engine was asked: what the load account says of
+        it for decisions, and for predictions."""
+        if sample is not None:
+            self.observe(sample, now)
+        if timed is not None:
+            self.model.observe(timed, service_s, now)
+
     def observe(self, sample: PrefillSample, now: float) -> None:
         """Learn from one first token. Samples that are neither long nor nearly cached are skipped."""
-        if not self._keep(sample):
+        if not self._keep(sample, now):
             return
+        self._fit(now)
+
+    def _changed(self, change: SpeedChange) -> None:
+        """Follow a change of speed: what was learned before it is taken as if it came after it."""
+        least, most = _FACTORS
+        factor = min(max(change.factor, least), most)
+        for samples, times in ((self._long, self._long_s), (self._cached, self._cached_s)):
+            for at, (sample, at_s) in enumerate(zip(list(samples), times, strict=True)):
+                if at_s < change.since_s:
+                    samples[at] = PrefillSample(sample.tokens, factor * sample.service_s, sample.running)
+        if self._rate is not None or self._overhead_s is not None:
+            self._fit(change.at_s)
+
+    def _fit(self, now: float) -> None:
         self._at_s = now
         self._fit_overhead()
         self._fit_rate()
@@ -165,8 +212,9 @@ class EngineRates:
     def close(self) -> None:
         """Remove a closed engine from the fleet's estimates."""
         self.fleet.left(self)
+        self.model.close()
 
-    def _keep(self, sample: PrefillSample) -> bool:
+    def _keep(self, sample: PrefillSample, now: float) -> bool:
         settings = self.fleet.settings
         if sample.service_s < settings.same_step_s:
             into = self._step
@@ -181,8 +229,10 @@ class EngineRates:
             return True
         if sample.tokens >= settings.long_tokens_min:
             self._step = self._long
+            self._long_s.append(now)
         elif sample.tokens <= settings.cached_tokens_max:
             self._step = self._cached
+            self._cached_s.append(now)
         else:
             # Neither long nor cached: such a prompt shows rate and overhead mixed.
             self._step = None
@@ -234,15 +284,21 @@ class FleetRates:
     """Estimates for engines without samples of their own: medians over the others, computed on demand."""
 
     def __init__(self, settings: RateSettings | None = None) -> None:
-        self.settings = settings or RateSettings()
+        self.settings = settings = settings or RateSettings()
+        self.models = FirstTokenModels(
+            SecondsSettings(
+                prefill_s_per_token=settings.prefill_s_per_token,
+                decode_interference_s=settings.decode_interference_s,
+            )
+        )
         # Engines that have learned something.
         self._engines: dict[EngineRates, None] = {}
         self.medians: tuple[float, float, float] | None = None
         """Prefill, overhead and interference; None: not computed (``fit``)."""
 
-    def engine(self) -> EngineRates:
-        """Make the rates of one more engine."""
-        return EngineRates(self)
+    def engine(self, served: Callable[[], str | None] = lambda: None) -> EngineRates:
+        """Make the rates of one more engine; ``served``: the model that it serves."""
+        return EngineRates(self, served)
 
     def learned(self, engine: EngineRates) -> None:
         """Note changed estimates of an engine."""

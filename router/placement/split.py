@@ -154,9 +154,9 @@ class DisaggregationPlanner:
     def _whole(self, able: DecodeCandidates, pick: Pick, left_s: float, why: str) -> tuple[Choice, Split]:
         """Choose one engine for both."""
         engines = zip(able.engines, able.candidates, strict=True)
-        sides = [Side(candidate, engine.version, own_s=engine.own_s) for engine, candidate in engines]
+        sides = [Side(candidate, engine.version, engine=engine) for engine, candidate in engines]
         choice = pick_in_time(sides, pick, left_s)
-        first_token_s = choice.scored.first_token_s(choice.index) + sides[choice.index].own_s
+        first_token_s = sum(sides[choice.index].level_s(choice.scored, choice.index))
         return choice, Split(why, first_token_s=first_token_s)
 
     def _plan(
@@ -178,7 +178,7 @@ class DisaggregationPlanner:
         found = zip(helpers.values(), candidates(list(helpers.values()), asked, now), strict=True)
         best = plan(
             decode,
-            [Side(candidate, engine.version, own_s=engine.own_s) for engine, candidate in found],
+            [Side(candidate, engine.version, engine=engine) for engine, candidate in found],
             tokens,
             question.prompt_key,
             pick=pick,
@@ -294,7 +294,7 @@ def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
     """An engine that cannot fetch lacks nothing that could be sent."""
     fetches = engine.engine.decodes and engine.kind == "vllm"
     lacks = lacking(engine, candidate.hit, tokens) if fetches else 0
-    return Side(candidate, engine.version, lacks, engine.own_s)
+    return Side(candidate, engine.version, lacks, engine.own_s, engine)
 
 
 def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:

@@ -255,7 +255,7 @@ class FleetSim:
         place, choice, helper = 0, None, None
         if not self._waits_too_long(tokens, hashes, candidates, left_s):
             place, choice, helper = self._choose(index, candidates, question, hashes, left_s)
-        if choice is None or self._is_late(choice, left_s):
+        if choice is None or self._is_late(place, choice, left_s):
             self._rows[index] = Row(index, arrived_s, 0, tokens, 0, 0, -1.0, 0.0, 0)
             self._arrivals.ended(index, now)
             return
@@ -316,12 +316,12 @@ class FleetSim:
         admit_s = min(variant.admit_s, max(0.0, left_s)) if variant.refuses else variant.admit_s
         return long_wait(predicted_wait_s(candidates), admit_s) is not None
 
-    def _is_late(self, choice: Choice, left_s: float) -> bool:
+    def _is_late(self, place: int, choice: Choice, left_s: float) -> bool:
         """Whether the request is refused by its first token at the chosen engine."""
         if self._variant.refuses != _BY_FIRST_TOKEN or self._other is not None or self._roles is not None:
             return False
-        wait_s = predicted_wait_s([choice.scored.candidates[choice.index]])
-        return late_first_token(choice.scored.first_token_s(choice.index), wait_s, left_s) is not None
+        parts = self._fleet[place].first_token(choice.candidate, choice.cost, choice.scored.prompt_tokens)
+        return late_first_token(parts.total_s, parts.queue_s + parts.pages_s, left_s) is not None
 
     def _admit(self, place: int, choice: Choice, tokens: int, rank_s: float = 0.0) -> Ticket:
         cost = choice.cost
@@ -502,8 +502,8 @@ class FleetSim:
         work: _Open | Leg = opened.leg if opened.leg is not None and run.keeps else opened
         account = self._loads[work.engine]
         sample = account.first_token(work.ticket, now)
-        if sample is not None and self._setup.learn_rates and (run.keeps or opened.leg is None):
-            account.rates.observe(sample, now)
+        if self._setup.learn_rates and (run.keeps or opened.leg is None):
+            account.rates.learn(sample, account.timed(work.ticket), now - work.ticket.sent_s, now)
         if work.prefix is not None:
             self._inflight.prefilled(work.prefix, self._now)
         if opened.pooled is not None:

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from kvatlas.router.placement.candidate import PolicySettings
+from kvatlas.router.placement.seconds import FirstTokenWork
 from kvatlas.router.reloads import apply
 from kvatlas.router.tools.explain import ExplainOptions, run_explain
 from tests.router.app.test_admission import ASKED, queued
@@ -41,12 +42,19 @@ async def placed(rig: Rig, holder: Any, target_ms: int | None = None) -> str:
     return str(answered["x-kvatlas-engine"])
 
 
-async def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_one_is_not() -> None:
+@pytest.mark.parametrize("late", [0, 30])
+async def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_one_is_not(late: int) -> None:
+    """Also where the margin for errors leaves none that makes it surely."""
     async with routed(*[{"groups": "full"}] * 2, policy=LEVELS) as (rig, engines):
         await rig.ready()
         first = await rig.chat(LONG)
         holder = rig.router.fleet.get(first.headers["x-kvatlas-engine"])
         await rig.caught_up(*engines)
+        for engine in rig.router.fleet:
+            for tokens in range(1, 20_000, 100):
+                engine.rates.model.observe(FirstTokenWork(tokens), 0.005 + tokens / 8000, rig.router.clock())
+            for _ in range(late):
+                engine.first_tokens.add(MODEL, 1.0, 61.0)
         stats = rig.router.accounts.slo_stats
         assert await placed(rig, holder) == holder.engine_id, "the cost decides without a target"
         assert stats.decisions == 0

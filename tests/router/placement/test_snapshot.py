@@ -19,7 +19,7 @@ from kvatlas.router.index.query_plan import EngineHit, Holders
 from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.placement import snapshot as snapshots_of_lists
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
-from kvatlas.router.placement.cost import choose, score, within_level
+from kvatlas.router.placement.cost import choose, score
 from kvatlas.router.placement.engine import Accounts, Engine, PromptView
 from kvatlas.router.placement.engine_order import EngineOrder
 from kvatlas.router.placement.fleet_values import columns
@@ -244,10 +244,10 @@ def same_decision(found: Any, full: list[Candidate], tokens: int, knobs: PolicyS
         assert joins == full_scan.joins(full, tokens, 0.3, saturation_s)
     most, second, first = full_scan.longest(full)
     engines: Any = [one.engine_id for one in full]
-    left_s = 0.5 + (key % 7)
-    in_time = within_level(chosen.scored, [0.1] * len(full), left_s)
-    assert in_time == [chosen.scored.first_token_s(at) + 0.1 <= left_s for at in range(len(full))]
-    places = [at for at, good in enumerate(in_time) if good]
+    seconds = [one.first_token_s + full[at].interference_s for at, one in enumerate(chosen.costs)]
+    places = sorted(chosen.scored.soonest(key % len(full)))
+    late = set(range(len(full))) - {*places}
+    assert all(seconds[at] <= seconds[other] + 1e-9 for at in places for other in late)
     assert list(columns(found).only(places)) == [full[at] for at in places]
     if places:
         again = choose(columns(found).only(places), tokens, knobs, prompt_key=key)

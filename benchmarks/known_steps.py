@@ -1,0 +1,380 @@
+"""Predicted times to first token against engines whose steps last a known time, in virtual time.
+
+    python -m benchmarks.known_steps [--seeds 3] [--laws default fast ...] [--states light ...]
+
+Engines schedule as vLLM does: each step gives running requests their next tokens within a budget, then admits
+waiting ones in chunks. A step lasts what its ``Law`` says, so what is measured is the router's model and not
+the machine: the load accounts, the learned rates, the choice and the prediction are the router's own. One row
+per law and state, the share of predictions within 10 % and 25 % of the measured time, over all seeds. A run
+is exact for its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvatlas.router.placement.candidate import Candidate, Hit, PolicySettings
+from kvatlas.router.placement.cost import choose
+from kvatlas.router.placement.first_token import FirstTokenErrors
+from kvatlas.router.placement.load import LoadAccount, Ticket
+from kvatlas.router.placement.others import NO_OTHERS
+from kvatlas.router.placement.rates import FleetRates
+
+GAUGES_S = 1.0
+POLICY = PolicySettings()
+
+
+class Law(NamedTuple):
+    """Seconds of a step: ``fixed_s``, ``token_s`` per token that it computes (generated ones too), and
+    ``context_s`` per pair of such a token and one before it. ``budget``: tokens of a step at most."""
+
+    fixed_s: float
+    token_s: float
+    context_s: float = 0.0
+    budget: int = 2048
+    seqs: int = 256
+
+
+LAWS = {
+    "default": Law(0.010, 0.0007),
+    "small steps": Law(0.010, 0.0007, budget=512),
+    "fast": Law(0.001, 0.00002, budget=8192),
+    "slow start": Law(0.050, 0.0001, budget=8192),
+    "attention": Law(0.005, 0.00005, context_s=0.00005 / 50_000, budget=8192),
+}
+
+
+class Asked(msgspec.Struct, eq=False):
+    """One request on its engine; tokens."""
+
+    prompt: int
+    cached: int
+    answer: int
+    computed: int = 0
+    generated: int = 0
+    engine: int = 0
+    at_s: float = 0.0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    number: int = 0
+    ticket: Ticket | None = None
+    done: Callable[[], None] | None = None
+
+
+class KnownEngine:
+    """Continuous batching in the order of arrival; the rig tells the time."""
+
+    def __init__(self, law: Law) -> None:
+        self.law = law
+        self.waiting: deque[Asked] = deque()
+        self.running: list[Asked] = []
+        self.works = False
+
+    def begin_step(self) -> float:
+        """Take the step's tokens; its seconds."""
+        law, budget, step_s = self.law, self.law.budget, self.law.fixed_s
+        for one in self.running:
+            budget, more_s = self._take(one, budget)
+            step_s += more_s
+        while self.waiting and budget and len(self.running) < law.seqs:
+            self.running.append(self.waiting.popleft())
+            budget, more_s = self._take(self.running[-1], budget)
+            step_s += more_s
+        return step_s
+
+    def _take(self, one: Asked, budget: int) -> tuple[int, float]:
+        tokens = min(one.prompt + one.generated - one.computed, budget)
+        pairs = tokens * (one.computed + tokens / 2)
+        one.computed += tokens
+        return budget - tokens, self.law.token_s * tokens + self.law.context_s * pairs
+
+    def end_step(self) -> list[Asked]:
+        """The requests with a new token."""
+        found = [one for one in self.running if one.computed == one.prompt + one.generated]
+        for one in found:
+            one.generated += 1
+        self.running = [one for one in self.running if one.generated < one.answer]
+        return found
+
+
+class Rig:
+    """A fleet of engines with one law, and the router's books; ``asked`` in order."""
+
+    def __init__(self, law: Law, engines: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.engines = [KnownEngine(law) for _ in range(engines)]
+        rates = FleetRates()
+        self.loads = [LoadAccount(rates.engine()) for _ in range(engines)]
+        self.errors = [FirstTokenErrors() for _ in range(engines)]
+        self.answered: list[Asked] = []
+        self.counts = [0] * engines
+        self._calendar: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.later(self.rng.uniform(0, GAUGES_S), self._poll)
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Let this happen in this many seconds."""
+        heapq.heappush(self._calendar, (self.now + seconds, next(self._order), what))
+
+    def run(self, until_s: float) -> None:
+        """Everything up to this time."""
+        while self._calendar[0][0] <= until_s:
+            self.now, _, what = heapq.heappop(self._calendar)
+            what()
+        self.now = until_s
+
+    def candidates(self, asked: Asked) -> list[Candidate]:
+        """The engines as the router sees them."""
+        found, hit = [], Hit(asked.cached, confidence="exact")
+        for at, account in enumerate(self.loads):
+            rate, interference_s = account.rates.current(self.now)
+            queue_s, running, waiting, idle_s, late_s, recent_s, *_ = account.ahead(self.now, NO_OTHERS, rate)
+            name = f"http://engine-{at}:8000"
+            found.append(
+                Candidate(
+                    name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
+                )
+            )
+        return found
+
+    def ask(self, asked: Asked) -> None:
+        """Place a request."""
+        candidates = self.candidates(asked)
+        choice = choose(candidates, asked.prompt, POLICY, prompt_key=next(self._order))
+        chosen, account = candidates[choice.index], self.loads[choice.index]
+        work = account.asked(self.now, choice.uncached_tokens, asked.prompt, chosen.running)
+        asked.engine, asked.at_s = choice.index, self.now
+        asked.predicted_s = sum(account.rates.model.seconds(work))
+        asked.computed = asked.cached
+        asked.ticket = account.admit(
+            uncached_tokens=choice.uncached_tokens,
+            now=self.now,
+            expected_s=choice.cost.first_token_s,
+            running=chosen.running,
+            waiting=chosen.waiting,
+            prompt_tokens=asked.prompt,
+        )
+        engine = self.engines[choice.index]
+        engine.waiting.append(asked)
+        if not engine.works:
+            self._begin(choice.index)
+
+    def _begin(self, at: int) -> None:
+        engine = self.engines[at]
+        engine.works = bool(engine.waiting or engine.running)
+        if engine.works:
+            self.later(engine.begin_step(), lambda: self._end(at))
+
+    def _end(self, at: int) -> None:
+        account = self.loads[at]
+        for asked in self.engines[at].end_step():
+            assert asked.ticket is not None
+            if asked.generated == 1:
+                asked.measured_s = self.now - asked.at_s
+                self.errors[at].add("m", asked.predicted_s, asked.measured_s)
+                sample = account.first_token(asked.ticket, self.now)
+                account.rates.learn(sample, account.timed(asked.ticket), asked.measured_s, self.now)
+                self.counts[at] += 1
+                asked.number = self.counts[at]
+                self.answered.append(asked)
+            if asked.generated == asked.answer:
+                account.finish(asked.ticket, self.now)
+                if asked.done is not None:
+                    asked.done()
+        self._begin(at)
+
+    def _poll(self) -> None:
+        for engine, account in zip(self.engines, self.loads, strict=True):
+            account.report(running=len(engine.running), waiting=len(engine.waiting), now=self.now)
+        self.later(GAUGES_S, self._poll)
+
+
+Prompts = Callable[[random.Random], Asked]
+
+
+def mixed(rng: random.Random) -> Asked:
+    """Chats, longer prompts, and next turns that are almost all cached."""
+    kind, answer = rng.random(), rng.randint(20, 150)
+    if kind < 0.6:
+        return chats(rng)
+    if kind < 0.8:
+        return Asked(round(512 * 8 ** rng.random()), 0, answer)
+    cached = rng.randint(500, 4000)
+    return Asked(cached + rng.randint(1, 64), cached, answer)
+
+
+def chats(rng: random.Random) -> Asked:
+    """Chats with 100 to 480 new tokens."""
+    cached = rng.choice((0, rng.randint(100, 4000)))
+    return Asked(cached + rng.randint(100, 480), cached, rng.randint(20, 150))
+
+
+def cached(rng: random.Random) -> Asked:
+    """Prompts with 1 to 16 new tokens."""
+    held = rng.randint(500, 4000)
+    return Asked(held + rng.randint(1, 16), held, rng.randint(20, 150))
+
+
+def long(rng: random.Random) -> Asked:
+    """Long prompts, none of it cached."""
+    return Asked(round(600 * 8 ** rng.random()), 0, rng.randint(20, 150))
+
+
+def huge(rng: random.Random) -> Asked:
+    """Up to 250,000 tokens."""
+    return Asked(round(2000 * 125 ** rng.random()), 0, rng.randint(20, 150))
+
+
+def mean_s(prompts: Prompts, law: Law) -> float:
+    """Seconds of a prompt's prefill, on average."""
+    rng, total = random.Random(0), 0.0
+    for _ in range(1000):
+        one = prompts(rng)
+        new = one.prompt - one.cached
+        total += law.fixed_s * -(-new // law.budget) + law.token_s * new
+        total += law.context_s * new * (one.cached + new / 2)
+    return total / 1000
+
+
+def alone(rig: Rig, prompts: Prompts) -> None:
+    """One request after the other, with pauses."""
+
+    def again() -> None:
+        one = prompts(rig.rng)
+        one.done = lambda: rig.later(rig.rng.uniform(0.1, 1.0), again)
+        rig.ask(one)
+
+    rig.later(0.0, again)
+
+
+def arrivals(rig: Rig, prompts: Prompts, busy: float) -> None:
+    """Requests at random times that would keep each engine busy with prefills for this share of the time."""
+    gap_s = mean_s(prompts, rig.engines[0].law) / busy / len(rig.engines)
+
+    def again() -> None:
+        rig.ask(prompts(rig.rng))
+        rig.later(rig.rng.expovariate(1 / gap_s), again)
+
+    rig.later(rig.rng.expovariate(1 / gap_s), again)
+
+
+def closed(rig: Rig, prompts: Prompts, clients: int) -> None:
+    """Clients that each always have one request open."""
+
+    def again() -> None:
+        one = prompts(rig.rng)
+        one.done = again
+        rig.ask(one)
+
+    for _ in range(clients):
+        rig.later(rig.rng.uniform(0, 1), again)
+
+
+class State(NamedTuple):
+    """One row: ``drive`` sends requests to ``engines``; those counted are answers ``first`` to ``first`` +
+    ``answers`` of each engine, or with ``slower`` after engine 0's steps changed by this factor."""
+
+    drive: Callable[[Rig], None]
+    engines: int = 2
+    first: int = 20
+    answers: int = 300
+    within_s: float = 0.0
+    slower: float = 1.0
+
+
+STATES = {
+    "idle": State(lambda rig: alone(rig, long), engines=1, answers=100),
+    "first 10 s": State(lambda rig: arrivals(rig, mixed, 0.3), within_s=10.0),
+    "light": State(lambda rig: arrivals(rig, mixed, 0.25)),
+    "medium": State(lambda rig: arrivals(rig, mixed, 0.5)),
+    "saturated": State(lambda rig: closed(rig, mixed, 32)),
+    "chats": State(lambda rig: arrivals(rig, chats, 0.5)),
+    "twice slower": State(lambda rig: arrivals(rig, mixed, 0.25), slower=2.0, first=25, answers=100),
+    "twice faster": State(lambda rig: arrivals(rig, mixed, 0.25), slower=0.5, first=25, answers=100),
+    "chats slower": State(lambda rig: arrivals(rig, chats, 0.4), slower=2.0, first=25, answers=100),
+    "only cached": State(lambda rig: arrivals(rig, cached, 0.2)),
+    "huge": State(lambda rig: arrivals(rig, huge, 0.25), answers=150),
+}
+
+
+def counted(state: State, law: Law, seed: int) -> list[Asked]:
+    """The requests of one run that count."""
+    return run(state, law, seed)[1]
+
+
+def run(state: State, law: Law, seed: int) -> tuple[Rig, list[Asked]]:
+    """One run, and the requests of it that count."""
+    rig = Rig(law, state.engines, seed)
+    state.drive(rig)
+    if state.within_s:
+        rig.run(state.within_s)
+        rig.run(4 * state.within_s)
+        return rig, [one for one in rig.answered if one.at_s <= state.within_s]
+    step_s, until = 200 * law.token_s + law.fixed_s, state.first + state.answers
+
+    def answer(engines: Sequence[int], most: int) -> None:
+        while min(rig.counts[at] for at in engines) < most:
+            rig.run(rig.now + 50 * step_s)
+
+    if state.slower == 1.0:
+        answer(range(state.engines), until)
+        return rig, [one for one in rig.answered if state.first < one.number <= until]
+    answer(range(state.engines), 200)
+    engine, before = rig.engines[0], rig.counts[0]
+    factor = state.slower
+    engine.law = law._replace(
+        fixed_s=law.fixed_s * factor, token_s=law.token_s * factor, context_s=law.context_s * factor
+    )
+    answer([0], before + until)
+    changed = [one for one in rig.answered if one.engine == 0]
+    return rig, [one for one in changed if state.first < one.number - before <= until]
+
+
+class Shares(NamedTuple):
+    """Shares of predictions within 10 % and 25 % of what was measured, the median of predicted through
+    measured, and the number of answers."""
+
+    within_10: float
+    within_25: float
+    ratio: float
+    answers: int
+
+
+def shares(state: State, law: Law, seeds: Iterable[int]) -> Shares:
+    """Over all seeds."""
+    found = [one for seed in seeds for one in counted(state, law, seed)]
+    off = [abs(one.predicted_s - one.measured_s) / one.measured_s for one in found]
+    ratios = sorted(one.predicted_s / one.measured_s for one in found)
+    near, far = [sum(value <= most for value in off) / len(off) for most in (0.10, 0.25)]
+    return Shares(near, far, ratios[len(ratios) // 2], len(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--laws", nargs="+", choices=list(LAWS), default=list(LAWS))
+    parser.add_argument("--states", nargs="+", choices=list(STATES), default=list(STATES))
+    args = parser.parse_args()
+    print("| law | state | within 10 % | within 25 % | median predicted / measured | answers |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for law in args.laws:
+        for state in args.states:
+            found = shares(STATES[state], LAWS[law], range(args.seeds))
+            print(
+                f"| {law} | {state} | {found.within_10:.0%} | {found.within_25:.0%} | {found.ratio:.2f} | "
+                f"{found.answers} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Predicted times to first token on engines whose steps last a known time: the targets, for several seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.known_steps import LAWS, STATES, run, shares
+
+# Within 10 % and within 25 %.
+TARGETS = {
+    "idle": (0.9, 0.98),
+    "first 10 s": (0.0, 0.6),
+    "light": (0.7, 0.9),
+    "medium": (0.5, 0.9),
+    "saturated": (0.4, 0.8),
+    "chats": (0.5, 0.9),
+    "twice slower": (0.5, 0.85),
+    "twice faster": (0.5, 0.85),
+    "chats slower": (0.5, 0.85),
+    "huge": (0.7, 0.85),
+}
+# Steps of decodes that are nearly as long as a prompt's own: the rest of such a step cannot be known when a
+# request comes.
+CHANCE = {
+    "slow start": dict.fromkeys(TARGETS, (0.2, 0.65)),
+    "fast": {"medium": (0.5, 0.85)},
+    "attention": {"medium": (0.5, 0.85)},
+}
+SEEDS = range(2)
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("state", TARGETS)
+@pytest.mark.parametrize("law", LAWS)
+def test_first_tokens_come_when_they_are_predicted(law: str, state: str) -> None:
+    least = CHANCE.get(law, {}).get(state, TARGETS[state])
+    found = shares(STATES[state], LAWS[law], SEEDS)
+    assert (found.within_10, found.within_25) >= (least[0], 0), found
+    assert found.within_25 >= least[1], found
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("state", ["light", "medium", "saturated", "chats", "huge"])
+def test_engines_of_constant_speed_change_none(law: str, state: str) -> None:
+    for seed in SEEDS:
+        rig, _ = run(STATES[state], LAWS[law], seed)
+        assert [account.rates.model.changes for account in rig.loads] == [0] * len(rig.loads), seed
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("state", ["twice slower", "twice faster", "chats slower"])
+def test_a_change_of_speed_is_seen_where_it_is(law: str, state: str) -> None:
+    for seed in SEEDS:
+        rig, _ = run(STATES[state], LAWS[law], seed)
+        changed, other = (account.rates.model for account in rig.loads)
+        assert 1 <= changed.changes <= 2
+        assert other.changes == 0
+        assert changed.change is not None
+        if state.startswith("twice"):
+            # With only chats the load is near what the slower engine can do: the wait grows by more.
+            assert changed.change.factor == pytest.approx(STATES[state].slower, rel=0.5)
