@@ -28,8 +28,9 @@ _ENTRIES_MAX = 1 << 19
 # Blocks forgotten at once: some milliseconds.
 _FORGOTTEN = 1 << 11
 
-# Events of unknown parents that wait for a report of their prompt, and the longest of them.
-_ORPHANS_MAX, _ORPHAN_TOKENS_MAX = 64, 1 << 15
+# Events of unknown parents that wait for a report of their prompt, the longest of them, and tokens of all:
+# about 6 MB.
+_ORPHANS_MAX, _ORPHAN_TOKENS_MAX, _ORPHANS_TOKENS_MAX = 64, 1 << 15, 1 << 17
 # Reports that wait for such an event.
 _REPORTS_MAX = 8
 
@@ -137,6 +138,7 @@ class LearnedKeys:
         behind = next((self._hash_of[key] for key in keys[cut:] if key in self._hash_of), None)
         if behind is None:
             # The event may come after the report.
+            tokens = tokens[: cached + _ORPHAN_TOKENS_MAX]
             self._reports = [*self._reports[1 - _REPORTS_MAX :], (tokens, extras, cached, scheme)]
             return
         if len(self._within) + cut > _ENTRIES_MAX:
@@ -156,7 +158,7 @@ class LearnedKeys:
         other = self._orphans.pop(tokens, event)
         alike = other is not None and other.parent_block_hash == event.parent_block_hash
         self._orphans[tokens] = event if alike else None
-        if len(self._orphans) > _ORPHANS_MAX:
+        while len(self._orphans) > _ORPHANS_MAX or sum(map(len, self._orphans)) > _ORPHANS_TOKENS_MAX:
             del self._orphans[next(iter(self._orphans))]
         first = tokens[: event.block_size]
         found = [one for one in self._reports if tuple(one[0][one[2] : one[2] + len(first)]) == first]

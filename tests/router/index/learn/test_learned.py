@@ -180,6 +180,20 @@ def test_the_mapping_is_bounded() -> None:
     assert keys.left_out["forgotten"] == 400 - len(keys)
 
 
+def test_events_and_reports_that_wait_for_each_other_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "_ORPHANS_TOKENS_MAX", 1000)
+    monkeypatch.setattr(learned, "_ORPHAN_TOKENS_MAX", 320)
+    keys, writer, scheme = LearnedKeys(), secretly(), detect.learned_scheme(16)
+    for seed in range(20):
+        keys.observe(writer.stored(tokens(336, seed=seed), start=1), 16, nowhere)
+        assert sum(map(len, keys._orphans)) <= 1000
+    prompt = tokens(336, seed=19)
+    keys.place(tokens(5000, seed=99), NO_EXTRAS, 16, scheme, nowhere)
+    assert [len(report[0]) for report in keys._reports] == [336], "no more than may be compared"
+    keys.place(prompt, NO_EXTRAS, 16, scheme, nowhere)
+    assert keys.translate(Prompt(prompt).hashes(scheme))[1:] == writer.hashes(prompt)[1:], "the latest"
+
+
 @pytest.mark.usefixtures("small")
 def test_evicted_blocks_are_forgotten_first() -> None:
     keys, writer = LearnedKeys(), secretly()
