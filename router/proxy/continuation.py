@@ -23,6 +23,7 @@ from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.numbers import lax_true, lax_whole
 from kvatlas.router.openai.request import Usage
 from kvatlas.router.proxy.events import ERROR_MARK, Kind, blocks, data_of, last_event_end, read_event
+from kvatlas.router.proxy.stop_strings import UNFINISHED, Decode, StoppingText, StopRules
 
 _Raw = msgspec.Raw
 _MEMBERS: Final = msgspec.json.Decoder(dict[str, _Raw])
@@ -131,7 +132,6 @@ _IDS_MAX: Final = 1 << 20
 _EVENT_BYTES_MAX: Final = 32 << 20
 # Tokens of one character that may be missing its end (measured: up to 8).
 _DROPPED_MAX: Final = 8
-_UNFINISHED: Final = "\ufffd"
 _DECODED_LEN: Final = 64
 # Of the prompt: how the first text of an answer reads may depend on it.
 _CONTEXT_LEN: Final = 8
@@ -147,12 +147,10 @@ class ContinuationPlan(msgspec.Struct, frozen=True, gc=False):
     """Passed on as they are."""
     max_tokens: int | None = None
     """None: as many as the context allows."""
-    min_tokens: int = 0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    includes_stop: bool = False
+    stop: StopRules = StopRules()
     logprobs: int | None = None
     skips_special: bool = True
     wants_usage: bool = False
@@ -237,12 +235,14 @@ def _plan(path: str, members: dict[str, _Raw]) -> ContinuationPlan | str:
         path,
         {name: one for name, one in members.items() if name in _KEPT},
         max_tokens=limit if chat or limit is not None else _COMPLETION_TOKENS,
-        min_tokens=whole("min_tokens", 0) or 0,
         frequency_penalty=msgspec.convert(value("frequency_penalty") or 0.0, float, strict=False),
         logit_bias={str(int(token)): bound for token, bound in bias.items()},
         seed=lax_whole(seed),
-        stop=tuple(one for one in stop if one),
-        includes_stop=lax_true(value("include_stop_str_in_output")),
+        stop=StopRules(
+            tuple(one for one in stop if one),
+            lax_true(value("include_stop_str_in_output")),
+            whole("min_tokens", 0) or 0,
+        ),
         logprobs=logprobs,
         skips_special="skip_special_tokens" not in members or lax_true(value("skip_special_tokens")),
         wants_usage=lax_true(options.include_usage),
@@ -272,6 +272,7 @@ class _Choice(msgspec.Struct, gc=False):
     logprobs: _Raw = _Raw(b"null")
     finish_reason: str | None = None
     stop_reason: _Raw = _Raw(b"null")
+    token_ids: list[int] | None = None
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -501,7 +502,7 @@ class KeptStream:
         if len(self.ids) > _IDS_MAX:
             return "size"
         # What a parser takes for reasoning is only known to the engine that has it.
-        if not self._spoken or (self._reasoned and self.plan.stop):
+        if not self._spoken or (self._reasoned and self.plan.stop.stops):
             return "reasoning"
         return ""
 
@@ -583,10 +584,6 @@ def _usage_json(usage: Usage) -> bytes:
     )
 
 
-Decode = Callable[[Sequence[int]], str]
-"""Text of ids, as the engine's detokenizer makes it."""
-
-
 def whole_tokens(ids: Sequence[int], decode: Decode) -> int | None:
     """How many of these tokens end with a whole character; None: not to be found out.
 
@@ -595,13 +592,13 @@ def whole_tokens(ids: Sequence[int], decode: Decode) -> int | None:
     """
     for dropped in range(min(_DROPPED_MAX, len(ids)) + 1):
         end = len(ids) - dropped
-        if not end or not decode(ids[max(0, end - _DECODED_LEN) : end]).endswith(_UNFINISHED):
+        if not end or not decode(ids[max(0, end - _DECODED_LEN) : end]).endswith(UNFINISHED):
             return end
     return None
 
 
-def text_so_far(kept: KeptStream, tokens: int, decode: Decode) -> str | None:
-    """Text of the first ``tokens`` of an answer with stop strings; None: the client has had another one."""
+def text_so_far(kept: KeptStream, tokens: int, decode: Decode) -> StoppingText | None:
+    """The first ``tokens`` of an answer with stop strings; None: the client has had another text."""
     prompt = kept.prompt
     tail = (
         list(map(int, prompt.rsplit(b",", _CONTEXT_LEN)[-_CONTEXT_LEN:]))
@@ -613,12 +610,19 @@ def text_so_far(kept: KeptStream, tokens: int, decode: Decode) -> str | None:
     if not text.startswith(before):
         return None
     text = text[len(before) :]
-    return text if kept.chars == max(0, len(text) - held_back(kept.plan)) else None
+    rules = kept.plan.stop
+    if kept.chars != max(0, len(text) - rules.held_back):
+        return None
+    return StoppingText(rules, text, kept.chars, kept.ids[:tokens], decode)
 
 
-def held_back(plan: ContinuationPlan) -> int:
-    """Characters that the text is behind the tokens, since they may begin a stop string."""
-    return max(map(len, plan.stop)) - 1 if plan.stop and not plan.includes_stop else 0
+def _biases(plan: ContinuationPlan, ids: Sequence[int]) -> dict[str, float] | None:
+    """Biases for tokens behind these, which count for the penalty: engines count only what they generate
+    themselves. None: they are beyond what engines take."""
+    bias, penalty = dict(plan.logit_bias), plan.frequency_penalty
+    for token in ids if penalty else ():
+        bias[str(token)] = bias.get(str(token), 0.0) - penalty
+    return None if any(abs(bound) > _BIAS_MAX for bound in bias.values()) else bias
 
 
 def completion_of(kept: KeptStream, tokens: int, context: int | None) -> bytes | str | None:
@@ -641,25 +645,21 @@ def completion_of(kept: KeptStream, tokens: int, context: int | None) -> bytes |
         "max_tokens": left,
         **plan.members,
     }
-    if plan.min_tokens > tokens:
-        own["min_tokens"] = min(plan.min_tokens - tokens, left)
+    if plan.stop.min_tokens > tokens:
+        own["min_tokens"] = min(plan.stop.min_tokens - tokens, left)
+    if plan.stop.stops:
+        # Of an event with several tokens: which of them completed a stop string.
+        own["return_token_ids"] = True
     if plan.seed is not None:
         # The same random numbers would come again.
         own["seed"] = min(plan.seed + tokens, _SEED_MAX)
     if plan.logprobs is not None:
         own["logprobs"] = plan.logprobs
-    bias = dict(plan.logit_bias)
+    bias = _biases(plan, ids)
+    if bias is None:
+        return "penalty"
     if plan.frequency_penalty:
-        # Engines count only what they generate themselves.
         own["frequency_penalty"] = plan.frequency_penalty
-        counts: dict[int, int] = {}
-        for token in ids:
-            counts[token] = counts.get(token, 0) + 1
-        for token, count in counts.items():
-            name = str(token)
-            bias[name] = bias.get(name, 0.0) - plan.frequency_penalty * count
-        if any(abs(bound) > _BIAS_MAX for bound in bias.values()):
-            return "penalty"
     if bias:
         own["logit_bias"] = bias
     prompt = kept.prompt if isinstance(kept.prompt, bytes) else _encoded(list(kept.prompt))[1:-1]
@@ -670,11 +670,13 @@ def completion_of(kept: KeptStream, tokens: int, context: int | None) -> bytes |
 class ContinuedStream:
     """Events of the completion that goes on, as events of the stream that broke.
 
-    ``tokens``: those of its answer that are kept. ``text``: what they decode to, where there are stop
-    strings. ``told``: whether a comment says that it goes on.
+    ``tokens``: those of its answer that are kept. ``stopping``: its text, where there are stop strings.
+    ``told``: whether a comment says that it goes on.
     """
 
-    def __init__(self, kept: KeptStream, tokens: int, text: str = "", *, told: bool = False) -> None:
+    def __init__(
+        self, kept: KeptStream, tokens: int, stopping: StoppingText | None = None, *, told: bool = False
+    ) -> None:
         self._kept = kept
         self._shape = kept.shape()
         self._plan = kept.plan
@@ -683,9 +685,7 @@ class ContinuedStream:
         self._before = tokens
         self._tokens = 0
         """Generated since."""
-        self._text = text
-        self._sent = kept.chars
-        self._held = held_back(kept.plan)
+        self._stopping = stopping
         ends = kept._ends  # noqa: SLF001  # one state in two parts
         self._offset = ends[-1 - self._again] if len(ends) > self._again else 0
         self._told = told
@@ -711,7 +711,8 @@ class ContinuedStream:
 
     def over(self, reason: str = "length") -> bytes:
         """The end of an answer that has no token left."""
-        return self._end(self._passed(flush=True), b"null", reason, b"null", b"null")
+        text = "" if self._stopping is None else self._stopping.passed(flush=True)
+        return self._end(text, b"null", reason, b"null", b"null")
 
     def _event(self, block: bytes) -> bytes:
         value = data_of(block)
@@ -739,16 +740,17 @@ class ContinuedStream:
     def _chunk(self, choice: _Choice, tokens: int, fingerprint: bytes) -> bytes:
         again = min(self._again, tokens)
         self._again -= again
-        logprobs, entries = self._logprobs(choice.logprobs, again)
         ended, stop = choice.finish_reason, bytes(choice.stop_reason)
         text = choice.text or ""
-        if self._plan.stop:
-            found = self._stopped(text)
+        if self._stopping is not None:
+            found = self._stopping.add(text, choice.token_ids or ())
             if found is not None:
-                text, stop = found
                 self.done = True
-                return self._end(text, logprobs, "stop", stop, fingerprint)
-            text = self._passed(flush=ended is not None)
+                self._tokens -= tokens - min(found.tokens, tokens)
+                logprobs, _ = self._logprobs(choice.logprobs, again, found.tokens)
+                return self._end(found.text, logprobs, "stop", _encoded(found.stop), fingerprint)
+            text = self._stopping.passed(flush=ended is not None)
+        logprobs, entries = self._logprobs(choice.logprobs, again, tokens)
         if not text and ended is None and not entries and (again == tokens or self._parsed):
             return b""
         return self._shape.chunk(text, logprobs, ended, stop, self.usage, fingerprint)
@@ -762,41 +764,18 @@ class ContinuedStream:
         last = self._shape.chunk(text, logprobs, ended, stop, self.usage, fingerprint)
         return last + (self._shape.usage(self.usage) if self._plan.wants_usage else b"") + _DONE
 
-    def _stopped(self, text: str) -> tuple[str, bytes] | None:
-        """The rest of the text and the stop string where one is complete with this text, as
-        ``check_stop_strings`` finds it."""
-        self._text += text
-        whole, plan, new = self._text, self._plan, len(text)
-        if not new or self._before + self._tokens <= plan.min_tokens:
-            return None
-        best, at = "", 0
-        for one in plan.stop:
-            found = whole.find(one, max(0, len(whole) - new - len(one) + 1))
-            if found >= 0 and (not best or found + len(one) < at + len(best)):
-                best, at = one, found
-        if not best:
-            return None
-        end = at + len(best) if plan.includes_stop else at
-        return whole[self._sent : end], _encoded(best)
-
-    def _passed(self, *, flush: bool) -> str:
-        """Text to be sent now: what may begin a stop string is held back."""
-        end = len(self._text) - (0 if flush else self._held)
-        start = self._sent
-        self._sent = max(start, end)
-        return self._text[start:end] if end > start else ""
-
-    def _logprobs(self, raw: _Raw, again: int) -> tuple[bytes, int]:
-        """Those of this event without the first ``again``, in the stream's shape, and their number."""
+    def _logprobs(self, raw: _Raw, start: int, end: int) -> tuple[bytes, int]:
+        """Those of these tokens of an event, in the stream's shape, and their number."""
         told = _LOGPROBS.decode(raw)
         if told is None:
             return b"null", 0
-        tokens, values, tops = told.tokens[again:], told.token_logprobs[again:], told.top_logprobs[again:]
+        tokens, values = told.tokens[start:end], told.token_logprobs[start:end]
+        tops = told.top_logprobs[start:end]
         if self._plan.chat:
             entries = zip(tokens, values, tops, strict=True)
             return b'{"content":[%b]}' % b",".join([self._entry(*one) for one in entries]), len(tokens)
         shown = {
-            "text_offset": [at + self._offset for at in told.text_offset[again:]],
+            "text_offset": [at + self._offset for at in told.text_offset[start:end]],
             "token_logprobs": values,
             "tokens": tokens,
             "top_logprobs": tops,

@@ -272,8 +272,8 @@ class Forwarder:
         tokens = whole_tokens(kept.ids, decode)
         if tokens is None:
             return "characters"
-        text = text_so_far(kept, tokens, decode) if kept.plan.stop else ""
-        if text is None:
+        stopping = text_so_far(kept, tokens, decode) if kept.plan.stop.stops else None
+        if stopping is None and kept.plan.stop.stops:
             return "characters"
         facts = out.record.placement_facts()
         known = facts is not None and facts.tokens is not None
@@ -283,7 +283,7 @@ class Forwarder:
         body = completion_of(kept, tokens, int(context) if 0 < context < math.inf else None)
         if isinstance(body, str):
             return body
-        return ContinuedStream(kept, tokens, text, told=out.tells), body
+        return ContinuedStream(kept, tokens, stopping, told=out.tells), body
 
     async def _write_end(self, out: Outbound, goes_on: ContinuedStream) -> None:
         out.record.usage = goes_on.usage
