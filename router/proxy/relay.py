@@ -211,9 +211,7 @@ class StreamRelay(msgspec.Struct, eq=False):
             events.waits = False
             self._connection.kept_alive()
         if events.begun and self._success:
-            self._record.piece()
-            self._record.streamed_tokens += events.count
-            self._attempt.streamed(events.count)
+            self._count()
         # Nothing is sent before a whole event has come, so that an engine that dies first can be replaced.
         if out or not self._more:
             self._send(out)
@@ -255,6 +253,12 @@ class StreamRelay(msgspec.Struct, eq=False):
         # A stream that ends without one is no sign that the engine generates.
         attempt.first_byte(status if events.said.kind is not Kind.OPENING else 0)
 
+    def _count(self) -> None:
+        """Note the tokens of a piece that is passed on."""
+        self._record.piece()
+        self._record.streamed_tokens += self._events.count
+        self._attempt.streamed(self._events.count)
+
     def _failed(self, out: bytes) -> None:
         """The engine says that it gave up, or that its answer failed. Raises ``UpstreamError`` where it gave
         up behind ``out``, which is not needed if another engine answers; an error is passed on as it is."""
@@ -262,12 +266,15 @@ class StreamRelay(msgspec.Struct, eq=False):
             return
         events, error = self._events, UpstreamError("aborted")
         if not events.aborted:
+            if events.count:
+                self._count()
             self._success = False
             broke_off(self._attempt, self._record, events.failed or error, self._stats)
         else:
             # What came before the abort is the client's; unsent, it is dropped for the other engine's answer.
             if out and self.had is Had.ANSWER:
                 self._more = True
+                self._count()
                 self._send(out)
             raise error
 

@@ -156,6 +156,34 @@ async def test_tokens_are_counted_once_however_the_pieces_come(together: int, re
     assert relay._record.streamed_tokens == 6
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        b'data: {"error":{"message":"no","code":500}}\n\n',
+        b'data: {"choices":[{"delta":{},"finish_reason":"abort"}]}\n\n',
+    ],
+    ids=["error", "abort"],
+)
+async def test_tokens_before_an_engine_gives_up_are_counted_also_in_the_piece_that_says_so(
+    ends: bytes, together: bool
+) -> None:
+    stats, connection = ProxyStats(), _connection(ProxyStats())
+    relay, client = _relay(connection, Client(), stats), Client()
+    relay._replaceable, relay._answer = True, cast("Any", client)
+    connection.data_received(chunk(event("1")))
+    task = asyncio.ensure_future(_passed(relay))
+    await asyncio.sleep(0)
+    last = [event("2") + event("3"), ends]
+    for piece in [b"".join(last)] if together else last:
+        connection.data_received(chunk(piece))
+        await asyncio.sleep(0)
+    connection.data_received(END)
+    await task
+    assert client.got.startswith(event("1") + event("2") + event("3"))
+    assert relay._record.streamed_tokens == 3
+
+
 async def test_a_client_that_does_not_read_gets_no_comments_and_one_that_goes_on_gets_all_events() -> None:
     stats, client = ProxyStats(), Client()
     connection = _connection(stats)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,77 @@ async def test_kill_9_loses_no_line_that_was_counted_and_leaves_whole_lines(
         assert await router.stop() == 0, router.log
     found = [line.request_id for line in lines(path)]
     assert sorted(found) == sorted({*names, "b"}), "each once"
+
+
+async def ask_mixed(router: Serving, name: str, rng: random.Random) -> int:
+    """One request of any API, streamed or not; the generated tokens that its answer tells."""
+    path = rng.choice(["chat/completions", "completions", "messages", "responses"])
+    stream, many, limit = rng.random() < 0.5, rng.random() < 0.2, rng.randint(1, 6)
+    body: dict[str, Any] = {"model": MODEL, "stream": stream, "max_tokens": limit}
+    if path in {"chat/completions", "messages"}:
+        body["messages"] = [{"role": "user", "content": TEXT}]
+    if path == "completions":
+        body["prompt"] = TEXT
+    if path == "responses":
+        body = {"model": MODEL, "stream": stream, "max_output_tokens": limit, "input": TEXT, "store": False}
+    if path.endswith("completions"):
+        body |= {"n": 3} if many else {}
+        body |= {"stream_options": {"include_usage": True}} if stream else {}
+    url = f"http://127.0.0.1:{router.port}/v1/{path}"
+    headers = {"x-request-id": name}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as answer:
+        got = await answer.read()
+    assert answer.status == 200, got
+    # The last one of a message's stream, whose first event has none yet.
+    return int(re.findall(rb'"(?:completion|output)_tokens": ?(\d+)', got)[-1])
+
+
+@pytest.mark.process
+async def test_kill_9_differs_from_an_independent_count_of_300_in_what_was_in_flight_only(
+    tmp_path: Path,
+) -> None:
+    path, rng, told = tmp_path / "usage.jsonl", random.Random(1), dict[str, int]()
+    router = Serving(tmp_path, 1)
+
+    async def asked(first: int, last: int) -> None:
+        names = iter([f"m{number}" for number in range(first, last)])
+
+        async def client() -> None:
+            for name in names:
+                told[name] = await ask_mixed(router, name, rng)
+
+        await asyncio.gather(*(client() for _ in range(6)))
+
+    async with running({"decode_s_per_token": 0.002}) as (engine,):
+        await serving(router, path, engine.base_url)
+        await asked(0, 150)
+
+        async def written() -> bool:
+            return await router.metric("kvatlas_usage_written_total") == len(told)
+
+        await until(written, "every line counted as written", ignoring=AWAY)
+        url, body = f"http://127.0.0.1:{router.port}/v1/completions", {"model": MODEL, "prompt": TEXT}
+        async with aiohttp.ClientSession() as session:
+            flying = [
+                await session.post(
+                    url,
+                    json={**body, "max_tokens": 1500, "ignore_eos": True, "stream": True},
+                    headers={"x-request-id": f"flying{number}"},
+                )
+                for number in range(4)
+            ]
+            for answer in flying:
+                await answer.content.readany()
+            assert router.process is not None
+            os.kill(router.process.pid, signal.SIGKILL)
+            await router.process.wait()
+            for answer in flying:
+                answer.close()
+        await router.start()
+        await until(router.listens, lambda: router.log[-3000:], ignoring=AWAY)
+        await asked(150, 300)
+        assert await router.stop() == 0, router.log
+    found = lines(path)
+    assert {line.request_id: line.generated_tokens for line in found} == told, "all but those in flight"
+    assert len(found) == 300, "each once"
+    assert {line.generated_is for line in found} == {"measured"}
