@@ -171,7 +171,8 @@ def _salts(engine: Engine) -> Iterator[Finding]:
         yield _warning(
             "isolation.unproven",
             subject=engine.engine_id,
-            seen="prompts cannot be isolated: " + "; ".join(f"{path} {why}" for path, why in doubts.items()),
+            seen="prompts cannot be isolated: "
+            + "; ".join(f"{path} {told}" for path, (_, told) in doubts.items()),
             cause="its release, its frontend, or a proxy in front of it does not keep prompts with different "
             "salts apart, or does not show it",
             remedy="while keys.isolate is on, these APIs are refused at this engine; use a release that "

@@ -51,6 +51,10 @@ class Shown(NamedTuple):
     why: str = ""
 
 
+NO_DOUBT: Final = frozenset({"proven", "absent"})
+"""Verdicts on what is shown, or is not there."""
+
+
 class CacheReport(NamedTuple):
     """Prompt tokens of one request, and those that were in the cache; None: not known."""
 

@@ -19,6 +19,7 @@ import msgspec
 
 from kvatlas.router.fleet.engine_client import (
     BODIES,
+    NO_DOUBT,
     TOKENS_MAX,
     CacheReport,
     EngineClient,
@@ -120,7 +121,7 @@ class EngineProbe(msgspec.Struct):
 
     def doubts(self) -> dict[str, Shown]:
         """Return what was tried and is not proven."""
-        return {name: one for name, one in self.all_shown().items() if one.verdict not in _NO_DOUBT}
+        return {name: one for name, one in self.all_shown().items() if one.verdict not in NO_DOUBT}
 
     @property
     def again(self) -> bool:
@@ -137,7 +138,6 @@ class EngineProbe(msgspec.Struct):
         return UNSHOWN_SHARE if hits and not any(api.hits.verdict == "proven" for api in hits) else 1.0
 
 
-_NO_DOUBT: Final = frozenset({"proven", "absent"})
 NOT_ANSWERED: Final = Shown("later", "could not be tried in time")
 _NOTHING: Final = "are as predicted, but nothing was reused"
 _NO_REPORT: Final = (
@@ -267,7 +267,7 @@ class EngineProber:
 
 def _open(api: ApiProbe) -> bool:
     """Whether something of it is to be tried again."""
-    return not {api.reports.verdict, api.hits.verdict} <= _NO_DOUBT
+    return not {api.reports.verdict, api.hits.verdict} <= NO_DOUBT
 
 
 def judge_events(requests: list[ProbeRequest]) -> Shown | None:

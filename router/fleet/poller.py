@@ -398,10 +398,9 @@ class FleetPoller(Generic[E]):
             _log.exception("salts could not be tried", server=base_url, problem=describe_error(error))
         if self._proofs.get(base_url) is proof:  # its server has not left meanwhile
             self._proofs_due[base_url] = asyncio.get_running_loop().time() + proof.pause_s
-        for path, why in proof.doubts.items():
-            if known.get(path) == why:
-                continue
-            _log.warning("prompts cannot be isolated", server=base_url, path=path, problem=why)
+        for path, one in proof.doubts.items():
+            if known.get(path) != one:
+                _log.warning("prompts cannot be isolated", server=base_url, path=path, problem=one.why)
 
     async def _ask_server_info(self, base_url: str) -> None:
         """Query the server's set-up, if it reports it: once for each of its processes."""

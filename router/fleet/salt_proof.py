@@ -24,12 +24,12 @@ import msgspec
 
 from kvatlas.router.fleet.engine_client import (
     BODIES,
+    NO_DOUBT,
     TOKENS_MAX,
     Ask,
     CacheReport,
     EngineClient,
     Shown,
-    Verdict,
     text_of,
 )
 from kvatlas.router.fleet.engines import EngineKind
@@ -46,15 +46,11 @@ _LONGER: Final = 8
 
 
 class SaltProof(msgspec.Struct):
-    """Paths of one server that are proven; the others with the reason. ``refuted``: they drop the salt, which
-    is final. All others are tried again: ``absent``: nothing is served there (or no test is known);
-    ``unshown``: the answers show neither; ``later``: the engine was too busy."""
+    """Outcome of the proof of one server. ``refuted`` is final: the salt is dropped there. All else that is
+    not proven is tried again; ``absent``: nothing is served there, or no test is known."""
 
-    proven: set[str] = set()
-    refuted: dict[str, str] = {}
-    absent: dict[str, str] = {}
-    unshown: dict[str, str] = {}
-    later: dict[str, str] = {}
+    apis: dict[str, Shown] = {}
+    """By path; what is not tried yet is missing."""
     again: bool = False
     """Whether something is to be tried again."""
     tries: int = 0
@@ -67,30 +63,25 @@ class SaltProof(msgspec.Struct):
         return min(AGAIN_S_MAX, AGAIN_S * 2.0 ** min(max(0, self.tries - 1), 10))
 
     @property
-    def doubts(self) -> dict[str, str]:
-        """APIs that are served and not proven, with the reason."""
-        return {**self.refuted, **self.unshown, **self.later}
+    def proven(self) -> set[str]:
+        """Paths that are proven."""
+        return {path for path, one in self.apis.items() if one.verdict == "proven"}
+
+    @property
+    def doubts(self) -> dict[str, Shown]:
+        """APIs that are served and not proven."""
+        return {path: one for path, one in self.apis.items() if one.verdict not in NO_DOUBT}
 
     def why_not(self, path: str) -> str:
         """Why prompts of this path are not kept apart, to be read behind the path; "": they are."""
-        if path in self.proven:
-            return ""
-        known = {**self.absent, **self.doubts}
-        return known.get(path) or "is not tried yet"
+        return self.apis.get(path, NOT_TRIED).why
 
     def may_change(self, path: str) -> bool:
         """Whether it may be proven soon."""
-        return not any(path in known for known in (self.proven, self.refuted, self.absent, self.unshown))
+        return self.apis.get(path, NOT_TRIED).verdict == "later"
 
-    def note(self, path: str, verdict: Verdict, why: str) -> None:
-        """Take in how a try of this path ended."""
-        for table in (self.absent, self.unshown, self.later):
-            table.pop(path, None)
-        if verdict == "proven":
-            self.proven.add(path)
-        else:
-            found: dict[str, str] = getattr(self, verdict)
-            found[path] = why
+
+NOT_TRIED: Final = Shown("later", "is not tried yet")
 
 
 def first_guess(kind: EngineKind) -> frozenset[str]:
@@ -123,25 +114,24 @@ class SaltProver:
     async def prove(self, proof: SaltProof) -> None:
         """Fill in what is not decided yet."""
         if not self._caches:
-            proof.proven |= SALTED
+            proof.apis = dict.fromkeys(SALTED, Shown("proven"))
             return
         guess = first_guess(self._kind)
-        proof.absent |= dict.fromkeys(sorted(SALTED - guess), DROPPED_BY_SGLANG)
-        proof.absent |= dict.fromkeys(sorted(guess - BODIES.keys()), "cannot be tried by this router")
-        tried = [path for path in BODIES if path in guess]
-        todo = [path for path in tried if path not in proof.proven and path not in proof.refuted]
+        proof.apis |= dict.fromkeys(sorted(SALTED - guess), Shown("absent", DROPPED_BY_SGLANG))
+        proof.apis |= dict.fromkeys(sorted(guess - BODIES.keys()), _UNTRIABLE)
+        todo = [path for path in BODIES if path in guess and not _is_final(proof, path)]
         # What was not answered goes first: the others have their reason already.
         todo.sort(key=lambda path: not proof.may_change(path))
         for path in filter(proof.may_change, todo):
-            proof.later[path] = "was not answered in time when its cache_salt was tried"
+            proof.apis[path] = Shown("later", "was not answered in time when its cache_salt was tried")
         try:
             async with asyncio.timeout(PROOF_S_MAX):
                 for path in todo:
-                    proof.note(path, *await self._prove(path))
+                    proof.apis[path] = await self._prove(path)
         except TimeoutError:
             pass
         proof.tries += 1
-        proof.again = any(path not in proof.proven and path not in proof.refuted for path in tried)
+        proof.again = not all(_is_final(proof, path) for path in todo)
 
     async def _prove(self, path: str) -> Shown:
         words = self._words
@@ -173,7 +163,12 @@ class SaltProver:
         return judged
 
 
+def _is_final(proof: SaltProof, path: str) -> bool:
+    return proof.apis.get(path, NOT_TRIED).verdict in {"proven", "refuted"}
+
+
 DROPPED_BY_SGLANG: Final = "takes no cache_salt at SGLang engines"
+_UNTRIABLE: Final = Shown("absent", "cannot be tried by this router")
 _NO_HIT: Final = "does not show that it caches prompts"
 _NOISY: Final = "could not be tried beside other requests, since it reports no cached tokens"
 _NO_REPORT: Final = (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.fleet.engine_client import Shown
 from kvatlas.router.fleet.salt_proof import AGAIN_S, SaltProof, SaltProver
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.openai.apis import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
@@ -139,7 +140,7 @@ def test_a_proof_that_a_busy_engine_missed_is_repeated(
     async def prove(self: SaltProver, proof: SaltProof) -> None:
         times.append(1)
         if len(times) == 1:
-            proof.later = dict.fromkeys(BODIES, "could not be tried: status 503")
+            proof.apis = dict.fromkeys(BODIES, Shown("later", "could not be tried: status 503"))
             proof.again = True
         else:
             await real(self, proof)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import DecodedBatch
+from kvatlas.router.fleet.engine_client import Shown
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
 from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.status import Fleet, ModelCard
@@ -149,8 +150,8 @@ def isolating(*proven: str | None) -> tuple[Fleet[Engine], EligibleEngines, list
     engines = list(world.fleet)[: len(proven)]
     for engine, model in zip(engines, proven, strict=True):
         engine.up, engine.models = True, (ModelCard(model or "m"),)
-        refused = {} if model else {CHAT: "drops it"}
-        engine.salt_proof = SaltProof(proven={CHAT, RESPONSES} if model else set(), refuted=refused)
+        proven_apis = dict.fromkeys((CHAT, RESPONSES), Shown("proven"))
+        engine.salt_proof = SaltProof(proven_apis if model else {CHAT: Shown("refuted", "drops it")})
     return world.fleet, EligibleEngines(world.fleet, world.accounts), engines
 
 

@@ -189,8 +189,8 @@ def salts(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that a ``cache_salt`` keeps prompts apart, as ``keys.isolate`` needs."""
     if engine.probe is None:
         return
-    for path, why in engine.probe.salts.doubts.items():
-        report = error if path in engine.probe.salts.refuted else warning
+    for path, (verdict, why) in engine.probe.salts.doubts.items():
+        report = error if verdict == "refuted" else warning
         yield report(
             f"POST {path} {why}",
             "the engine's release, its frontend, or a proxy in front of it does not read cache_salt there",

@@ -18,6 +18,7 @@ from aiohttp import web
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.admission.key_file import KeySettings, TenantRules, digest_of
 from kvatlas.router.config.schema import ServerConfig
+from kvatlas.router.fleet.engine_client import Shown
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
 from kvatlas.router.fleet.settings import FleetSettings
@@ -283,7 +284,7 @@ async def test_the_salt_of_its_tenant_reaches_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def prove(_: SaltProver, proof: SaltProof) -> None:
-        proof.proven.add("/v1/embeddings")  # the recorder computes nothing
+        proof.apis["/v1/embeddings"] = Shown("proven")  # the recorder computes nothing
 
     monkeypatch.setattr(SaltProver, "prove", prove)
     async with recorder() as engine, AsyncExitStack() as stack:
