@@ -199,6 +199,9 @@ class EngineLifecycle:
             for engine in self.fleet:
                 if engine.waiting:
                     self._abandon(engine, lost=True)
+                proxy = self._config.proxy
+                if engine.answering and proxy.continue_streams and proxy.stall_s:
+                    engine.end_stalled(self._clock() - proxy.stall_s)
                 if engine.feed is not None and engine.feed.restarts != engine.seen_restarts:
                     self._feed_restarted(engine, engine.feed.restarts, looked_s)
 

@@ -454,6 +454,14 @@ class Engine(EngineStatus):
             if attempt.asked_s < since_s and answer.lose(since_s):
                 attempt.blameless = attempt.died = True
 
+    def end_stalled(self, since_s: float) -> None:
+        """End the streams that may go on elsewhere, where no answer of this engine has brought anything since
+        then: it stalls, whatever it says of its health."""
+        if all(answer.heard_s < since_s for answer in self.answering.values()):
+            for attempt, answer in list(self.answering.items()):
+                if attempt.movable:
+                    answer.lose(since_s)
+
     @property
     def clears(self) -> int:
         """Clears of its GPU cache that its events have shown."""

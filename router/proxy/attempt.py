@@ -69,6 +69,8 @@ class Attempt:
     """Its end says nothing of the engine: another process runs there now, or it was not asked."""
     died = False
     """The process that had it ended, or answers no polls any more."""
+    movable = False
+    """Another engine may go on with its stream."""
     watched = False
     """Its answer must be seen, since more than this rests on it."""
     _heard = _works = False
@@ -333,6 +335,8 @@ class Answer(Protocol):
     headers: list[tuple[bytes, bytes]]
     complete: bool
     """All of it has come."""
+    heard_s: float
+    """When something of it came last (monotonic seconds)."""
 
     @property
     def at_eof(self) -> bool:

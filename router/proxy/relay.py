@@ -409,6 +409,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             replaceable=self._replaceable and self._success,
             hides_usage=request.hides_usage,
         )
+        self._attempt.movable = self._plan is not None
         self.stream = StreamRelay(
             self._connection,
             self._attempt,

@@ -77,6 +77,10 @@ class ProxySettings(ClientSettings, frozen=True):
     """Let chat and completion streams that break go on from another engine, unseen by the client. Engines are
     asked for token ids, which are taken out of the answers again. A client opts out by
     `x-kvatlas-continue: off`. Switch it on where long answers must outlive their engines."""
+    stall_s: float = 30.0
+    """Seconds without a token in any stream of an engine, after which its streams go on elsewhere
+    (`continue_streams`), whatever its health check says; 0: `idle_timeout_s` alone ends them. Raise it where
+    one step of an engine may take longer."""
     # Not a key of the configuration: config/removed.py.
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""

@@ -6,6 +6,7 @@ throttled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 
 from kvatlas.router.http.client_head import Header
@@ -69,6 +70,9 @@ class GatewayAnswer:
 
     def kept_alive(self) -> None:
         """Implement ``Answer``: gateways have time-outs of their own."""
+
+    heard_s = math.inf
+    """Implement ``Answer``."""
 
     def lose(self, since_s: float) -> bool:
         """Implement ``Answer``: the gateway owns the connection, and sees its end itself."""

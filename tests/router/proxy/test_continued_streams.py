@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import pytest
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.pd.handoff import DisaggState
+from kvatlas.router.placement.engine import Engine as FleetEngine
 from kvatlas.router.proxy import turns
+from kvatlas.router.proxy.deaths import digest_of
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.proxy.turns import ContinuationTurns
+from tests.router.proxy.test_deaths import Fleet
 from tests.support.proxy_rig import (
     END,
     NO_REQUEST,
@@ -362,3 +366,58 @@ async def test_a_stream_that_would_wait_too_long_does_not_go_on() -> None:
     tasks = [asyncio.ensure_future(one()) for _ in range(12)]
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert [getattr(error, "code", "") for error in found if error] == ["no_ready_engine"] * 4
+
+
+async def test_a_request_that_was_on_two_dying_engines_ends_with_an_error() -> None:
+    data = body(CHAT)
+
+    async def dies(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await breaks(4, "reset")(engine, call, writer)
+        engine.server.close()
+
+    for again in (False, True):
+        async with Engine(dies) as one, Engine(dies) as two, Engine(breaks(99, times=0)) as three:
+            planner = DecodingPlanner(one.url, two.url)
+            async with routing(planner=planner, settings=ON, watched=Fleet()) as rig:
+                first = await ask(rig, request(data))
+                assert b"engine_stream_broken" in first.body
+                assert rig.stats.continuations == {"failed": 1}
+                await asyncio.sleep(1)
+                planner.urls.append(three.url)
+                if again:
+                    got = await ask(rig, request(data))
+                    assert (got.status, got.json()["error"]["code"]) == (503, "request_ends_engines")
+                    assert not three.calls
+
+
+async def test_a_request_that_an_engine_died_of_before_does_not_go_on() -> None:
+    data = body(CHAT)
+    async with Engine(breaks(4)) as one, Engine(breaks(99, times=0)) as two:
+        planner, fleet = DecodingPlanner(one.url, two.url), Fleet()
+        async with routing(planner=planner, settings=ON, watched=fleet) as rig:
+            assert rig.app.deaths is not None
+            fleet.gone.add("elsewhere")
+            rig.app.deaths.learn("elsewhere", digest_of("", CHAT, data))
+            got = await ask(rig, request(data))
+            assert b"engine_stream_broken" in got.body
+            assert rig.stats.continuations_refused == {"engines_died": 1}
+            assert not two.calls
+
+
+def test_an_engine_stalls_where_all_its_streams_are_silent() -> None:
+    class Silent:
+        def __init__(self, heard_s: float) -> None:
+            self.heard_s = heard_s
+            self.lost = 0
+
+        def lose(self, since_s: float) -> bool:
+            self.lost += 1
+            return True
+
+    one, two = Silent(10.0), Silent(20.0)
+    attempts = [FakePlacement("a"), FakePlacement("a")]
+    attempts[0].movable = True
+    engine = SimpleNamespace(answering=dict(zip(attempts, (one, two), strict=True)))
+    for now_s, lost in ((15.0, 0), (20.0, 0), (20.5, 1)):
+        FleetEngine.end_stalled(engine, now_s)  # type: ignore[arg-type]
+        assert (one.lost, two.lost) == (lost, 0)
