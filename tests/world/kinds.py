@@ -49,6 +49,7 @@ class Draft:
         self.routers, self.gateway = 1, False
         self.fields: Callable[[], dict[str, str]] = dict
         self.body: Callable[[], dict[str, Any]] = dict
+        self.fault_counts: tuple[int, ...] = (0, 1, 2, 4, 8)
         self.fault_kinds: tuple[str, ...] = ()
         """None: those that fit."""
         self.redis = False
@@ -115,7 +116,7 @@ class Draft:
                 lasts_s=rng.choice((0.05, 1.0, 4.0, 15.0, 70.0)),
                 value=round(rng.random(), 3),
             )
-            for _ in range(rng.choice((0, 1, 2, 4, 8)))
+            for _ in range(rng.choice(self.fault_counts))
         ]
         found += [
             Fault(at_s=round(0.5 + rng.random() * _FAULT_S, 3), kind="join", target=i, lasts_s=0.0)
@@ -290,18 +291,18 @@ def _continuation(draft: Draft) -> None:
     draft.each_engine(
         characters="mixed",
         stream_interval=rng.choice((1, 1, 5)),
-        decode_s_per_token=rng.choice((4e-3, 2e-2)),
+        decode_s_per_token=rng.choice((1e-2, 4e-2)),
         prefill_s_per_token=rng.choice((1e-5, 1e-3)),
-        num_blocks=4096,
+        num_blocks=8192,
     )
     draft.apis = ("chat", "chat", "completions", "tokens")
-    draft.answer_tokens, draft.stream_share = (40, 120, 300), 0.9
-    draft.fault_kinds = BREAKS
+    draft.answer_tokens, draft.stream_share = (120, 300, 300), 0.9
+    draft.fault_kinds, draft.fault_counts = BREAKS, (2, 4, 8)
     asked: tuple[dict[str, Any], ...] = (
         {},
-        {},
         {"ignore_eos": True},
-        {"min_tokens": 30},
+        {"ignore_eos": True},
+        {"min_tokens": 100},
         {"stop": ["er", " story", "漢"]},
         {"stop": "🙂 "},
         {"presence_penalty": 0.5},
