@@ -295,6 +295,7 @@ def _continuation(draft: Draft) -> None:
         prefill_s_per_token=rng.choice((1e-5, 1e-3)),
         num_blocks=8192,
     )
+    draft.config["proxy"] = {"continue_streams": rng.random() < 0.8}
     draft.apis = ("chat", "chat", "completions", "tokens")
     draft.answer_tokens, draft.stream_share = (120, 300, 300), 0.9
     draft.fault_kinds, draft.fault_counts = BREAKS, (2, 4, 8)

@@ -125,6 +125,8 @@ class World:
         self.counts[str(answer.status) if answer.end == "complete" else answer.end] += 1
         self.loop.mark(answer.body, request_id, answer.end, answer.status)
         judged.read()
+        if judged.told is not None and judged.told.error:
+            self.counts["error event"] += 1
         if "isolate" in self.plan.config.get("keys", {}):
             self.violations += oracles.judge_isolation(judged, self.prompts, self.faults.begin_s)
         return judged

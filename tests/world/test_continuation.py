@@ -1,0 +1,65 @@
+"""Whatever breaks an engine, streams go on from another one where that is asked for, and end with an error
+event where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.examples import some
+from tests.world.plan import ClientRequest, Fault, Plan
+from tests.world.world import play
+
+BREAKS = ("core", "die", "stop", "api_server", "power", "hang", "http")
+
+
+def plan(kind: str, *, continues: bool, **fields: Any) -> Plan:
+    """Two engines with eight long streams, and a break of the first one in their midst."""
+    engine = {
+        "characters": "mixed",
+        "stream_interval": 5 if kind in {"core", "http"} else 1,
+        "decode_s_per_token": 0.02,
+        "num_blocks": 4096,
+    }
+    requests = tuple(
+        ClientRequest(
+            at_s=number / 10,
+            client=number,
+            api="completions" if number % 2 else "chat",
+            story=number,
+            stream=True,
+            answer_tokens=200,
+            body={"ignore_eos": True},
+            **fields,
+        )
+        for number in range(8)
+    )
+    fault = Fault(at_s=2.0, kind=kind, target=0, lasts_s=14.0)
+    return Plan(
+        seed=5,
+        kind="continuation",
+        engines=(engine, engine),
+        requests=requests,
+        faults=(fault,),
+        config={"proxy": {"continue_streams": continues, "idle_timeout_s": 5.0}},
+    )
+
+
+@pytest.mark.parametrize("kind", some(BREAKS, len(BREAKS)))
+def test_streams_of_a_broken_engine_go_on(kind: str) -> None:
+    report = play(plan(kind, continues=True))
+    assert report.violations == []
+    assert report.continued >= 3
+    assert "error event" not in report.counts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", BREAKS)
+def test_without_the_setting_or_where_a_client_does_not_want_it_they_end(kind: str) -> None:
+    off = play(plan(kind, continues=False))
+    opted_out = play(plan(kind, continues=True, fields={"x-kvatlas-continue": "off"}))
+    for report in (off, opted_out):
+        assert report.violations == []
+        assert report.continued == 0
+        assert report.counts["error event"] >= 3
