@@ -59,15 +59,17 @@ def read_claim(
     priority = own if asked is None else asked if rules is None else max(own, asked)
     if targets is not None and target_ms is None:
         target_ms = targets[priority] if rules is None or rules.slo_ttft_ms is None else rules.slo_ttft_ms
-    due_s = None if target_ms is None else arrived_s + target_ms / 1000
+    level_s = None if target_ms is None else target_ms / 1000
+    due_s = None if level_s is None else arrived_s + level_s
     if rules is None:
-        return QueueTicketRequest(priority=priority, until_s=until_s, due_s=due_s)
+        return QueueTicketRequest(priority=priority, until_s=until_s, level_s=level_s, due_s=due_s)
     return QueueTicketRequest(
         tenant=tenant,
         weight=rules.weight,
         priority=priority,
         until_s=until_s,
         wait_target_s=rules.wait_target(priority),
+        level_s=level_s,
         due_s=due_s,
     )
 

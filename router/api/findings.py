@@ -19,6 +19,7 @@ from kvatlas.router.observe.findings import ROUTER, Finding, Severity
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.first_token import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from kvatlas.router.placement.own_pulls import Pulls
+from kvatlas.router.placement.seconds import CHANGE_SHOWN_S
 from kvatlas.router.placement.shadow import Shadow
 
 _info = partial(Finding, severity=Severity.INFO)
@@ -148,7 +149,7 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
             cause="its latest requests failed",
             remedy="look at the engine's log; the breaker closes with the first success",
         )
-    yield from _predictions(engine)
+    yield from _predictions(engine, now)
     yield from _salts(engine)
     yield from _probe(engine)
     if engine.ignores_ids:
@@ -289,7 +290,7 @@ def _layout(engine: Engine) -> str:
     return ", ".join(f"{one.kind} of {one.block_size}" for one in groups) or "unknown"
 
 
-def _predictions(engine: Engine) -> Iterator[Finding]:
+def _predictions(engine: Engine, now: float) -> Iterator[Finding]:
     receipts = engine.receipts
     if engine.shadow is not None:
         yield _estimate(engine.engine_id, engine.kind, engine.shadow)
@@ -339,6 +340,16 @@ def _predictions(engine: Engine) -> Iterator[Finding]:
             "router",
             cause="tokenizer or chat template differ from the engine's",
             remedy="see tokens.parity of kvatlas doctor; give the router the engine's tokenizer and template",
+        )
+    change = engine.rates.model.change
+    if change is not None and now - change.at_s < CHANGE_SHOWN_S:
+        late = change.factor > 1
+        times = change.factor if late else 1 / change.factor
+        yield _info(
+            "engine.speed",
+            subject=engine.engine_id,
+            seen=f"its first tokens come about {times:.1f} times as {'late' if late else 'soon'} as before",
+            cause="its speed changed, or something else runs on its machine; predictions follow it",
         )
     first = engine.first_tokens
     if first.compared >= ACCURATE_OF_MIN and first.accurate < ACCURATE_SHARE_MIN * first.compared:

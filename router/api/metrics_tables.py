@@ -76,6 +76,17 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
             "Seconds the engine needs per prompt token that it computes, learned from its first tokens",
             lambda e: e.rates.prefill_s_per_token(now),
         ),
+        gauge(
+            "engine_speed_guessed",
+            "1 while the engine's times to first token are predicted by its model's other engines or by "
+            "defaults: too few of its own were seen",
+            lambda e: e.rates.model.guessed,
+        ),
+        counter(
+            "speed_changes",
+            "Changes of the engine's speed, up or down, seen from the errors of its predicted first tokens",
+            lambda e: e.rates.model.changes,
+        ),
     )
 
 
@@ -222,7 +233,7 @@ FIRST_TOKENS: tuple[Column[FirstTokenErrors], ...] = (
     ),
     gauge(
         "time_to_first_token_margin_seconds",
-        "Seconds on top of a predicted time to first token within which 95 of the latest 100 came",
+        "Seconds on top of a predicted time to first token within which 95 of 100 of the latest came",
         lambda r: r.margin_s,
     ),
 )

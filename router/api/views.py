@@ -379,7 +379,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         contradicting=status.receipts.contradicting,
         probe={} if status.probe is None else status.probe.summary(),
         hit_share=status.hit_share,
-        first_tokens=status.first_tokens.summary(),
+        first_tokens=status.first_tokens.summary(guessed=status.rates.model.guessed),
         cache_worth_s_per_minute=status.receipts.worth.per_minute(now),
     )
 

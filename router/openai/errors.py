@@ -333,12 +333,13 @@ def queue_timeout(waited_s: float, limit: str, ahead_s: float) -> ApiError:
     return ApiError(503, "queue_timeout", message, kind="service_unavailable_error", headers=headers)
 
 
-def predicted_wait(wait_s: float, target_s: float) -> ApiError:
-    """429: every engine is predicted to let the request wait longer than it should."""
-    message = (
-        f"All engines are busy: the predicted wait of {wait_s:.1f} s exceeds the target of {target_s:g} s; "
-        "retry later."
-    )
+def predicted_wait(wait_s: float, target_s: float, level_s: float | None = None) -> ApiError:
+    """429: every engine is predicted to let the request wait longer than it should; ``level_s``: the target
+    for its first token, if that is why."""
+    wait = f"All engines are busy: the predicted wait of {wait_s:.1f} s"
+    message = f"{wait} exceeds the target of {target_s:g} s; retry later."
+    if level_s is not None:
+        message = f"{wait} makes the first token later than its target of {level_s:g} s; retry later."
     headers = _retry_in(wait_s - target_s)
     return ApiError(429, "predicted_wait", message, kind="rate_limit_error", headers=headers)
 

@@ -27,6 +27,8 @@ class QueueTicketRequest(msgspec.Struct, frozen=True, gc=False):
     """When its client gives up (monotonic seconds), if it said so."""
     wait_target_s: float | None = None
     """Longest predicted wait, where its tenant has a target of its own for the class."""
+    level_s: float | None = None
+    """Its target for the first token, from its arrival to ``due_s``."""
     due_s: float | None = None
     """When its first token is due (monotonic seconds), where it has a service level."""
 

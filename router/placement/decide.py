@@ -280,12 +280,16 @@ class Planner:
         queued_s = self.gate.queued_s(request, decision) if waits and self.gate is not None else 0.0
         wait_s = queued_s + decision.wait_s()
         refused = long_wait(wait_s, target_s)
-        if refused is not None or refuses != "first-token" or decision.split is not None:
+        by_level = refuses != "off" and target_s == left_s
+        parts = None
+        if refused is None and refuses == "first-token" and decision.split is None:
+            parts = decision.first_token()
+        if parts is not None:
+            wait_s, by_level = queued_s + parts.queue_s + parts.pages_s, True
+            refused = late_first_token(queued_s + parts.total_s, wait_s, left_s)
+        if refused is None or not by_level:
             return refused
-        parts = decision.first_token()
-        if parts is None:
-            return None
-        return late_first_token(queued_s + parts.total_s, queued_s + parts.queue_s + parts.pages_s, left_s)
+        return msgspec.structs.replace(refused, level_s=claim.level_s)
 
     def _refusal(self, request: InboundRequest, long: LongWait) -> ApiError:
         """Count and log a refusal; no account has the request yet."""
@@ -302,10 +306,10 @@ class Planner:
                 tenant=claim.tenant,
                 priority=name,
                 wait_s=round(long.wait_s, 3),
-                target_s=long.target_s,
+                target_s=long.target_s if long.level_s is None else long.level_s,
                 unlogged=unlogged,
             )
-        return predicted_wait(long.wait_s, long.target_s)
+        return predicted_wait(long.wait_s, long.target_s, long.level_s)
 
     @property
     def slo_targets(self) -> tuple[float | None, float | None, float | None] | None:

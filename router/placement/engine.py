@@ -389,6 +389,16 @@ class Engine(EngineStatus):
         total_s = queue_s + pages_s + load_s + prefill_s + engine_s
         return FirstTokenParts(queue_s, pages_s, load_s, prefill_s, engine_s, total_s)
 
+    def wait_s(self, candidate: Candidate, rank_s: float = 0.0) -> float:
+        """Implement ``PredictsWait``."""
+        rank_s = rank_s if self.takes_order else 0.0
+        work = self.load.asked(self._accounts.now(), 1, 0, candidate.running, rank_s)
+        queue_s, room_s = self.rates.model.seconds(work)[0], 0.0
+        # At an engine without requests no prompt waits for pages: none would be released.
+        if candidate.running or candidate.waiting:
+            room_s = candidate.room_s
+        return queue_s if queue_s > room_s else room_s  # noqa: FURB136
+
     @property
     def own_s(self) -> float:
         """Addition to the wait of a prompt that another engine computes: its overhead, and the margin for

@@ -9,6 +9,7 @@ most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from statistics import median
 from typing import Annotated
 
@@ -27,8 +28,10 @@ MODELS_MAX = 16
 OTHER = "other"
 # A smaller share of accurate predictions, of at least this number, is a problem of the engine.
 ACCURATE_SHARE_MIN, ACCURATE_OF_MIN = 0.5, 20
-# Errors between two computations of the margin: sorting the window takes 4 us.
-_REFRESH_EVERY = 8
+# Errors between two computations of the margin: sorting them takes 2 us.
+_REFRESH_EVERY = 4
+# Latest errors that the margin is taken from.
+_MARGIN_OF = 40
 _ERRORS_S = (-30.0, -10.0, -2.5, -1.0, -0.25, -0.05, -0.01, 0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0)
 
 
@@ -52,6 +55,8 @@ class FirstTokenParts(msgspec.Struct, frozen=True, gc=False):
 class FirstTokenSummary(msgspec.Struct, kw_only=True):
     """An engine's latest first tokens, predicted and measured: medians over the window, seconds."""
 
+    guessed: bool = True
+    """Predictions are a guess: too few first tokens of the engine itself were seen."""
     accurate: int = 0
     """Accurate predictions of the window."""
     compared: int = 0
@@ -59,7 +64,7 @@ class FirstTokenSummary(msgspec.Struct, kw_only=True):
     predicted_s: float | None = None
     measured_s: float | None = None
     margin_s: float | None = None
-    """Seconds on top of a prediction within which the first token comes in 95 of 100 requests."""
+    """Seconds on top of a prediction within which 95 of 100 of the latest first tokens came."""
 
 
 class SloStats(msgspec.Struct):
@@ -120,18 +125,21 @@ class FirstTokenErrors:
 
     @property
     def margin_s(self) -> float | None:
-        """The error that ``MARGIN_QUANTILE`` of the window stay below, at least 0; None without errors."""
+        """The error that ``MARGIN_QUANTILE`` of the latest stay below, at least 0; None without errors."""
         if self._refresh_in <= 0 and self._latest:
-            errors = sorted([measured - predicted for predicted, measured in self._latest])
+            # Errors from before a change of speed, or of load, say nothing of the next one.
+            latest = islice(reversed(self._latest), _MARGIN_OF)
+            errors = sorted([measured - predicted for predicted, measured in latest])
             self._margin_s = max(0.0, errors[int(MARGIN_QUANTILE * (len(errors) - 1))])
             self._refresh_in = _REFRESH_EVERY
         return self._margin_s
 
-    def summary(self) -> FirstTokenSummary:
+    def summary(self, *, guessed: bool = False) -> FirstTokenSummary:
         """Summarize the window."""
         if not self._latest:
-            return FirstTokenSummary()
+            return FirstTokenSummary(guessed=guessed)
         return FirstTokenSummary(
+            guessed=guessed,
             accurate=self.accurate,
             compared=len(self._latest),
             predicted_s=median([predicted for predicted, _ in self._latest]),

@@ -189,10 +189,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     def wait_s(self) -> float:
         """Return the predicted wait for an engine; for a split request that of the prefill or of the decode
         engines, whichever is longer."""
-        wait_s, split = predicted_wait_s(self.candidates), self.split
+        order, split = self.order, self.split
+        rank_s = 0.0 if order is None else order.rank_s(self.choice.cost.prefill_s)
+        wait_s = predicted_wait_s(self.candidates, self.engines, rank_s)
         if split is None or split.prefill is None:
             return wait_s
-        return max(wait_s, predicted_wait_s(split.prefill.candidates))
+        return max(wait_s, split.prefill.wait_s())
 
     def first_token(self) -> FirstTokenParts | None:
         """Return the predicted time to first token; None without a prediction of the hit."""

@@ -65,7 +65,7 @@ class FirstTokenWork(msgspec.Struct, frozen=True, gc=False):
     batch_tokens: float = 0.0
 
 
-class Parts(NamedTuple):
+class SpeedParts(NamedTuple):
     """Estimates in the order of the filter."""
 
     overhead_s: float
@@ -119,7 +119,7 @@ _NEWS_FACTOR, _NEWS_SD, _KNOWN = 1.25, 3.0, 10
 _NOT_BEGUN: Final = (0.0, 0, 0.0, 0.0)
 
 
-def _expected_s(parts: Parts | list[float], work: FirstTokenWork) -> float:
+def _expected_s(parts: SpeedParts | list[float], work: FirstTokenWork) -> float:
     overhead_s, step_s, rate, interference_s, attention_s = parts
     whole_s = (
         overhead_s
@@ -170,7 +170,7 @@ class FirstTokenModel:
         # Sums of the CUSUM, upwards and downwards, each with the number and sum of the errors in it and the
         # time of the first, and the estimates whose errors they are.
         self._up = self._down = _NOT_BEGUN
-        self._usual: Parts | None = None
+        self._usual: SpeedParts | None = None
         # Mean of the latest errors of the model, and time of the last one.
         self._lately, self._last_s = 0.0, -math.inf
         self._closed = False
@@ -276,7 +276,7 @@ class FirstTokenModel:
             self._scale(math.exp(now_error))
             return True
         if usual is None:
-            usual, before = Parts(*value), 0.0
+            usual, before = SpeedParts(*value), 0.0
             self._usual = usual
         # The model itself follows a change soon, so that its own errors would end before they are many.
         now_error = min(max(now_error, -_FACTOR_MAX), _FACTOR_MAX)
@@ -297,7 +297,7 @@ class FirstTokenModel:
         if found[0] <= _CHANGE_AT:
             calm = found[0] < _CHANGE_AT / 3 and not self.samples % _USUAL_FOR
             if calm or not self._known:
-                self._usual = Parts(*value)
+                self._usual = SpeedParts(*value)
             return False
         self._changed(found, now)
         return True
@@ -313,7 +313,7 @@ class FirstTokenModel:
         _, count, errors, since_s = found
         self._scale(math.exp(self._lately))
         self._up = self._down = _NOT_BEGUN
-        self._lately, self._usual = 0.0, Parts(*self._value)
+        self._lately, self._usual = 0.0, SpeedParts(*self._value)
         mean = errors / count
         clear = max(math.log(_NEWS_FACTOR), _NEWS_SD * self._noise / math.sqrt(count))
         if self._known and abs(mean) > clear:
@@ -331,9 +331,9 @@ class FirstTokenModel:
         return self.samples < self._fleet.settings.samples_min
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> SpeedParts:
         """The present estimates."""
-        return Parts(*(self._value or self._borrowed))
+        return SpeedParts(*(self._value or self._borrowed))
 
     @property
     def served(self) -> str | None:
@@ -341,7 +341,7 @@ class FirstTokenModel:
         return self._model()
 
     @property
-    def _borrowed(self) -> Parts:
+    def _borrowed(self) -> SpeedParts:
         fleet = self._fleet
         medians = fleet.fit() if fleet.medians is None else fleet.medians
         return medians.get(self._model(), fleet.prior)
@@ -361,23 +361,23 @@ class FirstTokenModels:
         self.settings = settings = settings or SecondsSettings()
         self.engines: dict[FirstTokenModel, None] = {}
         """Engines that have learned something."""
-        self.prior = Parts(
+        self.prior = SpeedParts(
             settings.overhead_s,
             settings.step_s,
             settings.prefill_s_per_token,
             settings.decode_interference_s,
             0.0,
         )
-        self.medians: dict[str | None, Parts] | None = None
+        self.medians: dict[str | None, SpeedParts] | None = None
         """By model; None: not computed (``fit``)."""
 
-    def fit(self) -> dict[str | None, Parts]:
+    def fit(self) -> dict[str | None, SpeedParts]:
         """Compute ``medians``."""
-        by_model: dict[str | None, list[Parts]] = {}
+        by_model: dict[str | None, list[SpeedParts]] = {}
         for engine in self.engines:
             if not engine.guessed:
                 by_model.setdefault(engine.served, []).append(engine.parts)
         self.medians = {
-            model: Parts(*map(median, zip(*found, strict=True))) for model, found in by_model.items()
+            model: SpeedParts(*map(median, zip(*found, strict=True))) for model, found in by_model.items()
         }
         return self.medians

@@ -9,14 +9,19 @@ cached.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
-from kvatlas.router.placement.candidate import (
-    Candidate,
-)
+from kvatlas.router.placement.candidate import Candidate
 from kvatlas.router.placement.fleet_values import columns
+
+
+class PredictsWait(Protocol):
+    """An engine that predicts the wait of a prompt for which it is a candidate; ``rank_s``: the prompt's
+    place in the engine's own order, 0 without one."""
+
+    def wait_s(self, candidate: Candidate, rank_s: float) -> float: ...
 
 
 class LongWait(msgspec.Struct, frozen=True, gc=False):
@@ -24,6 +29,8 @@ class LongWait(msgspec.Struct, frozen=True, gc=False):
 
     wait_s: float
     target_s: float
+    level_s: float | None = None
+    """The request's own target for its first token, if that is why it is refused."""
 
     @property
     def excess_s(self) -> float:
@@ -40,8 +47,8 @@ class AdmissionStats(msgspec.Struct):
     """Requests refused by their predicted wait (429 `predicted_wait`), by class."""
 
 
-def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
-    """Return the shortest wait of all candidates."""
+def shortest_wait(candidates: Sequence[Candidate]) -> int:
+    """Position of the candidate with the shortest wait."""
     found = columns(candidates)
     waits_s = found.queue_s
     if found.rooms:
@@ -50,7 +57,15 @@ def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
             # At an engine without requests no prompt waits for pages: none would be released.
             if found.values.requests[at]:
                 waits_s[at] = max(waits_s.item(at), room_s)
-    return waits_s.item(waits_s.argmin())
+    return int(waits_s.argmin())
+
+
+def predicted_wait_s(
+    candidates: Sequence[Candidate], engines: Sequence[PredictsWait], rank_s: float = 0.0
+) -> float:
+    """Return the wait that the engine with the shortest one predicts."""
+    at = shortest_wait(candidates)
+    return engines[at].wait_s(candidates[at], rank_s)
 
 
 def late_first_token(first_token_s: float, wait_s: float, left_s: float) -> LongWait | None:

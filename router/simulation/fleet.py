@@ -314,7 +314,7 @@ class FleetSim:
         if self._other is not None:
             return variant.refuses > 0 and self._other.misses(tokens, hashes, seen_of(candidates), left_s)
         admit_s = min(variant.admit_s, max(0.0, left_s)) if variant.refuses else variant.admit_s
-        return long_wait(predicted_wait_s(candidates), admit_s) is not None
+        return long_wait(predicted_wait_s(candidates, self._fleet), admit_s) is not None
 
     def _is_late(self, place: int, choice: Choice, left_s: float) -> bool:
         """Whether the request is refused by its first token at the chosen engine."""

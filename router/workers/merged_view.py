@@ -185,6 +185,7 @@ def _joined(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     return most | {
         "accurate": one["accurate"] + two["accurate"],
         "compared": one["compared"] + two["compared"],
+        "guessed": one["guessed"] and two["guessed"],
         "margin_s": max(margins, default=None),
     }
 

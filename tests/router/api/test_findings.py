@@ -17,6 +17,7 @@ from kvatlas.router.http.client import HttpClient
 from kvatlas.router.observe.findings import LOGGED_AFTER_S, Finding, FindingLog, Severity, counts, joined
 from kvatlas.router.observe.receipts import Receipt
 from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.seconds import SpeedChange
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
 from kvatlas.router.tools.doctor.http import Http
 from kvatlas.router.tools.top import take_snapshot
@@ -73,6 +74,14 @@ def late_tokens(one: Engine) -> None:
         one.first_tokens.add("m", 1.0, 3.0)
 
 
+def slower(one: Engine) -> None:
+    one.rates.model.change = SpeedChange(0.0, 0.0, 2.04)
+
+
+def faster(one: Engine) -> None:
+    one.rates.model.change = SpeedChange(0.0, 0.0, 0.25)
+
+
 CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
     (down, "engine.down", Severity.ERROR, "down: refused"),
     (held, "engine.on_hold", Severity.INFO, "gets no new requests: drained by ann"),
@@ -93,8 +102,17 @@ CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
         Severity.WARNING,
         "30 of 30 times to first token differ",
     ),
+    (slower, "engine.speed", Severity.INFO, "about 2.0 times as late as before"),
+    (faster, "engine.speed", Severity.INFO, "about 4.0 times as soon as before"),
     (receipts(3, reported_prompt_tokens=701), "tokens.length", Severity.ERROR, "3 prompt(s)"),
 ]
+
+
+def test_a_change_of_speed_is_shown_for_ten_minutes() -> None:
+    one = engine()
+    slower(one)
+    assert [found.check for found in of_engine(one, 599.0)] == ["engine.speed"]
+    assert list(of_engine(one, 601.0)) == []
 
 
 def test_an_engine_without_problems_has_no_findings() -> None:

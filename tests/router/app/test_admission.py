@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.rates import PrefillSample
+from kvatlas.router.placement.seconds import FirstTokenWork
 from kvatlas.router.reloads import apply
 from tests.router.app.test_prefill_decode import D, P, apart, completion
 from tests.router.app.test_queue import waits
@@ -34,8 +35,10 @@ ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content"
 
 @contextmanager
 def queued(*engines: Engine, wait_s: float = WAIT_S) -> Iterator[None]:
-    """This many seconds of prompts are ahead on these engines."""
+    """This many seconds of prompts are ahead on these engines, which are as fast as is assumed at first."""
     now = time.monotonic()
+    for engine in engines:
+        teach(engine, engine.rates.prefill_s_per_token(now))
     tokens = [int(wait_s / e.rates.prefill_s_per_token(now)) for e in engines]
     tickets = [
         e.load.admit(uncached_tokens=n, now=now, streams=False) for e, n in zip(engines, tokens, strict=True)
@@ -43,6 +46,13 @@ def queued(*engines: Engine, wait_s: float = WAIT_S) -> Iterator[None]:
     yield
     for engine, ticket in zip(engines, tickets, strict=True):
         engine.load.fail(ticket, time.monotonic())
+
+
+def teach(engine: Engine, s_per_token: float) -> None:
+    """Prompts of this engine took as long."""
+    now = time.monotonic()
+    for tokens in range(100, 10_100, 100):
+        engine.rates.model.observe(FirstTokenWork(tokens), s_per_token * tokens, now - 101.0 + tokens / 100)
 
 
 async def test_a_wait_beyond_the_target_is_429_for_both_clients_and_leaves_nothing(

@@ -52,7 +52,8 @@ async def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_o
         await rig.caught_up(*engines)
         for engine in rig.router.fleet:
             for tokens in range(1, 20_000, 100):
-                engine.rates.model.observe(FirstTokenWork(tokens), 0.005 + tokens / 8000, rig.router.clock())
+                at_s = rig.router.clock() - 201.0 + tokens / 100
+                engine.rates.model.observe(FirstTokenWork(tokens), 0.005 + tokens / 8000, at_s)
             for _ in range(late):
                 engine.first_tokens.add(MODEL, 1.0, 61.0)
         stats = rig.router.accounts.slo_stats
@@ -112,6 +113,7 @@ async def test_a_request_that_every_engine_lets_wait_beyond_its_target_is_refuse
             with pytest.raises(openai.RateLimitError) as refused:
                 await rig.chat(TEXT, extra_headers=soon)
             assert refused.value.code == "predicted_wait"
+            assert "later than its target of 0.5 s" in refused.value.message
             assert 15 <= int(refused.value.response.headers["retry-after"]) <= 20
             await rig.chat(TEXT, extra_headers={"x-slo-ttft-ms": "60000"})
             await rig.chat(TEXT)

@@ -196,7 +196,7 @@ def _settle(scored: Scored, equals: list[int], key: int) -> int:
 
 
 def waits_least_s(candidates: Sequence[Candidate]) -> float:
-    """``predicted_wait_s``."""
+    """Of the engine that is ``shortest_wait``."""
     return min(
         max(one.queue_s, one.room_s) if one.running or one.waiting else one.queue_s for one in candidates
     )

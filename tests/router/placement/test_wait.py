@@ -43,14 +43,26 @@ engines = st.builds(
 )
 
 
+class AsCandidates:
+    """Engines that predict what their candidates have."""
+
+    def wait_s(self, candidate: Candidate, rank_s: float) -> float:
+        requests = candidate.running or candidate.waiting
+        return max(candidate.queue_s, candidate.room_s if requests else 0.0)
+
+
+def wait_s(fleet: list[Candidate]) -> float:
+    return predicted_wait_s(fleet, [AsCandidates()] * len(fleet))
+
+
 @settings(max_examples=examples(300))
 @given(st.lists(engines, min_size=1, max_size=6), targets)
 def test_refused_exactly_where_every_engine_exceeds_the_target(
     fleet: list[Candidate], target_s: float
 ) -> None:
-    each = [predicted_wait_s([one]) for one in fleet]
-    long = long_wait(predicted_wait_s(fleet), target_s)
-    assert (long is not None) == all(wait_s > target_s for wait_s in each)
+    each = [wait_s([one]) for one in fleet]
+    long = long_wait(wait_s(fleet), target_s)
+    assert (long is not None) == all(one_s > target_s for one_s in each)
     if long is not None:
         assert long.wait_s == min(each)
         assert long.excess_s > 0
@@ -65,19 +77,19 @@ def test_refused_exactly_where_every_engine_exceeds_the_target(
 def test_another_engine_never_makes_a_refusal(
     fleet: list[Candidate], more: Candidate, target_s: float
 ) -> None:
-    if long_wait(predicted_wait_s(fleet), target_s) is None:
-        assert long_wait(predicted_wait_s([*fleet, more]), target_s) is None
+    if long_wait(wait_s(fleet), target_s) is None:
+        assert long_wait(wait_s([*fleet, more]), target_s) is None
 
 
 @given(st.floats(0, 1e9), st.floats(1e-6, 1.0), targets)
 def test_an_idle_engine_takes_every_prompt(room_s: float, rate: float, target_s: float) -> None:
     idle = make_candidate("e", room_s=room_s, prefill_s_per_token=rate)
-    assert long_wait(predicted_wait_s([idle]), target_s) is None
+    assert long_wait(wait_s([idle]), target_s) is None
 
 
 def test_pages_count_where_they_take_longer_than_the_prompts_ahead() -> None:
-    assert predicted_wait_s([make_candidate("e", queue_s=1.0, room_s=4.0, running=1)]) == 4.0
-    assert predicted_wait_s([make_candidate("e", queue_s=5.0, room_s=4.0, waiting=1)]) == 5.0
+    assert wait_s([make_candidate("e", queue_s=1.0, room_s=4.0, running=1)]) == 4.0
+    assert wait_s([make_candidate("e", queue_s=5.0, room_s=4.0, waiting=1)]) == 5.0
 
 
 def test_without_a_target_nothing_is_refused_and_a_wait_without_end_can_be_answered() -> None:

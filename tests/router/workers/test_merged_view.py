@@ -191,9 +191,10 @@ def test_cores_are_no_more_than_the_containers_quota(tmp_path: Path, text: str, 
 
 def test_workers_margins_of_first_tokens_are_joined_by_the_largest() -> None:
     """Each worker has compared others: the bound that holds for all of them is the larger one."""
-    few = {"accurate": 1, "compared": 2, "median_s": 0.5, "margin_s": 0.25}
-    many = {"accurate": 3, "compared": 9, "median_s": 0.1, "margin_s": 0.05}
+    few = {"accurate": 1, "compared": 2, "median_s": 0.5, "margin_s": 0.25, "guessed": True}
+    many = {"accurate": 3, "compared": 9, "median_s": 0.1, "margin_s": 0.05, "guessed": False}
+    joined = {"accurate": 4, "compared": 11, "median_s": 0.1, "margin_s": 0.25, "guessed": False}
     for one, two in ((few, many), (many, few)):
-        assert _joined(one, two) == {"accurate": 4, "compared": 11, "median_s": 0.1, "margin_s": 0.25}
+        assert _joined(one, two) == joined
     assert _joined(few, many | {"margin_s": None})["margin_s"] == 0.25
     assert _joined(few | {"margin_s": None}, many | {"margin_s": None})["margin_s"] is None
