@@ -16,6 +16,7 @@ from kvatlas.router.feeds.stores import StoreFeed
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
 from kvatlas.router.observe.findings import ROUTER, Finding, Severity
+from kvatlas.router.observe.usage import UsageLog
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.first_token import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
 from kvatlas.router.placement.own_pulls import Pulls
@@ -73,6 +74,8 @@ def of_router(s: Sources) -> Iterator[Finding]:
                 cause="the source does not answer, or is not understood",
                 remedy="kvatlas doctor --router shows the remedy (router.sources)",
             )
+    if s.usage is not None:
+        yield from _usage_record(s.usage)
     if unused := s.unused():
         yield _warning(
             "config.unused",
@@ -120,6 +123,27 @@ def of_store(feed: StoreFeed) -> Iterator[Finding]:
             "what they tell of is never predicted",
             remedy="nothing, if no engine here loads them; otherwise set key_model and the parallel sizes of "
             "this store as its engines have them",
+        )
+
+
+def _usage_record(log: UsageLog) -> Iterator[Finding]:
+    """Lines that are not written, or do not agree with the index."""
+    if log.failing:
+        yield _error(
+            "record.unwritten",
+            subject=ROUTER,
+            seen=f"the usage record cannot be written: {log.stats.queued} line(s) wait, "
+            f"{sum(log.stats.dropped.values())} are lost",
+            cause="the disk is full, or usage.path may not be written",
+            remedy="make room, or correct its permissions: waiting lines are written then",
+        )
+    if share := log.unverified_share:
+        yield _warning(
+            "record.unverified",
+            subject=ROUTER,
+            seen=f"{share:.0%} of the latest lines of the usage record have verified: false",
+            cause="engines report other cached tokens than their events say",
+            remedy="see predictions of the engines here; bills by cached_tokens are not safe until then",
         )
 
 
@@ -315,6 +339,16 @@ def _predictions(engine: Engine, now: float) -> Iterator[Finding]:
             seen="predictions drift: more than a quarter of the latest ones were wrong",
             cause=cause,
             remedy=remedy,
+        )
+    if missed := receipts.store_misses:
+        yield _warning(
+            "predictions.store",
+            subject=engine.engine_id,
+            seen=f"{missed} of the latest {len(receipts.store_window)} hits from a store were not delivered",
+            cause="the store lost blocks that it reported: damaged or removed files, a server that came back "
+            "empty, or evictions that are not published",
+            remedy="check the store and the connector's log; with a shorter models.NAME.shared_store_ttl_s, "
+            "what is not published again is forgotten sooner",
         )
     if evidence := receipts.contradicting:
         shown = "; ".join(

@@ -182,6 +182,8 @@ class EngineReceipts(msgspec.Struct):
     errors: Histogram = msgspec.field(default_factory=lambda: Histogram(ERROR_BUCKETS))
     """Predicted - actual."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    store_window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Latest predictions with tokens from a store: whether they came."""
     contradictions: dict[str, int] = msgspec.field(default_factory=dict)
     """Receipts in which engine and index cannot both be right, by kind."""
     checked: deque[str] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -221,6 +223,7 @@ class EngineReceipts(msgspec.Struct):
             by_medium[CPU] = by_medium.get(CPU, 0) + cpu
         if storage:
             by_medium[STORAGE] = by_medium.get(STORAGE, 0) + storage
+            self.store_window.append(error <= 0)
         # Errors of the others are no drift of the index.
         if not storage and mode not in {"pending", "partial"}:
             self.window.append(error == 0)
@@ -264,6 +267,12 @@ class EngineReceipts(msgspec.Struct):
     def wrong_share(self) -> float:
         """Share of wrong predictions among the latest compared ones (without those from storage)."""
         return 1 - sum(self.window) / len(self.window) if self.window else 0.0
+
+    @property
+    def store_misses(self) -> int:
+        """How many of the latest predictions from a store were too high, if they are too many; else 0."""
+        missed, count = self.store_window.count(False), len(self.store_window)
+        return missed if count >= DRIFT_MIN and missed > DRIFT_SHARE * count else 0
 
     @property
     def drifting(self) -> bool:

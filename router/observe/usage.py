@@ -26,6 +26,7 @@ from kvatlas import __version__
 from kvatlas.publisher.block_hash import PromptExtras
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.observe.prefix_ids import START_UNIT_TOKENS, UNIT_TOKENS, prefix_ids, read_key
+from kvatlas.router.observe.receipts import DRIFT_MIN, DRIFT_SHARE, WINDOW
 from kvatlas.router.observe.requests import Certainty, RequestRecord
 from kvatlas.router.observe.traces import FLUSH_MS, TraceSettings, counting
 from kvatlas.router.openai.request import Usage
@@ -166,6 +167,8 @@ class UsageStats(msgspec.Struct):
     """Times the file reached its size and a new one was started."""
     files_removed: Annotated[int, "kvatlas_usage_files_removed_total"] = 0
     """Oldest files removed because there were `usage.files_max`."""
+    unverified: Annotated[int, "kvatlas_usage_unverified_total"] = 0
+    """Lines with `verified: false`."""
     queued: Annotated[int, "kvatlas_usage_queued"] = 0
     """Requests waiting to be written."""
 
@@ -282,6 +285,7 @@ class UsageLog:
         self._thread: threading.Thread | None = None
         self._file: FileIO | None = None
         self._failing = False
+        self._compared, self._unverified = 0, 0.0
         self._batch: list[bytes] = []
         """Encoded lines not written yet."""
         self._synced_s = 0.0
@@ -363,6 +367,8 @@ class UsageLog:
                 record, facts, arrived_s, duration_s = self._queue.popleft()
                 self._tokens_out += _weight(facts)
                 line = usage_line(record, facts, arrived_s, duration_s, self._key)
+                if line.verified is not None:
+                    self._compare(line.verified)
                 self._batch.append(self._encoder.encode(line) + b"\n")
                 size += len(self._batch[-1])
                 if self._export is not None:
@@ -370,6 +376,23 @@ class UsageLog:
             self.stats.queued = len(self._queue)
             while self._batch:
                 self._write_batch()
+
+    def _compare(self, verified: bool) -> None:
+        self.stats.unverified += not verified
+        self._compared += 1
+        weight = 1 / min(self._compared, WINDOW)
+        self._unverified += weight * ((not verified) - self._unverified)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the latest attempt to write failed."""
+        return self._failing
+
+    @property
+    def unverified_share(self) -> float:
+        """Share of about the latest ``WINDOW`` lines that do not agree with the index, if it is too large."""
+        known = self._compared >= DRIFT_MIN and self._unverified > DRIFT_SHARE
+        return self._unverified if known else 0.0
 
     def _write_batch(self) -> None:
         """Write as many lines of the batch as the file takes. Raises ``OSError``."""

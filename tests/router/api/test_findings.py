@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from msgspec.structs import astuple
 from structlog.testing import capture_logs
 
 from kvatlas.router.admission.admission_queue import QueueSettings
-from kvatlas.router.api.findings import of_engine, of_router
+from kvatlas.router.api.findings import _usage_record, of_engine, of_router
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.observe.findings import LOGGED_AFTER_S, Finding, FindingLog, Severity, counts, joined
 from kvatlas.router.observe.receipts import Receipt
+from kvatlas.router.observe.usage import UsageLog, UsageSettings
 from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.seconds import SpeedChange
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
@@ -229,3 +231,32 @@ async def test_every_view_shows_the_same_problems() -> None:
         doctor = await examined(live.base_url, *gone, router=rig.ops_url, timeout_s=0.5)
         told = {(one.subject, one.check, one.since_s) for one in doctor}
         assert {(one["subject"], one["check"], one["since_s"]) for one in listed} <= told
+
+
+@pytest.mark.parametrize(("missed", "count", "told"), [(6, 20, True), (5, 20, False), (19, 19, False)])
+def test_a_store_that_delivers_less_than_it_reported_is_a_problem(
+    missed: int, count: int, told: bool
+) -> None:
+    one = engine()
+    for number in range(count):
+        came = 512 if number >= missed else 256
+        one.receipts.add(astuple(receipt(storage_tokens=256, actual_tokens=came)))
+    found = [finding for finding in of_engine(one, 0.0) if finding.check == "predictions.store"]
+    assert [finding.seen for finding in found] == (
+        [f"{missed} of the latest {count} hits from a store were not delivered"] if told else []
+    )
+
+
+@pytest.mark.parametrize(("wrong", "told"), [(6, True), (4, False)])
+def test_a_usage_record_that_contradicts_or_cannot_be_written_is_a_problem(
+    tmp_path: Path, wrong: int, told: bool
+) -> None:
+    log = UsageLog(UsageSettings(path=str(tmp_path / "usage.jsonl")))
+    assert list(_usage_record(log)) == []
+    for number in range(20):
+        log._compare(number >= wrong)
+    assert [one.check for one in _usage_record(log)] == ["record.unverified"] * told
+    assert log.stats.unverified == wrong
+    log._failing = True
+    first = next(_usage_record(log))
+    assert (first.check, first.severity) == ("record.unwritten", Severity.ERROR)
