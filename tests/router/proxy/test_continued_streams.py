@@ -355,6 +355,41 @@ async def test_many_streams_of_one_engine_wait_for_their_turns() -> None:
     assert all(abs(place - tokens) <= 8 for place, tokens in enumerate(order[16:]))
 
 
+async def test_streams_of_a_dead_engine_all_go_on_without_burying_the_others() -> None:
+    """Each engine computes at most eight prompts of them at one time."""
+    streams, open_, most = 40, [0, 0], [0, 0]
+    gone = asyncio.Event()
+
+    async def dying(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD)
+        for event in itertools.islice(MODEL.events(CHAT, told(call)), 4):
+            writer.write(chunk(event))
+        await writer.drain()
+        if len(engine.calls) == streams:
+            gone.set()
+        await gone.wait()
+        await asyncio.sleep(0.1)
+        writer.close()
+
+    def computing(number: int) -> Script:
+        async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            open_[number] += 1
+            most[number] = max(most[number], open_[number])
+            await asyncio.sleep(1)
+            open_[number] -= 1
+            await breaks(99, times=0)(engine, call, writer)
+
+        return script
+
+    async with Engine(dying) as one, Engine(computing(0)) as two, Engine(computing(1)) as three:
+        planner = DecodingPlanner(one.url, two.url, three.url)
+        async with routing(planner=planner, settings=ON) as rig:
+            got = await asyncio.gather(*[ask(rig, request(body(CHAT))) for _ in range(streams)])
+            assert {answer.body for answer in got} == {whole(CHAT, body(CHAT))}
+            assert rig.stats.continuations == {"completed": streams}
+    assert most == [turns.ON_ENGINE_MAX, turns.ON_ENGINE_MAX]
+
+
 async def test_a_stream_that_would_wait_too_long_does_not_go_on() -> None:
     turns_ = ContinuationTurns()
     planner = DecodingPlanner("a")
