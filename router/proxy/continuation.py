@@ -488,7 +488,7 @@ class KeptStream:
             self.unable = self.unable or "ids"
         self._settled = (
             self._spoken
-            and not plan.stop
+            and not plan.stop.stops
             and (plan.chat or plan.logprobs is None)
             and bool(self.prompt_tokens)
         )

@@ -371,3 +371,18 @@ def test_reasoning_goes_on_only_after_it_is_over() -> None:
     kept.feed(event({"content": "yes"}, 52))
     assert not kept.check()
     assert [*kept.ids] == [50, 51, 52]
+
+
+@paths
+def test_later_events_are_not_decoded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plan = request(path, {})
+    kept = KeptStream(plan)
+    events = list(
+        TextEngine([token(b"ab")] * 9).events(path, {**request(path, {})[0], "return_token_ids": True})
+    )
+    for event in events[:3]:
+        kept.feed(event)
+    monkeypatch.setattr(KeptStream, "_event", None)
+    had = len(kept.ids)
+    assert b"".join(map(kept.feed, events[3:6])).count(b'"token_ids":null') == 3
+    assert len(kept.ids) == had + 3
