@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.known_steps import LAWS, STATES, run, shares
+from benchmarks.known_steps import LAWS, STATES, overload, run, shares
 
 # Within 10 % and within 25 %.
 TARGETS = {
@@ -60,3 +60,12 @@ def test_a_change_of_speed_is_seen_where_it_is(law: str, state: str) -> None:
         if state.startswith("twice"):
             # With only chats the load is near what the slower engine can do: the wait grows by more.
             assert changed.change.factor == pytest.approx(STATES[state].slower, rel=0.5)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_service_levels_hold_at_overload_and_those_refused_would_have_missed_them(law: str) -> None:
+    """Refused requests are run on a twin of their engine, with none after them."""
+    found = overload(LAWS[law], range(4))
+    assert found.refused > 100
+    assert found.met >= 0.94, found
+    assert found.missed >= (0.7 if law in CHANCE and law != "fast" else 0.8), found
