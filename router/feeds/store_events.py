@@ -44,7 +44,6 @@ StoreKind = Literal["mooncake", "lmcache", "llmd-files"]
 # Reasons for not using an event that are counted separately, and characters kept of each.
 _REASONS_MAX, _REASON_CHARS_MAX = 16, 80
 _KEY_CHARS_MAX = 1024
-_EVENTS_AT_ONCE = 256
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _VLLM_KEY = re.compile(
     r"(.+)@tp_rank:([0-9]{1,4})@pcp([0-9]{1,4})@dcp([0-9]{1,4})@pp_rank:([0-9]{1,4})@group:([0-9]{1,2})"
@@ -187,11 +186,10 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self._number(tensor, context, pipeline)
 
 
-class StoreBatch(msgspec.Struct, gc=False):
-    """Changes of one batch in their order; None stands for: everything is gone."""
-
-    changes: list[StoreChange | None]
-    events: int
+Changes = Sequence[StoreChange | None]
+"""Changes in their order; None stands for: everything is gone."""
+# Pieces of a batch as they are decoded, None where nothing is ready yet; returns the number of events.
+Pieces = Generator[Changes | None, None, int]
 
 
 class _MooncakeEvent(msgspec.Struct, gc=False):
@@ -209,7 +207,6 @@ class _MooncakeBatch(msgspec.Struct, array_like=True, gc=False):
 
 _MOONCAKE_BATCH = msgspec.msgpack.Decoder(_MooncakeBatch)
 _MOONCAKE_EVENT = msgspec.msgpack.Decoder(_MooncakeEvent)
-_NOTHING = StoreBatch([], 0)
 
 
 class StoreDecoder:
@@ -226,46 +223,40 @@ class StoreDecoder:
         """Discard what was learned of the store's hashes: its state is unknown."""
         self._chunks.clear()
 
-    def decode(self, topic: bytes, payload: bytes) -> Generator[None, None, StoreBatch]:
-        """Decode one batch in pieces, with a yield after each. Raises ``EventDecodeError``."""
+    def decode(self, topic: bytes, payload: bytes) -> Pieces:
+        """Decode one batch, piece by piece. Raises ``EventDecodeError``, also behind the first pieces."""
         if self._settings.kind == "mooncake":
             return (yield from self._mooncake(payload))
         middle = self._middle_of(topic.decode(errors="replace"))
         if middle is None:
-            return _NOTHING
+            return 0
         batch = yield from decode_in_pieces(payload)
         if batch.rejected:
             raise EventDecodeError(batch.rejected[0])
         for name in batch.unknown:
             self._unused(f"event type {name}")
-        changes: list[StoreChange | None] = []
-        for at, event in enumerate(batch.events):
-            changes += self._of_event(event, middle)
-            if at % _EVENTS_AT_ONCE == _EVENTS_AT_ONCE - 1:
-                yield
-        return StoreBatch(changes, len(batch.events))
+        for event in batch.events:
+            yield self._of_event(event, middle)
+        return len(batch.events)
 
     def _unused(self, reason: str) -> None:
         reason = reason[:_REASON_CHARS_MAX]
         self.unused[reason if reason in self.unused or len(self.unused) < _REASONS_MAX else "other"] += 1
 
-    def _mooncake(self, payload: bytes) -> Generator[None, None, StoreBatch]:
+    def _mooncake(self, payload: bytes) -> Pieces:
         try:
             batch = _MOONCAKE_BATCH.decode(payload)
-            changes: list[StoreChange | None] = []
-            for at, raw in enumerate(batch.events):
+            for raw in batch.events:
                 event = _MOONCAKE_EVENT.decode(raw)
                 if event.tenant_id not in {None, "", _DEFAULT_TENANT}:
                     self._unused(f"tenant {event.tenant_id}")
                 elif event.event_type == "cleared":
-                    changes.append(None)
+                    yield (None,)
                 elif change := self._of_key(event):
-                    changes.append(change)
-                if at % _EVENTS_AT_ONCE == _EVENTS_AT_ONCE - 1:
-                    yield
+                    yield (change,)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise EventDecodeError(f"no batch of a Mooncake master: {error}") from None
-        return StoreBatch(changes, len(batch.events))
+        return len(batch.events)
 
     def _of_key(self, event: _MooncakeEvent) -> StoreChange | None:
         key, stored = event.object_key, event.event_type == "stored"
@@ -306,7 +297,7 @@ class StoreDecoder:
                 return None
         return middle
 
-    def _of_event(self, event: Event, middle: str) -> Sequence[StoreChange | None]:
+    def _of_event(self, event: Event, middle: str) -> Changes:
         if isinstance(event, AllBlocksCleared):
             self._chunks.clear()
             return (None,)

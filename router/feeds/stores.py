@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Annotated
 
 import msgspec
@@ -114,10 +114,10 @@ class StoreFeed:
         async with asyncio.TaskGroup() as tasks:
             for endpoint in dict.fromkeys(self.settings.events):
                 tasks.create_task(self._follow(endpoint, clock), name=f"store {self.settings.name}")
+            ttl_s, more = self.settings.expires_s, False
             while True:
-                await asyncio.sleep(_AGE_S)
-                if (ttl_s := self.settings.expires_s) is not None:
-                    self.content.age(clock(), ttl_s)
+                await asyncio.sleep(0 if more else _AGE_S)
+                more = ttl_s is not None and self.content.age(clock(), ttl_s)
 
     async def _follow(self, endpoint: str, clock: Callable[[], float]) -> None:
         while True:
@@ -176,19 +176,30 @@ class StoreFeed:
         if why := numbers.take(int.from_bytes(message[1], "big")):
             self._drop(why)
         try:
-            batch = await work.all(self._decoder.decode(message[0], message[2]))
+            self._stats.events += await work.all(self._apply(message[0], message[2]))
         except EventDecodeError as error:
             self._log.warning("a batch of a store cannot be read", error=str(error))
             self._drop("undecodable")
-            return
-        self._stats.events += batch.events
-        for start in range(0, len(batch.changes), _CHANGES_AT_ONCE):
-            for change in batch.changes[start : start + _CHANGES_AT_ONCE]:
-                if change is None:
-                    self.content.clear()
-                else:
-                    self.content.apply((change,))
-            await work.yield_to_loop()
+
+    def _apply(self, topic: bytes, payload: bytes) -> Generator[None, None, int]:
+        """Decode and apply a batch, with a yield after each piece; returns the number of its events. Raises
+        ``EventDecodeError``: the store must be forgotten."""
+        pieces = self._decoder.decode(topic, payload)
+        while True:
+            try:
+                changes = next(pieces) or ()
+            except StopIteration as end:
+                count: int = end.value
+                return count
+            for start in range(0, len(changes), _CHANGES_AT_ONCE):
+                for change in changes[start : start + _CHANGES_AT_ONCE]:
+                    if change is None:
+                        self.content.clear()
+                    else:
+                        self.content.apply(change)
+                yield
+            if not changes:
+                yield
 
     def _lose(self, why: str, endpoint: str) -> None:
         self._connected.discard(endpoint)

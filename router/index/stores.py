@@ -11,7 +11,8 @@ store takes no step per block; at most ``CHUNKS_MAX`` chunks are kept, further o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from kvatlas.publisher.events import BlockHash
@@ -24,6 +25,8 @@ CHUNKS_MAX = 1 << 20
 STORE_MEDIA_MAX = 2
 # Parts of a chunk: engines of 64 GPUs and more share heads or layers.
 PARTS_MAX = 1024
+# Some milliseconds.
+_DISCARDED_AT_ONCE = 1024
 # No engine id contains a NUL.
 _WRITER = "\x00store "
 _GROUP_SHIFT = 64
@@ -91,24 +94,24 @@ class StoreContent:
             if index is not None:
                 index.store(self._writer, Plane(self._place, group_idx), blocks)
 
-    def apply(self, changes: Iterable[StoreChange]) -> None:
-        """Apply changes in their order."""
-        for stored, group_idx, block, part, medium in changes:
-            key, bit = group_idx << _GROUP_SHIFT | block, 1 << part + medium * self._parts.count
-            held = self._held.get(key) or self._older.get(key, 0)
-            if stored and not held and self.chunks >= CHUNKS_MAX:
-                self.overflows += 1
-                continue
-            left = held | bit if stored else held & ~bit
-            if stored:
-                self._older.pop(key, None)
-                self._held[key] = left
-            elif left:
-                (self._held if key in self._held else self._older)[key] = left
-            else:
-                self._held.pop(key, None)
-                self._older.pop(key, None)
-            self._note(group_idx, block, held, left)
+    def apply(self, change: StoreChange) -> None:
+        """Apply a change."""
+        stored, group_idx, block, part, medium = change
+        key, bit = group_idx << _GROUP_SHIFT | block, 1 << part + medium * self._parts.count
+        held = self._held.get(key) or self._older.get(key, 0)
+        if stored and not held and self.chunks >= CHUNKS_MAX:
+            self.overflows += 1
+            return
+        left = held | bit if stored else held & ~bit
+        if stored:
+            self._older.pop(key, None)
+            self._held[key] = left
+        elif left:
+            (self._held if key in self._held else self._older)[key] = left
+        else:
+            self._held.pop(key, None)
+            self._older.pop(key, None)
+        self._note(group_idx, block, held, left)
 
     def _note(self, group_idx: int, block: BlockHash, before: int, after: int) -> None:
         was, is_whole = self._parts.are_whole(group_idx, before), self._parts.are_whole(group_idx, after)
@@ -124,13 +127,17 @@ class StoreContent:
         if self._index is not None:
             self._index.forget(self._writer)
 
-    def age(self, now_s: float, ttl_s: float) -> None:
-        """Discard parts that were not stored again for ``ttl_s``, at the earliest after half of it."""
+    def age(self, now_s: float, ttl_s: float) -> bool:
+        """Discard some of the parts that were not stored again for ``ttl_s``, at the earliest after half of
+        it; returns whether there are more."""
         if self._turned_s is None:
             self._turned_s = now_s
         if now_s - self._turned_s < ttl_s / 2:
-            return
+            return False
+        for key in list(islice(self._older, _DISCARDED_AT_ONCE)):
+            self._note(key >> _GROUP_SHIFT, BlockHash(key & _BLOCK_MASK), self._older.pop(key), 0)
+        if self._older:
+            return True
         self._turned_s = now_s
-        for key, bits in self._older.items():
-            self._note(key >> _GROUP_SHIFT, BlockHash(key & _BLOCK_MASK), bits, 0)
         self._held, self._older = {}, self._held
+        return False

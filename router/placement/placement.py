@@ -665,7 +665,7 @@ class Placement(Attempt):
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
             if from_gpu and not hit.evicted_tokens:
                 engine.residency.writer.learn_receipt(predicted, actual, usage.prompt_tokens)
-            elif predicted == actual:
+            elif predicted == actual and hit.near_tokens < predicted:
                 self._learn_load()
 
     def _learn_load(self) -> None:

@@ -104,7 +104,8 @@ async def test_each_replica_follows_stores_with_feeds_itself(plain_server: AnySe
             content = StoreContent("pool", reach, Parts())
             content.attach(fleets[name].index)
             held = HASHES[:8] if name == "two" else HASHES[:4]
-            content.apply([StoreChange(True, 0, to_block_hash(one)) for one in held])
+            for one in held:
+                content.apply(StoreChange(True, 0, to_block_hash(one)))
         replicas["one"].mirror.describe("loader", facts_of(fleets["one"], "loader"))
         await replicas["one"].mirror.flush()
         assert fleets["one"].predict(Prompt(PROMPT), ["loader"])["loader"].storage_tokens == 32
