@@ -5,7 +5,7 @@
 Simulated engines of two kinds of groups and one that is down, five minutes of chats with common beginnings at
 a changing rate by six sessions, a model that is not served now and then, one answer in progress. Written:
 ``page-light.png`` (1,280 px), ``page-sessions-light.png`` (the sessions below it), ``page-dark-360.png`` (a
-telephone) and ``page-table-dark-768.png`` (12 engines).
+telephone), ``page-table-dark-768.png`` (12 engines) and ``page-none-light.png`` (a router without engines).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ SMALL_FLEET = (
     Shot("page-dark-360.png", 360, 1100, "dark"),
 )
 LARGE_FLEET = (Shot("page-table-dark-768.png", 768, 960, "dark"),)
+NO_ENGINE = (Shot("page-none-light.png", 1280, 480, "light"),)
 
 
 async def _chats(rig: Rig, traffic_s: float) -> None:
@@ -110,6 +111,10 @@ async def _main(folder: Path) -> None:
         await _shoot(tab, folder, SMALL_FLEET)
     async with _page(11, 30.0) as tab:
         await _shoot(tab, folder, LARGE_FLEET)
+    async with routing(configure(), wait=False) as rig, browsing() as tab:
+        await tab.open(f"{rig.ops_url}/")
+        await tab.shows("#engines", "No engines")
+        await _shoot(tab, folder, NO_ENGINE)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,10 @@ async def test_in_a_browser_wide_narrow_dark_and_by_keyboard() -> None:
         for text in ("1 of 1", "Requests/s", "Errors", "503s", "Cache hit share", "Exact share", "100 %"):
             assert text in tiles
         charts = "[...document.querySelectorAll('#tiles svg')].map(e => e.getAttribute('aria-label'))"
+        unnamed = "[...document.querySelectorAll('th,dt,.tile > span:first-child')].filter(e => !e.title "
+        unnamed += "&& !e.querySelector('[title]')).map(e => e.innerText)"
+        shown = await tab.js(unnamed)
+        assert shown == []
         labels = await tab.js(charts)
         assert len(labels) == 7
         assert "Exact share, last five minutes: lowest 100 %, highest 100 %" in labels
@@ -224,6 +228,12 @@ async def test_many_engines_are_a_table_with_the_worst_first() -> None:
             await tab.shows("#state", "62 errors")
             assert await tab.js("document.getElementById('state').className") == "warn"
             assert "2 of 64" in await tab.text("#tiles")
+            assert f"{MODEL}: 2 up" in await tab.text("#engines > ul")
+            assert "no model yet: 62 down" in await tab.text("#engines > ul")
+            assert "all 2 engines" in await tab.text("#engines > details summary")
+            rows = "document.querySelectorAll('#engines tbody td[data-name=state]').length"
+            assert await tab.js(rows) == 50, "the rest on demand"
+            await tab.js("document.querySelector('#engines > button').click()")
             states = "[...document.querySelectorAll('#engines td[data-name=state]')].map(e => e.innerText)"
             assert await tab.js(states) == ["down"] * 62 + ["up"] * 2
             dead = "[...document.querySelectorAll('#engines tr.noted')].map(e => e.innerText).join()"
