@@ -94,7 +94,9 @@ async def running(gossip: SiblingGossip) -> AsyncIterator[None]:
 class Worker:
     """One worker's gossip, and its load."""
 
-    def __init__(self, worker: WorkerContext, life: int = 0, gate: KeyGate | None = None) -> None:
+    def __init__(
+        self, worker: WorkerContext, life: int = 0, gate: KeyGate | None = None, *, whole: bool = True
+    ) -> None:
         self.load: dict[str, OthersLoad] = {}
         self.served: list[str] = []
         place = {name: getattr(worker, name) for name in worker.__struct_fields__}
@@ -102,6 +104,7 @@ class Worker:
             WorkerContext(**{**place, "life": life}),
             lambda now: self.load,
             clock=time.monotonic,
+            whole=whole,
             served=lambda prompt: self.served.append(prompt.engine_id),
             gate=gate,
         )
@@ -201,6 +204,33 @@ async def test_a_prompt_in_flight_and_a_text_are_known_at_the_sibling() -> None:
             heard = two.gossip.stats.received
             assert two.gossip.delays.buckets()[-1][1] == heard
             assert (one.gossip.stats.missed, two.gossip.stats.malformed) == (0, 0)
+
+
+async def test_a_long_text_is_known_whole_here_and_as_far_as_a_message_goes_at_the_sibling() -> None:
+    with seats(2) as places:
+        one, two = (Worker(place) for place in places)
+        async with one.running(), two.running():
+            keys = list(range(1, 5001))
+            one.gossip.affinity.record(keys, E)
+            assert one.gossip.affinity.match(keys) == {E: 5000}
+            await until(lambda: two.gossip.affinity.match(keys), "heard")
+            assert two.gossip.affinity.match(keys) == {E: 4096}
+            assert two.gossip.stats.sent == 1  # what is heard is not told again
+
+
+async def test_beside_a_shared_index_siblings_exchange_no_load_prompts_and_texts() -> None:
+    with seats(2) as places:
+        one, two = (Worker(place, whole=False) for place in places)
+        one.load = {E: OthersLoad(1, 2, 300)}
+        async with one.running(), two.running():
+            one.gossip.inflight.add(E, HASHES, time.monotonic())
+            one.gossip.affinity.record([7], E)
+            for _ in range(3):
+                one.gossip._flush()
+            await until(lambda: two.gossip.stats.received, "that it is there")
+            assert (one.gossip.stats.sent, two.gossip.others()) == (1, {})
+            assert two.gossip.inflight.stats.prompts == 0
+            assert two.gossip.affinity.match([7]) == {}
 
 
 async def test_messages_of_a_dead_worker_end_with_its_successors_first() -> None:
