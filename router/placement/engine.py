@@ -469,7 +469,7 @@ class Engine(EngineStatus):
         then: it stalls, whatever it says of its health."""
         if all(answer.heard_s < since_s for answer in self.answering.values()):
             for attempt, answer in list(self.answering.items()):
-                if attempt.movable:
+                if attempt.kept is not None and not attempt.kept.check():
                     answer.lose(since_s)
 
     @property

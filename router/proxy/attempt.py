@@ -69,8 +69,8 @@ class Attempt:
     """Its end says nothing of the engine: another process runs there now, or it was not asked."""
     died = False
     """The process that had it ended, or answers no polls any more."""
-    movable = False
-    """Another engine may go on with its stream."""
+    kept: KeptStream | None = None
+    """The state of its stream, with which another engine may go on."""
     watched = False
     """Its answer must be seen, since more than this rests on it."""
     _heard = _works = False

@@ -409,7 +409,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
             replaceable=self._replaceable and self._success,
             hides_usage=request.hides_usage,
         )
-        self._attempt.movable = self._plan is not None
+        if self._plan is not None:
+            self._attempt.kept = KeptStream(self._plan, self._attempt.usage_facts().tokens)
         self.stream = StreamRelay(
             self._connection,
             self._attempt,
@@ -421,7 +422,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._success,
             self._replaceable,
             self._had,
-            None if self._plan is None else KeptStream(self._plan, self._attempt.usage_facts().tokens),
+            self._attempt.kept,
             self._goes_on,
         )
         if self._silence_s:

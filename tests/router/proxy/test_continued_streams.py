@@ -451,7 +451,7 @@ def test_an_engine_stalls_where_all_its_streams_are_silent() -> None:
 
     one, two = Silent(10.0), Silent(20.0)
     attempts = [FakePlacement("a"), FakePlacement("a")]
-    attempts[0].movable = True
+    attempts[0].kept = SimpleNamespace(check=lambda: "")  # type: ignore[assignment]
     engine = SimpleNamespace(answering=dict(zip(attempts, (one, two), strict=True)))
     for now_s, lost in ((15.0, 0), (20.0, 0), (20.5, 1)):
         FleetEngine.end_stalled(engine, now_s)  # type: ignore[arg-type]
