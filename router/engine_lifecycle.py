@@ -23,7 +23,7 @@ from kvatlas.router.feeds.residency_audit import ResidencyAudit
 from kvatlas.router.feeds.sglang_load import LoadReading, LoadSockets
 from kvatlas.router.feeds.store_events import StoreSettings
 from kvatlas.router.feeds.stores import StoreFeeds
-from kvatlas.router.fleet.engines import EngineAddress, EngineKind
+from kvatlas.router.fleet.engines import NOT_READY, EngineAddress, EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement, load_source
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.facts import SetupEvidence
@@ -38,6 +38,7 @@ from kvatlas.router.prompts.adapter_paths import AdapterPaths
 from kvatlas.router.prompts.model_config import ModelConfigFile
 from kvatlas.router.prompts.settings import ModelPrompts
 from kvatlas.router.proxy.attempt import Attempt
+from kvatlas.router.proxy.settings import ProxySettings
 
 # It imports redis-py, which a router without a shared index does not need.
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ _log = structlog.get_logger()
 
 # Interval between checks of engines at which requests wait.
 _WATCH_S = 1.0
+# Streams that a drained engine gives up at one look.
+_MOVED_MAX = 8
 # No engine starts twice within this, as far as only its events tell.
 _RESTART_S_MIN = 60.0
 # Facts that a model's file may supply if they are not configured.
@@ -73,6 +76,8 @@ class EngineLifecycle:
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
         self._adapters_left: set[str] = set()
+        self._drained_s: dict[str, float] = {}
+        """Engine that has streams -> since when it is drained."""
         """Base models of engines with adapters that have just left."""
         self._files: dict[str, ModelConfigFile] = {}
         """By served model: its own ``config.json``."""
@@ -174,6 +179,10 @@ class EngineLifecycle:
     def _abandon(self, engine: Engine, *, lost: bool = False) -> None:
         """Move requests that wait for its first byte to other engines, where one may answer them: an engine
         that is removed while it computes is better than none."""
+        engine.abandon(self._elsewhere(engine), lost=lost)
+
+    def _elsewhere(self, engine: Engine) -> Callable[[Attempt], bool]:
+        """Return whether another engine may answer a request of this one."""
         now, without = self._clock(), frozenset((engine.engine_id,))
 
         def elsewhere(attempt: Attempt) -> bool:
@@ -189,7 +198,7 @@ class EngineLifecycle:
                 for other in found
             )
 
-        engine.abandon(elsewhere, lost=lost)
+        return elsewhere
 
     async def _watch_waiting(self) -> None:
         """Check waiting requests regularly: breakers and feeds do not notify."""
@@ -199,11 +208,22 @@ class EngineLifecycle:
             for engine in self.fleet:
                 if engine.waiting:
                     self._abandon(engine, lost=True)
-                proxy = self._config.proxy
-                if engine.answering and proxy.continue_streams and proxy.stall_s:
-                    engine.end_stalled(self._clock() - proxy.stall_s)
+                if engine.answering and self._config.proxy.continue_streams:
+                    self._watch_streams(engine, self._config.proxy)
                 if engine.feed is not None and engine.feed.restarts != engine.seen_restarts:
                     self._feed_restarted(engine, engine.feed.restarts, looked_s)
+
+    def _watch_streams(self, engine: Engine, proxy: ProxySettings) -> None:
+        """End streams that go on from other engines: this one stalls, or has been drained for long."""
+        now = self._clock()
+        if proxy.stall_s:
+            engine.end_stalled(now - proxy.stall_s)
+        if engine.held in ("", NOT_READY):
+            self._drained_s.pop(engine.engine_id, None)
+        elif proxy.move_drained_s and (
+            now - self._drained_s.setdefault(engine.engine_id, now) >= proxy.move_drained_s
+        ):
+            engine.move_streams(self._elsewhere(engine), _MOVED_MAX)
 
     def _feed_restarted(self, engine: Engine, restarts: int, looked_s: float) -> None:
         """Handle a feed whose events are those of a new process. Where metrics tell when processes started,

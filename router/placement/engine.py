@@ -472,6 +472,14 @@ class Engine(EngineStatus):
                 if attempt.kept is not None and not attempt.kept.check():
                     answer.lose(since_s)
 
+    def move_streams(self, elsewhere: Callable[[Attempt], bool], most: int) -> None:
+        """End up to ``most`` streams that other engines may go on with; ``elsewhere``: one of them may answer
+        a request. It says nothing of this engine."""
+        for attempt, answer in list(self.answering.items()):
+            if most and attempt.kept is not None and not attempt.kept.check() and elsewhere(attempt):
+                attempt.blameless = True
+                most -= answer.lose(math.inf)
+
     @property
     def clears(self) -> int:
         """Clears of its GPU cache that its events have shown."""

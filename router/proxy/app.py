@@ -126,6 +126,7 @@ class ProxyApp:
         self.requests = requests or RequestTracker(clock)
         self._refusals = RefusalLog(clock)
         self._gate = gate
+        self._planner = planner
         self._responses = responses
         self.client = UpstreamClient(settings, self.stats, clock, tls)
         self.deaths = None if watched is None else Deaths(watched, Pulse(self.client), self.stats, clock)
@@ -403,6 +404,8 @@ class ProxyApp:
             out.plan = "client"
         elif len(body) > _LARGE_BYTES:
             out.plan = "size"
+        elif self._planner.decode(request.model or "", (), skips_special=True) is None:
+            out.plan = "tokenizer"
         else:
             out.plan = plan_of(request.path, body)
         if isinstance(out.plan, str):

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvatlas.router.engine_lifecycle import EngineLifecycle
+from kvatlas.router.fleet.engines import NOT_READY
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.pd.handoff import DisaggState
@@ -456,3 +458,52 @@ def test_an_engine_stalls_where_all_its_streams_are_silent() -> None:
     for now_s, lost in ((15.0, 0), (20.0, 0), (20.5, 1)):
         FleetEngine.end_stalled(engine, now_s)  # type: ignore[arg-type]
         assert (one.lost, two.lost) == (lost, 0)
+
+
+@pytest.mark.parametrize(
+    ("check", "elsewhere", "moved"), [("", True, 2), ("reasoning", True, 0), ("", False, 0)]
+)
+def test_a_drained_engine_gives_up_what_others_go_on_with(check: str, elsewhere: bool, moved: int) -> None:
+    lost: list[float] = []
+    attempts = [FakePlacement("a") for _ in range(4)]
+    for attempt in attempts[1:]:
+        attempt.kept = SimpleNamespace(check=lambda: check)  # type: ignore[assignment]
+
+    def lose(since_s: float) -> bool:
+        lost.append(since_s)
+        return True
+
+    answer = SimpleNamespace(lose=lose)
+    engine = SimpleNamespace(answering=dict.fromkeys(attempts, answer))
+    FleetEngine.move_streams(engine, lambda attempt: elsewhere, 2)  # type: ignore[arg-type]
+    assert len(lost) == moved
+    assert [attempt.blameless for attempt in attempts].count(True) == moved
+    assert not attempts[0].blameless
+
+
+@pytest.mark.parametrize(("held", "moves"), [("drained by ops", True), ("", False), (NOT_READY, False)])
+def test_streams_are_moved_some_time_after_a_drain(held: str, moves: bool) -> None:
+    asked: list[Any] = []
+    engine = SimpleNamespace(
+        engine_id="a",
+        held="drained by ops",
+        end_stalled=asked.append,
+        move_streams=lambda *_: asked.append(""),
+    )
+    now_s = 100.0
+    lifecycle = SimpleNamespace(_clock=lambda: now_s, _drained_s={}, _elsewhere=lambda engine: None)
+    proxy = ProxySettings(continue_streams=True, stall_s=0, move_drained_s=5.0)
+
+    def look() -> int:
+        EngineLifecycle._watch_streams(lifecycle, engine, proxy)  # type: ignore[arg-type]
+        return len(asked)
+
+    assert look() == 0
+    engine.held = held
+    now_s = 104.0
+    assert look() == 0
+    now_s = 105.0
+    assert look() == moves
+    proxy = ProxySettings(continue_streams=True, stall_s=9.0)
+    look()
+    assert asked[-1] == 96.0
