@@ -265,6 +265,8 @@ _SIZE_MAX = 1 << 48
 _MAY_BE_ZERO = frozenset(
     {
         "suspect_s",  # an engine that died keeps no request from the next one
+        "stall_s",
+        "move_drained_s",
         "ageing",
         "answers_watched_share",
         "drain_delay_s",
