@@ -244,6 +244,11 @@ class EngineResidency(EngineKnowledge):
                 self.pool.stored(hashes, None if parent is None else to_block_hash(parent))
             self._note_session(event, hashes)
 
+    def lost(self, blocks: Sequence[BlockHash], *, shared_only: bool) -> None:
+        """Forget blocks that storage lost without an event."""
+        groups = 1 if self._layout is None else len(self._layout.groups)
+        self._outside.lost(blocks, groups, shared_only=shared_only)
+
     def _stored_outside(self, event: BlockStored) -> None:
         known = self._outside.stores
         if tokens := self._outside.stored(event):

@@ -8,6 +8,7 @@ over-predict, since hashes of a wrong scheme match nothing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -35,6 +36,10 @@ from kvatlas.router.index.query_plan import (
 _NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
 # Maximum number of cached engine sets; a model has few: all engines, and all but one that failed.
 _PLANS_MAX = 16
+
+
+# Blocks of about 16 tokens; the oldest ones are forgotten.
+_MISSED_MAX = 4096
 
 
 class HashedPrompt(Protocol):
@@ -105,6 +110,17 @@ class Residency:
         """Whether the engine's GPU holds this block, in any group."""
         return self._model.index.holds(self.engine_id, GPU, block)
 
+    def not_delivered(
+        self, hashes: Sequence[BlockHash], hit_tokens: int, unit_tokens: int, *, asked_s: float, now: float
+    ) -> None:
+        """Learn from a receipt: the engine, asked at ``asked_s``, took ``hit_tokens`` of a prompt; storage
+        should have had more. ``hashes``: of the prompt, one per ``unit_tokens``."""
+        layout = self.writer.layout
+        if layout is not None:
+            step = layout.alignment * layout.blocks_per_chunk
+            end = (hit_tokens // step + 1) * step
+            self._model.missed(self, hashes[hit_tokens // unit_tokens : end // unit_tokens], asked_s, now)
+
     def query(self) -> EngineQuery | EngineHit:
         """Return everything a prediction needs of the engine, or a hit with the reason why nothing can be
         predicted.
@@ -136,6 +152,8 @@ class FleetResidency:
         self._engines: dict[str, Residency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
         self._plans: dict[tuple[str, ...], QueryPlan] = {}
+        self._missed: OrderedDict[BlockHash, float] = OrderedDict()
+        """Blocks that storage did not deliver once, and when that was known."""
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
         self._remembered_mode: Mode = "native"
 
@@ -204,6 +222,19 @@ class FleetResidency:
     def searching(self) -> list[EngineResidency]:
         """Engines whose seed search is not finished."""
         return [e.writer for e in self._engines.values() if e.writer.searching]
+
+    def missed(self, engine: Residency, blocks: Sequence[BlockHash], asked_s: float, now: float) -> None:
+        """Storage did not deliver these to an engine. What a request misses that was asked after the first
+        miss is forgotten: an engine that computed it would have stored it again by then, and said so."""
+        again = [block for block in blocks if self._missed.get(block, now) < asked_s]
+        for block in again:
+            del self._missed[block]
+        for one in self._engines.values() if again else ():
+            one.writer.lost(again, shared_only=one is not engine)
+        for block in blocks if not again else ():
+            self._missed.setdefault(block, now)
+        while len(self._missed) > _MISSED_MAX:
+            self._missed.popitem(last=False)
 
     def refill(self, now_s: float) -> None:
         """Refill the learning budgets of the engines."""

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -366,6 +367,15 @@ class OffloadedBlocks:
                     self._index.remove(self.engine_id, plane, (block,))
                 else:
                     self._index.set_copies(self.engine_id, plane, block, left)
+
+    def lost(self, blocks: Sequence[BlockHash], groups: int, *, shared_only: bool) -> None:
+        """Forget what was found to be in no storage any more, in any of this many groups; ``shared_only``: by
+        another engine, which looks in shared stores only."""
+        for name in self._places:
+            if medium_of(name) == STORAGE and (is_shared(name) or not shared_only):
+                for plane in (Plane(name, group) for group in range(groups)):
+                    for block in blocks:
+                        self._index.set_copies(self.engine_id, plane, block, 0)
 
     def gpu_cleared(self, *, connector: bool = False) -> None:
         """Handle a cleared GPU cache: empty the media that the engine clears with it. ``connector``: the call

@@ -17,6 +17,7 @@ from kvatlas.router.admission.admission_queue import AdmissionQueue
 from kvatlas.router.admission.claims import ENGINE_PRIORITY
 from kvatlas.router.admission.fair_queue import Charge, Priority
 from kvatlas.router.http.upstream import UpstreamError
+from kvatlas.router.index.model import Residency
 from kvatlas.router.observe.receipts import KeptReceipt, Leg, Missed
 from kvatlas.router.observe.requests import REQUEST_ID_CHARS_MAX
 from kvatlas.router.observe.usage import PlacementFacts
@@ -665,8 +666,17 @@ class Placement(Attempt):
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
             if from_gpu and not hit.evicted_tokens:
                 engine.residency.writer.learn_receipt(predicted, actual, usage.prompt_tokens)
-            elif predicted == actual and hit.near_tokens < predicted:
-                self._learn_load()
+            elif hit.near_tokens < predicted:
+                self._learn_outside(actual, engine.residency)
+
+    def _learn_outside(self, actual: int, residency: Residency) -> None:
+        """Learn from a hit of which a part was to be loaded."""
+        hit, hashes = self._hit, self._hashes
+        if actual == hit.whole_tokens:
+            self._learn_load()
+        elif hit.near_tokens <= actual < hit.whole_tokens and hashes and self.decision.pull is None:
+            now = self._accounts.now()
+            residency.not_delivered(hashes, actual, self._block_tokens, asked_s=self.asked_s, now=now)
 
     def _learn_load(self) -> None:
         """Learn how long a load from a store took, where nothing else kept the first token waiting."""

@@ -171,6 +171,44 @@ class TestSharedStores:
             told(fleet_of(), DENSE.stored(PROMPT)).predict(Prompt(PROMPT), ["new"])["new"].mode == "unknown"
         )
 
+    def miss(self, fleet: FleetResidency, engine_id: str, at: int, asked_s: float) -> None:
+        """A receipt, a second after the engine was asked."""
+        fleet.residency(engine_id).not_delivered(HASHES, at, 16, asked_s=asked_s, now=asked_s + 1.0)
+
+    @pytest.mark.parametrize("locality", ["LOCAL", "REMOTE"])
+    def test_what_storage_does_not_deliver_a_second_time_is_forgotten(self, locality: str) -> None:
+        """The first time the engine computes it, stores it again, and says so, before its receipt comes."""
+        wrote = by("redis", medium="STORAGE")
+        wrote.locality = locality
+        fleet = told(fleet_of(shared_stores=("redis",)), DENSE.stored(PROMPT, stop=4), wrote)
+        told(fleet, DENSE.stored(PROMPT, stop=4), engine_id="b")
+        for asked_s in (0.0, 0.5, 0.9):  # all were asked before the first miss was known
+            self.miss(fleet, "a", 96, asked_s)
+        assert self.storage(fleet, "a") == 128
+        self.miss(fleet, "a", 96, 2.0)
+        assert self.storage(fleet, "a") == 32, "up to the block that is missing"
+        assert self.storage(fleet, "b") == (32 if locality == "REMOTE" else 0)
+        told(fleet, wrote)
+        assert self.storage(fleet, "a") == 128, "stored again"
+        assert fleet.check_integrity() == []
+
+    def test_another_engine_forgets_what_all_share_and_keeps_its_own_disk(self) -> None:
+        own, shared = by("disk", medium="STORAGE"), by("redis", medium="STORAGE")
+        shared.locality = "REMOTE"
+        fleet = told(fleet_of(shared_stores=("redis",)), DENSE.stored(PROMPT, stop=4), own)
+        told(fleet, DENSE.stored(PROMPT, stop=4), shared, engine_id="b")
+        for asked_s in (0.0, 2.0):
+            self.miss(fleet, "b", 64, asked_s)
+        assert (self.storage(fleet, "a"), self.storage(fleet, "b")) == (128, 0)
+
+    def test_blocks_that_were_missed_once_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvatlas.router.index.model._MISSED_MAX", 3)
+        fleet = self.fleet()
+        for number, at in enumerate((64, 80, 96, 112, 64)):
+            self.miss(fleet, "a", at, 2.0 * number)
+        assert self.storage(fleet, "a") == 128, "the first one was forgotten as missed"
+        assert len(fleet._missed) == 3
+
     def test_old_hints_expire(self) -> None:
         fleet = self.fleet(shared_store_ttl_s=100.0)
         for now in (0.0, 50.0, 99.0):
