@@ -20,7 +20,7 @@ import xxhash
 
 from kvatlas.publisher.block_hash import PromptExtras
 from kvatlas.publisher.groups import Family
-from kvatlas.publisher.simulator import request as stats
+from kvatlas.publisher.simulator import metrics as stats
 from kvatlas.publisher.simulator.api_protocol import (
     COMPLETION_TOKENS_DEFAULT,
     ChatRequest,

@@ -33,14 +33,8 @@ from kvatlas.publisher.block_pool import EnginePool, HybridBlockPool, PoolReques
 from kvatlas.publisher.events import Event
 from kvatlas.publisher.pool.host_tier import HeldKey, HostTier
 from kvatlas.publisher.simulator.kv_connector import KvConnector
-from kvatlas.publisher.simulator.request import (
-    TTFT_BUCKETS_S,
-    EngineStats,
-    FinishReason,
-    Gauges,
-    Sampler,
-    SimRequest,
-)
+from kvatlas.publisher.simulator.metrics import TTFT_BUCKETS_S, EngineStats, Gauges
+from kvatlas.publisher.simulator.request import FinishReason, Sampler, SimRequest
 
 
 def _rank(request: SimRequest) -> tuple[int, float]:

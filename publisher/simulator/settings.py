@@ -115,7 +115,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     natural_output_tokens_max: int = 256
     """Longest answer to a request without `max_tokens`."""
     characters: Literal["words", "mixed"] = "words"
-    """What is in the generated text: words of one token each, or also characters of several (emoji, CJK)."""
+    """Content of the generated text: words of one token each, or also characters of several (emoji, CJK)."""
     stream_interval: int = 1
     """Tokens in each event of a stream after the first one, as vLLM's `--stream-interval`."""
     tokenizer_dir: str = str(DEMO_TOKENIZER_DIR)

@@ -89,7 +89,7 @@ REDIS_FAULTS = (
 
 
 BREAKS = ("die", "stop", "core", "api_server", "restart", "power", "hang", "http", "reset", "drain")
-"""What breaks streams, and what may not."""
+"""Faults that break streams, and those that may not."""
 
 
 # Engines that end.

@@ -1,4 +1,4 @@
-"""Whatever breaks an engine, streams go on from another one where that is asked for, and end with an error
+"""Where an engine breaks, streams go on from another one where that is asked for, and end with an error
 event where it is not."""
 
 from __future__ import annotations

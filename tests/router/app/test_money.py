@@ -46,7 +46,7 @@ class Asked(msgspec.Struct):
 
     @property
     def computed(self) -> int:
-        """Tokens that engines generated for it, whoever got them."""
+        """Tokens that engines generated for it, for any client."""
         return sum(len(work.output) for work in self.works)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import NO_EXTRAS
-from kvatlas.publisher.simulator.request import TTFT_BUCKETS_S, CacheConfig, EngineStats, Gauges, render
+from kvatlas.publisher.simulator.metrics import TTFT_BUCKETS_S, CacheConfig, EngineStats, Gauges, render
 from kvatlas.router.observe.prefix_ids import START_UNIT_TOKENS, UNIT_TOKENS, prefix_ids
 from kvatlas.router.observe.usage import UsageLine
 from kvatlas.router.simulation.advice import doubt
@@ -259,7 +259,7 @@ def short_chats(count: int, *, told: bool) -> list[dict[str, Any]]:
     return lines
 
 
-def test_what_is_shared_below_a_unit_of_ids_is_seen_by_the_ids_of_the_start(tmp_path: Path) -> None:
+def test_prefixes_below_a_unit_of_ids_are_seen_by_the_ids_of_the_start(tmp_path: Path) -> None:
     read = read_capture(write_lines(tmp_path / "a.jsonl", *short_chats(300, told=True)))
     assert {one.asked.unit_tokens for one in read} == {START_UNIT_TOKENS}
     requests = continued(asked_in(read))

@@ -113,7 +113,7 @@ async def test_only_the_lead_sends() -> None:
     assert crew.calls == 0
 
 
-async def test_a_new_worker_asks_nobody_and_its_successor_a_sibling() -> None:
+async def test_a_new_worker_does_not_ask_and_its_successor_asks_a_sibling() -> None:
     crew, lead, other = crew_of_two()
     other.desired.drain(E, "ada")
     await lead.decisions.restore()
