@@ -116,7 +116,7 @@ def test_installed_it_serves_beside_files_of_the_same_names(wheel: Path, tmp_pat
     for module in ("kvatlas.publisher.vllm_plugin", "kvatlas.connectors"):
         said(python, "-c", f"import {module}")
 
-    shown = json.loads(said(python, "-m", "kvatlas", "demo", "--seconds", "2", "--engines", "2", "--json"))
+    shown = json.loads(said(python, "-m", "kvatlas", "demo", "--seconds", "5", "--engines", "2", "--json"))
     assert shown["errors"] == 0
     assert 0 < shown["predicted_exact"] <= shown["predicted_total"]
 
