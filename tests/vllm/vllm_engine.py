@@ -124,6 +124,21 @@ class VllmServer:
         assert self._process is not None, "start() comes first"
         return standing_still(partial(os.killpg, self._process.pid))
 
+    def processes(self) -> tuple[int, int]:
+        """Ids of the API server and of the core behind it, of a forked engine."""
+        assert isinstance(self._process, Forked), "start() comes first"
+        children: dict[int, list[tuple[int, int]]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                told = stat.read_text().rpartition(")")[2].split()
+                parent, group, started = int(told[1]), int(told[2]), int(told[19])
+                program = (stat.parent / "cmdline").read_bytes()
+                if group == self._process.pid and b"resource_tracker" not in program:
+                    children.setdefault(parent, []).append((started, int(stat.parent.name)))
+        # The first ones: both may have others, for a moment.
+        server = min(children[self._process.pid])[1]
+        return server, min(children[server])[1]
+
     def kill(self) -> None:
         """``kill -9`` of the server and all its children, as when the system runs out of memory."""
         process, self._process = self._process, None
