@@ -42,8 +42,9 @@ from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.observe.requests import RequestRecord, RequestTracker
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.prompts.settings import ANY_MODEL
-from kvatlas.router.proxy.attempt import Attempt, Outbound
+from kvatlas.router.proxy.attempt import Attempt
 from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.carriers import Outbound
 from kvatlas.router.proxy.headers import read_request_headers
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.serve import share_the_interpreter, tame_garbage_collection

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from kvatlas.publisher.simulator import api_protocol
+from kvatlas.publisher.simulator import api_answers
 from kvatlas.publisher.simulator.api_agents import (
     CountTokensRequest,
     MessagesAnswer,
@@ -24,11 +24,11 @@ from kvatlas.publisher.simulator.api_agents import (
     ResponsesRequest,
 )
 from kvatlas.publisher.simulator.api_agents import event as sse_event
+from kvatlas.publisher.simulator.api_answers import Json
 from kvatlas.publisher.simulator.api_protocol import (
     ChatRequest,
     CompletionRequest,
     EngineError,
-    Json,
     decode,
     invalid,
     malformed,
@@ -233,7 +233,7 @@ class AgentEndpoints:
 
     async def _render(self, call: Call, chat: ChatRequest, request_id: str) -> None:
         prepared = await self._model.prepare_chat(chat)
-        rendered = api_protocol.rendered(
+        rendered = api_answers.rendered(
             request_id,
             prepared.token_ids,
             model=chat.model,

@@ -17,15 +17,14 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.publisher.simulator import api_protocol
+from kvatlas.publisher.simulator import api_answers
+from kvatlas.publisher.simulator.api_answers import Answer, Json
 from kvatlas.publisher.simulator.api_protocol import (
-    Answer,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EngineError,
     GenerateRequest,
-    Json,
     TokenizeChatRequest,
     TokenizeTextRequest,
     UnroutedError,
@@ -245,7 +244,7 @@ class EngineApp:
             output = generation.request.output
             prompt = generation.request.prompt
             stop = generation.stopped_by
-            choices.append(api_protocol.Choice(generation.text, output, finish_reason, prompt, stop))
+            choices.append(api_answers.Choice(generation.text, output, finish_reason, prompt, stop))
         cached_tokens, first = generations[-1].request.cached_tokens, generations[0].request
         await call.reply_json(answer.full(choices, cached_tokens or 0, first.handed))
 
@@ -321,7 +320,7 @@ class EngineApp:
         if reason == "error":
             raise self._stepper.failure()
         await call.reply_json(
-            api_protocol.generated(
+            api_answers.generated(
                 request_id, len(prepared.token_ids), request, reason, model=self._model.name
             )
         )
@@ -342,7 +341,7 @@ class EngineApp:
         request = decode(body, TokenizeChatRequest) if is_chat else decode(body, TokenizeTextRequest)
         token_ids = await self._model.tokenize(request)
         strings = self._model.token_strings(token_ids) if request.return_token_strs else None
-        await call.reply_json(api_protocol.tokenized(token_ids, strings, self._model.max_model_len))
+        await call.reply_json(api_answers.tokenized(token_ids, strings, self._model.max_model_len))
 
     async def _detokenize(self, call: Call) -> None:
         request = decode(await call.body(), DetokenizeRequest)
@@ -352,7 +351,7 @@ class EngineApp:
         await call.reply_json({"success": self._stepper.scheduler.reset_prefix_cache()})
 
     async def _models(self, call: Call) -> None:
-        listed = api_protocol.model_list(
+        listed = api_answers.model_list(
             self._model.name,
             self._model.root,
             self._model.max_model_len,
@@ -400,7 +399,7 @@ def _request_id(call: Call, body: ChatRequest | CompletionRequest, prefix: str) 
 
 
 def _rendered(call: Call, body: ChatRequest | CompletionRequest, prepared: Prepared, prefix: str) -> Json:
-    return api_protocol.rendered(
+    return api_answers.rendered(
         _request_id(call, body, prefix),
         prepared.token_ids,
         model=body.model,

@@ -23,7 +23,7 @@ from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.events import Event
 from kvatlas.publisher.pool.host_tier import OWNER, HostTier
 from kvatlas.publisher.pool.radix import RadixPool
-from kvatlas.publisher.simulator.api_protocol import Json
+from kvatlas.publisher.simulator.api_answers import Json
 from kvatlas.publisher.simulator.http_app import CrashSwitch, EngineApp
 from kvatlas.publisher.simulator.kv_connector import KvConnector, TransferLink
 from kvatlas.publisher.simulator.kv_protocols import (

@@ -64,7 +64,7 @@ from kvatlas.router.openai.sessions import SESSION
 from kvatlas.router.pd.settings import PdSettings, PdStats
 from kvatlas.router.prompts.bodies import peek_chat
 from kvatlas.router.proxy.aliases import Aliases
-from kvatlas.router.proxy.attempt import Outbound
+from kvatlas.router.proxy.carriers import Outbound
 from kvatlas.router.proxy.continuation import plan_of
 from kvatlas.router.proxy.deaths import Deaths, Pulse, WatchedFleet
 from kvatlas.router.proxy.forward import Forwarder, Placer

@@ -7,33 +7,22 @@ the end changes nothing but the breaker."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
 from typing import Any, Final, Protocol
 
-import msgspec
 import xxhash
 
 from kvatlas.router.admission.claims import ENGINE_PRIORITY
-from kvatlas.router.admission.tenants import TenantRequest
-from kvatlas.router.http.request_cycle import ClientRequest
-from kvatlas.router.http.upstream import UpstreamError
-from kvatlas.router.http.upstream_pool import UpstreamClient
-from kvatlas.router.observe.requests import RequestRecord
 from kvatlas.router.observe.usage import PlacementFacts
 from kvatlas.router.openai.request import InboundRequest, Usage
-from kvatlas.router.openai.response_ids import of_engine, with_id
 from kvatlas.router.openai.work import NO_WORK, Work
 from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.pd.handoff import Handoff, NotFetchedError
 from kvatlas.router.pd.transfer import KvSource
 from kvatlas.router.proxy.breaker import Breaker
-from kvatlas.router.proxy.continuation import ContinuationPlan, ContinuedStream, KeptStream
-from kvatlas.router.proxy.deaths import digest_of
-from kvatlas.router.proxy.headers import RequestHead, request_head
-from kvatlas.router.proxy.settings import ProxyStats
+from kvatlas.router.proxy.continuation import KeptStream
 
 # Refusals that say nothing against an engine: it has enough to do, or too short a context.
 _NO_FAULTS: Final = frozenset({400, 429})
@@ -285,49 +274,6 @@ class Had(IntEnum):
     """The end of it, which is an error."""
 
 
-# Who takes a request to its engine and brings the answer: our own connections, or a gateway that has the
-# client already and learns where to send it.
-
-
-class Outbound(msgspec.Struct, gc=False):
-    """A client's request as it goes out: the same for every engine but for host and placement headers."""
-
-    client: ClientRequest
-    """The request as it came, and where its answer goes."""
-    request: InboundRequest
-    head: RequestHead
-    target: bytes
-    """Path and query exactly as the client spelled them."""
-    record: RequestRecord
-    entry: TenantRequest | None = None
-    """Of the tenant it came from, where clients have keys."""
-    carrier: Carrier | None = None
-    """None: our own connections."""
-    client_body: bytes = b""
-    """As the client sent it."""
-    had: Had = Had.NOTHING
-    plan: ContinuationPlan | str = ""
-    """How its stream may go on from another engine, or why not (a label); "": it is not asked for that."""
-    broke: KeptStream | None = None
-    """The state of its stream, which broke and may go on."""
-    goes_on: ContinuedStream | None = None
-    """The stream that it goes on with."""
-    tells: bool = False
-    """Its client sees decisions."""
-    lost: str = ""
-    """The engine whose answer broke off, if it may have died."""
-    asked_s: float = 0.0
-    """When an engine was last asked."""
-    _digest: bytes = b""
-
-    def digest(self) -> bytes:
-        """The name of what the client asks, alike for each attempt of it; made once."""
-        if not self._digest:
-            body = self.client_body or self.request.body
-            self._digest = digest_of(self.request.tenant, self.request.path, body)
-        return self._digest
-
-
 class Answer(Protocol):
     """An engine's answer while it comes: status and header fields first, then ``read`` until ``at_eof``."""
 
@@ -359,131 +305,3 @@ class Answer(Protocol):
 
     def kept_alive(self) -> None:
         """Note that the last piece was no part of an answer: the time-out of the wait for one goes on."""
-
-
-class Carrier(Protocol):
-    """Takes a request to the engine of an attempt, and brings the answer."""
-
-    def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> Awaitable[Answer | None]:
-        """Send it, and wait for the answer's head; None: it went to the client unseen, and should be over.
-        Raises ``UpstreamError``."""
-
-    def done(self, answer: Answer) -> None:
-        """The answer is not needed any more."""
-
-    @property
-    def may_retry(self) -> bool:
-        """Whether another engine may be asked after a failure."""
-
-
-class OwnConnections:
-    """The carrier of one attempt after another over our own connections to engines."""
-
-    may_retry = True
-
-    def __init__(self, client: UpstreamClient) -> None:
-        self._client = client
-        self.done: Callable[[Any], None] = client.release
-        """Implement ``Carrier``."""
-
-    def ask(
-        self,
-        attempt: Attempt,
-        out: Outbound,
-        timeout_s: float,
-        once: Callable[[], None] | None = None,
-    ) -> Awaitable[Any]:
-        """Implement ``Carrier``; ``once`` as for ``UpstreamClient.request``."""
-        request = out.request
-        body = request.body if attempt.sent_body is None else attempt.sent_body
-        origin = self._client.origins.get(attempt.base_url) or self._client.origin(attempt.base_url)
-        named: bytes | memoryview = body
-        begin = b""
-        if request.response_id:
-            begin, named = with_id(body, of_engine(request.response_id, attempt.engine_id))
-        has_body = body or out.head.content_length is not None or request.method == "POST"
-        head = request_head(
-            request.method,
-            origin.path_prefix + out.target,
-            origin.host_header,
-            out.head.fields,
-            own=attempt.engine_headers,
-            length=len(begin) + len(named) if has_body else None,
-        )
-        # The body's beginning goes out with the head: nothing of it is copied.
-        return self._client.request(
-            origin, request.method, head + begin, named, timeout_s, once=once, ready=attempt.check_eligible
-        )
-
-
-# Reports of a failed answer: to the attempt, the record, and the log.
-
-
-# Statuses after which another engine is asked: this one is busy, broken or going down.
-REFUSALS: Final = frozenset({429, 500, 502, 503, 504})
-# The status of an engine that the request may have broken.
-BROKEN: Final = 500
-# What a proxy in front of an engine says when the connection behind it broke (502), or when nothing came
-# within its time (504): the engine had the request, as where our own connection breaks. 503 comes from those
-# that did not take it.
-BROKEN_STATUSES: Final = frozenset({BROKEN, 502, 504})
-
-
-class EventRefusedError(Exception):
-    """An event stream of success began with an error, and nothing has been passed on."""
-
-    def __init__(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
-        super().__init__(status)
-        self.status = status
-        self.fields = fields
-        self.body = body
-
-
-def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> None:
-    """Tell the attempt that its connection failed, and count that if it ended it."""
-    if attempt.broke(error.reason):
-        stats.count_failure("refused" if error.reason == "overflow" else error.reason)
-
-
-def abandoned(attempt: Attempt, stats: ProxyStats) -> UpstreamError | None:
-    """Why the wait for the first byte was cancelled, if that is since the engine went down and for no other
-    reason. To be called in the task that waited."""
-    task = asyncio.current_task()
-    if not attempt.abandoned or task is None or task.uncancel():
-        return None
-    error = UpstreamError("timeout")
-    error.abandoned = True
-    stats.requests_moved += 1
-    return error
-
-
-def ended_with_process(attempt: Attempt, error: UpstreamError) -> bool:
-    """Whether the process that had the request has ended since, as far as is known."""
-    return error.abandoned and error.sent and attempt.died
-
-
-def broke_off(
-    attempt: Attempt, record: RequestRecord, problem: UpstreamError | int, stats: ProxyStats
-) -> None:
-    """The answer ended before its end, and the client has had a part of it. ``problem``: why, or the status
-    of the error by which the engine ended it."""
-    client_told(attempt, record, stream_failed(attempt, problem, stats), stats)
-
-
-def stream_failed(attempt: Attempt, problem: UpstreamError | int, stats: ProxyStats) -> str:
-    """The engine's stream ended before its end, as ``problem`` of ``broke_off`` says. Returns what to log."""
-    if isinstance(problem, UpstreamError):
-        engine_failed(attempt, problem, stats)
-        return problem.reason
-    # Like a refusal: requests may have errors of their own, which must not exclude an engine.
-    if problem in REFUSALS and attempt.refused(problem, 0.0):
-        stats.count_failure("status")
-    return f"status {problem}"
-
-
-def client_told(attempt: Attempt, record: RequestRecord, problem: str, stats: ProxyStats) -> None:
-    """The client has had a part of an answer, and an error instead of its end."""
-    stats.streams_broken += 1
-    record.broken = True
-    engine_id = attempt.engine_id
-    record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=problem)

@@ -30,23 +30,21 @@ from kvatlas.router.pd.transfer import (
     expired_leases,
     without_blocks,
 )
-from kvatlas.router.proxy.answers import read_usage
-from kvatlas.router.proxy.attempt import (
+from kvatlas.router.proxy.attempt import Answer, Attempt
+from kvatlas.router.proxy.carriers import Outbound, OwnConnections
+from kvatlas.router.proxy.events import aborted
+from kvatlas.router.proxy.failures import (
     BROKEN,
     BROKEN_STATUSES,
     REFUSALS,
-    Answer,
-    Attempt,
-    Outbound,
-    OwnConnections,
     abandoned,
     ended_with_process,
     engine_failed,
 )
-from kvatlas.router.proxy.events import aborted
 from kvatlas.router.proxy.headers import read_answer_headers
 from kvatlas.router.proxy.idle_tracker import IdleTracker
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
+from kvatlas.router.proxy.usage_reports import read_usage
 
 _PREFILL_ANSWER_BYTES_MAX = 8 << 20
 """Of a prefill engine's answer, which lists the numbers of its blocks."""

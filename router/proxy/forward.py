@@ -43,21 +43,8 @@ from kvatlas.router.pd.handoff import DisaggState, NotFetchedError
 from kvatlas.router.pd.settings import PdSettings, PdStats
 from kvatlas.router.pd.transfer import connector_of
 from kvatlas.router.proxy.answers import SseRelay
-from kvatlas.router.proxy.attempt import (
-    BROKEN,
-    BROKEN_STATUSES,
-    REFUSALS,
-    Answer,
-    Attempt,
-    Carrier,
-    EventRefusedError,
-    Had,
-    Outbound,
-    OwnConnections,
-    abandoned,
-    ended_with_process,
-    engine_failed,
-)
+from kvatlas.router.proxy.attempt import Answer, Attempt, Had
+from kvatlas.router.proxy.carriers import Carrier, Outbound, OwnConnections
 from kvatlas.router.proxy.continuation import (
     ContinuationPlan,
     ContinuedStream,
@@ -69,6 +56,15 @@ from kvatlas.router.proxy.continuation import (
 from kvatlas.router.proxy.deaths import HELD_BACK, Deaths
 from kvatlas.router.proxy.disaggregated import AgainError, DisaggForwarder, Harm, broke, new_transfer_id
 from kvatlas.router.proxy.engine_page import EnginePage
+from kvatlas.router.proxy.failures import (
+    BROKEN,
+    BROKEN_STATUSES,
+    REFUSALS,
+    EventRefusedError,
+    abandoned,
+    ended_with_process,
+    engine_failed,
+)
 from kvatlas.router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
 from kvatlas.router.proxy.media_names import has_media
 from kvatlas.router.proxy.relay import AnswerRelay

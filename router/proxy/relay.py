@@ -23,21 +23,14 @@ from kvatlas.router.openai.error_bodies import error_event
 from kvatlas.router.openai.errors import stream_broken
 from kvatlas.router.openai.response_ids import of_engine
 from kvatlas.router.pd.handoff import NotFetchedError
-from kvatlas.router.proxy.answers import SseRelay, read_usage
-from kvatlas.router.proxy.attempt import (
-    REFUSALS,
-    Answer,
-    Attempt,
-    EventRefusedError,
-    Had,
-    broke_off,
-    client_told,
-    stream_failed,
-)
+from kvatlas.router.proxy.answers import SseRelay
+from kvatlas.router.proxy.attempt import Answer, Attempt, Had
 from kvatlas.router.proxy.continuation import ContinuationPlan, ContinuedStream, KeptStream
 from kvatlas.router.proxy.events import Kind, aborted
+from kvatlas.router.proxy.failures import REFUSALS, EventRefusedError, broke_off, client_told, stream_failed
 from kvatlas.router.proxy.headers import SERVER_TIMING, AnswerHead
 from kvatlas.router.proxy.settings import ProxyStats
+from kvatlas.router.proxy.usage_reports import read_usage
 
 # Passes one engine's event stream on, piece by piece.
 #

@@ -15,7 +15,8 @@ from kvatlas.router.http.h2_streams import Stream
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.openai.request import Carried
 from kvatlas.router.openai.response_ids import of_engine, with_id
-from kvatlas.router.proxy.attempt import Answer, Attempt, Outbound
+from kvatlas.router.proxy.attempt import Answer, Attempt
+from kvatlas.router.proxy.carriers import Outbound
 from kvatlas.router.proxy.headers import REDIRECTS, read_answer_headers
 from kvatlas.router.services.epp import grpc
 from kvatlas.router.services.epp import messages as m

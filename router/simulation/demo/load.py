@@ -20,7 +20,7 @@ from kvatlas.router.http.client import HttpClient, HttpResponse
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.openai.apis import CHAT
 from kvatlas.router.openai.request import Usage
-from kvatlas.router.proxy.answers import read_usage
+from kvatlas.router.proxy.usage_reports import read_usage
 
 Message = dict[str, Any]
 

@@ -12,8 +12,8 @@ from kvatlas.router.http.client_head import ClientHead
 from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.request import Usage
-from kvatlas.router.proxy.answers import read_usage
 from kvatlas.router.proxy.headers import read_request_headers
+from kvatlas.router.proxy.usage_reports import read_usage
 from tests.router.app.test_keys import RULES
 from tests.support.whole_router import MODEL, routed, tenants
 

@@ -176,7 +176,7 @@ class TestSharedStores:
         fleet.residency(engine_id).not_delivered(HASHES, at, 16, asked_s=asked_s, now=asked_s + 1.0)
 
     @pytest.mark.parametrize("locality", ["LOCAL", "REMOTE"])
-    def test_what_storage_does_not_deliver_a_second_time_is_forgotten(self, locality: str) -> None:
+    def test_blocks_that_storage_does_not_deliver_a_second_time_are_forgotten(self, locality: str) -> None:
         """The first time the engine computes it, stores it again, and says so, before its receipt comes."""
         wrote = by("redis", medium="STORAGE")
         wrote.locality = locality

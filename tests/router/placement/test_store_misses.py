@@ -1,4 +1,4 @@
-"""A receipt that shows that storage did not deliver: when the index is told."""
+"""A receipt that shows that storage did not deliver: when the index learns of it."""
 
 from __future__ import annotations
 

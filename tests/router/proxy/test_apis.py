@@ -12,9 +12,10 @@ from kvatlas.router.openai.error_bodies import error_body, error_event
 from kvatlas.router.openai.errors import no_ready_engine, stream_broken
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.openai.request import Usage
-from kvatlas.router.proxy.answers import SseRelay, read_usage
+from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.paths import Verdict, judge
 from kvatlas.router.proxy.screen import Rules, screen
+from kvatlas.router.proxy.usage_reports import read_usage
 from tests.support.clients import openai_client
 from tests.support.ports import free_port
 from tests.support.proxy_rig import SSE_HEAD, chunk, routing, served, writes

@@ -17,7 +17,7 @@ from kvatlas.router.pd.bodies import split_body
 from kvatlas.router.pd.handoff import DisaggState, Handoff
 from kvatlas.router.pd.settings import PdSettings, PdStats
 from kvatlas.router.pd.transfer import connector_of
-from kvatlas.router.proxy.attempt import Outbound
+from kvatlas.router.proxy.carriers import Outbound
 from kvatlas.router.proxy.disaggregated import DisaggForwarder
 from kvatlas.router.proxy.headers import read_request_headers
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
