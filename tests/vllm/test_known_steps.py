@@ -141,5 +141,5 @@ def test_first_tokens_come_when_they_are_predicted(rig: Rig) -> None:
     table = {name: (within(answers, 0.1), within(answers), len(answers)) for name, answers in found.items()}
     print("\nwithin 10 %, within 25 %, answers:", table)
     # A busy machine adds to every step: the exact shares are those of virtual time.
-    for name, least in (("chats", 0.5), ("light", 0.5), ("saturated", 0.5), ("slower", 0.4)):
+    for name, least in (("chats", 0.5), ("light", 0.5), ("saturated", 0.3), ("slower", 0.4)):
         assert table[name][1] >= least, table
