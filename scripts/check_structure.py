@@ -142,8 +142,6 @@ SEPARATE = {
     # Both halves of one thing: counters and their labels, the driver's calls and torch's.
     "connectors/reports.py",
     "connectors/transfer/cuda_driver.py",
-    # Still to be cut, or to be joined by what they have in common.
-    "router/index/offloaded.py",
 }
 """Modules with parts that do not mention each other."""
 

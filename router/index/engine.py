@@ -33,7 +33,7 @@ from kvatlas.router.index.learn.knowledge import EngineKnowledge
 from kvatlas.router.index.learn.layout import CacheLayout, ModelFacts
 from kvatlas.router.index.learn.learning_budget import LearningBudget
 from kvatlas.router.index.learn.removals import RemovalEvidence, Removals
-from kvatlas.router.index.offloaded import OffloadedBlocks
+from kvatlas.router.index.offloaded_blocks import OffloadedBlocks
 from kvatlas.router.index.places import GPU, ON_GPU
 
 # Suffix of the temporary index id used while a snapshot is staged; no engine id contains a NUL.

@@ -46,15 +46,15 @@ class StoreChange(NamedTuple):
 class Parts(NamedTuple):
     """Parts of which chunks consist."""
 
-    count: int = 1
+    most: int = 1
     """Most parts of a chunk."""
     of_group: Mapping[int, int] = {}
-    """Group -> its parts, as bits, where not all ``count`` are needed."""
+    """Group -> its parts, as bits, where not all ``most`` are needed."""
 
     def are_whole(self, group_idx: int, held: int) -> bool:
         """Whether these parts (a bit for each part, medium after medium) make a chunk of this group."""
-        needed = self.of_group.get(group_idx, (1 << self.count) - 1)
-        return (held | held >> self.count) & needed == needed
+        needed = self.of_group.get(group_idx, (1 << self.most) - 1)
+        return (held | held >> self.most) & needed == needed
 
 
 class StoreContent:
@@ -97,7 +97,7 @@ class StoreContent:
     def apply(self, change: StoreChange) -> None:
         """Apply a change."""
         stored, group_idx, block, part, medium = change
-        key, bit = group_idx << _GROUP_SHIFT | block, 1 << part + medium * self._parts.count
+        key, bit = group_idx << _GROUP_SHIFT | block, 1 << part + medium * self._parts.most
         held = self._held.get(key) or self._older.get(key, 0)
         if stored and not held and self.chunks >= CHUNKS_MAX:
             self.overflows += 1

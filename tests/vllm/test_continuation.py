@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPTS = 60
 EVERY_CUT = 10
-"""So many of them are cut behind each event, the others at two places."""
+"""Number of them that are cut behind each event; the others are cut at two places."""
 TOKENS = 48
 AT_ONCE = 32
 ENGINE_ARGS = (
@@ -158,7 +158,7 @@ class Decoder:
 async def continued(
     one: Case, events: list[bytes], cut: int, client: Client, other: VllmEngine, decode: Decoder
 ) -> ToldStream | str:
-    """What a client is told whose stream breaks within the event ``cut``; or why it is not continued."""
+    """The answer to a client whose stream breaks within the event ``cut``; or why it is not continued."""
     kept = KeptStream(one.plan)
     out = kept.feed(b"".join(events[:cut]) + (events[cut][:9] if cut < len(events) else b""))
     if kept.complete:
@@ -227,7 +227,7 @@ async def _cut_anywhere(engines: list[VllmEngine], decode: Decoder, client: Clie
 
 
 @pytest.mark.parametrize("options", REFUSED, ids=lambda one: next(iter(one)))
-def test_what_would_come_out_otherwise_is_refused(options: dict[str, Any]) -> None:
+def test_options_under_which_another_text_would_come_are_refused(options: dict[str, Any]) -> None:
     one = case(1)
     assert isinstance(plan_of(one.path, json.dumps({**one.body, **options}).encode()), str)
 

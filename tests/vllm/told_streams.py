@@ -1,4 +1,4 @@
-"""What a client is told by a stream of vLLM's, whatever pieces it came in."""
+"""The content of a stream of vLLM's, in whatever pieces it came."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ from kvatlas.router.index.hit_rules import evaluate
 from kvatlas.router.index.learn.layout import CacheLayout
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.offloaded import (
-    PLACES_MAX,
-    OffloadedBlocks,
     held_alone,
     loaded,
     shared_part,
@@ -29,6 +27,7 @@ from kvatlas.router.index.offloaded import (
     tiers,
     usable,
 )
+from kvatlas.router.index.offloaded_blocks import PLACES_MAX, OffloadedBlocks
 from kvatlas.router.index.places import Reach, is_shared, medium_of, owner_of, store_place
 from kvatlas.router.index.query_plan import NOWHERE, EngineQuery, PlanRows, PromptHits
 from tests.router.index.rules.layouts import (
