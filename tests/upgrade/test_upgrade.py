@@ -171,7 +171,7 @@ async def test_both_versions_serve_at_once_and_the_new_one_alone(
 ) -> None:
     for name in ("keys.toml", "usage.jsonl"):
         shutil.copy(kept / name, tmp_path / name)
-    async with engines() as fleet:
+    async with engines():
         await warm(kept)
         async with (
             last_release(server, kept),
@@ -185,7 +185,7 @@ async def test_both_versions_serve_at_once_and_the_new_one_alone(
             assert "kvatlas_lease_replicas 2.0" in page
         async with routing(configuration(kept, tmp_path, server.url, "new")) as rig:
             await until(lambda: holders(server) == {b"new"}, "it follows both engines")
-            await rig.caught_up(*fleet)
+            await rig.ready()
             await exact(rig)
             written = dump(server)
     assert len(read_capture(tmp_path / "usage.jsonl")) == 6 + 3 + 3
