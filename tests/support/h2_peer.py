@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import h2.config
 import h2.connection
 import h2.events
+import h2.exceptions
 import h2.settings
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -76,7 +77,15 @@ class H2Peer:
 
     async def run(self) -> None:
         while raw := await self._read():
-            for event in self.state.receive_data(raw):
+            try:
+                events = self.state.receive_data(raw)
+            except h2.exceptions.ProtocolError:
+                # The library takes a GOAWAY for the end, and the PING that a draining server sends behind it
+                # (RFC 9113, section 6.8) for an error.
+                if not self.goaway and b"draining" not in raw:
+                    raise
+                break
+            for event in events:
                 self._take(event)
             self.flush()
             self._news.set()
