@@ -21,7 +21,7 @@ from kvatlas.router.feeds.base import FeedStats
 from kvatlas.router.feeds.manager import FeedControl, FeedManager
 from kvatlas.router.feeds.residency_audit import ResidencyAudit
 from kvatlas.router.feeds.sglang_load import LoadReading, LoadSockets
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.feeds.stores import StoreFeeds
 from kvatlas.router.fleet.engines import NOT_READY, EngineAddress, EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, EngineStatement, load_source

@@ -34,7 +34,7 @@ from kvatlas.router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variabl
 from kvatlas.router.config.reload import LIVE
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.feeds.base import FeedState, FeedStats
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.settings import ListenStats
 from kvatlas.router.index.learn.hash_scheme import Detection

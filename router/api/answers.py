@@ -12,7 +12,7 @@ import msgspec
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.feeds.base import FeedStats
-from kvatlas.router.feeds.store_events import StoreKind
+from kvatlas.router.feeds.store_settings import StoreKind
 from kvatlas.router.feeds.stores import StoreStats
 from kvatlas.router.fleet.engines import EngineId, SourceStats
 from kvatlas.router.fleet.status import Frontend, ModelCard

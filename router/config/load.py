@@ -22,7 +22,7 @@ from kvatlas.router.config.errors import ConfigError, meant, misfit
 from kvatlas.router.config.removed import REMOVED, refusal
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.config.unused import without_effect
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.prompts.settings import ANY_MODEL

@@ -14,7 +14,7 @@ from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.admission.key_file import KeySettings
 from kvatlas.router.api.admin_auth import AdminSettings
 from kvatlas.router.feeds.base import FeedSettings
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.settings import CorsSettings, ListenSettings

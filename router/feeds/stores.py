@@ -24,7 +24,8 @@ from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import EventDecodeError
 from kvatlas.router.feeds.base import FeedSettings
 from kvatlas.router.feeds.sockets import MessageReader, Slice, live_socket
-from kvatlas.router.feeds.store_events import StoreDecoder, StoreSettings
+from kvatlas.router.feeds.store_events import StoreDecoder
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.index.base import Index
 from kvatlas.router.index.stores import StoreContent
 from kvatlas.router.observe.load_rate import LoadRate

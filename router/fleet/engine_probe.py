@@ -38,6 +38,7 @@ UNSHOWN_SHARE: Final = 0.9
 _FIRST_WORDS: Final = 600
 _BLOCKS: Final = 3
 _TRIES_MAX: Final = 4
+_DRAWS: Final = 16
 MARGIN_WORDS: Final = 16
 _POLL_S: Final = 0.02
 
@@ -200,20 +201,20 @@ class EngineProber:
 
     async def _try(self, path: str, found: EngineProbe) -> None:
         for tries in range(_TRIES_MAX):
-            self.requests[path] = requests = await self._pair(path)
+            self.requests[path] = requests = await self._pair(path, _DRAWS if tries else 1)
             found.apis[path] = judge(requests, estimates=not self._publishes)
             shown = judge_events(requests) if self._publishes else None
             if shown is not None and found.events.verdict != "proven":
                 found.events = shown
             hits = found.apis[path].hits
             # Windows and states are kept at the end of a prompt only, which may lie beyond what the two have
-            # in common: a chat's prompt ends behind its text. The next one has another length.
+            # in common: a chat's prompt ends behind its text. The length of the next one is chosen.
             if hits.why != _NOTHING and (tries or hits.verdict != "refuted"):
                 return
 
-    async def _pair(self, path: str) -> list[ProbeRequest]:
+    async def _pair(self, path: str, draws: int) -> list[ProbeRequest]:
         words, known = self._words(), self._engine.alignment() is not None
-        first = text_of(words)
+        first = await self._text(path, words, draws)
         sent = await self._send(path, first, then=text_of(MARGIN_WORDS))
         if sent.failed is None and not known and self._words() > words:
             # The blocks turn out to be large.
@@ -223,6 +224,18 @@ class EngineProber:
         if sent.failed is not None:
             return [sent]
         return [sent, await self._send(path, f"{first} {text_of(MARGIN_WORDS)}")]
+
+    async def _text(self, path: str, words: int, draws: int) -> str:
+        """Return new words; of several draws, those whose prompt ends farthest behind a whole block."""
+        text, alignment, farthest = text_of(words), self._engine.alignment(), -1
+        if draws == 1 or alignment is None:
+            return text
+        for _ in range(draws):
+            drawn = text_of(words)
+            tokens = (await self._engine.predict(path, self._body(path, drawn))).prompt_tokens
+            if tokens is not None and tokens % alignment > farthest:
+                text, farthest = drawn, tokens % alignment
+        return text
 
     def _words(self) -> int:
         alignment = self._engine.alignment()

@@ -11,20 +11,18 @@ store takes no step per block; at most ``CHUNKS_MAX`` chunks are kept, further o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import islice
 from typing import NamedTuple
 
 from kvatlas.publisher.events import BlockHash
 from kvatlas.router.index.base import Index, Plane
 from kvatlas.router.index.places import Reach, store_place
+from kvatlas.router.index.store_parts import Parts
 
 # About 200 MB of one store.
 CHUNKS_MAX = 1 << 20
 # Media of a store, at most.
 STORE_MEDIA_MAX = 2
-# Parts of a chunk: engines of 64 GPUs and more share heads or layers.
-PARTS_MAX = 1024
 # Some milliseconds.
 _DISCARDED_AT_ONCE = 1024
 # No engine id contains a NUL.
@@ -41,20 +39,6 @@ class StoreChange(NamedTuple):
     block: BlockHash
     part: int = 0
     medium: int = 0
-
-
-class Parts(NamedTuple):
-    """Parts of which chunks consist."""
-
-    most: int = 1
-    """Most parts of a chunk."""
-    of_group: Mapping[int, int] = {}
-    """Group -> its parts, as bits, where not all ``most`` are needed."""
-
-    def are_whole(self, group_idx: int, held: int) -> bool:
-        """Whether these parts (a bit for each part, medium after medium) make a chunk of this group."""
-        needed = self.of_group.get(group_idx, (1 << self.most) - 1)
-        return (held | held >> self.most) & needed == needed
 
 
 class StoreContent:

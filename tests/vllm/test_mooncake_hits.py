@@ -8,7 +8,8 @@ import os
 import pytest
 
 from kvatlas.publisher.events import BlockHash
-from kvatlas.router.feeds.store_events import StoreDecoder, StoreSettings
+from kvatlas.router.feeds.store_events import StoreDecoder
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.index.base import Plane
 from kvatlas.router.index.hit_rules import evaluate
 from kvatlas.router.index.memory import MemoryIndex

@@ -195,7 +195,7 @@ async def test_metrics_parse_and_count() -> None:
             await rig.caught_up(*engines)
         page = (await rig.ask("GET", "/metrics"))[1]
         families = {family.name: family for family in text_string_to_metric_families(page)}
-        assert {name.partition("_")[0] for name in families} == {"kvatlas", "process"}
+        assert {name.partition("_")[0] for name in families} == {"kvatlas", "gen", "process"}
         samples = _samples(page)
         exact = [s.value for s in families["kvatlas_receipts"].samples if s.labels["outcome"] == "exact"]
         assert sum(exact) == 6

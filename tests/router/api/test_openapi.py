@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.placement.hot_prefixes import EVERY
 from tests.support.whole_router import MODEL, configure, routing, running
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.feeds.stores import StoreFeed
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.openai.apis import COMPLETION

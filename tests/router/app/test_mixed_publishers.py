@@ -14,7 +14,7 @@ from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockRemoved, BlockStored, WireHash, to_block_hash
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.placement.candidate import PolicySettings

@@ -16,7 +16,7 @@ from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import SECTIONS, describe, load, parse_engine, plain_keys, start
 from kvatlas.router.config.reload import LIVE, changes
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
-from kvatlas.router.feeds.store_events import StoreSettings
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FileSettings, FleetSettings
 from kvatlas.router.placement.shadow import Shadow

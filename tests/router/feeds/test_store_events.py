@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import BlockHash, EventDecodeError, to_block_hash
-from kvatlas.router.feeds.store_events import StoreDecoder, StoreSettings
+from kvatlas.router.feeds.store_events import StoreDecoder
+from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.feeds.stores import Sequence
 from kvatlas.router.index import stores
 from kvatlas.router.index.base import Plane

@@ -10,7 +10,8 @@ from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
 from kvatlas.router.index.places import Reach
-from kvatlas.router.index.stores import Parts, StoreChange, StoreContent
+from kvatlas.router.index.store_parts import Parts
+from kvatlas.router.index.stores import StoreChange, StoreContent
 from kvatlas.router.replication.descriptions import engine_facts
 from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
