@@ -18,7 +18,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvatlas.router.api.metrics_page import RouterCollector
 from kvatlas.router.http.request_cycle import RequestCycle
 from kvatlas.router.observe.usage import UsageLine
 from kvatlas.router.placement.engine_order import BAND_MS
+from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.replication.keys import ScopeKeys
 from kvatlas.router.replication.leases import Lease, parse_leases
 from kvatlas.router.replication.service import FLEET_SCOPE
@@ -105,7 +106,9 @@ def asked(judged: Judged, fleet: Fleet) -> set[str]:
     return hosts | {engine_host(work.engine) for work in fleet.works.get(one.request_id, ())}
 
 
-def judge_answer(judged: Judged, fleet: Fleet, faults: Faults) -> Iterator[Violation]:
+def judge_answer(
+    judged: Judged, fleet: Fleet, faults: Faults, others: Sequence[Judged] = ()
+) -> Iterator[Violation]:
     """One exchange: its end, and its text. After everything, when all is known of it and of the faults."""
     one, answer, plan = judged.exchange, judged.exchange.answer, fleet.plan
     where = _where(judged, faults.begin_s)
@@ -132,9 +135,24 @@ def judge_answer(judged: Judged, fleet: Fleet, faults: Faults) -> Iterator[Viola
             yield Violation("ends", f"{answer.end} without a fault: {where}")
         return
     if answer.status != 200:
-        yield from _judge_error(judged, plan, where, explained("error"))
+        excused = explained("error") or (not engines and _died_before(judged, fleet, faults, others))
+        yield from _judge_error(judged, plan, where, excused)
     else:
         yield from _judge_success(judged, plan, where, explained("cut"))
+
+
+def _died_before(judged: Judged, fleet: Fleet, faults: Faults, others: Sequence[Judged]) -> bool:
+    """Whether an engine may have died with the same request: then no other one gets it for a while."""
+    one = judged.exchange
+    if b'"engine_died"' not in one.answer.body:
+        return False
+    hosts = {
+        engine_host(work.engine)
+        for other in others
+        if other.expected.prompt == judged.expected.prompt
+        for work in fleet.works.get(other.exchange.request_id, ())
+    }
+    return faults.explain("cut", one.began_s - ProxySettings().suspect_s, one.ended_s, hosts)
 
 
 def _able(judged: Judged, plan: Plan) -> Iterator[int]:

@@ -175,7 +175,7 @@ class World:
 
     def _judge_all(self) -> None:
         for judged in self.judged:
-            self.violations += oracles.judge_answer(judged, self.fleet, self.faults)
+            self.violations += oracles.judge_answer(judged, self.fleet, self.faults, self.judged)
         self.violations += oracles.judge_order(self.judged, self.fleet, self.plan)
         self.violations += oracles.judge_work(self.judged, self.fleet, self.plan)
 

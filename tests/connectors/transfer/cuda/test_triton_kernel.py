@@ -22,7 +22,7 @@ import torch
 from kvatlas.connectors.transfer.base import Direction
 from kvatlas.connectors.transfer.calibrate import Calibration
 from kvatlas.connectors.transfer.cuda import CudaTransferEngine
-from kvatlas.connectors.transfer.host import HostTransferEngine
+from kvatlas.connectors.transfer.host_engine import HostTransferEngine
 from kvatlas.connectors.transfer.triton_kernels import move_pieces
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 from tests.connectors.transfer.contract import Rig, TransferEngineContract
