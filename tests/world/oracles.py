@@ -326,6 +326,9 @@ def _right(
         if request.api not in OPENAI or plan.gateway or not (done := _computed(one, fleet)):
             return {}
         prompt, generated = done
+        if continued(one, fleet) and "stop" in request.body:
+            # Its last engine does not know the strings, and computes on until its connection is closed.
+            return {"prompt_tokens": (line.prompt_tokens, {prompt})}
         return {
             "prompt_tokens": (line.prompt_tokens, {prompt}),
             "generated_tokens": (line.generated_tokens, {generated}),
