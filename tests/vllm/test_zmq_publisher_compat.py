@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -124,18 +125,22 @@ following = partial(feed_harness.following, topic="kv", settings=SETTINGS)
 
 
 async def live_frames(
-    context: zmq.asyncio.Context, endpoint: str, publish: Callable[[], None], count: int
-) -> dict[bytes, list[bytes]]:
-    """``count`` live messages by their seq frame; publishes until the subscription has taken effect."""
-    frames: dict[bytes, list[bytes]] = {}
-    with context.socket(zmq.SUB) as subscriber:
-        subscriber.subscribe(b"")
-        subscriber.connect(endpoint)
-        while len(frames) < count:
+    context: zmq.asyncio.Context, endpoints: Sequence[str], publish: Callable[[], None], count: int
+) -> list[dict[bytes, list[bytes]]]:
+    """Live messages of each publisher by their seq frame, at least ``count`` of the same numbers; ``publish``
+    has each publish one, again and again until the subscriptions have taken effect."""
+    frames: list[dict[bytes, list[bytes]]] = [{} for _ in endpoints]
+    with ExitStack() as stack:
+        subscribers = [stack.enter_context(context.socket(zmq.SUB)) for _ in endpoints]
+        for subscriber, endpoint in zip(subscribers, endpoints, strict=True):
+            subscriber.subscribe(b"")
+            subscriber.connect(endpoint)
+        while len(set.intersection(*map(set, frames))) < count:
             publish()
-            while len(frames) < count and await subscriber.poll(50):
-                message = await subscriber.recv_multipart()
-                frames[message[1]] = message
+            for subscriber, found in zip(subscribers, frames, strict=True):
+                while await subscriber.poll(20):
+                    message = await subscriber.recv_multipart()
+                    found[message[1]] = message
     return frames
 
 
@@ -161,21 +166,16 @@ async def test_frames_are_byte_identical(vllm_process: Publisher, rank: int) -> 
     ours = ZmqPublisher(ANY, replay_endpoint=ANY, topic="kv@x", data_parallel_rank=rank, buffer_steps=10)
     ours.start()
 
-    def publish_ours() -> None:
+    def publish_both() -> None:
         number = ours.next_seq
         ours.publish([our_event(spec) for spec in KINDS[number % len(KINDS)]], ts=float(number))
+        vllm_process.publish()
 
     with zmq.asyncio.Context() as context:
         theirs = f"tcp://127.0.0.1:{ports['endpoint']}"
-        their_frames = await live_frames(context, theirs, vllm_process.publish, 3 * len(KINDS))
-        while ours.next_seq + 2 < min(int.from_bytes(seq, "big") for seq in their_frames):
-            publish_ours()
-        our_frames = await live_frames(context, ours.endpoint, publish_ours, 3 * len(KINDS))
-        while ours.next_seq < vllm_process.published:
-            publish_ours()
-        vllm_process.publish(ours.next_seq - vllm_process.published)
+        count = 2 * len(KINDS)
+        our_frames, their_frames = await live_frames(context, (ours.endpoint, theirs), publish_both, count)
         both = our_frames.keys() & their_frames.keys()
-        assert len(both) >= len(KINDS)
         assert [our_frames[seq] for seq in both] == [their_frames[seq] for seq in both]
 
         assert ours.replay_endpoint is not None
