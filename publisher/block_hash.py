@@ -208,7 +208,8 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         hashes, whole = self.hashes, self._whole
         if hashes:
             del whole[len(whole) // len(hashes) * num_blocks :]
-            self.hashes = hashes.first(num_blocks)
+        # Also of none: who has them would see those of the next turn.
+        self.hashes = hashes.first(num_blocks)
 
     def _digest_bytes(self) -> int:
         return len(self._whole) // len(self.hashes) if self.hashes else 0

@@ -144,6 +144,16 @@ def test_any_dialogs_with_branches(
         assert found.hashes(scheme) == block_hashes(ids, scheme, found.extras)
 
 
+def test_hashes_of_a_prompt_shorter_than_a_block_stay_those_of_it(folders: dict[str, Path]) -> None:
+    reader = local_reader(folders["turns"])
+    dialog, scheme = [say("user", "Hi")], HashScheme(hash_block_size=24)
+    first = read_exact(reader, {"messages": dialog})
+    assert first.hashes(scheme) == []
+    longer = read_exact(reader, {"messages": [*dialog, say("assistant", WORDS), say("user", WORDS)]})
+    assert longer.hashes(scheme) == block_hashes(longer.token_ids.tolist(), scheme)
+    assert first.hashes(scheme) == []
+
+
 COUNTED = (
     "{{ messages | length }}"
     "{% for m in messages %}<|im_start|>{{ m.role }}{% if loop.last %} (now){% endif %}\n"
