@@ -71,7 +71,7 @@ def draw(rng: random.Random, number: int) -> Asked:
     elif wrong < 0.12:
         tenant = "limited"
     elif wrong < 0.16:
-        tenant = "nobody"
+        tenant = "stranger"
     leaves = rng.randint(1, limit) if body["stream"] and rng.random() < 0.25 else -1
     return Asked(f"r{number}", tenant, path, body, leaves)
 
@@ -123,7 +123,7 @@ async def streaming(rig: Rig, engine: str) -> None:
 def check(one: Asked, line: UsageLine) -> None:
     """A line against what client and engines saw."""
     about = (one, line)
-    assert line.tenant == ("" if one.tenant == "nobody" else one.tenant), about
+    assert line.tenant == ("" if one.tenant == "stranger" else one.tenant), about
     if not one.works:
         # Refused: nothing was computed, and nothing costs.
         assert not line.computed_tokens, about
