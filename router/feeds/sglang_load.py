@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
+import structlog
 import zmq
 
-from kvatlas.router.feeds.sockets import MessageReader, _log, _subscribed
+from kvatlas.router.feeds.sockets import MessageReader, subscribed
 
+_log = structlog.get_logger()
 LOAD_FRESH_S = 3.0
 _LOADS_MAX: Final = 16
 _LOAD_BYTES_MAX: Final = 4096
@@ -79,7 +81,7 @@ class LoadSockets:
         return heard_s is not None and self._clock() - heard_s <= LOAD_FRESH_S
 
     async def _read(self, engine_id: str, endpoint: str, topic: str) -> None:
-        socket = _subscribed(zmq.Context.instance(), topic, _LOADS_MAX, _LOAD_BYTES_MAX)
+        socket = subscribed(zmq.Context.instance(), topic, _LOADS_MAX, _LOAD_BYTES_MAX)
         with MessageReader(socket) as reader:
             try:
                 socket.connect(endpoint)

@@ -8,18 +8,18 @@ again. One reader per socket; the socket is closed with its reader.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
-import structlog
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvatlas.router.feeds.base import FeedSettings, FeedStats, ResyncError
 from kvatlas.router.feeds.frames import Frame, WireError, replay_in_pieces
 from kvatlas.router.http.keepalive import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
-_log = structlog.get_logger()
 _Result = TypeVar("_Result")
 _RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
 _KEEPALIVE = {
@@ -35,12 +35,13 @@ def live_socket(
 ) -> zmq.Socket[bytes]:
     """Make a SUB socket for an engine's live stream, not connected yet."""
     # Four times the decoded size: beyond that the connection is cut to save memory.
-    return _subscribed(context, topic, settings.receive_queue_max, 4 * settings.payload_bytes_max)
+    return subscribed(context, topic, settings.receive_queue_max, 4 * settings.payload_bytes_max)
 
 
-def _subscribed(
+def subscribed(
     context: zmq.Context[zmq.Socket[bytes]], topic: str, messages_max: int, message_bytes_max: int
 ) -> zmq.Socket[bytes]:
+    """Make a SUB socket, not connected yet."""
     socket = context.socket(zmq.SUB)
     socket.set(zmq.RCVHWM, messages_max)
     socket.set(zmq.MAXMSGSIZE, message_bytes_max)
@@ -115,6 +116,24 @@ class MessageReader:
         if not self.socket.closed:
             self._loop.remove_reader(self.socket.fileno())
             self.socket.close(linger=0)
+
+
+def monitored(
+    socket: zmq.Socket[bytes], endpoint: str, stack: contextlib.ExitStack
+) -> tuple[MessageReader, MessageReader]:
+    """Connect a socket; returns its reader and that of its monitor, which are closed with ``stack``. Raises
+    ``zmq.ZMQError`` for an invalid endpoint."""
+    reader = stack.enter_context(MessageReader(socket))
+    monitor = stack.enter_context(MessageReader(socket.get_monitor_socket()))
+    stack.callback(socket.disable_monitor)
+    socket.connect(endpoint)
+    return reader, monitor
+
+
+def connection_events(monitor: MessageReader) -> Iterator[int]:
+    """Yield the events of the connection (``zmq.EVENT_...``) that have already come."""
+    while (message := monitor.take()) is not None:
+        yield int(parse_monitor_message(message)["event"])
 
 
 async def receive(reader: MessageReader, endpoint: str, timeout_s: float) -> list[bytes]:

@@ -18,12 +18,11 @@ from typing import Annotated
 import msgspec
 import structlog
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import EventDecodeError
 from kvatlas.router.feeds.base import FeedSettings
-from kvatlas.router.feeds.sockets import MessageReader, Slice, live_socket
+from kvatlas.router.feeds.sockets import MessageReader, Slice, connection_events, live_socket, monitored
 from kvatlas.router.feeds.store_events import StoreDecoder
 from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.index.base import Index
@@ -133,10 +132,7 @@ class StoreFeed:
         numbers, work = Sequence(), Slice(clock)
         with contextlib.ExitStack() as stack:
             live = live_socket(zmq.Context.instance(), "", self._feeds)
-            reader = stack.enter_context(MessageReader(live))
-            monitor = stack.enter_context(MessageReader(live.get_monitor_socket()))
-            stack.callback(live.disable_monitor)
-            live.connect(endpoint)
+            reader, monitor = monitored(live, endpoint, stack)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(endpoint, monitor, numbers))
                 while True:
@@ -158,8 +154,7 @@ class StoreFeed:
             await monitor.wait()
 
     def _note_connection(self, endpoint: str, monitor: MessageReader, numbers: Sequence) -> None:
-        while (message := monitor.take()) is not None:
-            event = parse_monitor_message(message)["event"]
+        for event in connection_events(monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 # Messages of the connection before may have been read after its end.
                 numbers.reset()

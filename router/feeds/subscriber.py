@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine
 import msgspec
 import structlog
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvatlas.publisher.events import GROUPS_MAX, UNKNOWN_TYPES_MAX, DecodedBatch
 from kvatlas.router.feeds.actions import (
@@ -43,7 +42,14 @@ from kvatlas.router.feeds.base import (
 from kvatlas.router.feeds.frames import WireError, live_in_pieces
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.feeds.snapshot_client import SnapshotClient
-from kvatlas.router.feeds.sockets import MessageReader, ReplayResync, Slice, live_socket
+from kvatlas.router.feeds.sockets import (
+    MessageReader,
+    ReplayResync,
+    Slice,
+    connection_events,
+    live_socket,
+    monitored,
+)
 from kvatlas.router.index.engine import continues_series
 
 _log = structlog.get_logger()
@@ -126,11 +132,8 @@ class Feed:
         """
         with contextlib.ExitStack() as stack:
             live = live_socket(self._context, self._topic, self._settings)
-            reader = stack.enter_context(MessageReader(live))
-            monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
-            stack.callback(reader.socket.disable_monitor)
-            reader.socket.connect(self.events_endpoint)
-            self._live = reader.socket
+            reader, monitor = monitored(live, self.events_endpoint, stack)
+            self._live = live
             stack.callback(setattr, self, "_live", None)
             async with asyncio.TaskGroup() as self._tasks:
                 running = [
@@ -214,8 +217,7 @@ class Feed:
             await monitor.wait()
 
     async def _read_monitor(self, monitor: MessageReader) -> None:
-        while (message := monitor.take()) is not None:
-            event = parse_monitor_message(message)["event"]
+        for event in connection_events(monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 await self._perform(self._machine.connected(self._clock()))
             elif event == zmq.EVENT_DISCONNECTED:

@@ -18,12 +18,12 @@ from typing import Protocol
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvatlas.publisher.events import DecodedBatch
 from kvatlas.router.feeds.actions import Apply, Forget
+from kvatlas.router.feeds.base import ResyncError
 from kvatlas.router.feeds.frames import Frame, WireError, parse_live, parse_replay
-from kvatlas.router.feeds.sockets import MessageReader, Slice
+from kvatlas.router.feeds.sockets import MessageReader, Slice, connection_events, monitored, receive
 from kvatlas.router.tools.doctor.event_counts import EventCounts
 from kvatlas.router.tools.event_order import StreamOrder
 
@@ -237,12 +237,9 @@ class EventListener:
     async def _next(self, reader: MessageReader) -> list[bytes] | None:
         """Return the next message; None after ``replay_timeout_s`` of silence."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                while (message := reader.take()) is None:
-                    await reader.wait()
-        except TimeoutError:
+            return await receive(reader, self._replay or "", self._timeout_s)
+        except ResyncError:
             return None
-        return message
 
     def _flush(self) -> None:
         for seq in sorted(self._held):
@@ -289,22 +286,19 @@ def _connect(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, stack: contextlib.ExitStack
 ) -> tuple[MessageReader, MessageReader]:
     """Create a connecting socket and its monitor, closed with ``stack``. Raises ``zmq.ZMQError``."""
-    reader = stack.enter_context(MessageReader(context.socket(kind)))
-    reader.socket.set(zmq.RCVHWM, _HELD_MAX)
-    reader.socket.set(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+    socket = context.socket(kind)
+    socket.set(zmq.RCVHWM, _HELD_MAX)
+    socket.set(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
     if kind == zmq.SUB:
-        reader.socket.set(zmq.SUBSCRIBE, b"")
-    monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
-    stack.callback(reader.socket.disable_monitor)
-    reader.socket.connect(endpoint)
-    return reader, monitor
+        socket.set(zmq.SUBSCRIBE, b"")
+    return monitored(socket, endpoint, stack)
 
 
 async def _monitored(monitor: MessageReader) -> AsyncIterator[int]:
     """Yield the events of a monitor socket, without end."""
     while True:
-        while (message := monitor.take()) is not None:
-            yield int(parse_monitor_message(message)["event"])
+        for event in connection_events(monitor):
+            yield event
         await monitor.wait()
 
 
