@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Final, Protocol
 
 import msgspec
 import structlog
 
-from kvatlas.router.http.request_cycle import ClientRequest, answer_whole
+from kvatlas.router.http.request_cycle import answer_whole
 from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.http.upstream_pool import REPEATABLE, UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
@@ -45,6 +45,7 @@ from kvatlas.router.pd.transfer import connector_of
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.attempt import Answer, Attempt, Had
 from kvatlas.router.proxy.carriers import Carrier, Outbound, OwnConnections
+from kvatlas.router.proxy.comments import Comments
 from kvatlas.router.proxy.continuation import (
     ContinuationPlan,
     ContinuedStream,
@@ -206,8 +207,13 @@ class Forwarder:
         goes_on, body = found
         record.continued_from = first
         outcome = "failed"
-        timer = _Comments(out.client)
-        goes_on.on_begin = timer.cancel
+
+        def comment() -> Awaitable[None] | None:
+            record.bytes_out += len(_COMMENT)
+            return out.client.write(_COMMENT, more=True)
+
+        comments = Comments(_COMMENT_EVERY_S, record, comment)
+        goes_on.on_begin = comments.cancel
         try:
             if body is None:
                 await self._write_end(out, goes_on)
@@ -244,7 +250,7 @@ class Forwarder:
             outcome = "client_gone"
             raise
         finally:
-            timer.cancel()
+            comments.cancel()
             self._stats.count_continuation(outcome)
 
     def _was_poison(self, out: Outbound, engine_id: str) -> bool:
@@ -718,23 +724,7 @@ class Forwarder:
 
 # Between comments to the client of a stream that waits for another engine.
 _COMMENT_EVERY_S = 10.0
-
-
-class _Comments:
-    """Comments to a client, until ``cancel``."""
-
-    def __init__(self, client: ClientRequest) -> None:
-        self._client = client
-        self._timer = asyncio.get_running_loop().call_later(_COMMENT_EVERY_S, self._tick)
-
-    def _tick(self) -> None:
-        waits = self._client.write(b": waiting\n\n", more=True)
-        if isinstance(waits, Coroutine):
-            waits.close()  # it does not read: the comment is not needed
-        self._timer = asyncio.get_running_loop().call_later(_COMMENT_EVERY_S, self._tick)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
+_COMMENT = b": waiting\n\n"
 
 
 def _broke_off() -> ApiError:

@@ -9,8 +9,7 @@ error event or by a cut connection.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 
 import msgspec
 
@@ -25,6 +24,7 @@ from kvatlas.router.openai.response_ids import of_engine
 from kvatlas.router.pd.handoff import NotFetchedError
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.attempt import Answer, Attempt, Had
+from kvatlas.router.proxy.comments import Comments
 from kvatlas.router.proxy.continuation import ContinuationPlan, ContinuedStream, KeptStream
 from kvatlas.router.proxy.events import Kind, aborted
 from kvatlas.router.proxy.failures import REFUSALS, EventRefusedError, broke_off, client_told, stream_failed
@@ -32,15 +32,13 @@ from kvatlas.router.proxy.headers import SERVER_TIMING, AnswerHead
 from kvatlas.router.proxy.settings import ProxyStats
 from kvatlas.router.proxy.usage_reports import read_usage
 
-# Passes one engine's event stream on, piece by piece.
-#
-# A piece is passed on by the engine's connection, which brings it; the request's task runs only where the
-# client is too slow, and at the end. Invariants: the head is sent with the first whole line; a
-# stream that breaks off before its end mark, or that the engine gives up, ends with an error event.
-
 
 class StreamRelay(msgspec.Struct, eq=False):
-    """One stream. Where ``run`` returns without having sent its end, the connection must be cut."""
+    """One stream. Where ``run`` returns without having sent its end, the connection must be cut.
+
+    A piece is passed on by the engine's connection, which brings it; the request's task runs only where the
+    client is too slow, and at the end.
+    """
 
     _connection: Answer
     _attempt: Attempt
@@ -63,34 +61,25 @@ class StreamRelay(msgspec.Struct, eq=False):
     _more: bool = True
     _waits: Awaitable[None] | None = None
     """To be awaited before the next piece."""
-    _timer: asyncio.TimerHandle | None = None
     _slow: bool = False
     """That is being awaited."""
 
     async def run_with_comments(self, first: bytes | None, silence_s: float) -> None:
         """``run``, with a comment to the client before nothing has been sent for this long."""
-        self._watch_silence(silence_s / 2, -1)
+        comments = Comments(silence_s / 2, self._record, self._comment)
         try:
             await self.run(first)
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            comments.cancel()
 
-    def _watch_silence(self, every_s: float, sent_bytes: int) -> None:
-        if sent_bytes == self._record.bytes_out:
-            self._comment()
-        again = asyncio.get_running_loop().call_later
-        self._timer = again(every_s, self._watch_silence, every_s, self._record.bytes_out)
-
-    def _comment(self) -> None:
+    def _comment(self) -> Awaitable[None] | None:
         """Send a comment, where it stands between two events and the client reads."""
         between = self.had is Had.NOTHING or self._events.passed_on.endswith((b"\n\n", b"\n\r\n"))
         if not (between and self._success and self._more) or self._slow or self._waits is not None:
-            return
+            return None
         self._send(_COMMENT)
         waits, self._waits = self._waits, None
-        if isinstance(waits, Coroutine):
-            waits.close()  # it does not read: the comment is not needed
+        return waits
 
     async def run(self, first: bytes | None) -> None:
         """Pass everything on; ``first``: what has come of it. Raises ``UpstreamError`` and

@@ -1,4 +1,4 @@
-"""ContinuationTurns of streams that go on from another engine: those of one dead engine come together.
+"""Turns of streams that go on from another engine: those of one dead engine come together.
 
 The smallest goes first, and an engine has a bounded number of them before their first token, so that they
 bury no others. Invariants: a turn that was given ends once; one that waits is given up with its request.
