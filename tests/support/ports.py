@@ -8,6 +8,7 @@ and need not come back at the same place.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -59,19 +60,19 @@ def free_port_with_bus() -> int:
 @functools.cache
 def _turns() -> Iterator[int]:
     """This process's ports, again and again, from any of them: the process before it had the same."""
-    share, _ = _share()
-    mine = range(_FIRST + share, _LAST, _SHARES)
+    mine = range(_FIRST + _share(), _LAST, _SHARES)
     at = random.SystemRandom().randrange(len(mine))
     return itertools.cycle([*mine[at:], *mine[:at]])
 
 
 @functools.cache
-def _share() -> tuple[int, socket.socket]:
-    """Its number, and what holds it until the process ends."""
+def _share() -> int:
+    """Its number, which is held until the process ends."""
     for share in range(_SHARES):
         lock = socket.socket()
         with contextlib.suppress(OSError):
             lock.bind(("127.0.0.1", _SHARE_LOCKS + share))
-            return share, lock
+            atexit.register(lock.close)
+            return share
         lock.close()
     raise RuntimeError(f"more than {_SHARES} test processes choose ports at the same time")
