@@ -64,7 +64,11 @@ def run_real(main: Coroutine[Any, Any, T], wait_s: float = RUN_S) -> T:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         # Not Runner.run: setting a signal handler formats the task, which takes longer than many a test.
-        return runner.get_loop().run_until_complete(limited())
+        loop = runner.get_loop()
+        try:
+            return loop.run_until_complete(limited())
+        finally:
+            seams.cancel_all(loop, lambda: list(asyncio.all_tasks(loop)))
 
 
 async def until(

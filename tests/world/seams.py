@@ -26,6 +26,8 @@ from tests.world.loop import DeadlockError, VirtualLoop, is_thread, run_in_threa
 T = TypeVar("T")
 LIMIT_S = 3600.0
 """Virtual time after which a run is a failure."""
+_ENDS_MAX = 10
+"""How often what is left is cancelled: what ends may start other tasks."""
 
 
 class _State:
@@ -71,6 +73,19 @@ def run_with(
             _end(loop)
 
 
+def cancel_all(loop: asyncio.AbstractEventLoop, left: Callable[[], list[asyncio.Task[Any]]]) -> None:
+    """Cancel tasks until none is left. ``asyncio.run`` does so once: a task that another one starts while it
+    ends would find its context managers closed when it is freed in a later test, which then fails of
+    "generator didn't stop after athrow()"."""
+    for _ in range(_ENDS_MAX):
+        if not (tasks := left()):
+            return
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=60.0))
+    raise RuntimeError(f"do not end when they are cancelled: {left()}")
+
+
 @contextlib.contextmanager
 def _running(loop: VirtualLoop) -> Iterator[None]:
     if not _State.installed:
@@ -94,13 +109,9 @@ def _running(loop: VirtualLoop) -> Iterator[None]:
 
 
 def _end(loop: VirtualLoop) -> None:
-    """Cancel what still runs, as ``asyncio.run`` does."""
-    left = [task for task in asyncio.all_tasks(loop) if not loop.is_killed(task)]
-    for task in left:
-        task.cancel()
+    """Cancel what still runs, and what that starts in its ``finally``."""
     with contextlib.suppress(DeadlockError):
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=60.0))
+        cancel_all(loop, lambda: [task for task in asyncio.all_tasks(loop) if not loop.is_killed(task)])
         loop.run_until_complete(loop.shutdown_asyncgens())
     for transport in list(loop.net.transports):
         transport.vanish(silent=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import random
 import secrets
@@ -10,10 +12,13 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from tests.support.waiting import run_real
 from tests.world.loop import DeadlockError, VirtualLoop
 from tests.world.seams import run, run_with
 
@@ -142,6 +147,43 @@ def test_a_killed_process_never_runs_again() -> None:
         return loop.is_killed(task)
 
     assert run_with(main)
+
+
+@pytest.mark.parametrize("end", [run, run_real])
+def test_what_ends_may_start_tasks_which_end_too(
+    end: Callable[[Coroutine[Any, Any, None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else their context managers say at some later collection that their generators do not stop."""
+    ended: list[str] = []
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+    @contextlib.asynccontextmanager
+    async def opened(name: str) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            ended.append(name)
+
+    async def held(name: str) -> None:
+        async with opened(name):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                if name == "first":
+                    tasks.append(asyncio.ensure_future(held("second")))
+
+    tasks: list[asyncio.Future[None]] = []
+
+    async def main() -> None:
+        tasks.append(asyncio.ensure_future(held("first")))
+        await asyncio.sleep(0)
+
+    end(main())
+    assert all(task.cancelled() for task in tasks)
+    tasks.clear()
+    gc.collect()
+    assert (ended, unraisable) == (["first", "second"], [])
 
 
 def test_calls_of_the_busiest_turn_are_counted() -> None:
