@@ -25,7 +25,10 @@ from check_version import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
-TESTS = ("tests/packaging/test_wheel.py", "tests/packaging/test_image.py", "tests/charts")
+TESTS = (
+    *(f"tests/packaging/test_{what}.py" for what in ("wheel", "image", "first_hours")),
+    "tests/charts",
+)
 PULL_S_MAX = 60
 """How long the base image may take before the image is skipped: where no registry of images is reached, some
 machines say so at once and others never."""

@@ -10,12 +10,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import sysconfig
 import time
 import urllib.error
 import urllib.request
-import venv
 import zipfile
 from pathlib import Path
 
@@ -24,19 +21,12 @@ import pytest
 from kvatlas import __version__
 from tests.support.paths import ROOT, built
 from tests.support.ports import free_port
+from tests.support.wheels import build, installed
 
 pytestmark = pytest.mark.real  # builds, installs and serves in processes of its own
 
 FOLDERS = ("router", "publisher", "connectors")
 NONSENSE = "raise AssertionError('a file of the folder where kvatlas was started was imported')\n"
-
-
-def build(source: Path, target: str, into: Path) -> Path:
-    """Build one target by hatchling, as ``pip install`` and the Dockerfile do, without a network."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True)
-    (built,) = into.iterdir()
-    return built
 
 
 def content(wheel: Path) -> dict[str, bytes]:
@@ -99,7 +89,7 @@ def test_installed_it_serves_beside_files_of_the_same_names(wheel: Path, tmp_pat
         (here / name).mkdir(parents=True)
         (here / name / "__init__.py").write_text(NONSENSE)
         (here / f"{name}.py").write_text(NONSENSE)
-    python = os.environ.get("KVATLAS_INSTALLED") or installed(wheel, tmp_path / "environment")
+    python = str(installed(wheel, tmp_path / "environment"))
     packages = next(Path(python).parents[1].glob("lib/python3*/site-packages"))
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVATLAS"))
@@ -130,19 +120,6 @@ def test_installed_it_serves_beside_files_of_the_same_names(wheel: Path, tmp_pat
         finally:
             router.terminate()
         assert router.wait() == 0
-
-
-def installed(wheel: Path, environment: Path) -> str:
-    """Python of an environment with this wheel, and the dependencies of the one that runs the tests."""
-    venv.create(environment, with_pip=False)
-    python = str(environment / "bin" / "python")
-    install = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install"]
-    install += ["--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
-    (packages,) = environment.glob("lib/python3*/site-packages")
-    # What its own .pth files add is not taken.
-    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    return python
 
 
 def answers(router: subprocess.Popen[str], url: str) -> int:
