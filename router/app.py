@@ -580,6 +580,8 @@ class Router:
             self.clock,
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
+            moves=self.lifecycle.moves,
+            wall=self.accounts.wall,
             others=self.peers.others,
         )
         worker = None if self.worker_group is None else self.worker_group.worker

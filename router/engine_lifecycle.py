@@ -38,6 +38,7 @@ from kvatlas.router.prompts.adapter_paths import AdapterPaths
 from kvatlas.router.prompts.model_config import ModelConfigFile
 from kvatlas.router.prompts.settings import ModelPrompts
 from kvatlas.router.proxy.attempt import Attempt
+from kvatlas.router.proxy.moves import LAST_S
 from kvatlas.router.proxy.settings import ProxySettings
 
 # It imports redis-py, which a router without a shared index does not need.
@@ -48,8 +49,6 @@ _log = structlog.get_logger()
 
 # Interval between checks of engines at which requests wait.
 _WATCH_S = 1.0
-# Streams that a drained engine gives up at one look.
-_MOVED_MAX = 8
 # No engine starts twice within this, as far as only its events tell.
 _RESTART_S_MIN = 60.0
 # Facts that a model's file may supply if they are not configured.
@@ -76,8 +75,6 @@ class EngineLifecycle:
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
         self._adapters_left: set[str] = set()
-        self._drained_s: dict[str, float] = {}
-        """Engine that has streams -> since when it is drained."""
         """Base models of engines with adapters that have just left."""
         self._files: dict[str, ModelConfigFile] = {}
         """By served model: its own ``config.json``."""
@@ -208,22 +205,42 @@ class EngineLifecycle:
             for engine in self.fleet:
                 if engine.waiting:
                     self._abandon(engine, lost=True)
-                if engine.answering and self._config.proxy.continue_streams:
-                    self._watch_streams(engine, self._config.proxy)
+                self._watch_streams(engine, self._config.proxy)
                 if engine.feed is not None and engine.feed.restarts != engine.seen_restarts:
                     self._feed_restarted(engine, engine.feed.restarts, looked_s)
 
     def _watch_streams(self, engine: Engine, proxy: ProxySettings) -> None:
-        """End streams that go on from other engines: this one stalls, or has been drained for long."""
-        now = self._clock()
+        """End what goes on from other engines: this one stalls, or is drained and ends soon."""
+        left_s = self._left_s(engine, proxy)
+        if engine.waiting and left_s <= LAST_S:
+            self._abandon(engine)
+        if not engine.answering or not proxy.continue_streams:
+            return
         if proxy.stall_s:
-            engine.end_stalled(now - proxy.stall_s)
+            engine.end_stalled(self._clock() - proxy.stall_s)
+        if left_s < math.inf:
+            engine.move_streams(self._elsewhere(engine), left_s)
+
+    def _left_s(self, engine: Engine, proxy: ProxySettings) -> float:
+        """Seconds until the streams of a drained engine must have ended or left; infinite: none must."""
         if engine.held in ("", NOT_READY):
-            self._drained_s.pop(engine.engine_id, None)
-        elif proxy.move_drained_s and (
-            now - self._drained_s.setdefault(engine.engine_id, now) >= proxy.move_drained_s
-        ):
-            engine.move_streams(self._elsewhere(engine), _MOVED_MAX)
+            engine.drained_s = None
+            return math.inf
+        now = self._clock()
+        if engine.drained_s is None:
+            engine.drained_s = now
+        left_s = math.inf if engine.ends_s is None else engine.ends_s - self._accounts.wall()
+        if proxy.move_drained_s:
+            left_s = min(left_s, engine.drained_s + proxy.move_drained_s - now)
+        return left_s
+
+    def moves(self, engine: Engine) -> int:
+        """Return how many streams of a drained engine are to go on from others, as predicted now."""
+        proxy = self._config.proxy
+        left_s = self._left_s(engine, proxy)
+        if left_s == math.inf or not proxy.continue_streams:
+            return 0
+        return sum(map(self._elsewhere(engine), engine.streams_leaving(left_s)))
 
     def _feed_restarted(self, engine: Engine, restarts: int, looked_s: float) -> None:
         """Handle a feed whose events are those of a new process. Where metrics tell when processes started,

@@ -5,8 +5,9 @@ Each change takes effect at once and returns its result. Raises ``ApiError`` for
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -17,10 +18,14 @@ from kvatlas.router.openai.errors import bad_request, engine_not_found, fleet_fu
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.others import OthersLoad, others_at
 
+DEADLINE_S_MAX: Final = 86_400.0
+"""Of a drain: a day."""
+
 
 class FleetActions:
-    """``apply`` updates the fleet to the desired state; ``others`` is what siblings and replicas
-    have in flight, None where it is not known."""
+    """``apply`` updates the fleet to the desired state; ``moves`` counts the streams of a drained engine that
+    are to go on elsewhere; ``others`` is what siblings and replicas have in flight, None where it is not
+    known. ``wall``: the Unix time."""
 
     def __init__(
         self,
@@ -30,6 +35,8 @@ class FleetActions:
         *,
         sources: Callable[[], Mapping[str, SourceStats]],
         apply: Callable[[], None],
+        moves: Callable[[Engine], int] = lambda engine: 0,
+        wall: Callable[[], float] = time.time,
         others: Callable[[], Mapping[str, OthersLoad] | None] = dict,
     ) -> None:
         self._others = others
@@ -38,6 +45,8 @@ class FleetActions:
         self._now = now
         self._sources = sources
         self._apply = apply
+        self._moves = moves
+        self._wall = wall
 
     def listing(self) -> dict[str, Any]:
         """Return every engine, every removed server and every source."""
@@ -73,13 +82,21 @@ class FleetActions:
         self._apply()
         return {"engine": name, "kept_out": name in self._desired.removed}
 
-    def drain(self, name: str, who: str) -> dict[str, Any]:
-        """Stop new requests to an engine, or to all ranks of a server. Running streams continue."""
+    def drain(self, name: str, who: str, deadline_s: float | None = None) -> dict[str, Any]:
+        """Stop new requests to an engine, or to all ranks of a server. Running streams continue; of those
+        that will not end within ``deadline_s`` the ones that can go on elsewhere are moved."""
+        if deadline_s is not None and not 0 <= deadline_s <= DEADLINE_S_MAX:
+            message = (
+                f"deadline_s = {deadline_s:g} is not 0 to {DEADLINE_S_MAX:g}: give the seconds until the "
+                "engine ends, or leave it out where its streams are to end there."
+            )
+            raise bad_request("invalid_deadline", message, param="deadline_s")
         self._affected(name)
-        self._desired.drain(name, who)
+        self._desired.drain(name, who, None if deadline_s is None else self._wall() + deadline_s)
         self._apply()
-        requests = sum(self._in_flight(status) for status in self._affected(name))
-        return {"engine": name, "requests": requests}
+        drained = self._affected(name)
+        requests, moves = sum(map(self._in_flight, drained)), sum(map(self._moves, drained))
+        return {"engine": name, "requests": requests, "moves": moves}
 
     def undrain(self, name: str) -> dict[str, Any]:
         """End ``drain``. New requests come again, unless the engine is held for another reason too."""

@@ -38,6 +38,11 @@ class _Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
 
 
+class _Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    engine: str
+    deadline_s: float | None = None
+
+
 def create_admin(
     actions: FleetActions,
     authenticator: Authenticator,
@@ -149,10 +154,15 @@ def _add_routes(
         return as_json(await changed(request, "remove", who, name, lambda: actions.remove(name, who)))
 
     async def drain(request: Request) -> Response:
-        """Stop new requests: ``{"engine": ...}``."""
+        """Stop new requests: ``{"engine": ..., "deadline_s": ...}``."""
         who = await audit.enter(request, "drain")
-        name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
-        return as_json(await changed(request, "drain", who, name, lambda: actions.drain(name, who)))
+        given = await body(request, "drain", who, _Drain)
+        name = given.engine.rstrip("/")
+
+        def work() -> dict[str, Any]:
+            return actions.drain(name, who, given.deadline_s)
+
+        return as_json(await changed(request, "drain", who, name, work))
 
     async def undrain(request: Request) -> Response:
         """Allow new requests again: ``{"engine": ...}``."""

@@ -103,6 +103,8 @@ class DiscoveredEngine(msgspec.Struct, frozen=True):
     identity: str = ""
     """Identity of the process at that address, e.g. a pod's uid. If it changes, all known state is
     dropped."""
+    ends_s: float | None = None
+    """Unix time at which its process ends, if that is known."""
 
 
 PROBLEM_LENGTH_MAX = 300
@@ -167,12 +169,13 @@ ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")
 
 
 class DesiredFleet(msgspec.Struct, frozen=True):
-    """The desired fleet. ``holds``: engine id or base URL -> why it gets no new requests;
-    ``identities``: base URL -> who is there."""
+    """The desired fleet. ``holds``: engine id or base URL -> why it gets no new requests; ``ends_s``: the
+    same -> Unix time by which its streams must have ended; ``identities``: base URL -> who is there."""
 
     engines: tuple[EngineAddress, ...] = ()
     holds: dict[str, str] = {}
     identities: dict[str, str] = {}
+    ends_s: dict[str, float] = {}
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -182,6 +185,8 @@ class Override(msgspec.Struct, frozen=True):
 
     by: str
     identity: str = ""
+    ends_s: float | None = None
+    """Of a drain: Unix time by which its streams must have ended."""
 
 
 class AdminDecisions(msgspec.Struct, frozen=True):
@@ -257,9 +262,10 @@ class DesiredState:
         self._admit()
         return True
 
-    def drain(self, name: str, by: str) -> None:
-        """Stop new requests to an engine id, or to all engines of a base URL."""
-        self.drained[name] = Override(by, self._identity(_server(name)))
+    def drain(self, name: str, by: str, ends_s: float | None = None) -> None:
+        """Stop new requests to an engine id, or to all engines of a base URL. ``ends_s``: Unix time by which
+        its streams must have ended."""
+        self.drained[name] = Override(by, self._identity(_server(name)), ends_s)
 
     def undrain(self, name: str) -> bool:
         """End ``drain``; False if it was not drained."""
@@ -281,6 +287,7 @@ class DesiredState:
         engines: list[EngineAddress] = []
         holds: dict[str, str] = {}
         identities: dict[str, str] = {}
+        ends_s: dict[str, float] = {}
         for base_url in self._admitted:
             engines += self._engines(base_url)
             if identity := self._identity(base_url):
@@ -288,9 +295,13 @@ class DesiredState:
             for one in self._discovered(base_url):
                 if one.held:
                     holds.setdefault(one.engine.engine_id, one.held)
+                    if one.ends_s is not None:
+                        ends_s.setdefault(one.engine.engine_id, one.ends_s)
         for name, decision in self.drained.items():
             holds[name] = f"drained by {decision.by}"
-        return DesiredFleet(tuple(engines), holds, identities)
+            if decision.ends_s is not None:
+                ends_s[name] = min(decision.ends_s, ends_s.get(name, decision.ends_s))
+        return DesiredFleet(tuple(engines), holds, identities, ends_s)
 
     def _engines(self, base_url: str) -> list[EngineAddress]:
         first = self._by_source[self.sources(base_url)[0]][base_url]
@@ -320,7 +331,7 @@ class DesiredState:
             if _server(name) not in servers or (now and decision.identity not in {"", now}):
                 del decisions[name]
             elif now:
-                decisions[name] = Override(decision.by, now)
+                decisions[name] = msgspec.structs.replace(decision, identity=now)
 
 
 def _server(name: str) -> str:

@@ -113,6 +113,7 @@ class EngineStatus:
         "adapters",
         "answers",
         "base_model",
+        "ends_s",
         "engine",
         "engine_id",
         "fleet_changed",
@@ -161,6 +162,8 @@ class EngineStatus:
         self.unreachable = False
         self._up = False
         self._silent = False
+        # Unix time by which its streams must have ended, while it is held and that is known.
+        self.ends_s: float | None = None
         self._held = ""
         self._asleep = False
         self._models: tuple[ModelCard, ...] = ()
@@ -265,6 +268,7 @@ class Fleet(Generic[E]):
         self._make = make if make is not None else cast("EngineFactory[E]", EngineStatus)
         self._configured = _by_server(engines)
         self._holds: dict[str, str] = {}
+        self._ends_s: dict[str, float] = {}
         self._identities: dict[str, str] = {}
         self._serving: dict[str | None, list[E]] = {}
         """Engines by a model that they serve; models of the same engines share one list."""
@@ -378,14 +382,17 @@ class Fleet(Generic[E]):
                 changes.gone += gone
         self.has_roles = self._any_role()
         self._changed()
-        self._holds = wanted.holds
+        self._holds, self._ends_s = wanted.holds, wanted.ends_s
         self._identities = {url: self._identities.get(url, "") for url in given} | wanted.identities
         for status in self._status.values():
-            status.held = self._why_held(status.engine)
+            self._hold(status)
         return changes
 
-    def _why_held(self, engine: EngineAddress) -> str:
-        return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
+    def _hold(self, status: E) -> None:
+        """Set why an engine gets no new requests, and until when those that it has must have ended."""
+        names = status.engine_id, status.engine.base_url
+        status.held = next((why for name in names if (why := self._holds.get(name, ""))), "")
+        status.ends_s = min((self._ends_s[name] for name in names if name in self._ends_s), default=None)
 
     def why_unsalted(self, engine: EngineStatus, path: str) -> str:
         """Why prompts of this API cannot be isolated at an engine, to be read behind the path; "": they
@@ -469,7 +476,7 @@ class Fleet(Generic[E]):
     def _new(self, engine: EngineAddress) -> E:
         status = self._make(engine, fleet_changed=self._changed)
         status.usable_changed = partial(self._note_usable, status)
-        status.held = self._why_held(engine)
+        self._hold(status)
         return status
 
     def is_adapter(self, model: str) -> bool:

@@ -56,6 +56,7 @@ from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, Sh
 from kvatlas.router.placement.wait_limit import AdmissionStats
 from kvatlas.router.proxy.attempt import Answer, Attempt
 from kvatlas.router.proxy.breaker import Breaker
+from kvatlas.router.proxy.moves import AT_ONCE_MAX, leaving
 from kvatlas.router.proxy.paths import CacheReset
 
 _log = structlog.get_logger()
@@ -249,6 +250,7 @@ class Engine(EngineStatus):
         "answering",
         "breaker",
         "closed",
+        "drained_s",
         "evictions",
         "first_tokens",
         "hit_share",
@@ -330,6 +332,8 @@ class Engine(EngineStatus):
         """Of its feed, those that were acted on."""
         self.polled_disconnects = 0
         """Of ``clears``, those known at the last poll."""
+        self.drained_s: float | None = None
+        """Since when it is drained; None: it is not."""
         self.closed = False
         """It has left the fleet: nothing more is recorded for it."""
 
@@ -472,13 +476,23 @@ class Engine(EngineStatus):
                 if attempt.kept is not None and not attempt.kept.check():
                     answer.lose(since_s)
 
-    def move_streams(self, elsewhere: Callable[[Attempt], bool], most: int) -> None:
-        """End up to ``most`` streams that other engines may go on with; ``elsewhere``: one of them may answer
-        a request. It says nothing of this engine."""
-        for attempt, answer in list(self.answering.items()):
-            if most and attempt.kept is not None and not attempt.kept.check() and elsewhere(attempt):
+    def streams_leaving(self, left_s: float) -> list[Attempt]:
+        """Return the streams that are to go on elsewhere, since this engine ends in ``left_s``; the smallest
+        first."""
+        found = [one for one in self.answering if one.kept is not None and not one.kept.check()]
+        found = [found[at] for at in leaving([one.rest_s() for one in found], left_s)]
+        return sorted(
+            found, key=lambda one: 0 if one.kept is None else one.kept.prompt_tokens + len(one.kept.ids)
+        )
+
+    def move_streams(self, elsewhere: Callable[[Attempt], bool], left_s: float) -> None:
+        """End streams that other engines may go on with; ``elsewhere``: one of them may answer a request. It
+        says nothing of this engine, which ends in ``left_s``."""
+        most = AT_ONCE_MAX
+        for attempt in self.streams_leaving(left_s):
+            if most and elsewhere(attempt):
                 attempt.blameless = True
-                most -= answer.lose(math.inf)
+                most -= self.answering[attempt].lose(math.inf)
 
     @property
     def clears(self) -> int:

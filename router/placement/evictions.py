@@ -204,10 +204,7 @@ class EvictionForecast:
             return None
         size = self.block_size
         full = min(len(hashes), tokens // size)
-        answer_tokens = round(self._answer_tokens) or _ANSWER_TOKENS
-        # If most answers end at their limit, the limit is the better estimate than the mean.
-        if answer_tokens_max and (self._limited > 0.5 or answer_tokens > answer_tokens_max):
-            answer_tokens = answer_tokens_max
+        answer_tokens = self.expected_tokens(answer_tokens_max)
         prompt = PooledPrompt(
             hashes[:full],
             tokens,
@@ -222,6 +219,14 @@ class EvictionForecast:
         self._set_tail(prompt)
         self._changed()
         return prompt
+
+    def expected_tokens(self, answer_tokens_max: int) -> int:
+        """Return the expected length of an answer with this limit, 0 if unknown."""
+        expected = round(self._answer_tokens) or _ANSWER_TOKENS
+        # If most answers end at their limit, the limit is the better estimate than the mean.
+        if answer_tokens_max and (self._limited > 0.5 or expected > answer_tokens_max):
+            return answer_tokens_max
+        return expected
 
     def start(self, prompt: PooledPrompt) -> None:
         """Note a first token: the prompt uses all its blocks."""

@@ -6,6 +6,7 @@ Invariants: a placement is removed from every account exactly once (``Attempt``)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -379,6 +380,22 @@ class Placement(Attempt):
         self._streamed_tokens += events
         if self._pooled is not None:
             self._pooled.answered_tokens += events
+
+    def rest_s(self) -> float:
+        """Implement ``Attempt``."""
+        events, read = self._streamed_tokens, self.decision.read
+        if not events:
+            return math.inf
+        limit = read.answer_tokens_max if isinstance(read, Prompt) else 0
+        # An event may hold several tokens, and a stream that goes on has those of other engines.
+        before = self.tokens_before
+        made = events if self.kept is None else max(1, len(self.kept.ids) - before)
+        expected = self.engine.evictions.expected_tokens(limit and limit + before)
+        # One that is longer than most is taken to be as long again.
+        left = expected - before - made if expected > before + made else before + made
+        if limit:
+            left = min(left, limit - made)
+        return max(left, 0) * (self.now() - self.asked_s - (self._ttft_s or 0.0)) / made
 
     def order_refused(self) -> None:
         """Implement ``Attempt``."""

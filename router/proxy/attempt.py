@@ -60,6 +60,8 @@ class Attempt:
     """The process that had it ended, or answers no polls any more."""
     kept: KeptStream | None = None
     """The state of its stream, with which another engine may go on."""
+    tokens_before = 0
+    """Tokens of its answer that other engines generated."""
     watched = False
     """Its answer must be seen, since more than this rests on it."""
     _heard = _works = False
@@ -180,6 +182,10 @@ class Attempt:
 
     def streamed(self, events: int) -> None:
         """Note events of the answer that came: about one for each token."""
+
+    def rest_s(self) -> float:
+        """Return the predicted seconds until the end of its answer, which has begun."""
+        return math.inf
 
     def left_unanswered(self) -> bool:
         """The client left. Returns whether that counts against the engine, which has given no answers."""

@@ -78,9 +78,9 @@ class ProxySettings(ClientSettings, frozen=True):
     asked for token ids, which are taken out of the answers again. A client opts out by
     `x-kvatlas-continue: off`. Switch it on where long answers must outlive their engines."""
     move_drained_s: float = 0.0
-    """Seconds after an engine is drained or held, after which its streams go on from other engines
-    (`continue_streams`); shorter answers end there. 0: they end where they are. Set it below the grace period
-    of your pods."""
+    """Seconds after an engine is drained or held, by which its streams have gone on from other engines
+    (`continue_streams`), those first that are not predicted to end by then. 0: only a drain's own deadline
+    and the end of a pod's grace period count. Set it where engines end sooner than these say."""
     stall_s: float = 30.0
     """Seconds without a token in any stream of an engine, after which its streams go on elsewhere
     (`continue_streams`), whatever its health check says; 0: `idle_timeout_s` alone ends them. Raise it where

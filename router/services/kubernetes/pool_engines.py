@@ -10,7 +10,10 @@ overrides a named port. Invalid values are ignored and reported as a problem.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import NamedTuple
+
+import msgspec
 
 from kvatlas.router.fleet.engines import NOT_READY, DiscoveredEngine, EngineAddress, EngineKind, Role
 from kvatlas.router.fleet.settings import KubernetesSettings
@@ -58,6 +61,8 @@ class _Server(NamedTuple):
     held: str
     uid: str
     role: str | None = None
+    ends_s: float | None = None
+    """Unix time at which its grace period is over."""
 
 
 def read_cluster(
@@ -159,7 +164,17 @@ def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> 
         ports.setdefault("", listed[0].container_port)
     where = f"{meta.namespace}/{meta.name}"
     role = (meta.labels or {}).get(ROLE_LABEL)
-    yield _Server(where, pod.status.pod_ip, ports, annotations, held, meta.uid, role)
+    ends_s = None if meta.deletion_timestamp is None else _unix_s(meta.deletion_timestamp)
+    yield _Server(where, pod.status.pod_ip, ports, annotations, held, meta.uid, role, ends_s)
+
+
+def _unix_s(text: str) -> float | None:
+    """The deletion timestamp of a pod is the end of its grace period
+    (apiserver, pkg/registry/rest/delete.go ``BeforeDelete``)."""
+    try:
+        return msgspec.convert(text, datetime).timestamp()
+    except (msgspec.ValidationError, ValueError, OverflowError):
+        return None
 
 
 def _places(slices: Iterable[EndpointSlice]) -> list[_Place]:
@@ -254,7 +269,7 @@ def _engines(
             kind=_KINDS.get(kind or ""),
             kv_source=None if source is None else f"{host}:{source}",
         )
-        yield DiscoveredEngine(engine, held, server.uid)
+        yield DiscoveredEngine(engine, held, server.uid, server.ends_s)
 
 
 def _yes(annotations: dict[str, str], name: str) -> bool:

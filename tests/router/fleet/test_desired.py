@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +22,10 @@ def urls(of: DesiredState) -> list[str]:
     return [engine.base_url for engine in of.wanted().engines]
 
 
-def see(url: str, held: str = "", identity: str = "", **fields: str) -> DiscoveredEngine:
-    return DiscoveredEngine(EngineAddress(url, **fields), held, identity)  # type: ignore[arg-type]
+def see(
+    url: str, held: str = "", identity: str = "", ends_s: float | None = None, **fields: str
+) -> DiscoveredEngine:
+    return DiscoveredEngine(EngineAddress(url, **fields), held, identity, ends_s)  # type: ignore[arg-type]
 
 
 def test_a_server_is_wanted_while_any_source_names_it() -> None:
@@ -55,6 +59,33 @@ def test_any_source_may_hold_it() -> None:
     assert r.undrain(A)
     assert not r.undrain(A)
     assert r.wanted().holds == {A: "terminating"}
+
+
+def test_the_sooner_end_of_a_drained_engine_counts() -> None:
+    r = desired()
+    r.set_source("static", [see(A), see(B)])
+    r.set_source("kubernetes", [see(A, "terminating", ends_s=200.0)])
+    fleet: Fleet[Any] = Fleet()
+
+    def ends() -> list[float | None]:
+        fleet.assign(r.wanted())
+        return [fleet.get(url).ends_s for url in (A, B)]  # type: ignore[union-attr]
+
+    assert ends() == [200.0, None]
+    for ends_s, expected in ((100.0, 100.0), (300.0, 200.0), (None, 200.0)):
+        r.drain(A, "ann", ends_s)
+        r.drain(B, "ann", ends_s)
+        assert ends() == [expected, ends_s]
+        # Decisions about a pod name it as soon as it is known.
+        r.set_source("static", [see(A), see(B, identity="pod-1")])
+        assert ends() == [expected, ends_s]
+    r.drain(B, "ann", 50.0)
+    other = desired()
+    other.set_source("static", [see(A), see(B)])
+    other.adopt(r.decisions())
+    assert other.wanted().ends_s[B] == 50.0
+    r.undrain(B)
+    assert ends() == [200.0, None]
 
 
 def test_removed_is_out_until_it_is_added_again() -> None:

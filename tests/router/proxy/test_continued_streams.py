@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvatlas.router.engine_lifecycle import EngineLifecycle
-from kvatlas.router.fleet.engines import NOT_READY
+from kvatlas.router.fleet.engines import NOT_READY, EngineAddress
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.pd.handoff import DisaggState
+from kvatlas.router.placement.engine import Accounts
 from kvatlas.router.placement.engine import Engine as FleetEngine
 from kvatlas.router.proxy import turns
 from kvatlas.router.proxy.deaths import digest_of
@@ -461,49 +464,91 @@ def test_an_engine_stalls_where_all_its_streams_are_silent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "elsewhere", "moved"), [("", True, 2), ("reasoning", True, 0), ("", False, 0)]
+    ("check", "elsewhere", "moved"), [("", True, 8), ("reasoning", True, 0), ("", False, 0)]
 )
 def test_a_drained_engine_gives_up_what_others_go_on_with(check: str, elsewhere: bool, moved: int) -> None:
-    lost: list[float] = []
-    attempts = [FakePlacement("a") for _ in range(4)]
-    for attempt in attempts[1:]:
-        attempt.kept = SimpleNamespace(check=lambda: check)  # type: ignore[assignment]
+    lost: list[int] = []
 
-    def lose(since_s: float) -> bool:
-        lost.append(since_s)
-        return True
+    class Lost:
+        def __init__(self, size: int) -> None:
+            self.size = size
 
-    answer = SimpleNamespace(lose=lose)
-    engine = SimpleNamespace(answering=dict.fromkeys(attempts, answer))
-    FleetEngine.move_streams(engine, lambda attempt: elsewhere, 2)  # type: ignore[arg-type]
-    assert len(lost) == moved
+        def lose(self, since_s: float) -> bool:
+            lost.append(self.size)
+            return True
+
+    attempts = [FakePlacement("a") for _ in range(12)]
+    engine = FleetEngine(EngineAddress("http://a:1"), Accounts(lambda: 0.0))
+    for size, attempt in enumerate(attempts):
+        engine.answering[attempt] = Lost(size)  # type: ignore[assignment]
+        if size:
+            attempt.kept = SimpleNamespace(  # type: ignore[assignment]
+                check=lambda: check, prompt_tokens=100 - size, ids=[]
+            )
+    engine.move_streams(lambda attempt: elsewhere, 5.0)
+    # The smallest first.
+    assert lost == list(range(11, 11 - moved, -1))
     assert [attempt.blameless for attempt in attempts].count(True) == moved
     assert not attempts[0].blameless
 
 
-@pytest.mark.parametrize(("held", "moves"), [("drained by ops", True), ("", False), (NOT_READY, False)])
-def test_streams_are_moved_some_time_after_a_drain(held: str, moves: bool) -> None:
-    asked: list[Any] = []
-    engine = SimpleNamespace(
-        engine_id="a",
-        held="drained by ops",
-        end_stalled=asked.append,
-        move_streams=lambda *_: asked.append(""),
-    )
+@pytest.mark.parametrize(
+    ("held", "ends_s", "default_s", "left_s"),
+    [
+        ("drained by ops", 1030.0, 0.0, 30.0),
+        ("terminating", 1030.0, 5.0, 5.0),
+        ("terminating", 1003.0, 5.0, 3.0),
+        ("terminating", None, 5.0, 5.0),
+        ("terminating", None, 0.0, math.inf),
+        ("", 1030.0, 5.0, math.inf),
+        (NOT_READY, 1030.0, 5.0, math.inf),
+    ],
+)
+def test_streams_are_moved_by_the_end_of_a_drain(
+    held: str, ends_s: float | None, default_s: float, left_s: float
+) -> None:
     now_s = 100.0
-    lifecycle = SimpleNamespace(_clock=lambda: now_s, _drained_s={}, _elsewhere=lambda engine: None)
-    proxy = ProxySettings(continue_streams=True, stall_s=0, move_drained_s=5.0)
+    moved: list[float] = []
+    engine = SimpleNamespace(
+        held=held,
+        ends_s=ends_s,
+        drained_s=None,
+        answering=True,
+        waiting=True,
+        end_stalled=lambda since_s: moved.append(-since_s),
+        move_streams=lambda elsewhere, left_s: moved.append(left_s),
+        streams_leaving=lambda left_s: [1, 2],
+    )
+    abandoned: list[Any] = []
+    accounts = SimpleNamespace(wall=lambda: now_s + 900.0)
+    proxy = ProxySettings(continue_streams=True, stall_s=0, move_drained_s=default_s)
+    lifecycle = SimpleNamespace(
+        _clock=lambda: now_s,
+        _accounts=accounts,
+        _elsewhere=lambda engine: lambda attempt: attempt == 1,
+        _abandon=abandoned.append,
+        _config=SimpleNamespace(proxy=proxy),
+    )
+    lifecycle._left_s = partial(EngineLifecycle._left_s, lifecycle)
 
-    def look() -> int:
+    def look(proxy: ProxySettings = proxy) -> list[float]:
+        moved.clear()
         EngineLifecycle._watch_streams(lifecycle, engine, proxy)  # type: ignore[arg-type]
-        return len(asked)
+        return moved
 
-    assert look() == 0
-    engine.held = held
-    now_s = 104.0
-    assert look() == 0
-    now_s = 105.0
-    assert look() == moves
-    proxy = ProxySettings(continue_streams=True, stall_s=9.0)
+    moves = left_s < math.inf
+    assert look() == [left_s] * moves
+    assert EngineLifecycle.moves(lifecycle, engine) == moves  # type: ignore[arg-type]
+    now_s += 2.0
+    assert look() == [left_s - 2.0] * moves
+    assert not abandoned or left_s <= 4.0
+    now_s = 100.0 + left_s - 1.0 if moves else 200.0
     look()
-    assert asked[-1] == 96.0
+    # What waits for a first byte leaves in the last seconds.
+    assert len(abandoned) == (moves and 1 + (left_s <= 4.0))
+    assert look(ProxySettings(continue_streams=True, stall_s=9.0))[0] == 9.0 - now_s
+    assert not look(ProxySettings())
+    # Ended and begun again.
+    engine.held = ""
+    look()
+    assert engine.drained_s is None

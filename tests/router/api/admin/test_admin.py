@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import load
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.server import ListenError
+from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.startup_check import check
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import until
@@ -46,7 +48,7 @@ async def test_an_engine_is_added_drained_undrained_and_removed(tmp_path: Path, 
         assert listed[two.base_url]["up"]
 
         status, body, _ = await admin.ask("POST", "/drain", {"engine": one.base_url})
-        assert (status, body) == (200, {"engine": one.base_url, "requests": 0})
+        assert (status, body) == (200, {"engine": one.base_url, "requests": 0, "moves": 0})
         for _ in range(5):
             answer = await admin.rig.chat("a question of any kind")
             assert answer.headers["x-kvatlas-engine"] == two.base_url
@@ -89,6 +91,57 @@ async def test_a_stream_goes_on_while_its_engine_is_drained_and_removed(tmp_path
         await until(lambda: admin.rig.idle, "answered")
         await admin.rig.ready()
         admin.rig.check_books()
+
+
+async def test_long_answers_leave_before_the_deadline_of_a_drain(tmp_path: Path) -> None:
+    """One of 3 s and one of 12 s, of which the first ends where it is."""
+    slow = {"decode_s_per_token": 0.02, "num_blocks": 4096}
+    changes = {"proxy": ProxySettings(continue_streams=True)}
+    async with running(slow, slow) as (one, two), administered(tmp_path, one, changes=changes) as admin:
+        await admin.rig.ready()
+
+        async def answer(tokens: int) -> str:
+            stream = await admin.rig.api.chat.completions.create(
+                model="kvatlas-demo",
+                messages=[{"role": "user", "content": f"tell {tokens}"}],
+                max_tokens=tokens,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            pieces = [piece async for piece in stream]
+            assert pieces[-1].choices[0].finish_reason == "length"
+            return "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+        answers = [asyncio.ensure_future(answer(tokens)) for tokens in (600, 150)]
+        await asyncio.sleep(1)
+        assert (await admin.ask("POST", "", {"base_url": two.base_url}))[0] == 201
+        await admin.rig.ready()
+        for deadline_s, moves in ((200, 0), (0, 2), (6.5, 1)):
+            drain = {"engine": one.base_url, "deadline_s": deadline_s}
+            status, body, _ = await admin.ask("POST", "/drain", drain)
+            assert (status, body["requests"], body["moves"]) == (200, 2, moves)
+        await asyncio.sleep(4.5)
+        assert not [attempt for engine in admin.rig.router.fleet for attempt in engine.waiting]
+        assert [len(engine.answering) for engine in admin.rig.router.fleet] == [0, 1]
+        for text in await asyncio.gather(*answers):
+            assert text
+        ended = admin.rig.router.proxy.requests.ended
+        assert [(record.continued_from, record.engine) for record in ended] == [
+            ("", one.base_url),
+            (one.base_url, two.base_url),
+        ]
+        admin.rig.check_books()
+
+
+@pytest.mark.parametrize("deadline_s", [-1, 86_401, 1e9])
+async def test_a_deadline_that_cannot_be_is_refused(tmp_path: Path, deadline_s: float) -> None:
+    async with running({}) as (one,), administered(tmp_path, one) as admin:
+        drain = {"engine": one.base_url, "deadline_s": deadline_s}
+        status, body, _ = await admin.ask("POST", "/drain", drain)
+        error = body["error"]
+        assert (status, error["code"], error["param"]) == (400, "invalid_deadline", "deadline_s")
+        assert error["message"].startswith(f"deadline_s = {deadline_s:g} is not 0 to 86400: give the seconds")
+        assert (await admin.listed())[one.base_url]["on_hold"] == ""
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", f"ann:{TOKEN}", "\xff" * 20])
@@ -145,6 +198,7 @@ async def test_every_change_is_in_the_log_with_who_and_what_became_of_it(tmp_pat
         ("POST", "/drain", {"engine": "http://nobody:1"}, 404, "engine_not_found"),
         ("POST", "/undrain", {"engine": "http://nobody:1"}, 404, "engine_not_found"),
         ("POST", "/drain", {"name": "x"}, 400, "invalid_json"),
+        ("POST", "/drain", {"engine": "http://x:1", "deadline_s": "30"}, 400, "invalid_json"),
         ("DELETE", "", None, 404, "engine_not_found"),
         ("DELETE", "?engine=http://x:1%23dp0", None, 400, "not_a_server"),
         ("PUT", "", {}, 405, "method_not_allowed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -146,6 +147,12 @@ def test_why_a_pod_gets_no_new_requests() -> None:
     assert held([pod("a", "10.0.0.1")]) == {url: ""}
     assert held([pod("a", "10.0.0.1", ready=False)]) == {url: "not ready"}
     assert held([pod("a", "10.0.0.1", terminating=True)]) == {url: "terminating"}
+    assert [one.ends_s for one in seen([pod("a", "10.0.0.1", terminating=True)]).discovered] == [
+        datetime(2026, 11, 21, 9, 14, 32, tzinfo=UTC).timestamp()
+    ]
+    unread = pod("a", "10.0.0.1", terminating=True)
+    unread["metadata"]["deletionTimestamp"] = "soon"
+    assert [(one.held, one.ends_s) for one in seen([unread]).discovered] == [("terminating", None)]
     assert held([with_notes(drain="true")]) == {url: "drained by annotation"}
     assert held([with_notes(drain="false")]) == {url: ""}
     unknown = pod("a", "10.0.0.1")
