@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvatlas.router.placement.fleet_medians import FleetMedians
 from kvatlas.router.placement.seconds import (
     FirstTokenModel,
     FirstTokenModels,
@@ -281,7 +282,7 @@ def _running_between(by_running: Sequence[PrefillSample]) -> float:
 
 
 class FleetRates:
-    """Estimates for engines without samples of their own: medians over the others, computed on demand."""
+    """Estimates for engines without samples of their own: medians over the others."""
 
     def __init__(self, settings: RateSettings | None = None) -> None:
         self.settings = settings = settings or RateSettings()
@@ -291,8 +292,7 @@ class FleetRates:
                 decode_interference_s=settings.decode_interference_s,
             )
         )
-        # Engines that have learned something.
-        self._engines: dict[EngineRates, None] = {}
+        self._engines = FleetMedians[EngineRates](3, lambda engine: (None, engine.learned))
         self.medians: tuple[float, float, float] | None = None
         """Prefill, overhead and interference; None: not computed (``fit``)."""
 
@@ -302,13 +302,12 @@ class FleetRates:
 
     def learned(self, engine: EngineRates) -> None:
         """Note changed estimates of an engine."""
-        self._engines[engine] = None
+        self._engines.changed(engine)
         self.medians = None
 
     def left(self, engine: EngineRates) -> None:
         """Remove an engine."""
-        if engine in self._engines:
-            del self._engines[engine]
+        if self._engines.left(engine):
             self.medians = None
 
     @property
@@ -334,13 +333,11 @@ class FleetRates:
 
     def fit(self) -> tuple[float, float, float]:
         """Compute ``medians``."""
-        settings, learned = self.settings, [engine.learned for engine in self._engines]
-        rates = [rate for rate, _, _ in learned if rate is not None]
-        overheads = [overhead for _, overhead, _ in learned if overhead is not None]
-        slopes = [slope for _, _, slope in learned if slope is not None]
+        settings = self.settings
+        rate, overhead_s, slope = self._engines.medians().get(None, (None, None, None))
         self.medians = (
-            median(rates) if rates else settings.prefill_s_per_token,
-            median(overheads) if overheads else 0.0,
-            median(slopes) if slopes else settings.decode_interference_s,
+            settings.prefill_s_per_token if rate is None else rate,
+            overhead_s or 0.0,
+            settings.decode_interference_s if slope is None else slope,
         )
         return self.medians

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import mul
-from statistics import median
+from operator import attrgetter, mul
 from typing import Final, NamedTuple
 
 import msgspec
+
+from kvatlas.router.placement.fleet_medians import FleetMedians
 
 
 class SecondsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,14 +236,13 @@ class FirstTokenModel:
         self._bound()
         self.samples += 1
         self._last_s = now
-        self._fleet.medians = None
+        if not self._closed:
+            self._fleet.learned(self)
 
     def _begin(self) -> None:
         """Start from a guess."""
         self._value = list(self._borrowed)
         self._doubt(_PRIOR_SD)
-        if not self._closed:
-            self._fleet.engines[self] = None
 
     def _doubt(self, deviations: Sequence[float]) -> None:
         """Set the covariances by deviations relative to the values."""
@@ -346,48 +346,53 @@ class FirstTokenModel:
         return SpeedParts(*(self._value or self._borrowed))
 
     @property
-    def served(self) -> str | None:
-        """Name of the model that the engine serves."""
-        return self._model()
+    def learned(self) -> tuple[str | None, SpeedParts] | None:
+        """Name of its model, and its own estimates; None while they are a guess."""
+        return None if self.guessed else (self._model(), self.parts)
 
     @property
     def _borrowed(self) -> SpeedParts:
-        fleet = self._fleet
-        medians = fleet.fit() if fleet.medians is None else fleet.medians
-        return medians.get(self._model(), fleet.prior)
+        return self._fleet.of_model(self._model())
 
     def close(self) -> None:
         """Remove a closed engine from the fleet's estimates."""
         self._closed = True
-        if self._fleet.engines.pop(self, self) is None:
-            self._fleet.medians = None
+        self._fleet.left(self)
 
 
 class FirstTokenModels:
-    """Estimates for engines without samples of their own: medians over the others of their model, computed on
-    demand."""
+    """Estimates for engines without samples of their own: medians over the others of their model (which is
+    that of an engine's latest sample)."""
 
     def __init__(self, settings: SecondsSettings | None = None) -> None:
         self.settings = settings = settings or SecondsSettings()
-        self.engines: dict[FirstTokenModel, None] = {}
-        """Engines that have learned something."""
-        self.prior = SpeedParts(
+        self._prior = SpeedParts(
             settings.overhead_s,
             settings.step_s,
             settings.prefill_s_per_token,
             settings.decode_interference_s,
             0.0,
         )
-        self.medians: dict[str | None, SpeedParts] | None = None
-        """By model; None: not computed (``fit``)."""
+        self._engines = FleetMedians(len(self._prior), attrgetter("learned"))
+        self._medians: dict[str | None, SpeedParts] | None = None
+        """By model; None: to be computed."""
 
-    def fit(self) -> dict[str | None, SpeedParts]:
-        """Compute ``medians``."""
-        by_model: dict[str | None, list[SpeedParts]] = {}
-        for engine in self.engines:
-            if not engine.guessed:
-                by_model.setdefault(engine.served, []).append(engine.parts)
-        self.medians = {
-            model: SpeedParts(*map(median, zip(*found, strict=True))) for model, found in by_model.items()
-        }
-        return self.medians
+    def learned(self, engine: FirstTokenModel) -> None:
+        """Note a sample of an engine."""
+        self._engines.changed(engine)
+        self._medians = None
+
+    def left(self, engine: FirstTokenModel) -> None:
+        """Remove an engine."""
+        if self._engines.left(engine):
+            self._medians = None
+
+    def of_model(self, model: str | None) -> SpeedParts:
+        """Estimates for an engine that serves this."""
+        medians = self._medians
+        if medians is None:
+            found = self._engines.medians()
+            medians = self._medians = {
+                name: SpeedParts(*[part or 0.0 for part in parts]) for name, parts in found.items()
+            }
+        return medians.get(model, self._prior)
