@@ -3,10 +3,12 @@
     python scripts/power.py placement [--sample 40] [--seed 1] [--list]
 
 A fixed sample of mutations is drawn from the lines of ``router/PART`` (or ``publisher/PART``,
-``connectors/PART``). The part's tests run once with coverage, which tells the tests that execute a line;
-then each mutation is made in a copy of the tree, and the tests of its line run until one fails. What no
-test notices is printed with its line: it shows a missing test or dead code. Exit status 1 if less than
-``CAUGHT_SHARE_MIN`` are caught.
+``connectors/PART``). The part's tests run once with coverage, which tells the tests that execute a line; then
+the tests of each mutation's line run with it until one fails. What no test notices is printed with its line:
+it shows a missing test or dead code. Exit status 1 if less than ``CAUGHT_SHARE_MIN`` are caught.
+
+The tests are imported once. Each mutation is made in a fork of that process, where functions get the code of
+the changed line: a second or less, where a process of its own takes ten to import.
 
 mutmut and cosmic-ray mutate whole modules; neither draws a sample of a part that stays the same by its seed.
 """
@@ -15,20 +17,27 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import os
+import pickle
 import random
 import re
-import shutil
-import sqlite3
-import subprocess
+import select
+import signal
 import sys
-import tempfile
+import time
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType, FunctionType
+from typing import NamedTuple, TypeVar
 
+import coverage
+import pytest
+
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 CAUGHT_SHARE_MIN = 0.85
 RUN_S_MAX = 120.0
@@ -82,6 +91,7 @@ EXTRA_TESTS = {
     "router/openai": [
         "client_numbers",
         "work_of_requests",
+        "context_lengths",
         "agent_apis",
         "rights",
         "usage",
@@ -119,12 +129,6 @@ EXTRA_TESTS = {
 """Files ``tests/router/app/test_NAME.py``, or others below ``tests``, that show the work of a part through
 what uses it."""
 
-NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "build", "dist"
-)
-"""All else is: tests read pages and scripts, and the links in ``kvatlas`` lead to the copied folders that
-mutations change."""
-
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -160,9 +164,15 @@ class Mutation(NamedTuple):
     text: str
 
 
+@cache
+def _source(path: str) -> bytes:
+    """A module as it was at first: the tree may change meanwhile."""
+    return (ROOT / path).read_bytes()
+
+
 def mutations(path: str) -> Iterator[Mutation]:
     """One-line mutations of the functions of a module; those of nested functions more than once."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tree = ast.parse(_source(path))
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in function.body:
@@ -206,9 +216,11 @@ def _variants(node: ast.AST) -> Iterator[str]:
             other_name = ast.Name("max" if name == "min" else "min")
             yield ast.unparse(ast.Call(other_name, arguments, keywords))
         case ast.Expr(ast.Call() as call) if not QUIET_CALLS.match(ast.unparse(call)):
-            yield "pass"
-        case ast.Expr(ast.Await(ast.Call())) | ast.AugAssign():
-            yield "pass"
+            yield f"False and ({ast.unparse(call)})"
+        case ast.Expr(ast.Await(ast.Call()) as awaited):
+            yield f"False and ({ast.unparse(awaited)})"
+        case ast.AugAssign():
+            yield f"if False: {ast.unparse(node)}"
         case ast.Constant(bool() as value):
             yield str(not value)
         case ast.Constant(int() as value):
@@ -235,97 +247,186 @@ def _files(part: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
-def tests_by_line(tree: Path, part: str, paths: list[str]) -> dict[tuple[str, int], list[str]]:
-    """Tests that execute each line of the part, the quickest of each function first.
+class Child:
+    """What a fork of this process does: tests run there, and leave nothing here."""
 
-    Raises ``RuntimeError`` if one of them fails without a mutation.
-    """
-    data = tree / "coverage.data"
-    source = part if (tree / part).is_dir() else str(Path(part).parent)
-    done = _pytest(
-        tree, [*paths, f"--cov={source}", "--cov-context=test", "--cov-report=", "--durations=0", "-vv"],
-        seconds_max=1800, COVERAGE_FILE=str(data), COVERAGE_CORE="ctrace", PYTHONDONTWRITEBYTECODE="",
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the tests fail without a mutation:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    durations = _durations(done.stdout)
-    lines: dict[tuple[str, int], set[str]] = defaultdict(set)
-    with closing(sqlite3.connect(data)) as base:
-        rows = base.execute(
-            "select file.path, context.context, line_bits.numbits from line_bits"
-            " join file on file.id = file_id join context on context.id = context_id"
+    @staticmethod
+    def result(work: Callable[[], T], seconds_max: float) -> T:
+        """What ``work`` gives in a fork. Raises ``TimeoutError`` after ``seconds_max``, and ``RuntimeError``
+        if it raises or ends the process."""
+        told, tell = os.pipe()
+        pid = os.fork()
+        if not pid:
+            Child._work(work, tell)
+        os.close(tell)
+        said = []
+        try:
+            until_s = time.monotonic() + seconds_max
+            while select.select([told], [], [], max(0.0, until_s - time.monotonic()))[0]:
+                if not (piece := os.read(told, 1 << 16)):
+                    break
+                said.append(piece)
+            else:
+                raise TimeoutError
+        finally:
+            os.close(told)
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if not said:
+            raise RuntimeError("the process of the tests ended")
+        found, error = pickle.loads(b"".join(said))  # noqa: S301 - from the fork
+        if error:
+            raise RuntimeError(error)
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _work(work: Callable[[], object], tell: int) -> None:
+        found, error = None, ""
+        try:
+            os.setsid()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in range(3):
+                os.dup2(nothing, descriptor)
+            found = work()
+        except BaseException:  # noqa: BLE001 - no code of the parent may run here
+            error = traceback.format_exc()
+        with open(tell, "wb") as pipe:
+            pipe.write(pickle.dumps((found, error)))
+        os._exit(0)
+
+
+class Runner:
+    """Plugin of pytest that runs the tests of mutations instead of all tests; ``survivors`` is the result."""
+
+    def __init__(self, part: str, chosen: list[Mutation]) -> None:
+        self._part, self._chosen = part, chosen
+        self._failed: list[str] = []
+        self.survivors: list[Mutation] = []
+        self.impossible: list[Mutation] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a failure, in a fork."""
+        if report.failed:
+            self._failed.append(f"{report.nodeid}: {report.longreprtext[-2000:]}")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Try each mutation. Raises ``RuntimeError`` if a test fails without one or none executes a line."""
+        items = {item.nodeid: item for item in session.items}
+        gc.unfreeze()
+        functions: dict[str, list[FunctionType]] = defaultdict(list)
+        for one in gc.get_objects():
+            if isinstance(one, FunctionType):
+                functions[os.path.realpath(one.__code__.co_filename)].append(one)
+        gc.freeze()
+        executed = Child.result(lambda: self._tests_by_line(list(items.values())), 3600)
+        for number, mutation in enumerate(self._chosen, start=1):
+            names = executed.get((mutation.path, mutation.line), [])
+            if not self._caught(mutation, [items[name] for name in names[:TESTS_MAX]], functions):
+                self.survivors.append(mutation)
+                print(
+                    f"survives{'' if names else ' (no test executes the line)'}: {shown(mutation)}",
+                    flush=True,
+                )
+            elif number % 10 == 0:
+                print(f"{number} of {len(self._chosen)} tried", flush=True)
+        return True
+
+    def _caught(
+        self, one: Mutation, items: list[pytest.Item], functions: dict[str, list[FunctionType]]
+    ) -> bool:
+        """Whether a test fails, or all hang, with this mutation."""
+
+        def tried() -> bool:
+            apply(one, functions[str(ROOT / one.path)])
+            return any(self._fails(item, after) for item, after in _with_next(items))
+
+        try:
+            return bool(items) and Child.result(tried, RUN_S_MAX)
+        except TimeoutError:
+            return True
+        except RuntimeError as error:
+            if "free vars" not in str(error):  # of the test's process: it ended, or could not go on
+                return True
+            self.impossible.append(one)
+            return True
+
+    def _fails(self, item: pytest.Item, after: pytest.Item | None) -> bool:
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=after)
+        if self._failed and after is not None:
+            item.session._setupstate.teardown_exact(None)  # noqa: SLF001 - servers of its fixtures end
+        return bool(self._failed)
+
+    def _tests_by_line(self, items: list[pytest.Item]) -> dict[tuple[str, int], list[str]]:
+        """Tests that execute each line of the part, the quickest of each function first."""
+        source = ROOT / self._part
+        measured = coverage.Coverage(
+            data_file=None, source=[str(source if source.is_dir() else source.parent)], config_file=False
         )
-        for path, context, bits in rows:
-            test, _, phase = context.partition("|")
-            if phase == "run":
-                relative = Path(path).relative_to(tree).as_posix()
-                for index, byte in enumerate(bits):
-                    for bit in range(8):
-                        if byte >> bit & 1:
-                            lines[relative, index * 8 + bit].add(test)
-    if not lines:
-        raise RuntimeError(f"no test executes a line of {part}: coverage looks at other files")
-    return {line: _in_turn(tests, durations) for line, tests in lines.items()}
+        measured.set_option("run:disable_warnings", ["module-not-measured", "no-data-collected"])
+        lasted: dict[str, float] = {}
+        measured.start()
+        for item, after in _with_next(items):
+            measured.switch_context(item.nodeid)
+            began = time.perf_counter()
+            if self._fails(item, after):
+                raise RuntimeError(f"a test fails without a mutation: {self._failed[0]}")
+            lasted[item.nodeid] = time.perf_counter() - began
+        measured.stop()
+        data = measured.get_data()
+        lines: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for path in data.measured_files():
+            for line, contexts in data.contexts_by_lineno(path).items():
+                lines[Path(path).relative_to(ROOT).as_posix(), line].update(filter(None, contexts))
+        if not lines:
+            raise RuntimeError(f"no test executes a line of {self._part}: coverage looks at other files")
+        return {line: _in_turn(tests, lasted) for line, tests in lines.items()}
 
 
-def _in_turn(tests: set[str], durations: dict[str, float]) -> list[str]:
+def _with_next(items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+    return zip(items, [*items[1:], None], strict=True)
+
+
+def _in_turn(tests: set[str], lasted: dict[str, float]) -> list[str]:
     """The quickest first, but one of each function before the next of any: else the many cases of one test
     are all that runs."""
     found: Counter[str] = Counter()
     turns: list[tuple[int, int, str]] = []
-    for test in sorted(tests, key=lambda test: (durations.get(test, 0.0), test)):
+    for test in sorted(tests, key=lambda test: (lasted.get(test, 0.0), test)):
         function = test.partition("[")[0]
         turns.append((found[function], len(turns), test))
         found[function] += 1
     return [test for _, _, test in sorted(turns)]
 
 
-def _durations(output: str) -> dict[str, float]:
-    found = {}
-    for line in output.splitlines():
-        words = line.split(maxsplit=2)
-        if len(words) == 3 and words[1] == "call" and words[0].endswith("s"):
-            found[words[2].strip()] = float(words[0][:-1])
-    return found
-
-
-def _pytest(
-    tree: Path, words: list[str], *, seconds_max: float, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    # The run without a mutation keeps its bytecode for the others. A mutated file is newer than its own.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", FAST, "--hypothesis-seed=1"]
-    command += ["-p", "no:randomly", "-p", "no:cacheprovider", *words]
-    return subprocess.run(  # noqa: S603 - the interpreter that runs this script
-        command,
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        timeout=seconds_max,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **environ},
-    )
-
-
-def caught(tree: Path, one: Mutation, tests: list[str]) -> bool:
-    """Whether a test fails, or all hang, with this mutation in the tree; the tree is as before afterwards."""
-    file = tree / one.path
-    before = file.read_bytes()
-    lines = before.split(b"\n")
+def apply(one: Mutation, functions: list[FunctionType]) -> None:
+    """Give the functions of its module the code that they have with this mutation. Raises ``ValueError``
+    where the change takes a name from a function that is made already ("free vars")."""
+    lines = _source(one.path).split(b"\n")
     line = lines[one.line - 1]
     lines[one.line - 1] = line[: one.begin] + one.text.encode() + line[one.end :]
-    file.write_bytes(b"\n".join(lines))
-    try:
-        return _pytest(tree, tests[:TESTS_MAX], seconds_max=RUN_S_MAX).returncode != 0
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        file.write_bytes(before)
+    changed: dict[tuple[str, int], list[CodeType]] = defaultdict(list)
+    for code in _codes(compile(b"\n".join(lines), one.path, "exec", dont_inherit=True)):
+        changed[code.co_qualname, code.co_firstlineno].append(code)
+    for function in functions:
+        was = function.__code__
+        found = changed.get((was.co_qualname, was.co_firstlineno), [])
+        if len(found) == 1:
+            function.__code__ = found[0].replace(co_filename=was.co_filename)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
 
 
 def shown(one: Mutation) -> str:
     """The line with its mutation."""
-    line = (ROOT / one.path).read_bytes().split(b"\n")[one.line - 1]
+    line = _source(one.path).split(b"\n")[one.line - 1]
     was, rest = line[one.begin : one.end].decode(), line.decode().strip()
     return f"{one.path}:{one.line}: {was!r} -> {one.text!r}   in: {rest}"
 
@@ -358,20 +459,16 @@ def main() -> int:
     paths = [path for path in (f"tests/{part}", *through) if (ROOT / path).exists()]
     if not paths:
         parser.error(f"{own}: {part} has no tests of its own")
-    with tempfile.TemporaryDirectory(prefix="kvatlas-power-") as folder:
-        tree = Path(folder).resolve()
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=NOT_COPIED, dirs_exist_ok=True)
-        executed = tests_by_line(tree, part, paths)
-        survivors = []
-        for number, one in enumerate(chosen, start=1):
-            tests = executed.get((one.path, one.line), [])
-            dead = bool(tests) and caught(tree, one, tests)
-            if not dead:
-                survivors.append(one)
-                print(f"survives{'' if tests else ' (no test executes the line)'}: {shown(one)}", flush=True)
-            elif number % 10 == 0:
-                print(f"{number} of {len(chosen)} tried", flush=True)
-    found = len(chosen) - len(survivors)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    runner = Runner(part, chosen)
+    words = ["-q", "-s", "-m", FAST, "--hypothesis-seed=1", "--no-header", "--no-summary"]
+    status = pytest.main([*words, "-p", "no:randomly", "-p", "no:cacheprovider", *paths], plugins=[runner])
+    if status:
+        return int(status)
+    for one in runner.impossible:
+        print(f"counts as caught, for it cannot be made in a process that runs: {shown(one)}")
+    found = len(chosen) - len(runner.survivors)
     share = found / max(1, len(chosen))
     print(f"{part}: {found} of {len(chosen)} mutations caught ({share:.0%}), seed {options.seed}")
     return 0 if share >= CAUGHT_SHARE_MIN else 1
