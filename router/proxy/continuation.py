@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -135,6 +135,8 @@ _DROPPED_MAX: Final = 8
 _DECODED_LEN: Final = 64
 # Of the prompt: how the first text of an answer reads may depend on it.
 _CONTEXT_LEN: Final = 8
+# Tokens decoded in one step: 0.4 ms.
+_STEP_LEN: Final = 4096
 # Of a completion that does not say how long it is to be.
 _COMPLETION_TOKENS: Final = 16
 
@@ -597,31 +599,40 @@ def whole_tokens(ids: Sequence[int], decode: Decode) -> int | None:
     return None
 
 
-def text_so_far(kept: KeptStream, tokens: int, decode: Decode) -> StoppingText | None:
-    """The first ``tokens`` of an answer with stop strings; None: the client has had another text."""
+def text_so_far(kept: KeptStream, tokens: int, decode: Decode) -> Generator[None, None, StoppingText | None]:
+    """The first ``tokens`` of an answer with stop strings; None: the client has had another text. In steps:
+    an answer may have a million tokens."""
     prompt = kept.prompt
-    tail = (
+    known = (
         list(map(int, prompt.rsplit(b",", _CONTEXT_LEN)[-_CONTEXT_LEN:]))
         if isinstance(prompt, bytes)
         else (list(prompt[-_CONTEXT_LEN:]))
     )
-    before = decode(tail)
-    text = decode([*tail, *kept.ids[:tokens]])
-    if not text.startswith(before):
-        return None
-    text = text[len(before) :]
-    rules = kept.plan.stop
+    ids, pieces, start = kept.ids[:tokens], [""], 0
+    while start < tokens:
+        least = min(start + _STEP_LEN, tokens)
+        for end in range(least, min(least + _DROPPED_MAX, tokens) + 1):
+            piece = decode([*known, *ids[start:end]])
+            if not piece.endswith(UNFINISHED):
+                break
+        before = decode(known)
+        if not piece.startswith(before):
+            return None
+        pieces.append(piece[len(before) :])
+        known, start = ids[max(start, end - _CONTEXT_LEN) : end].tolist(), end
+        yield
+    text, rules = "".join(pieces), kept.plan.stop
     if kept.chars != max(0, len(text) - rules.held_back):
         return None
-    return StoppingText(rules, text, kept.chars, kept.ids[:tokens], decode)
+    return StoppingText(rules, text, kept.chars, ids, decode)
 
 
 def _biases(plan: ContinuationPlan, ids: Sequence[int]) -> dict[str, float] | None:
     """Biases for tokens behind these, which count for the penalty: engines count only what they generate
     themselves. None: they are beyond what engines take."""
     bias, penalty = dict(plan.logit_bias), plan.frequency_penalty
-    for token in ids if penalty else ():
-        bias[str(token)] = bias.get(str(token), 0.0) - penalty
+    for token, count in Counter(ids if penalty else ()).items():
+        bias[str(token)] = bias.get(str(token), 0.0) - penalty * count
     return None if any(abs(bound) > _BIAS_MAX for bound in bias.values()) else bias
 
 

@@ -85,8 +85,9 @@ def is_comment(block: bytes) -> bool:
     return all(not line or line.startswith(b":") for line in block.removeprefix(_BOM).splitlines())
 
 
-# Of these, a chunk without choices, and one that opens a choice, have no token.
-_CHOICES, _NO_CHOICES = re.compile(rb'"choices": ?\['), re.compile(rb'"choices": ?\[\s*\]')
+# A chunk without choices, and one that opens a choice, have no token. Two passes: as alternatives of one
+# pattern, they would be sought byte by byte.
+_CHOICES = re.compile(rb'"choices": ?\[(?!\s*\])')
 _CHOICE_OPENS = re.compile(rb'"role": ?"assistant", ?"content": ?(?:""|null)[,}]')
 _DELTA = re.compile(rb"^event: ?(?:content_block_delta|response\.[a-z_.]+\.delta)\r?$", re.MULTILINE)
 
@@ -95,8 +96,8 @@ def tokens_in(path: str, data: bytes) -> int:
     """Events of these that bring tokens, in a stream of this API: engines send one for each token, unless
     they speculate, fall behind, or hold text back. Nothing is decoded."""
     if path in (CHAT, COMPLETION):
-        found = len(_CHOICES.findall(data))
-        return found and found - len(_NO_CHOICES.findall(data)) - len(_CHOICE_OPENS.findall(data))
+        found = len(_CHOICES.findall(data)) - len(_CHOICE_OPENS.findall(data))
+        return found if found > 0 else 0  # noqa: FURB136  # a third of the time of max()
     if path in (MESSAGES, RESPONSES):
         return len(_DELTA.findall(data))
     return data.count(b"\n\n") - data.count(b"data: [DONE]")

@@ -200,7 +200,7 @@ class Forwarder:
         if out.lost and (deaths := self._deaths_of(out)) is not None:
             deaths.failed(out.digest(), out.lost, out.asked_s)
         out.lost = ""
-        found = self._continuation(out, kept)
+        found = await self._continuation(out, kept)
         if isinstance(found, str):
             self._stats.count_continuation("", refused=found)
             raise _broke_off()
@@ -261,7 +261,9 @@ class Forwarder:
         known = deaths.suspects.find(out.digest(), self._clock(), self._settings.suspect_s)
         return known is not None and (known.engine_id != engine_id or known.deaths >= _BREAKS_MAX)
 
-    def _continuation(self, out: Outbound, kept: KeptStream) -> tuple[ContinuedStream, bytes | None] | str:
+    async def _continuation(
+        self, out: Outbound, kept: KeptStream
+    ) -> tuple[ContinuedStream, bytes | None] | str:
         """The stream to go on with and what its engine is asked, None if no token is left; a text: why it
         cannot go on (a label)."""
         model, skips = out.request.model or "", kept.plan.skips_special
@@ -274,9 +276,11 @@ class Forwarder:
         tokens = whole_tokens(kept.ids, decode)
         if tokens is None:
             return "characters"
-        stopping = text_so_far(kept, tokens, decode) if kept.plan.stop.stops else None
-        if stopping is None and kept.plan.stop.stops:
-            return "characters"
+        stopping = None
+        if kept.plan.stop.stops:
+            stopping = await run_cooperatively(text_so_far(kept, tokens, decode))
+            if stopping is None:
+                return "characters"
         facts = out.record.placement_facts()
         known = facts is not None and facts.tokens is not None
         if facts.extras.multimodal if known else has_media(out.request.body):

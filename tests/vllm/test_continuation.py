@@ -21,6 +21,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvatlas.router.openai.apis import CHAT, COMPLETION
+from kvatlas.router.openai.members import at_once
 from kvatlas.router.proxy.continuation import (
     ContinuationPlan,
     ContinuedStream,
@@ -168,7 +169,7 @@ async def continued(
     tokens = whole_tokens(kept.ids, decode)
     if tokens is None:
         return "characters"
-    stopping = text_so_far(kept, tokens, decode) if one.plan.stop.stops else None
+    stopping = at_once(text_so_far(kept, tokens, decode)) if one.plan.stop.stops else None
     if one.plan.stop.stops and stopping is None:
         return "text"
     body = completion_of(kept, tokens, 2048)

@@ -13,6 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.openai.apis import CHAT, COMPLETION
+from kvatlas.router.openai.members import at_once
+from kvatlas.router.proxy import continuation
 from kvatlas.router.proxy.continuation import (
     ContinuationPlan,
     ContinuedStream,
@@ -55,7 +57,7 @@ def goes_on(engine: TextEngine, kept: KeptStream, cut: int = 0) -> bytes:
     assert not kept.check()
     tokens = whole_tokens(kept.ids, decode)
     assert tokens is not None
-    stopping = text_so_far(kept, tokens, decode) if kept.plan.stop.stops else None
+    stopping = at_once(text_so_far(kept, tokens, decode)) if kept.plan.stop.stops else None
     assert (stopping is not None) == bool(kept.plan.stop.stops)
     again = ContinuedStream(kept, tokens, stopping)
     body = completion_of(kept, tokens, 100_000)
@@ -175,6 +177,34 @@ def test_a_stream_goes_on_as_if_it_had_not_been_cut(path: str, chunk: int) -> No
         if chunk == 1:
             assert stream == whole
         assert joined(stream) == joined(whole)
+
+    check()
+
+
+def test_a_long_text_is_decoded_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a step ends, within a character or not."""
+
+    @examples_of
+    @given(answers(), st.integers(1, 60), st.integers(1, 7))
+    def check(answer: list[int], cut: int, step_len: int) -> None:
+        _, kept = broken(TextEngine(answer), COMPLETION, {"stop": ["zz", "a very long one"]}, cut)
+        assume(not kept.complete and not kept.check())
+        tokens = whole_tokens(kept.ids, decode)
+        assert tokens is not None
+        sizes: list[int] = []
+
+        def counted(ids: Sequence[int]) -> str:
+            sizes.append(len(ids))
+            return decode(ids)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(continuation, "_STEP_LEN", step_len)
+            in_steps = at_once(text_so_far(kept, tokens, counted))
+        in_one = at_once(text_so_far(kept, tokens, decode))
+        assert in_steps is not None
+        assert in_one is not None
+        assert in_steps.passed(flush=True) == in_one.passed(flush=True)
+        assert max(sizes, default=0) <= step_len + 16
 
     check()
 
