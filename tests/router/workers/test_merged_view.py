@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +13,15 @@ import msgspec
 import pytest
 from prometheus_client.core import CounterMetricFamily
 
+from kvatlas.router.api.answers import PrefixView
 from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config
+from kvatlas.router.observe.receipts import EVIDENCE_KEPT
 from kvatlas.router.openai.request import Session, Usage
 from kvatlas.router.workers.context import PortTakenError, WorkerSockets, cores
 from kvatlas.router.workers.merged_metrics import encoded_family, encoded_page
-from kvatlas.router.workers.merged_view import AggregateView, _joined
+from kvatlas.router.workers.merged_view import AggregateView, _add, _joined
 from kvatlas.router.workers.sibling_calls import SiblingCalls
 
 
@@ -101,12 +104,63 @@ async def _merged() -> None:
         found = await view.answers("one & only")
         assert found[0].request_id == "one & only"
         assert sibling.asked[-1] == "/worker/answers?wanted=one+%26+only"
+        earlier = msgspec.structs.replace(theirs[0], at_s=theirs[0].at_s - 60, request_id="earlier")
+        sibling.pages["answers"] = [earlier]
+        assert [one.request_id for one in await view.answers()] == ["earlier", "one & only", "another"]
         assert await view.receipts("one & only") == []
         assert (await view.history()).intervals[-1].requests == 4
     finally:
         router.proxy.close()
         router.reader.close()
         sockets.close()
+
+
+async def test_prefixes_and_requests_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets, router = WorkerSockets(2, ("127.0.0.1", 0)), Router(Config())
+    short = PrefixView("a", "", "m", 64, 1.0, {"e": [0], "f": [0]})
+    long, other = PrefixView("b", "a", "m", 640, 2.0, {}), PrefixView("c", "", "m", 16, 3.0, {})
+    with closing(sockets), closing(router.proxy), closing(router.reader):
+        router.proxy.requests.begin("POST", "/v1/completions")
+        (young,) = await LocalView(router.sources).requests()
+        old = msgspec.structs.replace(young, age_s=young.age_s + 60)
+        theirs = [msgspec.structs.replace(short, rate=4.0, holders={"f": [0, 1]}), other]
+        sibling = Sibling(prefixes=theirs, requests=[old])
+        worker = sockets.open_worker(0, 0, lambda: None, -1)
+        view = AggregateView(worker, router.sources, cast("SiblingCalls", cast("Any", sibling)))
+
+        async def mine(_: object) -> list[PrefixView]:
+            return [long, short]
+
+        monkeypatch.setattr(LocalView, "prefixes", mine)
+        both = msgspec.structs.replace(short, rate=5.0, holders={"e": [0], "f": [0, 1]})
+        assert await view.prefixes() == [other, both, long]
+        assert [one.age_s > 50 for one in await view.requests()] == [True, False]
+
+
+def test_an_engine_that_another_worker_follows_is_shown_with_its_feed() -> None:
+    """With a shared index each engine has one follower."""
+    few = {"accurate": 1, "compared": 2, "median_s": 0.5, "margin_s": 0.25, "guessed": True}
+    mine = {
+        "feed": None,
+        "hits": "none",
+        "load": 1,
+        "receipts": {"exact": 1},
+        "drifting": False,
+        "contradicting": [1],
+        "cache_worth_s_per_minute": 1.0,
+        "first_tokens": few,
+    }
+    theirs = mine | {"feed": "ready", "hits": "all", "load": 2, "receipts": {"exact": 2, "under": 1}}
+    theirs |= {"drifting": True, "contradicting": list(range(100))}
+    shown = msgspec.json.decode(msgspec.json.encode(mine))
+    _add(shown, theirs)
+    assert (shown["feed"], shown["hits"], shown["load"]) == ("ready", "all", 1)
+    assert (shown["receipts"], shown["drifting"]) == ({"exact": 3, "under": 1}, True)
+    assert shown["contradicting"] == list(range(100))[-EVIDENCE_KEPT:]
+    assert (shown["cache_worth_s_per_minute"], shown["first_tokens"]["compared"]) == (2.0, 4)
+    own = mine | {"feed": "mine", "receipts": {}}
+    _add(own, theirs)
+    assert (own["feed"], own["hits"]) == ("mine", "none")
 
 
 def test_sessions_of_all_workers() -> None:
