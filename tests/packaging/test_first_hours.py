@@ -6,14 +6,13 @@ On a machine of their own, in an empty folder: nothing of the checkout is there,
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT, built
-from tests.support.reader import Block, Reader, blocks
+from tests.support.reader import Block, Reader, blocks, verified
 from tests.support.redis_servers import any_program
 from tests.support.wheels import build, installed
 
@@ -39,16 +38,6 @@ def reader(python: Path, tmp_path: Path) -> Iterator[Reader]:
             str(python.parents[1])
         )
         yield shell
-
-
-def verified(reader: Reader, block: Block) -> None:
-    """Run a block that ends with the receipts, until one has a hit that was predicted: what stores a block is
-    heard of a moment later, on a busy machine a long one."""
-    while True:
-        said = reader.run(block)
-        receipts = json.loads(said[said.index("[\n") :])
-        if any(receipt["outcome"] == "exact" and receipt["actual_tokens"] for receipt in receipts):
-            return
 
 
 def test_one_engine_and_two_with_redis(reader: Reader) -> None:
