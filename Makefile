@@ -60,7 +60,7 @@ test-repository: ## Fast tests of the repository: pages, wheel, chart
 $(PART_TESTS): $(DEV)
 	@$(test_part)
 
-test-seconds: $(DEV) ## Predicted times to first token on engines whose steps last a known time: the targets, the table (virtual time), two vLLM engines
+test-seconds: $(DEV) ## Predicted times to first token on engines whose steps last a known time: the targets, the table and vLLM's Scheduler (virtual time), two vLLM engines
 	@$(BIN)/python -m pytest $(call parallel,4) tests/router/placement/test_known_steps.py $(ARGS)
 	@$(BIN)/python -m benchmarks.known_steps
 	@python=$$(scripts/vllm_env.sh) && KVATLAS_VLLM_PYTHON="$$python" $(BIN)/python -m pytest -m vllm -n 0 -s tests/vllm/test_known_steps.py

@@ -17,7 +17,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -36,32 +36,39 @@ POLICY = PolicySettings()
 
 class Law(NamedTuple):
     """Seconds of a step: ``fixed_s``, ``token_s`` per token that it computes (generated ones too), and
-    ``context_s`` per pair of such a token and one before it. ``budget``: tokens of a step at most."""
+    ``context_s`` per pair of such a token and one before it. ``budget``: tokens of a step at most; ``ahead``:
+    a step is scheduled when the one before it begins, as vLLM does on accelerators (asynchronous
+    scheduling)."""
 
     fixed_s: float
     token_s: float
     context_s: float = 0.0
     budget: int = 2048
     seqs: int = 256
+    ahead: bool = False
 
 
 LAWS = {
     "default": Law(0.010, 0.0007),
+    "ahead": Law(0.010, 0.0007, ahead=True),
     "small steps": Law(0.010, 0.0007, budget=512),
     "fast": Law(0.001, 0.00002, budget=8192),
     "slow start": Law(0.050, 0.0001, budget=8192),
     "attention": Law(0.005, 0.00005, context_s=0.00005 / 50_000, budget=8192),
 }
+BLOCK_TOKENS = 16
+"""Cached tokens are whole blocks."""
 
 
 class Asked(msgspec.Struct, eq=False):
-    """One request on its engine; tokens."""
+    """One request on its engine; tokens. ``scheduled`` and ``given`` are those of its answer."""
 
     prompt: int
     cached: int
     answer: int
     computed: int = 0
-    generated: int = 0
+    scheduled: int = 0
+    given: int = 0
     engine: int = 0
     at_s: float = 0.0
     predicted_s: float = 0.0
@@ -69,6 +76,13 @@ class Asked(msgspec.Struct, eq=False):
     number: int = 0
     ticket: Ticket | None = None
     done: Callable[[], None] | None = None
+
+
+class Step(NamedTuple):
+    """Its seconds, and the requests that it gives a token; without any token to compute it takes no time."""
+
+    seconds: float
+    gives: list[Asked]
 
 
 class KnownEngine:
@@ -81,60 +95,98 @@ class KnownEngine:
         self.works = False
         self.left_s = 0.0
         """Of the running step, when ``alone_s`` is asked."""
+        self._steps: deque[Step] = deque()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Requests that run, and that wait."""
+        return len(self.running), len(self.waiting)
+
+    def add(self, asked: Asked) -> None:
+        """Let it wait for a step."""
+        asked.computed = asked.cached
+        self.waiting.append(asked)
 
     def begin_step(self) -> float:
-        """Take the step's tokens; its seconds."""
-        law, budget, step_s = self.law, self.law.budget, self.law.fixed_s
-        for one in self.running:
-            budget, more_s = self._take(one, budget)
-            step_s += more_s
-        while self.waiting and budget and len(self.running) < law.seqs:
-            self.running.append(self.waiting.popleft())
-            budget, more_s = self._take(self.running[-1], budget)
-            step_s += more_s
-        return step_s
-
-    def _take(self, one: Asked, budget: int) -> tuple[int, float]:
-        tokens = min(one.prompt + one.generated - one.computed, budget)
-        pairs = tokens * (one.computed + tokens / 2)
-        one.computed += tokens
-        return budget - tokens, self.law.token_s * tokens + self.law.context_s * pairs
-
-    def alone_s(self, asked: Asked) -> float:
-        """Seconds to the first token if this request came now and none after it."""
-        twin = KnownEngine(self.law)
-        twin.running, twin.waiting = list(map(_copy, self.running)), deque(map(_copy, self.waiting))
-        asked = _copy(asked)
-        asked.computed = asked.cached
-        twin.waiting.append(asked)
-        spent_s, ends_s = 0.0, self.left_s
-        while not asked.generated:
-            spent_s += ends_s
-            twin.end_step()
-            if not asked.generated:
-                ends_s = twin.begin_step()
-        return spent_s
+        """Begin a step; its seconds."""
+        while len(self._steps) <= self.law.ahead:
+            self._steps.append(self._schedule())
+        return self._steps[0].seconds
 
     def end_step(self) -> list[Asked]:
         """The requests with a new token."""
-        found = [one for one in self.running if one.computed == one.prompt + one.generated]
-        for one in found:
-            one.generated += 1
-        self.running = [one for one in self.running if one.generated < one.answer]
-        return found
+        gives = self._steps.popleft().gives
+        for one in gives:
+            one.given += 1
+        self._update(gives)
+        return gives
+
+    def alone_s(self, asked: Asked) -> float:
+        """Seconds to the first token if this request came now and none after it."""
+        twin, copies = KnownEngine(self.law), {id(one): _copy(one) for one in self.running}
+        twin.running, twin.waiting = list(copies.values()), deque(map(_copy, self.waiting))
+        twin._steps.extend(
+            Step(step.seconds, [copies[id(one)] for one in step.gives]) for step in self._steps
+        )
+        twin.works, twin.left_s = self.works, self.left_s
+        return twin._first_s(_copy(asked))
+
+    def _first_s(self, asked: Asked) -> float:
+        self.add(asked)
+        spent_s, ends_s = 0.0, self.left_s if self.works else self.begin_step()
+        while True:
+            spent_s += ends_s
+            self.end_step()
+            if asked.given:
+                return spent_s
+            ends_s = self.begin_step()
+
+    def _schedule(self) -> Step:
+        law, budget, step_s = self.law, self.law.budget, 0.0
+        gives: list[Asked] = []
+        at = 0
+        while budget:
+            if at == len(self.running):
+                if not self.waiting or at == law.seqs:
+                    break
+                self.running.append(self.waiting.popleft())
+            one = self.running[at]
+            at += 1
+            tokens = min(one.prompt + one.scheduled - one.computed, budget)
+            if one.scheduled == one.answer:
+                continue  # its last token comes with the step before
+            step_s += token_seconds(law, tokens, one.computed)
+            one.computed += tokens
+            budget -= tokens
+            if one.computed == one.prompt + one.scheduled:
+                one.scheduled += 1
+                gives.append(one)
+        return Step(law.fixed_s + step_s if budget < law.budget else 0.0, gives)
+
+    def _update(self, gives: Sequence[Asked]) -> None:
+        if any(one.given == one.answer for one in gives):
+            self.running = [one for one in self.running if one.given < one.answer]
+
+
+def token_seconds(law: Law, tokens: int, computed: int) -> float:
+    """Seconds of these tokens of one request, after so many of it."""
+    return law.token_s * tokens + law.context_s * tokens * (computed + tokens / 2)
 
 
 def _copy(asked: Asked) -> Asked:
-    return Asked(asked.prompt, asked.cached, asked.answer, asked.computed, asked.generated)
+    return Asked(asked.prompt, asked.cached, asked.answer, asked.computed, asked.scheduled, asked.given)
+
+
+Engine = Callable[[Law], KnownEngine]
 
 
 class Rig:
     """A fleet of engines with one law, and the router's books; ``asked`` in order."""
 
-    def __init__(self, law: Law, engines: int, seed: int) -> None:
+    def __init__(self, law: Law, engines: int, seed: int, engine: Engine = KnownEngine) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.engines = [KnownEngine(law) for _ in range(engines)]
+        self.engines = [engine(law) for _ in range(engines)]
         rates = FleetRates()
         self.loads = [LoadAccount(rates.engine()) for _ in range(engines)]
         self.errors = [FirstTokenErrors() for _ in range(engines)]
@@ -189,7 +241,6 @@ class Rig:
             asked.measured_s = engine.alone_s(asked)
             self.refused.append(asked)
             return
-        asked.computed = asked.cached
         asked.ticket = account.admit(
             uncached_tokens=choice.uncached_tokens,
             now=self.now,
@@ -198,13 +249,13 @@ class Rig:
             waiting=chosen.waiting,
             prompt_tokens=asked.prompt,
         )
-        engine.waiting.append(asked)
+        engine.add(asked)
         if not engine.works:
             self._begin(choice.index)
 
     def _begin(self, at: int) -> None:
         engine = self.engines[at]
-        engine.works = bool(engine.waiting or engine.running)
+        engine.works = any(engine.counts)
         if engine.works:
             step_s = engine.begin_step()
             self.ends_s[at] = self.now + step_s
@@ -214,7 +265,7 @@ class Rig:
         account = self.loads[at]
         for asked in self.engines[at].end_step():
             assert asked.ticket is not None
-            if asked.generated == 1:
+            if asked.given == 1:
                 asked.measured_s = self.now - asked.at_s
                 self.errors[at].add("m", asked.predicted_s, asked.measured_s)
                 sample = account.first_token(asked.ticket, self.now)
@@ -222,7 +273,7 @@ class Rig:
                 self.counts[at] += 1
                 asked.number = self.counts[at]
                 self.answered.append(asked)
-            if asked.generated == asked.answer:
+            if asked.given == asked.answer:
                 account.finish(asked.ticket, self.now)
                 if asked.done is not None:
                     asked.done()
@@ -230,11 +281,16 @@ class Rig:
 
     def _poll(self) -> None:
         for engine, account in zip(self.engines, self.loads, strict=True):
-            account.report(running=len(engine.running), waiting=len(engine.waiting), now=self.now)
+            running, waiting = engine.counts
+            account.report(running=running, waiting=waiting, now=self.now)
         self.later(GAUGES_S, self._poll)
 
 
 Prompts = Callable[[random.Random], Asked]
+
+
+def _blocks(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def mixed(rng: random.Random) -> Asked:
@@ -244,19 +300,19 @@ def mixed(rng: random.Random) -> Asked:
         return chats(rng)
     if kind < 0.8:
         return Asked(round(512 * 8 ** rng.random()), 0, answer)
-    cached = rng.randint(500, 4000)
+    cached = _blocks(rng.randint(500, 4000))
     return Asked(cached + rng.randint(1, 64), cached, answer)
 
 
 def chats(rng: random.Random) -> Asked:
     """Chats with 100 to 480 new tokens."""
-    cached = rng.choice((0, rng.randint(100, 4000)))
+    cached = rng.choice((0, _blocks(rng.randint(100, 4000))))
     return Asked(cached + rng.randint(100, 480), cached, rng.randint(20, 150))
 
 
 def cached(rng: random.Random) -> Asked:
     """Prompts with 1 to 16 new tokens."""
-    held = rng.randint(500, 4000)
+    held = _blocks(rng.randint(500, 4000))
     return Asked(held + rng.randint(1, 16), held, rng.randint(20, 150))
 
 
@@ -327,6 +383,7 @@ class State(NamedTuple):
     slower: float = 1.0
 
 
+OVERLOAD = "30 % overload"
 STATES = {
     "idle": State(lambda rig: alone(rig, long), engines=1, answers=100),
     "first 10 s": State(lambda rig: arrivals(rig, mixed, 0.3), within_s=10.0),
@@ -342,14 +399,9 @@ STATES = {
 }
 
 
-def counted(state: State, law: Law, seed: int) -> list[Asked]:
-    """The requests of one run that count."""
-    return run(state, law, seed)[1]
-
-
-def run(state: State, law: Law, seed: int) -> tuple[Rig, list[Asked]]:
+def run(state: State, law: Law, seed: int, engine: Engine = KnownEngine) -> tuple[Rig, list[Asked]]:
     """One run, and the requests of it that count."""
-    rig = Rig(law, state.engines, seed)
+    rig = Rig(law, state.engines, seed, engine)
     state.drive(rig)
     if state.within_s:
         rig.run(state.within_s)
@@ -365,9 +417,8 @@ def run(state: State, law: Law, seed: int) -> tuple[Rig, list[Asked]]:
         answer(range(state.engines), until)
         return rig, [one for one in rig.answered if state.first < one.number <= until]
     answer(range(state.engines), 200)
-    engine, before = rig.engines[0], rig.counts[0]
-    factor = state.slower
-    engine.law = law._replace(
+    before, factor = rig.counts[0], state.slower
+    rig.engines[0].law = law._replace(
         fixed_s=law.fixed_s * factor, token_s=law.token_s * factor, context_s=law.context_s * factor
     )
     answer([0], before + until)
@@ -385,9 +436,9 @@ class Shares(NamedTuple):
     answers: int
 
 
-def shares(state: State, law: Law, seeds: Iterable[int]) -> Shares:
+def shares(state: State, law: Law, seeds: Iterable[int], engine: Engine = KnownEngine) -> Shares:
     """Over all seeds."""
-    found = [one for seed in seeds for one in counted(state, law, seed)]
+    found = [one for seed in seeds for one in run(state, law, seed, engine)[1]]
     off = [abs(one.predicted_s - one.measured_s) / one.measured_s for one in found]
     ratios = sorted(one.predicted_s / one.measured_s for one in found)
     near, far = [sum(value <= most for value in off) / len(off) for most in (0.10, 0.25)]
@@ -404,12 +455,12 @@ class Levels(NamedTuple):
     refused: int
 
 
-def overload(law: Law, seeds: Iterable[int], busy: float = 1.05) -> Levels:
+def overload(law: Law, seeds: Iterable[int], busy: float = 1.05, engine: Engine = KnownEngine) -> Levels:
     """Service levels where 30 % more comes than the engines can do: beside decodes and in steps of their own,
     prefills keep them busy for 0.8 of the time (``closed``)."""
     accepted, refused, target_s = list[Asked](), list[Asked](), 4 * mean_s(mixed, law)
     for seed in seeds:
-        rig = Rig(law, 2, seed)
+        rig = Rig(law, 2, seed, engine)
         rig.target_s = target_s
         arrivals(rig, mixed, busy)
         while min(rig.counts) < 400:
@@ -422,28 +473,59 @@ def overload(law: Law, seeds: Iterable[int], busy: float = 1.05) -> Levels:
     return Levels(met, missed, len(accepted), len(refused))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--laws", nargs="+", choices=list(LAWS), default=list(LAWS))
-    parser.add_argument("--states", nargs="+", choices=list(STATES), default=list(STATES))
-    args = parser.parse_args()
-    print("| law | state | within 10 % | within 25 % | median predicted / measured | answers |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for law in args.laws:
-        for state in args.states:
-            found = shares(STATES[state], LAWS[law], range(args.seeds))
-            print(
-                f"| {law} | {state} | {found.within_10:.0%} | {found.within_25:.0%} | {found.ratio:.2f} | "
-                f"{found.answers} |",
-                flush=True,
-            )
-        levels = overload(LAWS[law], range(args.seeds))
-        print(
-            f"| {law} | 30 % overload | {levels.met:.0%} of {levels.accepted} accepted met the target | "
-            f"{levels.missed:.0%} of {levels.refused} refused would have missed it | | |",
-            flush=True,
+class Row(NamedTuple):
+    """One of the table: ``state`` is a key of ``STATES``, or ``OVERLOAD``."""
+
+    law: str
+    state: str
+    found: Shares | Levels
+
+
+def rows(
+    laws: Iterable[str], states: Iterable[str], seeds: int, engine: Engine = KnownEngine
+) -> Iterator[Row]:
+    """The table. The first 10 s have few answers, and overload few refusals, and so more seeds."""
+    for law in laws:
+        for name in states:
+            if name == OVERLOAD:
+                yield Row(law, name, overload(LAWS[law], range(3 * seeds), engine=engine))
+            else:
+                state = STATES[name]
+                runs = range(10 * seeds if state.within_s else seeds)
+                yield Row(law, name, shares(state, LAWS[law], runs, engine))
+
+
+def line(row: Row) -> str:
+    """One line of the table."""
+    found = row.found
+    if isinstance(found, Levels):
+        met, missed = f"{found.met:.0%} of {found.accepted}", f"{found.missed:.0%} of {found.refused}"
+        return (
+            f"| {row.law} | {row.state} | {met} accepted met the target | {missed} refused would have missed "
+            "it | | |"
         )
+    near, far = f"{found.within_10:.0%}", f"{found.within_25:.0%}"
+    return f"| {row.law} | {row.state} | {near} | {far} | {found.ratio:.2f} | {found.answers} |"
+
+
+HEAD = """| law | state | within 10 % | within 25 % | median predicted / measured | answers |
+| --- | --- | --- | --- | --- | --- |"""
+
+
+def arguments(parser: argparse.ArgumentParser, seeds: int, laws: Sequence[str]) -> argparse.Namespace:
+    """Options of the table, with these as defaults."""
+    states = [*STATES, OVERLOAD]
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--laws", nargs="+", choices=list(LAWS), default=laws)
+    parser.add_argument("--states", nargs="+", choices=states, default=states)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]), 3, list(LAWS))
+    print(HEAD)
+    for row in rows(args.laws, args.states, args.seeds):
+        print(line(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Predicted times to first token, before two real vLLM engines whose steps last a known time.
+"""Predicted times to first token before vLLM's Scheduler in virtual time, and before two real vLLM engines
+whose steps last a known time.
 
-``tests/vllm/known_steps.py`` makes them last; ``benchmarks/known_steps.py`` has the same table in virtual
-time, for more states and engines.
+The table is that of ``benchmarks/known_steps.py``. In virtual time (``drive_known_steps.py``) its figures are
+exact and the targets hold; ``tests/vllm/known_steps.py`` makes the steps of real engines last, which a busy
+machine adds to.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -16,7 +19,10 @@ from typing import NamedTuple
 import openai
 import pytest
 
+from benchmarks.known_steps import HEAD, OVERLOAD, Levels, Row, Shares, line, rows
+from tests.router.placement.test_known_steps import TARGETS
 from tests.support.paths import ROOT
+from tests.vllm.forked import driven
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.vllm_engine import VllmEngine
 
@@ -27,6 +33,35 @@ ENGINE_ARGS = (
     "--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "1024",
     "--worker-extension-cls", "tests.vllm.known_steps.KnownSteps",
 )  # fmt: skip
+
+
+DEADLINE_S = 600
+LAWS = ("default", "ahead")
+STATES = ("first 10 s", "light", "medium", "saturated", "chats", "twice slower", "twice faster", OVERLOAD)
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_virtual_time_of_vllms_scheduler_has_the_targets(vllm_python: str, tiny_model: Path) -> None:
+    """And the figures of the rig's own engines, so that those of other laws and seeds are vLLM's too."""
+    words = ("tests.vllm.drive_known_steps", "--model", str(tiny_model), "--laws", *LAWS, "--states", *STATES)
+    lines = driven(vllm_python, *words, timeout=DEADLINE_S, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+    found = [_row(*json.loads(line)) for line in lines if line.startswith("[")]
+    print("", HEAD, *map(line, found), sep="\n")
+    for mine, theirs in zip(rows(LAWS, STATES, seeds=1), found, strict=True):
+        assert mine[:2] == theirs[:2]
+        assert tuple(theirs.found) == pytest.approx(tuple(mine.found)), theirs
+        if isinstance(theirs.found, Levels):
+            assert theirs.found.met >= 0.95, theirs
+            assert theirs.found.missed >= 0.8, theirs
+        else:
+            least = TARGETS[theirs.state]
+            assert theirs.found.within_10 >= least[0], theirs
+            assert theirs.found.within_25 >= least[1], theirs
+
+
+def _row(law: str, state: str, found: list[float]) -> Row:
+    values = Levels(*found) if state == OVERLOAD else Shares(*found)  # type: ignore[arg-type]
+    return Row(law, state, values)
 
 
 class Answer(NamedTuple):
