@@ -444,6 +444,7 @@ class Router:
             works = self.lifecycle.begin(tasks)
             poller = self.poller = FleetPoller(self.fleet, self.lifecycle, self.config.fleet, client)
             poller.versions = self.config.pull.enabled
+            poller.versions_once = self.config.proxy.continue_streams
             self._assign()
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]

@@ -188,4 +188,5 @@ async def apply(router: Router, config: Config) -> None:
     if router.poller is not None:
         router.poller.configure(config.fleet)
         router.poller.versions = config.pull.enabled
+        router.poller.versions_once = config.proxy.continue_streams
     router.take(config)

@@ -29,6 +29,8 @@ from kvatlas.publisher.simulator.scheduler import Output, Scheduler, Step
 _BLOCKED_S = 0.001
 # Most lag of step timing that is caught up; more is dropped (a suspended laptop).
 _LATE_MAX_S = 0.1
+# Turns of others come between these pieces of one answer.
+_PIECES_AT_ONCE = 16
 
 T = TypeVar("T")
 
@@ -100,7 +102,12 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the parts as they come, up to and including the one with a finish reason."""
+        at_once = 0
         while True:
+            # Of what waited for a client that did not read.
+            at_once = 0 if self._pieces.empty() else at_once + 1
+            if at_once % _PIECES_AT_ONCE == _PIECES_AT_ONCE - 1:
+                await asyncio.sleep(0)
             piece = await self._pieces.get()
             yield piece
             if piece.finish_reason is not None:

@@ -112,6 +112,8 @@ class FleetPoller(Generic[E]):
         self.configure(settings)
         self.versions = False
         """Whether engines without a role are asked for their version too."""
+        self.versions_once = False
+        """Whether those of vLLM's Python frontend are, when they come up."""
         self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # number of failed polls in a row
         # Number of responses to clients at each server's last poll.
@@ -342,7 +344,13 @@ class FleetPoller(Generic[E]):
         await self._ask_server_info(base_url)
         changed = await self._discover_events(base_url, models)
         # after its ranks are known: new ranks have no version yet
-        if self.versions or any(status.engine.role for status in self._fleet.ranks(base_url)):
+        ranks = self._fleet.ranks(base_url)
+        once = self.versions_once and models[0].frontend == "python"
+        if (
+            self.versions
+            or any(status.engine.role for status in ranks)
+            or (once and any(one.version is None or not one.up for one in ranks))
+        ):
             await self._ask_version(base_url, models[0])
         if self._fleet.needs_salt_proofs:
             await self._look_at_salts(base_url, models)

@@ -8,9 +8,10 @@ nothing.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -21,6 +22,9 @@ from kvatlas.router.fleet.statement import EngineStatement
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
 Frontend = Literal["python", "rust", "sglang"]
+_VERSION: Final = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
+# The first vLLM with ``return_token_ids``.
+_SAYS_IDS: Final = (0, 10, 2)
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -56,6 +60,12 @@ def kind_of(
     if stated is not None:
         return stated.kind
     return "sglang" if models and models[0].frontend == "sglang" else "vllm"
+
+
+@lru_cache(maxsize=64)
+def _says_ids(version: str) -> bool:
+    found = _VERSION.match(version)
+    return found is not None and tuple(int(part or 0) for part in found.groups()) >= _SAYS_IDS
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +156,8 @@ class EngineStatus:
         # Its set-up according to its metrics.
         self.stated: EngineStatement | None = None
         self._server_info: EngineStatement | None = None
-        # Its version, from ``GET /version``; only queried for engines with a role, and where engines pull.
+        # Its version, from ``GET /version``; only queried for engines with a role, and where engines pull or
+        # streams go on from others.
         self.version: str | None = None
         # Start of its API process in seconds since the epoch, from its metrics.
         self.started: float | None = None
@@ -185,6 +196,12 @@ class EngineStatus:
     def kind(self) -> EngineKind:
         """Return its software."""
         return kind_of(self.engine, self._server_info, self._models)
+
+    @property
+    def says_ids(self) -> bool:
+        """Whether it is known to say the ids of the tokens of a stream: vLLM since 0.10.2 behind its Python
+        frontend. The Rust frontend (0.33) has other events, and SGLang none; either may refuse the field."""
+        return self.frontend == "python" and self.version is not None and _says_ids(self.version)
 
     server_info: _Noted[EngineStatement | None] = _Noted(comes_and_goes=False)
     """Its set-up according to ``/server_info``, if it serves that."""

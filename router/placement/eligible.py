@@ -101,6 +101,7 @@ class EligibleEngines:
         if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
             raise model_not_found(model)
         untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
+        untried = _continuing(untried) if request.continues else untried
         if request.isolated and request.path in SALTED:
             untried = self._salting(request, untried)
         if not untried:
@@ -198,6 +199,12 @@ def _answering(ready: list[Engine]) -> list[Engine]:
     if ready and not found:
         raise no_ready_engine("Only prefill engines are ready for this model; GET /ready gives the reason.")
     return found
+
+
+def _continuing(engines: list[Engine]) -> list[Engine]:
+    """Engines that may go on with another one's stream: what other software makes of its ids is not
+    known."""
+    return [engine for engine in engines if engine.says_ids]
 
 
 def _among(endpoints: frozenset[str], engines: list[Engine]) -> list[Engine]:

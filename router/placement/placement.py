@@ -375,6 +375,11 @@ class Placement(Attempt):
         for step in steps:
             step.sent(self)
 
+    @property
+    def says_ids(self) -> bool:
+        """Implement ``Attempt``."""
+        return self._is_answer and self.engine.says_ids
+
     def streamed(self, events: int) -> None:
         """Implement ``Attempt``."""
         self._streamed_tokens += events

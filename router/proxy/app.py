@@ -15,8 +15,6 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TypeVar, cast
 
-import msgspec
-
 from kvatlas.router.admission.claims import (
     ENGINE_PRIORITY,
     Targets,
@@ -55,7 +53,6 @@ from kvatlas.router.openai.members import (
     STEPS_MAX,
     TooManyStepsError,
     run_cooperatively,
-    with_first,
     with_value,
 )
 from kvatlas.router.openai.request import InboundRequest
@@ -65,7 +62,7 @@ from kvatlas.router.pd.settings import PdSettings, PdStats
 from kvatlas.router.prompts.bodies import peek_chat
 from kvatlas.router.proxy.aliases import Aliases
 from kvatlas.router.proxy.carriers import Outbound
-from kvatlas.router.proxy.continuation import plan_of
+from kvatlas.router.proxy.continuation import ContinuationPlan, plan_of
 from kvatlas.router.proxy.deaths import Deaths, Pulse, WatchedFleet
 from kvatlas.router.proxy.forward import Forwarder, Placer
 from kvatlas.router.proxy.headers import CONTINUE, RequestHead, read_request_headers
@@ -207,7 +204,7 @@ class ProxyApp:
             record.read_s, record.bytes_in = self.requests.clock(), len(body)
             out = await self._outbound(request, head, fields, body, record, entry)
             if self.settings.continue_streams and out.request.stream and out.carrier is None:
-                await self._ask_ids(out)
+                out.plan = self._plan(out)
             # What it costs must be known where there are bills.
             if out.request.stream and (entry is not None or self.requests.on_end is not None):
                 await self._ask_usage(out)
@@ -396,26 +393,16 @@ class ProxyApp:
             if asked is not request.body:
                 request.body, request.hides_usage = asked, True
 
-    async def _ask_ids(self, out: Outbound) -> None:
-        """Ask for the ids of a stream's tokens, if it may go on from another engine with them."""
+    def _plan(self, out: Outbound) -> ContinuationPlan | str:
+        """How its stream may go on from another engine, or why not (a label)."""
         request = out.request
-        body = request.body
         if dict(request.headers).get(CONTINUE, b"").strip().lower() == b"off":
-            out.plan = "client"
-        elif len(body) > _LARGE_BYTES:
-            out.plan = "size"
-        elif self._planner.decode(request.model or "", (), skips_special=True) is None:
-            out.plan = "tokenizer"
-        else:
-            out.plan = plan_of(request.path, body)
-        if isinstance(out.plan, str):
-            return
-        if body.find(b"return_token_ids") < 0:
-            request.body = await self._changed(with_first(body, b"return_token_ids", b"true"))
-        else:
-            request.body = await self._changed(
-                with_value(body, b"return_token_ids", msgspec.Raw(b"true"), adds=True)
-            )
+            return "client"
+        if len(request.body) > _LARGE_BYTES:
+            return "size"
+        if self._planner.decode(request.model or "", (), skips_special=True) is None:
+            return "tokenizer"
+        return plan_of(request.path, request.body)
 
     async def _form(self, fields: list[Header], body: bytes) -> tuple[Form, Peek] | None:
         """The form that the body is, and what is needed of it; None: it is none."""

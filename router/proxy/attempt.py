@@ -98,6 +98,11 @@ class Attempt:
         if not later and (request.stream or breaker.free_until != math.inf):
             self.asked()
 
+    @property
+    def says_ids(self) -> bool:
+        """Whether its engine is known to say the ids of the tokens of a stream, if it is asked."""
+        return False
+
     def asked(self) -> None:
         """Note that the engine is asked now; for an attempt made to be asked ``later``."""
         self.asked_s = self.now()

@@ -13,6 +13,7 @@ from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.http.request_cycle import ClientRequest
 from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
+from kvatlas.router.openai.members import before_others
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import of_engine, with_id
 from kvatlas.router.proxy.attempt import Answer, Attempt, Had
@@ -100,6 +101,8 @@ class OwnConnections:
         begin = b""
         if request.response_id:
             begin, named = with_id(body, of_engine(request.response_id, attempt.engine_id))
+        elif isinstance(out.plan, ContinuationPlan) and attempt.says_ids:
+            begin, named = before_others(body, b"return_token_ids", b"true")
         has_body = body or out.head.content_length is not None or request.method == "POST"
         head = request_head(
             request.method,

@@ -192,7 +192,9 @@ def _refused(name: str, value: _Raw) -> str:
         # A list of prompts.
         several = name == "prompt" and raw.translate(None, b" \t\r\n").startswith((b"[[", b'["'))
         return "answers" if several else ""
-    if name in {"n", "best_of"}:
+    if name == "return_token_ids":
+        off = False  # the client's own; of two members with one name engines take the last
+    elif name in {"n", "best_of"}:
         off = raw in _ONE
     elif name == "tool_choice":
         # Without tools to call, or where none may be called, an answer is text.
@@ -291,15 +293,14 @@ _IDS: Final = b'"token_ids":['
 _PROMPT_IDS: Final = b'"prompt_token_ids":['
 _GOES_ON: Final = b'"finish_reason":null'
 _NO_DELTA: Final = b'"delta":{}'
-# Of an event with one token, the last member of which is its id.
+# Of an event with one token, before its id.
 _MARKS: Final = (
     b'"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":[',
     b'"finish_reason":null,"token_ids":[',
 )
 _EMPTY: Final = b'"delta":{},"logprobs":null,'
 _LINE_ENDS: Final = 2
-_ONE_ID_ENDS: Final = b"]}]}\n\n"
-_NO_ID_ENDS: Final = b"null}]}\n\n"
+_EVENT_ENDS: Final = b"}\n\n"
 _DONE: Final = b"data: [DONE]\n\n"
 _UNREAD: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
@@ -362,17 +363,18 @@ class KeptStream:
 
     def feed(self, data: bytes) -> bytes:
         """The whole events in what came, without ids; what has come of another one waits for its end."""
-        if self._settled and data.endswith(_ONE_ID_ENDS) and not self._partial:
+        if self._settled and data.endswith(_EVENT_ENDS) and not self._partial:
             # By far the most pieces are one event with one token.
             at = data.rfind(self._mark)
             if at >= 0 and data.count(b"\n") == _LINE_ENDS and not data.endswith(_EMPTY, 0, at):
                 at += len(self._mark)
+                end = data.find(b"]", at)
                 try:
-                    self.ids.append(int(data[at : -len(_ONE_ID_ENDS)]))
+                    self.ids.append(int(data[at:end]))
                 except _UNREAD:
                     pass  # several, or none
                 else:
-                    self._last = passed = data[: at - 1] + _NO_ID_ENDS
+                    self._last = passed = b"%bnull%b" % (data[: at - 1], data[end + 1 :])
                     return passed
         if self._partial or not data.endswith(b"\n\n"):
             partial = self._partial
@@ -533,12 +535,14 @@ class Shape:
         self._chat = plan.chat
         self._in_chunks = plan.in_chunks
         members = _MEMBERS.decode(data_of(like) or b"")
-        self._choice = _CHOICES.decode(members.pop("choices"))[0]
+        self._choice = _CHOICES.decode(members["choices"])[0]
         for name in ("usage", "system_fingerprint", "metrics"):
             members.pop(name, None)
-        self._members = members
-        before = b",".join([b"%b:%b" % (_encoded(name), bytes(one)) for name, one in members.items()])
-        self._head = b"data: {%b," % before
+        at = list(members).index("choices")
+        parts = [b"%b:%b" % (_encoded(name), bytes(one)) for name, one in members.items()]
+        self._head = b"data: {%b," % b",".join(parts[:at])
+        # Such as ``kv_transfer_params`` of vLLM 0.33.
+        self._tail = b"".join([b",%b" % part for part in parts[at + 1 :]])
 
     def chunk(
         self,
@@ -569,7 +573,7 @@ class Shape:
         more = b',"usage":%b' % _usage_json(usage) if self._in_chunks else b""
         if fingerprint != b"null":
             more += b',"system_fingerprint":%b' % fingerprint
-        return b'%b"choices":[{%b}]%b}\n\n' % (self._head, inner, more)
+        return b'%b"choices":[{%b}]%b%b}\n\n' % (self._head, inner, more, self._tail)
 
     def usage(self, usage: Usage, fingerprint: bytes = b"null") -> bytes:
         """The event with the usage of the answer."""

@@ -599,7 +599,7 @@ class Forwarder:
             out.carrier is None,
             out.had,
             _silence_s=self.silence_s if out.carrier is None else 0.0,
-            _plan=out.plan if isinstance(out.plan, ContinuationPlan) else None,
+            _plan=out.plan if isinstance(out.plan, ContinuationPlan) and placement.says_ids else None,
             _goes_on=out.goes_on,
         )
         try:
@@ -612,6 +612,8 @@ class Forwarder:
             if relay.stream is not None:
                 out.had = relay.stream.had
                 out.broke = relay.stream.kept if relay.stream.broke else None
+            if out.record.broken and not placement.says_ids and isinstance(out.plan, ContinuationPlan):
+                out.plan = "ids"
             if (out.record.broken or out.broke is not None) and placement.failed not in ("", "aborted"):
                 out.lost = placement.engine_id
                 if placement.died:

@@ -202,7 +202,7 @@ class StreamRelay(msgspec.Struct, eq=False):
         self._record.bytes_out += len(out)
         if self.had is Had.NOTHING:
             fields, length = self._head.fields, self._head.length
-            if length and (self._more or self._attempt.request.hides_usage):
+            if length and (self._more or self._attempt.request.hides_usage or self.kept is not None):
                 # Events may be added to it, or left out.
                 fields, length = [field for field in fields if field[0] != b"content-length"], b""
             if self._attempt.client_headers:

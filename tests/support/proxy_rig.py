@@ -203,6 +203,10 @@ class FakePlacement(Attempt):
         self.told: list[str] = []
         self.usage: Usage | None = None
 
+    @property
+    def says_ids(self) -> bool:
+        return True
+
     def _begun(self, now: float) -> None:
         self.told.append("first_byte")
 

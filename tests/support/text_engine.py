@@ -30,9 +30,11 @@ class TextEngine:
     """A greedy model with one answer, behind vLLM's frontend (0.32): text lags behind the tokens where a
     character is not whole or a stop string may begin."""
 
-    def __init__(self, answer: Sequence[int], chunk: int = 1) -> None:
+    def __init__(self, answer: Sequence[int], chunk: int = 1, *, later: bool = False) -> None:
         self.answer = [*answer, EOS]
         self.chunk = chunk
+        self.later = later
+        """Whether its events are those of 0.33, which have more members."""
 
     def events(self, path: str, body: dict[str, Any], name: str = "one") -> Iterator[bytes]:  # noqa: C901
         chat, asks = path == CHAT, body.get("return_token_ids", False)
@@ -105,12 +107,19 @@ class TextEngine:
             event: dict[str, Any] = {**head, "choices": [choice]}
             if options.get("include_usage") and options.get("continuous_usage_stats"):
                 event["usage"] = self._usage(prompt, count)
-            yield self.event(event)
+            yield self.event(self._with_more(event, chat=chat) if self.later else event)
             if ended:
                 break
         if options.get("include_usage"):
             yield self.event({**head, "choices": [], "usage": self._usage(prompt, count)})
         yield DONE
+
+    @staticmethod
+    def _with_more(event: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+        (choice,) = event["choices"]
+        if choice["finish_reason"] or not chat:
+            choice["weight_versions"] = None
+        return {**event, "kv_transfer_params": None}
 
     @staticmethod
     def _usage(prompt: Sequence[int], count: int) -> dict[str, int]:

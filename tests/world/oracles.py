@@ -142,16 +142,12 @@ def judge_answer(
 
 
 def _died_before(judged: Judged, fleet: Fleet, faults: Faults, others: Sequence[Judged]) -> bool:
-    """Whether an engine may have died with the same request: then no other one gets it for a while."""
+    """Whether engines may have died with the same request: then no other one gets it for a while."""
     one = judged.exchange
-    if b'"engine_died"' not in one.answer.body:
+    if b'"engine_died"' not in one.answer.body and b'"request_ends_engines"' not in one.answer.body:
         return False
-    hosts = {
-        engine_host(work.engine)
-        for other in others
-        if other.expected.prompt == judged.expected.prompt
-        for work in fleet.works.get(other.exchange.request_id, ())
-    }
+    alike = (other for other in others if other.expected.prompt == judged.expected.prompt)
+    hosts = set[str]().union(*(asked(other, fleet) for other in alike))
     return faults.explain("cut", one.began_s - ProxySettings().suspect_s, one.ended_s, hosts)
 
 

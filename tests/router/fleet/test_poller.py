@@ -619,6 +619,27 @@ async def test_ranks_that_are_found_have_their_servers_version_before_they_are_u
         assert [status.version for status in watch.fleet] == ["0.32.0", "0.32.0"]
 
 
+@pytest.mark.parametrize("owner", ["vllm", "vllm-frontend-rs", "sglang"])
+async def test_the_version_may_be_asked_for_when_an_engine_comes_up(owner: str) -> None:
+    async with watching(EngineAddress) as watch:
+        watch.poller.versions_once = True
+        cards: Any = {"data": [{"id": "m", "owned_by": owner}]}
+        watch.server.answers |= {"/version": page(b'{"version":"0.32.0"}'), "/v1/models": cards}
+        (status,) = watch.fleet
+        await watch.until(lambda: status.up)
+        assert status.version == ("0.32.0" if owner == "vllm" else None), "known before it is up"
+        assert status.says_ids is (owner == "vllm")
+        watch.server.answers["/version"] = page(b'{"version":"0.9.0"}')
+        await watch.polls()
+        assert status.says_ids is (owner == "vllm"), "it is not asked at each poll"
+        del watch.server.answers["/v1/models"]
+        await watch.until(lambda: not status.up)
+        watch.server.answers["/v1/models"] = cards
+        await watch.until(lambda: status.up)
+        assert status.version == ("0.9.0" if owner == "vllm" else None)
+        assert not status.says_ids
+
+
 @pytest.mark.parametrize("role", ["decode", None])
 async def test_the_version_of_engines_with_a_role_is_asked_for_and_their_role_is_kept(role: Any) -> None:
     async with watching(lambda url: EngineAddress(url, role=role)) as watch:

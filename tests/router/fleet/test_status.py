@@ -144,3 +144,23 @@ def test_replacing_always_ends_with_what_was_asked_for(
 )
 def test_the_name_that_a_gateway_has_for_an_engine(base_url: str, endpoint: str) -> None:
     assert endpoint_of(base_url) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("0.10.2", True),
+        ("0.32.0+cpu", True),
+        ("0.11.0rc2.dev9+g1234567", True),
+        ("1.0", True),
+        ("0.10.1.1", False),
+        ("0.9.2", False),
+        ("dev", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_ids_of_tokens_are_said_since_a_version(version: str | None, says: bool) -> None:
+    (status,) = Fleet([EngineAddress(URL)])
+    status.version = version
+    assert status.says_ids is says

@@ -167,15 +167,17 @@ paths = pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_stream_goes_on_as_if_it_had_not_been_cut(path: str, chunk: int) -> None:
     @examples_of
-    @given(answers(), bodies, st.integers(1, 60), st.lists(st.integers(0, 5000), max_size=4))
-    def check(answer: list[int], own: dict[str, Any], cut: int, pieces: list[int]) -> None:
-        engine, body = TextEngine(answer, chunk), for_path(path, own)
+    @given(answers(), bodies, st.integers(1, 60), st.lists(st.integers(0, 5000), max_size=4), st.booleans())
+    def check(answer: list[int], own: dict[str, Any], cut: int, pieces: list[int], later: bool) -> None:
+        engine, body = TextEngine(answer, chunk, later=later), for_path(path, own)
         whole = b"".join(engine.events(path, request(path, body)[0]))
         had, kept = broken(engine, path, body, cut + (path == CHAT), pieces)
         assume(kept.complete or not kept.check())
         stream = had + goes_on(engine, kept)
         if chunk == 1:
-            assert stream == whole
+            # The last event of a chat of 0.33 has it, that of a completion is behind the break.
+            nothing = b',"weight_versions":null'
+            assert stream.replace(nothing, b"") == whole.replace(nothing, b"")
         assert joined(stream) == joined(whole)
 
     check()
@@ -212,9 +214,9 @@ def test_a_long_text_is_decoded_in_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 @paths
 def test_a_stream_that_passes_is_what_it_would_be_without_ids(path: str) -> None:
     @examples_of
-    @given(answers(), bodies, st.lists(st.integers(0, 5000), max_size=6))
-    def check(answer: list[int], own: dict[str, Any], pieces: list[int]) -> None:
-        engine, body = TextEngine(answer), for_path(path, own)
+    @given(answers(), bodies, st.lists(st.integers(0, 5000), max_size=6), st.booleans())
+    def check(answer: list[int], own: dict[str, Any], pieces: list[int], later: bool) -> None:
+        engine, body = TextEngine(answer, later=later), for_path(path, own)
         had, kept = broken(engine, path, body, 1000, pieces)
         assert had == b"".join(engine.events(path, request(path, body)[0]))
         assert kept.complete
@@ -249,7 +251,7 @@ def test_a_stream_that_passes_is_what_it_would_be_without_ids(path: str) -> None
         ({"vllm_xargs": {"a": 1}}, "parameter"),
         ({"kv_transfer_params": {"a": 1}}, "parameter"),
         ({"return_token_ids": True}, "parameter"),
-        ({"return_token_ids": False}, ""),
+        ({"return_token_ids": False}, "parameter"),
         ({"echo": True}, "parameter"),
         ({"echo": False}, ""),
         ({"suffix": "b"}, "parameter"),
@@ -404,12 +406,12 @@ def test_reasoning_goes_on_only_after_it_is_over() -> None:
 
 
 @paths
-def test_later_events_are_not_decoded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_later_events_are_not_decoded(path: str, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _, plan = request(path, {})
     kept = KeptStream(plan)
-    events = list(
-        TextEngine([token(b"ab")] * 9).events(path, {**request(path, {})[0], "return_token_ids": True})
-    )
+    engine = TextEngine([token(b"ab")] * 9, later=later)
+    events = list(engine.events(path, {**request(path, {})[0], "return_token_ids": True}))
     for event in events[:3]:
         kept.feed(event)
     monkeypatch.setattr(KeptStream, "_event", None)

@@ -170,7 +170,7 @@ async def test_a_stream_that_does_not_break_is_the_engines(path: str) -> None:
 @pytest.mark.parametrize(
     ("more", "field", "settings", "reason"),
     [
-        ({}, "", ProxySettings(), ""),
+        ({}, "", ProxySettings(continue_streams=False), ""),
         ({}, "x-kvatlas-continue: off", ON, "client"),
         ({"tools": [{"type": "function"}]}, "", ON, "tools"),
         ({"n": 2}, "", ON, "answers"),
