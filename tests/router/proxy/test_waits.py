@@ -39,6 +39,8 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
     "forward": {
         ("forward", "self._forward"): INNER,
         ("forward", "self._go_on"): INNER,
+        ("_go_on", "self._continuation"): INNER,
+        ("_continuation", "run_cooperatively"): PLACED,
         ("_go_on", "self._forward"): INNER,
         ("_go_on", "self._write_end"): OVER,
         ("_write_end", "waits"): OVER,
