@@ -36,7 +36,8 @@ from kvatlas.router.replication.keys import ScopeKeys
 from kvatlas.router.replication.load_gossip import LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
 from kvatlas.router.replication.mirror import MirroredIndex
-from kvatlas.router.replication.service import RECEIVE_PAUSE_S, RECEIVE_WAIT_S, InflightStream
+from kvatlas.router.replication.service import InflightStream
+from kvatlas.router.replication.shared_load import RECEIVE_PAUSE_S, RECEIVE_WAIT_S
 
 PROMPT_BLOCKS, EVENT_BLOCKS, PROMPTS, KEPT = 1000, 64, 32, 50_000
 NAMESPACE = "replicas"
@@ -88,7 +89,7 @@ class Engines:
 
 
 async def receive(lookup: IndexLookup) -> None:
-    """As ``SharedIndex`` does where only load is shared."""
+    """As ``SharedLoad`` does."""
     while True:
         await lookup.receive(MODEL, RECEIVE_WAIT_S)
         await asyncio.sleep(RECEIVE_PAUSE_S)

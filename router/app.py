@@ -70,7 +70,8 @@ from kvatlas.router.workers.group import WorkerGroup
 from kvatlas.router.workers.merged_view import AggregateView, worker_families
 
 if TYPE_CHECKING:
-    from kvatlas.router.replication.service import SharedIndex
+    from kvatlas.router.replication.service import SharedState
+    from kvatlas.router.replication.shared_blocks import SharedIndex
 
 
 class PeerSharing:
@@ -84,33 +85,30 @@ class PeerSharing:
         self._clock = clock
         self._worker = worker
         self._fleet: Fleet[Engine]  # set by ``begin``
-        self.index = self._shared_index(config)
+        self.blocks: SharedIndex | None = None
+        """The shared index, unless replicas share their load only."""
+        self.shared = self._shared_state(config)
         self.gossip: SiblingGossip | None = None
         """Among workers: carries what the shared index does not, or everything without one."""
-        if self.index is not None:
-            accounts.inflight = self.index.inflight
+        if self.shared is not None:
+            accounts.inflight = self.shared.inflight
 
     def begin(self, fleet: Fleet[Engine], gate: KeyGate | None) -> None:
         """Share the load of these engines and the limits of these keys."""
         self._fleet, worker = fleet, self._worker
-        if self.index is not None and gate is not None:
-            self.index.share_limits(gate, "" if worker is None else worker.folder.name)
+        if self.shared is not None and gate is not None:
+            self.shared.share_limits(gate, "" if worker is None else worker.folder.name)
         if worker is not None:
             self.gossip = self._gossip_of(worker, gate)
 
     def _gossip_of(self, worker: WorkerContext, gate: KeyGate | None) -> SiblingGossip:
-        alone = self.index is None
+        alone = self.shared is None
         gossip = SiblingGossip(
             worker, self.own_load, clock=self._clock, whole=alone, served=self._served_elsewhere, gate=gate
         )
         if alone:
             self._accounts.inflight, self._accounts.affinity = gossip.inflight, gossip.affinity
         return gossip
-
-    @property
-    def blocks(self) -> SharedIndex | None:
-        """The shared index, unless replicas share their load only."""
-        return self.index if self.index is not None and self.index.shares_blocks else None
 
     @property
     def lookup(self) -> SharedView | None:
@@ -120,28 +118,28 @@ class PeerSharing:
     @property
     def peer_state(self) -> Callable[[], PeerSnapshot]:
         """Latest state received from other routers."""
-        if (index := self.index) is not None:
-            return lambda: index.peers
+        if (shared := self.shared) is not None:
+            return lambda: shared.peers
         return (lambda: NO_PEER_SNAPSHOT) if self.gossip is None else self.gossip.peer_state
 
     @property
     def problem(self) -> str:
         """Why the shared index does not answer; "" if it does, or if there is none."""
-        return "" if self.index is None else self.index.problem
+        return "" if self.shared is None else self.shared.problem
 
     def works(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines to run in the background."""
-        return [] if self.index is None else [self.index.run()]
+        return [] if self.shared is None else [self.shared.run()]
 
     async def close(self) -> None:
         """Close all connections."""
-        if self.index is not None:
-            await self.index.close()
+        if self.shared is not None:
+            await self.shared.close()
 
     def others(self) -> Mapping[str, OthersLoad] | None:
         """Requests in flight of all other routers, by engine; None: currently unknown."""
-        if self.index is not None:
-            return self.index.lookup.last_load()
+        if self.shared is not None:
+            return self.shared.lookup.last_load()
         return {} if self.gossip is None else self.gossip.others()
 
     def own_load(self, now: float) -> dict[str, OthersLoad]:
@@ -156,12 +154,18 @@ class PeerSharing:
             tokens = range(prompt.num_blocks * engine.shadow.spec.scheme.hash_block_size)
             engine.shadow.served(tokens, lambda scheme: list(prompt.hashes))
 
-    def _shared_index(self, config: Config) -> SharedIndex | None:
+    def _shared_state(self, config: Config) -> SharedState | None:
         if not config.index.is_shared:
             return None
-        from kvatlas.router.replication.service import SharedIndex  # redis-py comes with it
+        # redis-py comes with these.
+        from kvatlas.router.replication.shared_blocks import SharedIndex
+        from kvatlas.router.replication.shared_load import SharedLoad
 
-        return SharedIndex(config.index, self.own_load, served=self._served_elsewhere, clock=self._clock)
+        parts = config.index, self.own_load
+        if not config.index.shares_blocks:
+            return SharedLoad(*parts, served=self._served_elsewhere, clock=self._clock)
+        self.blocks = SharedIndex(*parts, served=self._served_elsewhere, clock=self._clock)
+        return self.blocks
 
 
 class Router:
@@ -269,7 +273,7 @@ class Router:
             lambda: self.listen_stats,
             self.proxy.requests,
             HistoryLog(clock()),
-            self.peers.index,
+            self.peers.shared,
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
             self.gate,
@@ -508,7 +512,7 @@ class Router:
         """Whether this process acts for all replicas and workers: Redis has its lease, or else it leads its
         workers."""
         first = min((engine.engine_id for engine in self.fleet if engine.publishes_events), default=None)
-        leads = None if self.peers.index is None else self.peers.index.leads(first)
+        leads = None if self.peers.shared is None else self.peers.shared.leads(first)
         return self.leads if leads is None else leads
 
     def _to_lead(self) -> Application | None:
@@ -529,8 +533,8 @@ class Router:
         """Hand over to other replicas what they can take; called when the server drains."""
         if self.picker is not None:
             self.picker.drain()
-        if self.peers.index is not None and self._tasks is not None:
-            self._tasks.create_task(self.peers.index.release_leases())
+        if self.peers.shared is not None and self._tasks is not None:
+            self._tasks.create_task(self.peers.shared.release_leases())
 
     def deletion_costs(self) -> dict[str, int]:
         """Return the cost of losing each server: the worth of its caches in ms of prefill per minute, -1 if

@@ -43,7 +43,7 @@ from kvatlas.router.proxy.settings import ProxySettings
 
 # It imports redis-py, which a router without a shared index does not need.
 if TYPE_CHECKING:
-    from kvatlas.router.replication.service import SharedIndex
+    from kvatlas.router.replication.shared_blocks import SharedIndex
 
 _log = structlog.get_logger()
 

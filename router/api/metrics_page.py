@@ -52,7 +52,7 @@ from kvatlas.router.proxy.aliases import Aliases
 from kvatlas.router.proxy.settings import ProxyStats
 
 if TYPE_CHECKING:
-    from kvatlas.router.replication.service import SharedIndex
+    from kvatlas.router.replication.service import SharedState
 
 
 class ReloadStats(msgspec.Struct):
@@ -89,7 +89,7 @@ class Sources(msgspec.Struct):
     requests: RequestTracker
     history: HistoryLog
     """The last five minutes."""
-    shared: SharedIndex | None = None
+    shared: SharedState | None = None
     origins: FleetSources | None = None
     """Sources of engines."""
     admin: AdminStats | None = None
@@ -177,7 +177,7 @@ class RouterCollector:
             yield from of_stats(s.shared.inflight.gossip_stats)
             if s.shared.limits is not None:
                 yield from of_stats(s.shared.limits.stats)
-            yield from of_each("model", s.shared.mirror_stats())
+            yield from of_each("model", s.shared.mirror_stats)
         if s.origins is not None:
             yield from of_each("source", s.origins.stats)
         if s.stores is not None:

@@ -33,8 +33,8 @@ from kvatlas.router.placement.engine_order import BAND_MS
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.replication.keys import ScopeKeys
 from kvatlas.router.replication.leases import Lease, parse_leases
-from kvatlas.router.replication.service import FLEET_SCOPE
 from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.replication.shared_load import FLEET_SCOPE
 from tests.world.clients import PATIENCE_S, Exchange, Told, told
 from tests.world.faults import Faults
 from tests.world.fleet import REDIS, Fleet, Serving, Work, engine_host, on, router_host, router_replica
@@ -555,7 +555,7 @@ def judge_leases(fleet: Fleet) -> Iterator[Violation]:
     for engine_id in engines if _keys(fleet) is _BLOCKS else ["fleet"]:
         lease, following = leases.get(engine_id), []
         for serving in fleet.serving.values():
-            index = serving.router.peers.index
+            index = serving.router.peers.shared
             assert index is not None
             if (held := index.lease_manager.held.get(engine_id)) is not None:
                 following.append((index.replica, held.token))

@@ -52,8 +52,8 @@ from kvatlas.router.replication.gossip import GossipStats
 from kvatlas.router.replication.leases import LeaseStats
 from kvatlas.router.replication.lookup_fallback import LookupStats
 from kvatlas.router.replication.pending import MirrorStats
-from kvatlas.router.replication.service import SharedIndex
 from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.replication.shared_blocks import SharedIndex
 from kvatlas.router.services.epp.settings import EppStats
 
 IDS = ("http://a:1", 'http://b:1/"quoted"\\')
@@ -92,7 +92,7 @@ def sources() -> Sources:
     first.feed = FeedStats(state=FeedState.READY, last_seq=None, malformed_frames={"too_large": 2})
     proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
     shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), lambda now: {}, clock=lambda: 100.0)
-    shared.scope("m")  # nothing is connected before it runs
+    shared.index_of("m")  # nothing is connected before it runs
     origins = FleetSources([], [], DesiredState(engines_max=9), changed=lambda: None)
     origins.stats["static"].complain("fleet_full", "too many")
     return Sources(

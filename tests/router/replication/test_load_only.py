@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvatlas.router.replication.leases import parse_leases
-from kvatlas.router.replication.service import SharedIndex
+from kvatlas.router.replication.service import SharedState
 from tests.router.replication.test_recent_work import replicas
 from tests.support.redis_servers import AnyServer, Cluster
 from tests.support.waiting import until
@@ -22,8 +22,8 @@ def hit(answer: Any) -> int:
     return int(answer.headers["x-kvatlas-hit-tokens"])
 
 
-def index_of(rig: Rig) -> SharedIndex:
-    index = rig.router.peers.index
+def index_of(rig: Rig) -> SharedState:
+    index = rig.router.peers.shared
     assert index is not None
     return index
 

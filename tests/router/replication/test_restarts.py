@@ -35,7 +35,7 @@ async def test_a_replica_that_looks_up_counts_on_nothing_of_a_process_that_may_h
     await engine.start()
     config = configure(engine, index=IndexSettings(**shared), fleet=ONCE)
     async with routing(config) as follower:
-        held = follower.router.peers.index.lease_manager.held
+        held = follower.router.peers.blocks.lease_manager.held
         await until(lambda: held, "the first one follows the engine")
         async with routing(config) as other:
             (known,) = other.router.fleet

@@ -12,8 +12,8 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.replication.keys import ScopeKeys, limits_key
 from kvatlas.router.replication.leases import Leases
 from kvatlas.router.replication.redis_client import Client
-from kvatlas.router.replication.service import SharedIndex
 from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.replication.shared_blocks import SharedIndex
 from tests.router.replication.backend import make_settings
 from tests.support.redis_servers import AnyServer
 from tests.support.waiting import WAIT_S, run, until
@@ -35,7 +35,7 @@ def test_a_router_with_several_leases_ends_without_a_fault_and_releases_each(
     async def main() -> None:
         async with running({}, {}, {}) as engines:
             async with routing(configure(*engines, index=settings)) as rig:
-                await _all_followed(rig.router.peers.index, engines)
+                await _all_followed(rig.router.peers.blocks, engines)
                 rig.server.drain()  # by a signal; the end of the lifespan comes while the leases are released
             client = Client(settings)
             assert await client.start(WAIT_S)
@@ -53,7 +53,7 @@ async def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: 
     settings = _settings(plain_server)
 
     async with running({}, {}) as engines, routing(configure(*engines, index=settings)) as rig:
-        index = rig.router.peers.index
+        index = rig.router.peers.blocks
         await _all_followed(index, engines)
         assert index is not None
         first = asyncio.create_task(index.release_leases())
@@ -81,12 +81,12 @@ async def test_a_replica_that_joins_gets_its_share_and_leaves_nothing_behind(
     async with running({}, {}, {}, {}) as engines:
         index = msgspec.structs.replace(shared, replica="r0")
         async with routing(configure(*engines, index=index, keys=keys)) as rig:
-            one = rig.router.peers.index
+            one = rig.router.peers.blocks
             await _all_followed(one, engines)
             assert one is not None
             index = msgspec.structs.replace(shared, replica="r1")
             async with routing(configure(*engines, index=index, keys=keys)) as late:
-                other = late.router.peers.index
+                other = late.router.peers.blocks
                 assert other is not None
                 leases = one.lease_manager, other.lease_manager
                 await until(lambda: [len(its.held) for its in leases] == [2, 2], "each has its half")
@@ -101,7 +101,7 @@ async def test_a_replica_that_joins_gets_its_share_and_leaves_nothing_behind(
             await _all_followed(one, engines)
             server.kill()
             await rig.chat("new blocks, which cannot be written", extra_headers=AS_ADA)
-            errors = one.mirror_stats()[MODEL].errors
+            errors = one.mirror_stats[MODEL].errors
             await until(lambda: errors.get("connection"), "counted")
 
 
