@@ -178,8 +178,8 @@ class EngineLifecycle:
         that is removed while it computes is better than none."""
         engine.abandon(self._elsewhere(engine), lost=lost)
 
-    def _elsewhere(self, engine: Engine) -> Callable[[Attempt], bool]:
-        """Return whether another engine may answer a request of this one."""
+    def _elsewhere(self, engine: Engine, *, continues: bool = False) -> Callable[[Attempt], bool]:
+        """Return whether another engine may answer a request of this one, or go on with its stream."""
         now, without = self._clock(), frozenset((engine.engine_id,))
 
         def elsewhere(attempt: Attempt) -> bool:
@@ -191,7 +191,10 @@ class EngineLifecycle:
             except ApiError:
                 return False
             return any(
-                other.up and other.breaker.allows(now) and other.context_tokens(request.model) >= tokens
+                other.up
+                and other.breaker.allows(now)
+                and other.context_tokens(request.model) >= tokens
+                and (other.says_ids or not continues)
                 for other in found
             )
 
@@ -219,7 +222,7 @@ class EngineLifecycle:
         if proxy.stall_s:
             engine.end_stalled(self._clock() - proxy.stall_s)
         if left_s < math.inf:
-            engine.move_streams(self._elsewhere(engine), left_s)
+            engine.move_streams(self._elsewhere(engine, continues=True), left_s)
 
     def _left_s(self, engine: Engine, proxy: ProxySettings) -> float:
         """Seconds until the streams of a drained engine must have ended or left; infinite: none must."""
@@ -240,7 +243,7 @@ class EngineLifecycle:
         left_s = self._left_s(engine, proxy)
         if left_s == math.inf or not proxy.continue_streams:
             return 0
-        return sum(map(self._elsewhere(engine), engine.streams_leaving(left_s)))
+        return sum(map(self._elsewhere(engine, continues=True), engine.streams_leaving(left_s)))
 
     def _feed_restarted(self, engine: Engine, restarts: int, looked_s: float) -> None:
         """Handle a feed whose events are those of a new process. Where metrics tell when processes started,

@@ -166,7 +166,7 @@ class Planner:
             self._check()
         gate = self.gate
         # Placed again: it has waited already, and its client has waited with it.
-        if (exclude and not request.continues) or disagg is not None:
+        if (exclude and (request.at_once or not request.continues)) or disagg is not None:
             if disagg is not None and disagg.distrusts_caches:
                 request.retention = None  # its blocks are found by no other prompt
             return self._placed(request, decision, 0.0)

@@ -56,7 +56,7 @@ from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, Sh
 from kvatlas.router.placement.wait_limit import AdmissionStats
 from kvatlas.router.proxy.attempt import Answer, Attempt
 from kvatlas.router.proxy.breaker import Breaker
-from kvatlas.router.proxy.moves import AT_ONCE_MAX, leaving
+from kvatlas.router.proxy.moves import AT_ONCE_MAX, is_last, leaving
 from kvatlas.router.proxy.paths import CacheReset
 
 _log = structlog.get_logger()
@@ -479,20 +479,27 @@ class Engine(EngineStatus):
     def streams_leaving(self, left_s: float) -> list[Attempt]:
         """Return the streams that are to go on elsewhere, since this engine ends in ``left_s``; the smallest
         first."""
-        found = [one for one in self.answering if one.kept is not None and not one.kept.check()]
+        found = [one for one in self.answering if one.kept is not None and one.kept.movable]
         found = [found[at] for at in leaving([one.rest_s() for one in found], left_s)]
         return sorted(
             found, key=lambda one: 0 if one.kept is None else one.kept.prompt_tokens + len(one.kept.ids)
         )
 
     def move_streams(self, elsewhere: Callable[[Attempt], bool], left_s: float) -> None:
-        """End streams that other engines may go on with; ``elsewhere``: one of them may answer a request. It
-        says nothing of this engine, which ends in ``left_s``."""
-        most = AT_ONCE_MAX
-        for attempt in self.streams_leaving(left_s):
-            if most and elsewhere(attempt):
-                attempt.blameless = True
-                most -= self.answering[attempt].lose(math.inf)
+        """Have streams leave for other engines; ``elsewhere``: one of them may answer a request. This one
+        ends in ``left_s``."""
+        streams = self.streams_leaving(left_s)
+        last = is_last(len(streams), left_s)
+        room = AT_ONCE_MAX
+        if not last:
+            room -= sum([one.leave is not None and one.leave.warms for one in self.answering])
+        for attempt in streams:
+            leave = attempt.leave
+            if room <= 0:
+                break
+            if leave is not None and (last or not leave.tried) and elsewhere(attempt):
+                room -= 1
+                (leave.now if last else leave.warm)()
 
     @property
     def clears(self) -> int:

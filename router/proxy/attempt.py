@@ -62,6 +62,10 @@ class Attempt:
     """The state of its stream, with which another engine may go on."""
     tokens_before = 0
     """Tokens of its answer that other engines generated."""
+    leave: Leaving | None = None
+    """How its stream leaves an engine that ends; None: it does not."""
+    moved = False
+    """It has left, and its connection is given back."""
     watched = False
     """Its answer must be seen, since more than this rests on it."""
     _heard = _works = False
@@ -271,6 +275,24 @@ class Attempt:
     def _ended(self, usage: Usage | None, failed: str) -> None:
         """The end, once; ``failed`` is one of ``kvatlas.router.openai.request.FAILURES``, or "" where it did
         not fail."""
+
+
+class Leaving(Protocol):
+    """How a stream leaves an engine that ends: another one computes what it has, and takes over then."""
+
+    @property
+    def warms(self) -> bool:
+        """That is being computed."""
+
+    @property
+    def tried(self) -> bool:
+        """It is, or was, or could not be."""
+
+    def warm(self) -> None:
+        """Have it computed, and leave then."""
+
+    def now(self) -> None:
+        """Leave at the next event."""
 
 
 class Had(IntEnum):

@@ -53,6 +53,8 @@ _KEPT: Final = frozenset(
         "user",
     }
 )
+# Of these, what the cache of the prompt depends on, and the engine's order.
+_OF_CACHE: Final = frozenset({"model", "cache_salt", "priority", "session_id", "user"})
 _CHANGED: Final = frozenset(
     {
         "stream",
@@ -126,6 +128,8 @@ _BIAS_MAX: Final = 100.0
 _SEED_MAX: Final = 2**63 - 1
 _STOPS_MAX, _STOP_CHARS_MAX = 64, 4096
 _TOKENS_MAX: Final = 1 << 31
+# Engines are stopped one after another: more often than this something else ends the answers.
+_ABORTS_MAX: Final = 16
 # Ids kept of an answer: 4 MB.
 _IDS_MAX: Final = 1 << 20
 # An unfinished event may hold the ids of a whole prompt.
@@ -321,6 +325,8 @@ class KeptStream:
         "_seen",
         "_settled",
         "_spoken",
+        "aborts",
+        "broken",
         "chars",
         "complete",
         "done",
@@ -329,6 +335,7 @@ class KeptStream:
         "plan",
         "prompt",
         "prompt_tokens",
+        "told",
         "unable",
         "usage_sent",
     )
@@ -344,6 +351,12 @@ class KeptStream:
         """Characters of text that the client has had, where there are stop strings."""
         self.unable = ""
         """Why this stream cannot go on elsewhere (a label)."""
+        self.told = 0
+        """Tokens of which the client had an event when it went on last, also those dropped from ``ids``."""
+        self.broken = False
+        """It has gone on before since an engine broke it."""
+        self.aborts = 0
+        """Times that it has gone on since an engine that was stopped gave it up."""
         self.complete = False
         """It has said why it ended."""
         self.usage_sent = self.done = False
@@ -503,12 +516,20 @@ class KeptStream:
             return self.unable
         if not self.ids or not self.prompt_tokens or not self._last:
             return "ids"
+        # Some requests break every engine they meet.
+        if self.broken or self.aborts >= _ABORTS_MAX:
+            return "broken"
         if len(self.ids) > _IDS_MAX:
             return "size"
         # What a parser takes for reasoning is only known to the engine that has it.
         if not self._spoken or (self._reasoned and self.plan.stop.stops):
             return "reasoning"
         return ""
+
+    @property
+    def movable(self) -> bool:
+        """It could go on elsewhere now, and has something left to say."""
+        return not self.complete and not self.check()
 
     def usage(self, more: int = 0) -> Usage:
         """Of the whole answer, with this many tokens behind those that are kept."""
@@ -658,13 +679,12 @@ def completion_of(kept: KeptStream, tokens: int, context: int | None) -> bytes |
         # In every event: how many tokens it is made of.
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "max_tokens": left,
+        # To go on again; and, of an event with several tokens, which of them completed a stop string.
+        "return_token_ids": True,
         **plan.members,
     }
     if plan.stop.min_tokens > tokens:
         own["min_tokens"] = min(plan.stop.min_tokens - tokens, left)
-    if plan.stop.stops:
-        # Of an event with several tokens: which of them completed a stop string.
-        own["return_token_ids"] = True
     if plan.seed is not None:
         # The same random numbers would come again.
         own["seed"] = min(plan.seed + tokens, _SEED_MAX)
@@ -677,13 +697,24 @@ def completion_of(kept: KeptStream, tokens: int, context: int | None) -> bytes |
         own["frequency_penalty"] = plan.frequency_penalty
     if bias:
         own["logit_bias"] = bias
+    return _asked_behind(kept, tokens, own)
+
+
+def warming_of(kept: KeptStream, tokens: int) -> bytes:
+    """Body of a completion that computes the prompt and the first ``tokens`` of the answer, and no more."""
+    own = {name: one for name, one in kept.plan.members.items() if name in _OF_CACHE}
+    return _asked_behind(kept, tokens, {"max_tokens": 1, **own})
+
+
+def _asked_behind(kept: KeptStream, tokens: int, own: dict[str, Any]) -> bytes:
+    """A completion with these members behind the first ``tokens`` of the answer."""
     prompt = kept.prompt if isinstance(kept.prompt, bytes) else _encoded(list(kept.prompt))[1:-1]
-    answer = _encoded(ids.tolist())[1:-1]
+    answer = _encoded(kept.ids[:tokens].tolist())[1:-1]
     return b'{"prompt":[%b],%b' % (b",".join(filter(None, (prompt, answer))), _encoded(own)[1:])
 
 
 class ContinuedStream:
-    """Events of the completion that goes on, as events of the stream that broke.
+    """Events of the completion that goes on, as events of the stream that broke, whose state grows with them.
 
     ``tokens``: those of its answer that are kept. ``stopping``: its text, where there are stop strings.
     ``told``: whether a comment says that it goes on.
@@ -692,12 +723,13 @@ class ContinuedStream:
     def __init__(
         self, kept: KeptStream, tokens: int, stopping: StoppingText | None = None, *, told: bool = False
     ) -> None:
-        self._kept = kept
+        self.kept = kept
+        kept.failed = 0
         self._shape = kept.shape()
         self._plan = kept.plan
-        self._again = len(kept.ids) - tokens
+        self._again = max(kept.told, len(kept.ids)) - tokens
         """Tokens of which the client has had an event, but no text."""
-        self._before = tokens
+        self.before = tokens
         self._tokens = 0
         """Generated since."""
         self._stopping = stopping
@@ -706,15 +738,28 @@ class ContinuedStream:
         self._told = told
         self.on_begin: Callable[[], None] = lambda: None
         """Called when its engine has begun, or failed to."""
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called when its engine has begun."""
+        self.begun = self.moves = self.warmed = False
+        """Its engine has begun; the one before still has the stream; its engine has computed the rest."""
         self.done = False
         """The answer is over, though its engine would go on."""
+
+    def taken(self) -> None:
+        """Its engine has begun: what the engine before had, and did not send, will not come."""
+        if not self.begun:
+            self.begun = True
+            self.kept.told = max(self.kept.told, len(self.kept.ids))
+            del self.kept.ids[self.before :]
+            self.on_begin()
+            self.on_taken()
 
     def feed(self, data: bytes) -> bytes:
         """Whole events of the engine's: those for the client."""
         out = [b": continued\n\n"] if self._told and data else []
         self._told = self._told and not data
         for block in blocks(data):
-            if self.done:
+            if self.done or self.kept.failed:
                 break
             out.append(self._event(block))
         return b"".join(out)
@@ -722,7 +767,7 @@ class ContinuedStream:
     @property
     def usage(self) -> Usage:
         """Of the whole answer; what the first engine had cached, it never said."""
-        return Usage(self._kept.prompt_tokens, self._before + self._tokens)
+        return Usage(self.kept.prompt_tokens, self.before + self._tokens)
 
     def over(self, reason: str = "length") -> bytes:
         """The end of an answer that has no token left."""
@@ -732,18 +777,28 @@ class ContinuedStream:
     def _event(self, block: bytes) -> bytes:
         value = data_of(block)
         if value is None or value.strip() == b"[DONE]":
+            self.kept.done = self.kept.done or value is not None
             return block
         try:
             event = _EVENT.decode(value)
             if not event.choices and event.usage is None:
-                return block
+                return self._other(block, value)
             tokens = self._came(event.usage)
             if not event.choices:
                 wants = self._plan.wants_usage
+                self.kept.usage_sent = self.kept.usage_sent or wants
                 return self._shape.usage(self.usage, bytes(event.system_fingerprint)) if wants else b""
             return self._chunk(event.choices[0], tokens, bytes(event.system_fingerprint))
         except _UNREAD:
             return block
+
+    def _other(self, block: bytes, value: bytes) -> bytes:
+        """An error, where the answer may go on after it, is not for the client."""
+        said = read_event(COMPLETION, value)
+        if said.kind is Kind.ERROR and not self.kept.check():
+            self.kept.failed = said.status
+            return b""
+        return block
 
     def _came(self, usage: Any) -> int:
         """Tokens of this event."""
@@ -757,14 +812,20 @@ class ContinuedStream:
         self._again -= again
         ended, stop = choice.finish_reason, bytes(choice.stop_reason)
         text = choice.text or ""
+        kept, ids = self.kept, choice.token_ids or ()
+        kept.ids.extend(ids)
+        if len(ids) != tokens or len(kept.ids) > _IDS_MAX:
+            kept.unable = kept.unable or ("size" if ids else "ids")
+        kept.complete = kept.complete or ended is not None
         if self._stopping is not None:
-            found = self._stopping.add(text, choice.token_ids or ())
+            found = self._stopping.add(text, ids)
             if found is not None:
                 self.done = True
                 self._tokens -= tokens - min(found.tokens, tokens)
                 logprobs, _ = self._logprobs(choice.logprobs, again, found.tokens)
                 return self._end(found.text, logprobs, "stop", _encoded(found.stop), fingerprint)
             text = self._stopping.passed(flush=ended is not None)
+        kept.chars += len(text)
         logprobs, entries = self._logprobs(choice.logprobs, again, tokens)
         if not text and ended is None and not entries and (again == tokens or self._parsed):
             return b""
@@ -773,10 +834,11 @@ class ContinuedStream:
     @property
     def _parsed(self) -> bool:
         """Whether a parser stood between the engine and the client: it gives no empty events."""
-        return self._kept._reasoned  # noqa: SLF001  # one state in two parts
+        return self.kept._reasoned  # noqa: SLF001  # one state in two parts
 
     def _end(self, text: str, logprobs: bytes, ended: str, stop: bytes, fingerprint: bytes) -> bytes:
         last = self._shape.chunk(text, logprobs, ended, stop, self.usage, fingerprint)
+        self.kept.complete = self.kept.done = True
         return last + (self._shape.usage(self.usage) if self._plan.wants_usage else b"") + _DONE
 
     def _logprobs(self, raw: _Raw, start: int, end: int) -> tuple[bytes, int]:
@@ -789,8 +851,11 @@ class ContinuedStream:
         if self._plan.chat:
             entries = zip(tokens, values, tops, strict=True)
             return b'{"content":[%b]}' % b",".join([self._entry(*one) for one in entries]), len(tokens)
+        offsets = [at + self._offset for at in told.text_offset[start:end]]
+        ends = map(len, tokens)
+        self.kept._ends.extend(map(int.__add__, offsets, ends))  # noqa: SLF001  # one state in two parts
         shown = {
-            "text_offset": [at + self._offset for at in told.text_offset[start:end]],
+            "text_offset": offsets,
             "token_logprobs": values,
             "tokens": tokens,
             "top_logprobs": tops,

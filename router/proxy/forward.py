@@ -15,6 +15,7 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -52,6 +53,7 @@ from kvatlas.router.proxy.continuation import (
     KeptStream,
     completion_of,
     text_so_far,
+    warming_of,
     whole_tokens,
 )
 from kvatlas.router.proxy.deaths import HELD_BACK, Deaths
@@ -71,6 +73,7 @@ from kvatlas.router.proxy.media_names import has_media
 from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from kvatlas.router.proxy.turns import ContinuationTurns
+from kvatlas.router.proxy.warming import StreamLeaving, Warmer, as_completion
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400
@@ -147,6 +150,13 @@ class Forwarder:
             metrics=EnginePage(client, b"/metrics"),
         )
         self._turns = ContinuationTurns()
+        self._warmer = Warmer(
+            lambda request, exclude: planner.place(request, exclude=exclude),
+            lambda attempt, out: self._ask(attempt, out, self._own, None),
+            self._own.done,
+            self._turns,
+            stats,
+        )
         self._lines = 0
         self._lines_second = 0
 
@@ -162,8 +172,9 @@ class Forwarder:
         """
         try:
             await self._forward(out)
-            if out.broke is not None:
-                await self._go_on(out, out.broke)
+            while (kept := out.broke) is not None:
+                out.broke = None
+                await self._go_on(out, kept)
         except ApiError as error:
             if out.had is Had.NOTHING:
                 raise
@@ -193,8 +204,7 @@ class Forwarder:
 
     async def _go_on(self, out: Outbound, kept: KeptStream) -> None:
         """Have another engine go on with a stream that broke. Raises ``ApiError``."""
-        record, first = out.record, out.record.engine
-        if self._was_poison(out, first):
+        if self._was_poison(out, out.record.engine):
             self._stats.count_continuation("", refused="engines_died")
             raise _broke_off()
         if out.lost and (deaths := self._deaths_of(out)) is not None:
@@ -204,9 +214,12 @@ class Forwarder:
         if isinstance(found, str):
             self._stats.count_continuation("", refused=found)
             raise _broke_off()
-        goes_on, body = found
-        record.continued_from = first
-        outcome = "failed"
+        await self._go_on_with(out, *found)
+
+    async def _go_on_with(self, out: Outbound, goes_on: ContinuedStream, body: bytes | None) -> None:
+        """Have another engine asked for this completion, None if only the end is missing, and the stream go
+        on with it. Raises ``ApiError``."""
+        record, first, outcome = out.record, out.record.engine, "failed"
 
         def comment() -> Awaitable[None] | None:
             record.bytes_out += len(_COMMENT)
@@ -214,44 +227,73 @@ class Forwarder:
 
         comments = Comments(_COMMENT_EVERY_S, record, comment)
         goes_on.on_begin = comments.cancel
+        moved_from, record.continued_from = record.continued_from, first
         try:
             if body is None:
                 await self._write_end(out, goes_on)
             else:
-                request = msgspec.structs.replace(
-                    out.request,
-                    path=COMPLETION,
-                    query=b"",
-                    body=body,
-                    prompt=None,
-                    read_s=self._clock(),
-                    retention=None,
-                    hides_usage=False,
-                    continues=True,
-                )
-                again = msgspec.structs.replace(
-                    out,
-                    request=request,
-                    target=COMPLETION.encode(),
-                    entry=None,
-                    had=Had.COMMENTS,
-                    plan="",
-                    broke=None,
-                    goes_on=goes_on,
-                    _digest=out.digest(),
-                )
+                # Where its engine has computed the rest there is nothing to wait for.
+                request = as_completion(out, body, self._clock(), continues=True, at_once=goes_on.warmed)
+                again = _as_again(out, request, goes_on)
                 try:
                     await self._forward(again, frozenset((first,)))
                 finally:
                     out.lost, out.asked_s = again.lost, again.asked_s
-                    out.had = max(again.had, Had.ANSWER)
-            outcome = "failed" if record.broken else "completed"
+                    out.had, out.broke = max(again.had, Had.ANSWER), again.broke
+            outcome = "broke" if out.broke is not None else "failed" if record.broken else "completed"
         except asyncio.CancelledError:
             outcome = "client_gone"
             raise
         finally:
             comments.cancel()
-            self._stats.count_continuation(outcome)
+            if goes_on.begun or not goes_on.moves:
+                self._stats.count_continuation(outcome)
+            else:
+                record.engine, record.continued_from = first, moved_from
+
+    async def _warm(self, out: Outbound, relay: AnswerRelay) -> bool:
+        """Have another engine compute what the stream has until now. Returns whether it did."""
+        kept = None if relay.stream is None else relay.stream.state
+        if kept is None or not kept.movable or _brings_media(out):
+            return False
+        tokens = len(kept.ids)
+        request = as_completion(out, warming_of(kept, tokens), self._clock(), stream=False, continues=True)
+        again = _as_again(out, request)
+        return await self._warmer.warm(again, kept.prompt_tokens + tokens)
+
+    async def _hand_over(
+        self,
+        placement: Attempt,
+        out: Outbound,
+        connection: Answer,
+        relay: AnswerRelay,
+        leaving: StreamLeaving,
+    ) -> bool:
+        """Have another engine take over a stream that its own still has, until its end. Returns whether one
+        did; else the stream goes on as before. Raises ``ApiError``."""
+        kept = None if relay.stream is None else relay.stream.state
+        found = "" if kept is None or not kept.movable else await self._continuation(out, kept)
+        if isinstance(found, str) or found[1] is None:
+            return False
+        goes_on, body = found
+        goes_on.moves, goes_on.warmed = True, leaving.warmed
+
+        def taken() -> None:
+            self._stats.count_move("warmed" if goes_on.warmed else "cold")
+            placement.moved = True
+            placement.finished(None)
+            # Which ends the engine's work.
+            self._own.done(connection)
+
+        goes_on.on_taken = taken
+        try:
+            await self._go_on_with(out, goes_on, body)
+        except ApiError:
+            if placement.moved:
+                raise
+        if not placement.moved:
+            self._stats.count_move("stayed")
+        return placement.moved
 
     def _was_poison(self, out: Outbound, engine_id: str) -> bool:
         """Whether the request was on another engine when that died."""
@@ -281,9 +323,7 @@ class Forwarder:
             stopping = await run_cooperatively(text_so_far(kept, tokens, decode))
             if stopping is None:
                 return "characters"
-        facts = out.record.placement_facts()
-        known = facts is not None and facts.tokens is not None
-        if facts.extras.multimodal if known else has_media(out.request.body):
+        if _brings_media(out):
             return "media"
         context = out.request.context_tokens
         body = completion_of(kept, tokens, int(context) if 0 < context < math.inf else None)
@@ -303,6 +343,8 @@ class Forwarder:
     ) -> Attempt:
         """In turn, and on an engine with room for it."""
         request, stop_comments = out.request, goes_on.on_begin
+        if goes_on.warmed:
+            return await self._planner.place(request, exclude=exclude)
         placement, ended = await self._turns.place(
             goes_on.usage.prompt_tokens + goes_on.usage.completion_tokens,
             lambda full: self._planner.place(request, exclude=exclude | full),
@@ -581,7 +623,7 @@ class Forwarder:
         else:
             return None
         finally:
-            if connection is not None:
+            if connection is not None and not placement.moved:
                 carrier.done(connection)
 
     async def _pass_on(self, placement: Attempt, out: Outbound, connection: Answer, head: AnswerHead) -> None:
@@ -602,6 +644,10 @@ class Forwarder:
             _plan=out.plan if isinstance(out.plan, ContinuationPlan) and placement.says_ids else None,
             _goes_on=out.goes_on,
         )
+        leaving: StreamLeaving | None = None
+        if isinstance(out.plan, ContinuationPlan) or out.goes_on is not None:
+            leaving = placement.leave = StreamLeaving(lambda: self._warm(out, relay), relay.leave)
+            relay.hand_over = partial(self._hand_over, placement, out, connection, relay, leaving)
         try:
             first = None
             if connection.status == _BAD_REQUEST and out.carrier is None:
@@ -609,9 +655,12 @@ class Forwarder:
             if (rest := relay.run(first)) is not None:
                 await rest
         finally:
-            if relay.stream is not None:
+            if leaving is not None:
+                leaving.end()
+                placement.leave = relay.hand_over = None
+            if relay.stream is not None and not placement.moved:
                 out.had = relay.stream.had
-                out.broke = relay.stream.kept if relay.stream.broke else None
+                out.broke = relay.stream.state if relay.stream.broke else None
             if out.record.broken and not placement.says_ids and isinstance(out.plan, ContinuationPlan):
                 out.plan = "ids"
             if (out.record.broken or out.broke is not None) and placement.failed not in ("", "aborted"):
@@ -731,6 +780,29 @@ class Forwarder:
 # Between comments to the client of a stream that waits for another engine.
 _COMMENT_EVERY_S = 10.0
 _COMMENT = b": waiting\n\n"
+
+
+def _as_again(out: Outbound, request: InboundRequest, goes_on: ContinuedStream | None = None) -> Outbound:
+    """The request to another engine, for a stream of which the client has had a part."""
+    return msgspec.structs.replace(
+        out,
+        request=request,
+        target=COMPLETION.encode(),
+        entry=None,
+        had=Had.COMMENTS,
+        plan="",
+        broke=None,
+        goes_on=goes_on,
+        _digest=out.digest(),
+    )
+
+
+def _brings_media(out: Outbound) -> bool:
+    """Whether there is more in its prompt than tokens."""
+    facts = out.record.placement_facts()
+    if facts is not None and facts.tokens is not None:
+        return bool(facts.extras.multimodal)
+    return has_media(out.request.body)
 
 
 def _broke_off() -> ApiError:

@@ -9,7 +9,7 @@ error event or by a cut connection.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -58,6 +58,10 @@ class StreamRelay(msgspec.Struct, eq=False):
     """The stream of another engine that it goes on with."""
     broke: bool = False
     """It broke off, and may go on: the client has not been told."""
+    leaves: bool = False
+    """Another engine is to take it over at the next event."""
+    _hand_over: Callable[[], Awaitable[bool]] | None = None
+    """As of ``AnswerRelay``."""
     _more: bool = True
     _waits: Awaitable[None] | None = None
     """To be awaited before the next piece."""
@@ -91,13 +95,16 @@ class StreamRelay(msgspec.Struct, eq=False):
             while self._more:
                 if self._waits is not None:
                     await self._caught_up()
+                if self.leaves and not self._connection.complete and await self._left():
+                    return
                 if self._go_on():
                     # The connection gives each piece to ``_take``, so that a chunk costs no task switch.
                     await self._connection.next_event(self._take)
         except UpstreamError as error:
             if self.had < Had.ANSWER:
                 raise
-            if not events.done:
+            state = self.state
+            if not events.done or (state is not None and state.failed):
                 await self._break(error)
                 return
             self._waits = self._answer.write(events.end(), more=False)
@@ -112,11 +119,23 @@ class StreamRelay(msgspec.Struct, eq=False):
         usage = self._attempt.corrected(events.usage)
         if self._goes_on is not None:
             recomputed = self._attempt.work.computed(usage)
-            self._record.recomputed_tokens = recomputed
+            self._record.recomputed_tokens += recomputed
             self._stats.recomputed_tokens += recomputed
             usage = self._goes_on.usage
         self._record.usage = usage
         self._attempt.finished(events.usage)
+
+    async def _left(self) -> bool:
+        """Whether another engine has taken the stream over, and it has ended."""
+        self.leaves, self._slow = False, True
+        taken = self._hand_over is not None and await self._hand_over()
+        self._slow = False
+        return taken
+
+    @property
+    def state(self) -> KeptStream | None:
+        """The state with which it may go on from another engine."""
+        return self.kept if self._goes_on is None else self._goes_on.kept
 
     async def _caught_up(self) -> None:
         waits, self._waits = self._waits, None
@@ -141,14 +160,14 @@ class StreamRelay(msgspec.Struct, eq=False):
             data = whole
         if not data or not self._success or self._goes_on is not None or not self._events.passes(data):
             self._pass_events(data, complete=self._connection.complete)
-            return self._more and self._waits is None
+            return self._more and self._waits is None and not self.leaves
         record = self._record
         record.piece()
         record.streamed_tokens += 1
         record.bytes_out += len(data)
         self._attempt.streamed(1)
         self._waits = self._answer.write(data, more=True)
-        return self._waits is None
+        return self._waits is None and not self.leaves
 
     def _pass_on(self, data: bytes) -> None:
         """Pass a piece on as it came. Raises ``UpstreamError``."""
@@ -217,17 +236,18 @@ class StreamRelay(msgspec.Struct, eq=False):
     def _begin(self) -> None:
         """The first event came that is passed on: an opening that is not held, a token, an error."""
         attempt, events, status = self._attempt, self._events, self._connection.status
-        if self._goes_on is not None:
-            self._goes_on.on_begin()
         if events.exposed:
             attempt.arrived(self._connection)
         if not events.begun or events.aborted:
             return
         if self._replaceable:
-            if self.had < Had.ANSWER and self._success and events.said.status in REFUSALS:
+            refused = events.said.status and (self._goes_on is not None or events.said.status in REFUSALS)
+            if self.had < Had.ANSWER and self._success and refused:
                 # vLLM reports an error of a stream as its first event, behind a status of 200.
                 raise EventRefusedError(events.said.status, self._head.fields, events.error.strip())
             attempt.check_fetched()
+        if self._goes_on is not None:
+            self._goes_on.taken()
         attempt.arrived(self._connection)
         if self._success and events.said.status:
             # An error's events are no tokens. Without an opening it is the whole answer, and nothing broke.
@@ -246,8 +266,10 @@ class StreamRelay(msgspec.Struct, eq=False):
         up behind ``out``, which is not needed if another engine answers; an error is passed on as it is."""
         if not self._success:
             return
-        events, error = self._events, UpstreamError("aborted")
-        if not events.aborted:
+        events, goes_on = self._events, self._goes_on
+        error = UpstreamError("aborted" if events.aborted else "broken_stream")
+        again = goes_on is not None and self.had is Had.ANSWER and not goes_on.kept.check()
+        if not events.aborted and not again:
             if events.count:
                 self._count()
             self._success = False
@@ -262,20 +284,26 @@ class StreamRelay(msgspec.Struct, eq=False):
 
     async def _break(self, error: UpstreamError) -> None:
         """It broke off: tell the client, unless another engine may go on with it."""
-        kept, record = self.kept, self._record
+        kept, record = self.state, self._record
         told = stream_failed(self._attempt, error if kept is None else kept.failed or error, self._stats)
         if kept is not None:
             if kept.complete:
                 # Nothing but the end mark is missing.
-                self._stats.count_continuation("closed")
+                rest = b""
+                if self._goes_on is None:
+                    self._stats.count_continuation("closed")
+                    rest = self._events.end()
                 record.usage = kept.usage()
                 await self._caught_up()
-                self._waits = self._answer.write(self._events.end() + kept.closing(), more=False)
+                self._waits = self._answer.write(rest + kept.closing(), more=False)
                 await self._caught_up()
                 return
             if not (why := kept.check()):
                 record.tracker.warn("stream broke", record, record.engine, engine=record.engine, problem=told)
                 self.broke = True
+                # An engine that is stopped says nothing against the request.
+                kept.aborts += error.reason == "aborted"
+                kept.broken = kept.broken or error.reason != "aborted"
                 await self._caught_up()
                 return
             self._stats.count_continuation("", refused=why)
@@ -347,8 +375,15 @@ class AnswerRelay(msgspec.Struct, eq=False):
     """How a stream may go on from another engine."""
     _goes_on: ContinuedStream | None = None
     """The stream that this one goes on with."""
+    hand_over: Callable[[], Awaitable[bool]] | None = None
+    """Has another engine take a stream over, until its end; returns whether one did."""
     stream: StreamRelay | None = None
     """Set where the answer is an event stream."""
+
+    def leave(self) -> None:
+        """Have another engine take the stream over at its next event."""
+        if self.stream is not None:
+            self.stream.leaves = True
 
     def run(self, first: bytes | None = None) -> Awaitable[None] | None:
         """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
@@ -391,8 +426,11 @@ class AnswerRelay(msgspec.Struct, eq=False):
             replaceable=self._replaceable and self._success,
             hides_usage=request.hides_usage,
         )
+        attempt, kept = self._attempt, None
         if self._plan is not None:
-            self._attempt.kept = KeptStream(self._plan, self._attempt.usage_facts().tokens)
+            kept = attempt.kept = KeptStream(self._plan, attempt.usage_facts().tokens)
+        elif self._goes_on is not None:
+            attempt.kept, attempt.tokens_before = self._goes_on.kept, self._goes_on.before
         self.stream = StreamRelay(
             self._connection,
             self._attempt,
@@ -404,8 +442,9 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._success,
             self._replaceable,
             self._had,
-            self._attempt.kept,
+            kept,
             self._goes_on,
+            _hand_over=self.hand_over,
         )
         if self._silence_s:
             return self.stream.run_with_comments(first, self._silence_s)

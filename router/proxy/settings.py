@@ -110,8 +110,9 @@ class ProxyStats(ClientStats):
     continuations: Annotated[dict[str, int], "kvatlas_stream_continuations_total{outcome}"] = msgspec.field(
         default_factory=dict
     )
-    """Streams that broke and went on from another engine: `completed`, `failed`, `client_gone`; or `closed`,
-    as nothing but their end mark was missing."""
+    """Streams that broke, or left a drained engine, and went on from another one: `completed`, `failed`,
+    `client_gone`, or `broke` there too and went on again; or `closed`, as nothing but their end mark was
+    missing."""
     continuations_refused: Annotated[dict[str, int], "kvatlas_stream_continuations_refused_total{reason}"] = (
         msgspec.field(default_factory=dict)
     )
@@ -119,6 +120,18 @@ class ProxyStats(ClientStats):
     recomputed_tokens: Annotated[int, "kvatlas_stream_recomputed_tokens_total"] = 0
     """Tokens of prompts and answers that other engines computed for streams that broke; they are not
     billed."""
+    moves: Annotated[dict[str, int], "kvatlas_stream_moves_total{outcome}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Streams that were to leave a drained engine and were taken over, `warmed` or `cold`, by whether the new
+    engine had computed their tokens before; or `stayed`, since no engine took them."""
+    warmings: Annotated[dict[str, int], "kvatlas_stream_warmings_total{outcome}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Requests that had an engine compute the tokens of a stream before it took that over: `completed` or
+    `failed`."""
+    warmed_tokens: Annotated[int, "kvatlas_stream_warmed_tokens_total"] = 0
+    """Tokens that engines computed for these; they are not billed."""
     engines_broken: Annotated[int, "kvatlas_proxy_engines_broken_total"] = 0
     """Requests whose engine answered 500, 502 or 504, or ended the connection before the first byte, each
     time."""
@@ -167,14 +180,27 @@ class ProxyStats(ClientStats):
 
     def count_failure(self, reason: str) -> None:
         """One engine failure."""
-        self.engine_failures[reason] = self.engine_failures.get(reason, 0) + 1
+        count(self.engine_failures, reason)
 
     def count_continuation(self, outcome: str, *, refused: str = "") -> None:
         """One stream that broke; ``refused``: why it did not go on."""
         counts, label = (self.continuations_refused, refused) if refused else (self.continuations, outcome)
-        counts[label] = counts.get(label, 0) + 1
+        count(counts, label)
+
+    def count_move(self, outcome: str) -> None:
+        """One stream that was to leave its engine."""
+        count(self.moves, outcome)
+
+    def count_warming(self, tokens: int | None) -> None:
+        """One request that had an engine compute a stream's tokens; None: it failed."""
+        count(self.warmings, "failed" if tokens is None else "completed")
+        self.warmed_tokens += tokens or 0
 
     def count_error(self, status: int, code: str) -> None:
         """One error answer of our own."""
-        counts = self.not_found if status == 404 else self.errors
-        counts[code] = counts.get(code, 0) + 1
+        count(self.not_found if status == 404 else self.errors, code)
+
+
+def count(counts: dict[str, int], label: str) -> None:
+    """One more of a label."""
+    counts[label] = counts.get(label, 0) + 1

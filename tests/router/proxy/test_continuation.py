@@ -50,8 +50,8 @@ def broken(
     return out + (kept.feed(came[start:]) if came[start:] else b""), kept
 
 
-def goes_on(engine: TextEngine, kept: KeptStream, cut: int = 0) -> bytes:
-    """The rest, as the client has it."""
+def goes_on(engine: TextEngine, kept: KeptStream, cuts: Sequence[int] = ()) -> bytes:
+    """The rest, as the client has it; it is cut again behind each of these numbers of events."""
     if kept.complete:
         return kept.closing()
     assert not kept.check()
@@ -65,10 +65,15 @@ def goes_on(engine: TextEngine, kept: KeptStream, cut: int = 0) -> bytes:
         return again.over()
     assert isinstance(body, bytes), body
     out = b""
-    for event in engine.events(COMPLETION, json.loads(body), "another"):
+    for number, event in enumerate(engine.events(COMPLETION, json.loads(body), "another")):
+        if cuts and number == cuts[0]:
+            return out + goes_on(engine, kept, cuts[1:])
+        again.taken()
         out += again.feed(event)
         if again.done:
             break
+    assert kept.complete
+    assert not kept.closing()
     return out
 
 
@@ -167,13 +172,27 @@ paths = pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_stream_goes_on_as_if_it_had_not_been_cut(path: str, chunk: int) -> None:
     @examples_of
-    @given(answers(), bodies, st.integers(1, 60), st.lists(st.integers(0, 5000), max_size=4), st.booleans())
-    def check(answer: list[int], own: dict[str, Any], cut: int, pieces: list[int], later: bool) -> None:
+    @given(
+        answers(),
+        bodies,
+        st.integers(1, 60),
+        st.lists(st.integers(0, 5000), max_size=4),
+        st.lists(st.integers(0, 12), max_size=3),
+        st.booleans(),
+    )
+    def check(
+        answer: list[int],
+        own: dict[str, Any],
+        cut: int,
+        pieces: list[int],
+        further: list[int],
+        later: bool,
+    ) -> None:
         engine, body = TextEngine(answer, chunk, later=later), for_path(path, own)
         whole = b"".join(engine.events(path, request(path, body)[0]))
         had, kept = broken(engine, path, body, cut + (path == CHAT), pieces)
         assume(kept.complete or not kept.check())
-        stream = had + goes_on(engine, kept)
+        stream = had + goes_on(engine, kept, further)
         if chunk == 1:
             # The last event of a chat of 0.33 has it, that of a completion is behind the break.
             nothing = b',"weight_versions":null'
@@ -314,6 +333,7 @@ def asked(kept: KeptStream, context: int | None = 100) -> dict[str, Any]:
     assert found.pop("prompt") == [*PROMPT, *kept.ids]
     assert found.pop("stream")
     assert found.pop("model") == "m"
+    assert found.pop("return_token_ids")
     found.pop("stream_options")
     return found
 
@@ -347,7 +367,7 @@ def test_a_penalty_counts_what_was_said_before() -> None:
 def test_other_parameters_stay_as_they_are() -> None:
     own = {"temperature": 0.25, "stop_token_ids": [5], "cache_salt": "é", "priority": -1, "logprobs": 2}
     assert asked(kept_of({**own, "user": None})) == {**own, "max_tokens": 13}
-    assert asked(kept_of({"stop": ["x"]})) == {"return_token_ids": True, "max_tokens": 13}
+    assert asked(kept_of({"stop": ["x"]})) == {"max_tokens": 13}
 
 
 def test_known_ids_of_the_prompt_are_not_kept_twice() -> None:

@@ -234,7 +234,7 @@ async def test_a_stop_string_found_here_ends_the_engines_work() -> None:
     assert rig.planner.placements[1].told == ["first_byte", "finished"]
 
 
-@pytest.mark.parametrize("how", ["close", "error", "abort"])
+@pytest.mark.parametrize("how", ["close", "error"])
 async def test_a_second_break_ends_with_an_error(how: str) -> None:
     got, rig, engines = await answered(breaks(4), breaks(2, how), breaks(99, times=0), data=body(CHAT))
     assert got.whole
@@ -467,29 +467,45 @@ def test_an_engine_stalls_where_all_its_streams_are_silent() -> None:
     ("check", "elsewhere", "moved"), [("", True, 8), ("reasoning", True, 0), ("", False, 0)]
 )
 def test_a_drained_engine_gives_up_what_others_go_on_with(check: str, elsewhere: bool, moved: int) -> None:
-    lost: list[int] = []
+    left: list[tuple[int, str]] = []
 
-    class Lost:
+    class Leaves:
+        tried = warms = False
+
         def __init__(self, size: int) -> None:
             self.size = size
 
-        def lose(self, since_s: float) -> bool:
-            lost.append(self.size)
-            return True
+        def warm(self) -> None:
+            self.tried = self.warms = True
+            left.append((self.size, "warm"))
+
+        def now(self) -> None:
+            left.append((self.size, "now"))
 
     attempts = [FakePlacement("a") for _ in range(12)]
     engine = FleetEngine(EngineAddress("http://a:1"), Accounts(lambda: 0.0))
     for size, attempt in enumerate(attempts):
-        engine.answering[attempt] = Lost(size)  # type: ignore[assignment]
+        engine.answering[attempt] = SimpleNamespace()  # type: ignore[assignment]
+        attempt.leave = Leaves(size)
         if size:
             attempt.kept = SimpleNamespace(  # type: ignore[assignment]
-                check=lambda: check, prompt_tokens=100 - size, ids=[]
+                movable=not check, prompt_tokens=100 - size, ids=[]
             )
-    engine.move_streams(lambda attempt: elsewhere, 5.0)
-    # The smallest first.
-    assert lost == list(range(11, 11 - moved, -1))
-    assert [attempt.blameless for attempt in attempts].count(True) == moved
-    assert not attempts[0].blameless
+
+    def look(left_s: float) -> list[tuple[int, str]]:
+        left.clear()
+        engine.move_streams(lambda attempt: elsewhere, left_s)
+        return left
+
+    smallest = range(11, 11 - moved, -1)
+    assert look(60.0) == [(size, "warm") for size in smallest]
+    # No more at one time, and each once.
+    assert look(59.0) == []
+    for attempt in attempts[6:]:
+        attempt.leave.warms = False  # type: ignore[union-attr, misc]
+    assert look(58.0) == [(size, "warm") for size in (3, 2, 1) if moved]
+    # What still is there in the last seconds.
+    assert look(3.0) == [(size, "now") for size in smallest]
 
 
 @pytest.mark.parametrize(
@@ -525,7 +541,7 @@ def test_streams_are_moved_by_the_end_of_a_drain(
     lifecycle = SimpleNamespace(
         _clock=lambda: now_s,
         _accounts=accounts,
-        _elsewhere=lambda engine: lambda attempt: attempt == 1,
+        _elsewhere=lambda engine, continues: lambda attempt: continues and attempt == 1,
         _abandon=abandoned.append,
         _config=SimpleNamespace(proxy=proxy),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from kvatlas.router.placement import decide
-from kvatlas.router.proxy import disaggregated, engine_page, forward
+from kvatlas.router.proxy import disaggregated, engine_page, forward, warming
 
 AGAIN: Final = "the fleet is asked again if it changed (`Planner._decide`)"
 CHECKED: Final = "the engine is asked again (`Attempt.check_eligible`)"
@@ -40,12 +40,17 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
         ("forward", "self._forward"): INNER,
         ("forward", "self._go_on"): INNER,
         ("_go_on", "self._continuation"): INNER,
+        ("_hand_over", "self._continuation"): INNER,
         ("_continuation", "run_cooperatively"): PLACED,
-        ("_go_on", "self._forward"): INNER,
-        ("_go_on", "self._write_end"): OVER,
+        ("_go_on", "self._go_on_with"): INNER,
+        ("_go_on_with", "self._forward"): INNER,
+        ("_go_on_with", "self._write_end"): OVER,
+        ("_hand_over", "self._go_on_with"): INNER,
+        ("_warm", "self._warmer.warm"): INNER,
         ("_write_end", "waits"): OVER,
         ("_forward", "self._place_continued"): INNER,
         ("_place_continued", "self._turns.place"): INNER,
+        ("_place_continued", "self._planner.place"): INNER,
         ("forward", "self._end_stream"): OVER,
         ("_end_stream", "waits"): OVER,
         ("_forward", "self._planner.place"): INNER,
@@ -78,6 +83,14 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
         ("_ask_changed", "carrier.ask"): SENT,
         ("_read_refusal", "connection.read"): PLACED,
     },
+    "warming": {
+        ("warm", "self._turns.place"): INNER,
+        ("warm", "self._computed"): INNER,
+        ("_computed", "self._ask"): SENT,
+        ("_computed", "_whole"): SENT,
+        ("_whole", "answer.read"): SENT,
+        ("_run", "self._warm"): PLACED,
+    },
     "disaggregated": {
         ("prefill", "self._ask_prefill"): INNER,
         ("_ask_prefill", "run_cooperatively"): CHECKED,
@@ -105,6 +118,7 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
 MODULES: Final = {
     "decide": decide,
     "forward": forward,
+    "warming": warming,
     "disaggregated": disaggregated,
     "engine_page": engine_page,
 }
