@@ -259,15 +259,16 @@ class Child:
         if not pid:
             Child._work(work, tell)
         os.close(tell)
-        said = []
+        said = bytearray()
         try:
             until_s = time.monotonic() + seconds_max
-            while select.select([told], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            # Not until its end: what a test has left may hold the other side of the pipe.
+            while len(said) < 8 or len(said) < 8 + int.from_bytes(said[:8]):
+                if not select.select([told], [], [], max(0.0, until_s - time.monotonic()))[0]:
+                    raise TimeoutError
                 if not (piece := os.read(told, 1 << 16)):
-                    break
-                said.append(piece)
-            else:
-                raise TimeoutError
+                    raise RuntimeError("the process of the tests ended")
+                said += piece
         finally:
             os.close(told)
             try:
@@ -275,9 +276,7 @@ class Child:
             except ProcessLookupError:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        if not said:
-            raise RuntimeError("the process of the tests ended")
-        found, error = pickle.loads(b"".join(said))  # noqa: S301 - from the fork
+        found, error = pickle.loads(said[8:])  # noqa: S301 - from the fork
         if error:
             raise RuntimeError(error)
         return found  # type: ignore[no-any-return]
@@ -294,7 +293,8 @@ class Child:
         except BaseException:  # noqa: BLE001 - no code of the parent may run here
             error = traceback.format_exc()
         with open(tell, "wb") as pipe:
-            pipe.write(pickle.dumps((found, error)))
+            said = pickle.dumps((found, error))
+            pipe.write(len(said).to_bytes(8) + said)
         os._exit(0)
 
 
