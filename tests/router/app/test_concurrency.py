@@ -5,134 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import random
 from typing import Any
 
 import msgspec
 import openai
 import pytest
 
-from kvatlas.publisher.simulator.server import SimulatedEngine
-from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.openai.request import InboundRequest
-from kvatlas.router.placement.inflight import InflightSettings
 from kvatlas.router.placement.placement import Placement
 from kvatlas.router.prompts.settings import ANY_MODEL
-from tests.support.examples import examples
 from tests.support.front import fronting
 from tests.support.proxy_rig import Call, Engine, answer
 from tests.support.waiting import run, until
-from tests.support.whole_router import MODEL, QUICK, TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
-REQUESTS = 96 + examples(96)
-"""Of 64 concurrent ones."""
 # A prompt costs more than ``TIE_S``: among engines of equal cost the longest prefix decides alone.
-STEADY: dict[str, Any] = {"prefill_s_per_token": 3e-5, "decode_s_per_token": 2e-3}
 
 
 async def stream(rig: Rig, text: str, **fields: Any) -> int:
     """The completion tokens of a streamed chat."""
     _, chunks = await rig.streamed(text, **{"max_tokens": 8, **fields})
     return int(chunks[-1].usage.completion_tokens)
-
-
-async def test_sixty_four_concurrent_streams() -> None:
-    async with running(STEADY, STEADY, STEADY) as engines, routing(configure(*engines)) as rig:
-        rng = random.Random(5)
-        texts = [f"{rng.choice('abcde')} {TEXT * rng.randint(5, 25)} {n}" for n in range(REQUESTS)]
-        places = asyncio.Semaphore(64)
-
-        async def one(text: str) -> int:
-            async with places:
-                return await stream(rig, text)
-
-        told = await asyncio.gather(*[one(text) for text in texts])
-        assert told == [8] * REQUESTS
-        await until(lambda: rig.idle, "all answered")
-        counted = {o: rig.outcomes(o) for o in ("exact", "over", "under", "unreported", "unpredicted")}
-        assert sum(counted.values()) == REQUESTS
-        assert counted["unreported"] == 0
-        assert counted["unpredicted"] < 64  # at most the first ones, before anything is known
-        assert rig.router.proxy.stats.errors == {}
-        assert rig.router.proxy.stats.engine_failures == {}
-        used = [engine.scheduler.stats.finished["length"] for engine in engines]
-        assert sum(used) == REQUESTS
-        assert min(used) > 10  # every one was used
-        rig.check_books()
-        grace_s = InflightSettings().grace_s
-        inflight = rig.router.accounts.inflight
-        inflight.common([], rig.router.accounts.now() + grace_s + 1)
-        assert (inflight.stats.prompts, inflight.stats.blocks) == (0, 0)
-
-
-@pytest.mark.parametrize("moment", ["before-first-token", "mid-stream", "whole-answer"])
-async def test_clients_that_leave_leave_nothing_open(moment: str) -> None:
-    slow = {"prefill_s_per_token": 1e-3 if moment == "before-first-token" else 1e-6}
-    slow["decode_s_per_token"] = 0.02
-    async with running(slow) as engines, routing(configure(*engines)) as rig:
-        (engine,) = engines
-
-        async def leave(n: int) -> None:
-            text = f"{n} {TEXT * 10}"
-            if moment == "mid-stream":
-                raw = await rig.chat(text, stream=True, max_tokens=500)
-                async for _ in raw.parse():
-                    break
-                await raw.parse().close()
-            else:
-                await rig.chat(text, stream=moment == "before-first-token", max_tokens=500)
-
-        def at_engine() -> int:
-            gauges = engine.scheduler.gauges()
-            return gauges.num_running + gauges.num_waiting
-
-        tasks = [asyncio.create_task(leave(n)) for n in range(8)]
-        await until(lambda: rig.router.accounts.load_stats.admitted == 8, "all sent")
-        if moment != "mid-stream":
-            await until(lambda: at_engine() == 8, "the engine has them all")
-            for task in tasks:
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: rig.idle and not engine.scheduler.has_work, "the engine has no work")
-        assert engine.scheduler.stats.finished["abort"] == 8
-        rig.check_books()
-        assert (await rig.chat("still there")).parse().choices
-
-
-async def test_an_engine_that_dies_under_streams_leaves_nothing_open() -> None:
-    slow = {"decode_s_per_token": 0.02}
-    async with running(slow) as (stays,):
-        dies = SimulatedEngine(EngineSettings(**{**QUICK, **slow}))
-        await dies.start()
-        async with routing(configure(stays, dies)) as rig:
-            seen: list[str] = []
-
-            async def one(n: int) -> None:
-                try:
-                    raw = await rig.chat(f"{n} {TEXT * 5}", stream=True, max_tokens=40)
-                    seen.append(raw.headers["x-kvatlas-engine"])
-                    async for _ in raw.parse():
-                        pass
-                except openai.APIError as error:
-                    seen.append(f"error {error.code}")
-
-            tasks = [asyncio.create_task(one(n)) for n in range(16)]
-            await until(lambda: len(seen) == 16, "all streaming")
-            assert {stays.base_url, dies.base_url} == set(seen)
-            for connection in list(dies._server.server_state.connections):
-                connection.transport.abort()  # as when the process is killed
-            await asyncio.gather(*tasks)
-            await dies.stop()
-            broken = [word for word in seen if word.startswith("error")]
-            assert set(broken) == {"error engine_stream_broken"}
-            assert len(broken) == seen[:16].count(dies.base_url)
-            stats = rig.router.accounts.load_stats
-            assert stats.failed == len(broken)
-            rig.check_books()
 
 
 async def test_errors_of_the_engine_leave_nothing_open_and_count_as_no_prediction() -> None:
@@ -145,20 +42,6 @@ async def test_errors_of_the_engine_leave_nothing_open_and_count_as_no_predictio
         rig.check_books()
         inflight = rig.router.accounts.inflight.stats
         assert (inflight.prompts, inflight.blocks) == (0, 0)  # nothing was computed, nothing is shared
-
-
-async def test_malformed_bodies_are_refused_and_nothing_else_changes() -> None:
-    async with running({}) as engines, routing(configure(*engines)) as rig:
-        bodies: list[bytes] = [b"", b"{", b"null", b"\xff", b'{"model": 1e400, "messages": "x"}', b"[" * 9999]
-        for path in ("/v1/chat/completions", "/v1/completions"):
-            for body in bodies:
-                status, told = await rig.ask("POST", path, body)
-                assert status == 400, body
-                assert told["error"]["message"], body
-        assert engines[0].scheduler.stats.prompt_tokens == 0
-        assert rig.router.proxy.stats.errors["invalid_json"] >= 8
-        rig.check_books()
-        assert (await rig.chat("still there")).parse().choices
 
 
 async def test_a_placement_closes_once_whatever_is_called() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvatlas.publisher.simulator.kv_protocols import MooncakeLink
-from kvatlas.publisher.simulator.model import WRONG_MARK, Continuation
+from kvatlas.publisher.simulator.model import Continuation
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import (
@@ -27,7 +27,7 @@ from tests.router.app.test_prefill_decode import (
 )
 from tests.support.pairs import CONNECTORS, busy
 from tests.support.waiting import until
-from tests.support.whole_router import Rig, routed
+from tests.support.whole_router import Rig
 
 PATH = "/v1/completions"
 FOUND_OUT = "mooncake, found out"
@@ -107,38 +107,6 @@ async def test_a_decode_engine_that_dies_is_replaced(connector: str) -> None:
     async with apart(P, {**D, "dies_at": "before_answer"}, D, connector=connector, proxy=proxy) as (rig, _):
         for _ in range(2):  # one of them meets it
             assert await asked(rig) == one
-
-
-@pytest.mark.parametrize("connector", ["nixl", FOUND_OUT, "offloading"])
-async def test_blocks_whose_time_is_nearly_over_are_not_asked_for(connector: str) -> None:
-    pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
-    async with apart(P, D, connector=connector, pd=pd) as (rig, _):
-        await asked(rig)
-        stats = rig.router.proxy.pd_stats
-        assert (stats.leases_late, stats.handoffs) == (2, 0)
-
-
-@pytest.mark.parametrize(
-    ("connector", "engines"),
-    [("nixl", [P, P, D, {"role": "both"}]), (FOUND_OUT, [P, D, D]), ("offloading", [P, D, D])],
-)
-async def test_concurrent_requests_get_right_answers_and_leave_nothing_behind(
-    connector: str, engines: list[dict[str, Any]]
-) -> None:
-    async def all_of(rig: Rig) -> list[Any]:
-        with busy(rig):
-            answers = await asyncio.gather(*(rig.ask("POST", PATH, completion(n)) for n in range(40)))
-        assert {status for status, _ in answers} == {200}
-        assert WRONG_MARK not in str(answers)
-        return [words(answer) for _, answer in answers]
-
-    async with routed({}) as (rig, _):
-        one = await all_of(rig)
-    async with apart(*engines, connector=connector) as (rig, started):
-        assert await all_of(rig) == one
-        assert rig.router.proxy.pd_stats.handoffs > 0
-        for engine in started:
-            await released(engine)
 
 
 async def test_a_prompt_whose_first_token_ends_it_is_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,7 +29,6 @@ from tests.support.waiting import until
 from tests.support.whole_router import (
     LOCAL,
     MODEL,
-    OFTEN,
     TEXT,
     Rig,
     configure,
@@ -259,27 +257,6 @@ async def test_an_engine_that_comes_back_with_another_model_starts_empty() -> No
             assert rig.router.scopes.scope(MODEL).stats().residencies == 0
 
 
-async def test_while_an_engine_is_away_the_other_serves() -> None:
-    ports = own_ports()
-    async with running({}, ports) as (stays, goes), routing(configure(stays, goes)) as rig:
-        used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
-        assert used == {stays.base_url, goes.base_url}
-        await goes.stop()
-        # Also before the poller sees it: refused connections are tried elsewhere.
-        used = {(await hits(rig, f"{n} {TEXT * 10}"))[2] for n in range(12)}
-        assert used == {stays.base_url}
-        await until(lambda: len(rig.router.fleet.ready(None)) == 1, "seen to be down")
-        async with started(**ports) as back:
-            await rig.ready()
-            await until(
-                lambda: rig.router.fleet.get(back.base_url).breaker.allows(time.monotonic()),
-                "breaker closed",
-            )
-            used = {(await hits(rig, f"{n} new {TEXT * 10}"))[2] for n in range(12)}
-            assert used == {stays.base_url, back.base_url}
-            rig.check_books()
-
-
 async def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
     ports = own_ports()
     async with running({}, ports) as (stays, goes), routing(configure(stays, goes, fleet=NEVER)) as rig:
@@ -300,35 +277,6 @@ async def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
                 n += 1
                 assert n < 100
                 used.add((await hits(rig, f"{n} new {TEXT * 10}"))[2])
-
-
-async def test_when_every_engine_fails_the_client_gets_an_error() -> None:
-    async with routed({}, {}, fleet=NEVER) as (rig, gone):
-        for engine in gone:
-            await engine.stop()
-        codes = []
-        for _ in range(8):
-            with pytest.raises(openai.InternalServerError) as refused:
-                await rig.chat("hello")
-            codes.append((refused.value.status_code, refused.value.code))
-        assert codes[0] == (502, "engine_unreachable")
-        assert set(codes) <= {(502, "engine_unreachable"), (503, "no_ready_engine")}
-        rig.check_books()
-
-
-async def test_an_engine_that_is_busy_is_passed_over() -> None:
-    mute = {"publish_events": False}
-    async with running(mute, mute) as (a, b), fronting(a) as front:
-        front.overrides["/v1/chat/completions"] = lambda: (429, {"error": {"message": "busy"}})
-        async with routing(configure(EngineAddress(front.base_url), b)) as rig:
-            for n in range(12):
-                assert (await hits(rig, f"{n} {TEXT * 10}"))[2] == b.base_url
-            assert front.asked("/v1/chat/completions") > 0
-            await b.stop()
-            await until(lambda: len(rig.router.fleet.ready(None)) == 1, "seen to be down")
-            with pytest.raises(openai.RateLimitError):  # the engine's own, if none has a better one
-                await rig.chat("hello")
-            rig.check_books()
 
 
 async def applied(rig: Rig, engine_id: str, publisher: ZmqPublisher | None) -> None:
@@ -428,19 +376,6 @@ async def test_event_sources_are_asked_again_after_a_failure_but_not_after_a_no(
         await until(lambda: front.asked("/v1/models") > 4, "polled")
         assert front.asked("/kv_event_sources") == 1
         assert rig.router.fleet.get(front.base_url).shadow is not None
-
-
-async def test_an_engine_slow_to_answer_polls_stays_in_use() -> None:
-    fleet = msgspec.structs.replace(OFTEN, polls_missed_max=10**6)
-    async with behind_front({}, fleet=fleet) as (rig, front, _):
-        front.overrides["/v1/models"] = lambda: (500, {})
-        before = front.asked("/v1/models")
-        await until(lambda: front.asked("/v1/models") > before + 3, "polled")
-        assert (await hits(rig, "hello"))[2] == front.base_url
-    async with behind_front({}, fleet=msgspec.structs.replace(OFTEN, polls_missed_max=3)) as (rig, front, _):
-        front.overrides["/v1/models"] = lambda: (500, {})
-        await until(lambda: not rig.router.fleet.ready(None), "down after three")
-        assert "500" in rig.router.fleet.get(front.base_url).problem
 
 
 GROUPS = (GroupSpec(0, "full_attention", 16), GroupSpec(1, "sliding_window", 16, sliding_window=64))

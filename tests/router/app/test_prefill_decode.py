@@ -111,14 +111,6 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-async def test_a_streamed_chat_by_the_openai_client() -> None:
-    async with apart(P, D) as (rig, _):
-        with busy(rig):
-            _, chunks = await rig.streamed(TEXT, max_tokens=6)
-        assert chunks[-1].usage.completion_tokens == 6
-        assert rig.router.proxy.pd_stats.handoffs == 1
-
-
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -188,12 +180,6 @@ async def test_of_a_mamba_model_the_full_attention_prefix_is_not_transferred_aga
         assert (told["split"]["transfer_tokens"], fetched) == (400, 399)
 
 
-async def test_an_idle_decode_engine_computes_prompts_itself() -> None:
-    async with apart(P, D, pd=PdSettings()) as (rig, _):
-        await rig.ask("POST", "/v1/completions", completion(1))
-        assert rig.router.proxy.pd_stats.aggregated == {"local": 1}
-
-
 async def test_a_prefix_at_the_decode_engine_makes_the_prefill_engine_superfluous() -> None:
     async with apart(P, D) as (rig, (p, d)):
         with busy(rig):
@@ -240,17 +226,6 @@ async def test_blocks_in_transfer_are_not_counted_on() -> None:
         assert {one["outcome"] for one in await receipts(rig)} == {"exact", "unpredicted"}
 
 
-@pytest.mark.parametrize(("mix", "whole"), [(False, {"version": 1}), (True, {"retried": 1})])
-async def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str, int]) -> None:
-    """Configured to pair them anyway, the router finds out that they refuse each other, and continues."""
-    pd = msgspec.structs.replace(SPLITS, mix_versions=mix)
-    async with apart({**P, "version": "0.31.0"}, D, pd=pd) as (rig, _):
-        with busy(rig):
-            status, _ = await rig.ask("POST", "/v1/completions", completion(1))
-        assert status == 200
-        assert rig.router.proxy.pd_stats.aggregated == whole
-
-
 async def test_a_prefill_engine_without_connector_is_left_alone_for_a_while() -> None:
     async with running({}, D) as (p, d):
         addresses = EngineAddress(p.base_url, role="prefill"), of(d)
@@ -262,14 +237,6 @@ async def test_a_prefill_engine_without_connector_is_left_alone_for_a_while() ->
             assert stats.prefill_failures == {"no_connector": 1}
             assert (stats.split, stats.aggregated) == (1, {"retried": 1, "no_prefill_engine": 1})
             rig.check_books()
-
-
-async def test_a_clients_parameters_reach_no_engine() -> None:
-    """These would end a real decode engine, and a simulated one."""
-    async with apart(P, D) as (rig, _):
-        killing = completion(1, kv_transfer_params={"do_remote_prefill": True})
-        await rig.ok("POST", "/v1/completions", killing)
-        assert all(engine.up for engine in rig.router.fleet)
 
 
 async def test_explain_names_both_engines_and_what_they_would_cost() -> None:

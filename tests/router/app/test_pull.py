@@ -135,43 +135,6 @@ async def test_explain_names_the_source_and_changes_nothing() -> None:
         assert world.named(holder).load.link_free_s == 0.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "other", "fields"),
-    [
-        (PullSettings(), {}, {}),
-        (PullSettings(enabled=True, gbit_s=0.01), {}, {}),
-        (PULL, {"version": "0.33.0"}, {}),
-        (PULL, {}, {"n": 2}),
-        (PULL, {}, {"prompt_logprobs": 1}),
-    ],
-)
-async def test_no_pull_where_it_is_impossible_or_useless(
-    settings: PullSettings, other: dict[str, Any], fields: dict[str, Any]
-) -> None:
-    async def answered(world: Fleet) -> None:
-        holder, _ = await holder_of(world, completion())
-        with world.busy(holder):
-            await world.ask(completion(**fields))
-        assert (await world.last())["reason"] != "pull"
-        assert world.pulls == {}
-
-    if settings.enabled:
-        async with fleet({}, other, pull=settings) as world:
-            await answered(world)
-    else:
-        async with running(PULLS, PULLS) as started, routing(configure(*started, policy=ALIKE)) as rig:
-            await answered(Fleet(rig, started))
-
-
-async def test_a_free_holder_is_asked_itself() -> None:
-    async with fleet() as world:
-        holder, _ = await holder_of(world, completion())
-        await world.ask(completion())
-        last = await world.last()
-        assert last["engine_id"] == holder.base_url
-        assert world.pulls == {}
-
-
 async def test_blocks_that_were_evicted_meanwhile_are_computed_and_the_pair_rests() -> None:
     async with fleet() as world:
         holder, answer = await holder_of(world, completion())
@@ -191,26 +154,6 @@ async def test_blocks_that_were_evicted_meanwhile_are_computed_and_the_pair_rest
         pairs = world.rig.router.planner.pulls.pairs
         assert not pairs.allows(target.base_url, holder.base_url, now=time.monotonic())
         assert not any(world.named(one).receipts.drifting for one in world.engines)
-
-
-async def test_a_source_whose_tier_is_gone_costs_the_handshake_once() -> None:
-    async with fleet() as world:
-        holder, answer = await holder_of(world, completion())
-        holder.link.close()  # type: ignore[union-attr]
-        with world.busy(holder):
-            for _ in range(3):
-                again = await world.ask(completion())
-                assert plain(words(again)) == plain(words(answer))
-        assert world.pulls == {"missed": 1}, "then it is cached where it was computed"
-
-
-async def test_a_source_that_dies_is_no_source_any_more() -> None:
-    async with fleet(proxy=ProxySettings(suspect_s=0.0)) as world:
-        holder, answer = await holder_of(world, completion())
-        holder.die()
-        again = await world.ask(completion())
-        assert plain(words(again)) == plain(words(answer))
-        assert (await world.last())["reason"] != "pull"
 
 
 async def test_a_client_s_own_source_reaches_no_engine() -> None:

@@ -94,12 +94,6 @@ def explained(text: str) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
 
 
-async def test_no_request_waits_while_there_is_room() -> None:
-    async with crowded(settings={"engine_requests_max": 100}) as (rig, _, room):
-        await asyncio.gather(*(rig.chat(f"{i} {TEXT}", max_tokens=1) for i in range(10)))
-        assert room.stats.waited == 0
-
-
 async def test_too_many_get_429_and_too_long_503_as_the_openai_client_sees_them() -> None:
     async with crowded(settings={"requests_max": 1}) as (rig, _, room), busy(rig):
         first = asks(rig)
@@ -117,44 +111,6 @@ async def test_too_many_get_429_and_too_long_503_as_the_openai_client_sees_them(
         with pytest.raises(openai.BadRequestError, match="x-request-timeout"):
             await rig.chat("when?", extra_headers={"x-request-timeout": "soon"})
         assert room.stats.refused == {"full": 1, "x-request-timeout": 1}
-
-
-async def test_wait_s_max_ends_a_wait() -> None:
-    async with crowded(settings={"wait_s_max": 0.05}) as (rig, _, room), busy(rig):
-        with pytest.raises(openai.InternalServerError, match="wait_s_max"):
-            await rig.chat("too late")
-        assert room.stats.refused == {"wait_s_max": 1}
-
-
-async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
-    async with crowded() as (rig, _, room):
-        async with busy(rig):
-            gone = asks(rig)
-            await waits(room, 1)
-            gone.cancel()
-            await waits(room, 0)
-            assert room.stats.left == 1
-        admitted = rig.router.accounts.load_stats.admitted
-        await rig.chat("next", max_tokens=1)
-        assert rig.router.accounts.load_stats.admitted == admitted + 1
-
-
-async def test_higher_classes_come_first_by_header_or_body() -> None:
-    async with crowded() as (rig, _, room):
-        order: list[str] = []
-        async with busy(rig):
-            asked = {
-                "low": asks(rig, extra_headers=LOW),
-                "normal": asks(rig, extra_body={}),
-                "later": asks(rig, extra_body={"priority": 3}),
-                "high": asks(rig, extra_headers=HIGH),
-            }
-            for name, task in asked.items():
-                task.add_done_callback(partial(ended, order, name))
-            await waits(room, 4)
-        await asyncio.gather(*asked.values())
-        assert order[:2] == ["high", "normal"]
-        assert set(order[2:]) == {"low", "later"}
 
 
 async def test_a_tenant_that_floods_does_not_keep_another_waiting(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas.router.config.schema import ServerConfig
-from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
+from kvatlas.router.fleet.engines import EngineAddress
 from tests.support.front import fronting
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
@@ -50,14 +50,6 @@ async def test_counts_and_times_by_model() -> None:
         assert found["kvatlas_proxy_not_found_total", "path_not_found"] == 1
         assert any(name == "kvatlas_build_info" for name, *_ in found)
         assert found[("process_resident_memory_bytes",)] > 1e6
-
-
-async def test_an_engine_that_leaves_takes_its_series_with_it() -> None:
-    async with running({}) as (engine,), routing(configure(engine)) as rig:
-        await rig.chat(TEXT)
-        await until(lambda: rig.idle, "answered")
-        rig.router.fleet.assign(DesiredFleet())
-        assert not any(engine.base_url in key for key in rig.router.proxy.requests.counts)
 
 
 async def test_one_line_per_request() -> None:
