@@ -318,9 +318,10 @@ def _sources() -> Sources:
     )
     for engine in router.fleet:
         engine.feed = FeedStats()
-    if router.peers.index is not None:
-        router.peers.index.scope("model")
-        router.peers.index.share_limits(_gate(), "")
+    if router.peers.blocks is not None:
+        router.peers.blocks.index_of("model")
+    if router.peers.shared is not None:
+        router.peers.shared.share_limits(_gate(), "")
     pulls = Pulls()
     pulls.configure(PullSettings(enabled=True), 0)
     sources = Sources(
@@ -332,7 +333,7 @@ def _sources() -> Sources:
         ListenStats,
         router.proxy.requests,
         router.sources.history,
-        router.peers.index,
+        router.peers.shared,
         router.fleet_sources,
         AdminStats(),
         _gate(),
