@@ -33,6 +33,7 @@ from kvatlas.router.index.model_indexes import ModelIndexes
 from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.placement.eligible import NO_LENGTH, EligibleEngines, Length
 from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.radix_parts import parts_spec
 from kvatlas.router.placement.shadow import PoolEvidence, estimated_spec
 from kvatlas.router.prompts.adapter_paths import AdapterPaths
 from kvatlas.router.prompts.model_config import ModelConfigFile
@@ -321,7 +322,11 @@ class EngineLifecycle:
             return
         model = engine.base_model
         configured, facts = self._config.model(model).facts(), self._facts(model)
-        file = self._files.get(model, ModelConfigFile())
+        file, info = self._files.get(model, ModelConfigFile()), engine.server_info
+        if info is not None:
+            # SGLang's windows are without the token itself (``get_attention_sliding_window_size``).
+            page, window = info.attention_block_size or 0, (file.sliding_window or 1) - 1
+            engine.follow_parts(parts_spec(info.part_pools, page, window))
         evidence = setup_evidence(engine.kind, (engine.server_info, engine.stated), file, configured, facts)
         engine.residency.writer.learn_setup(evidence)
         if engine.shadow is not None:

@@ -58,6 +58,18 @@ class EventPorts(msgspec.Struct, frozen=True, rename={"host": "endpoint_host", "
             raise ValueError("ports out of range")
 
 
+class PartPools(msgspec.Struct, frozen=True):
+    """Pools of an SGLang engine with windows or Mamba states beside full attention, and without host memory:
+    tokens of full attention, of windows, and of a prompt that it computes at a time (0: all); states, and
+    those that each request in flight uses. 0: it has none."""
+
+    tokens: int
+    window_tokens: int = 0
+    states: int = 0
+    request_states: int = 0
+    prefill_tokens: int = 0
+
+
 Retention = int | Literal["dense"] | None
 """``--prefix-cache-retention-interval`` in tokens; ``dense``: every block is kept; None: not stated."""
 
@@ -96,6 +108,8 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     """SGLang's hashes cover more than its events tell: adapters' ids, or salts in Dynamo's format."""
     other_attention: bool = False
     """SGLang has pools for sliding windows or Mamba states, of which its events say nothing."""
+    part_pools: PartPools | None = None
+    """Pools of these, where its rules for them can be followed; None: they cannot."""
     silent_store: str = ""
     """SGLang's storage, or store of another software, of which its events say nothing; "": none."""
     reports_cached_tokens: bool = True
@@ -203,10 +217,34 @@ def _sglang_statement(info: dict[str, Any]) -> EngineStatement:
         # The second one is declared for models with a Mamba cache only (srt/arg_groups/overrides.py).
         other_attention=any(_tokens(state.get("token_capacity_swa")) for state in states)
         or info.get("uses_mamba_radix_cache") is True,
+        part_pools=_part_pools(info),
         silent_store=_silent_store(info),
         reports_cached_tokens=info.get("enable_cache_report") is not False,
         event_ports=ports,
     )
+
+
+def _part_pools(info: dict[str, Any]) -> PartPools | None:
+    """Read the pools of windows or states; None with host memory or storage, of whose windows and states no
+    event tells either, with both parts, with a cap on the states of a path, and with drafts."""
+    states = info["internal_states"]
+    # A scheduler's state has its arguments as resolved (``resolved_server_args_dict``).
+    resolved = {**info, **(states[0] if states and isinstance(states[0], dict) else {})}
+    usage = _part(resolved, "memory_usage")
+    tokens, windows = _tokens(usage.get("token_capacity")), _tokens(usage.get("token_capacity_swa"))
+    slots = _tokens(resolved.get("max_mamba_cache_size")) if info.get("uses_mamba_radix_cache") else None
+    if tokens is None or (windows is None) is (slots is None):
+        return None
+    if resolved.get("enable_hierarchical_cache") or _silent_store(info) or info.get("speculative_algorithm"):
+        return None
+    if resolved.get("mamba_max_states_per_path") not in {None, -1}:
+        return None
+    # Beside its own state those of the last steps (``get_mamba_tracking_slots``).
+    strategy = resolved.get("mamba_radix_cache_strategy")
+    tracking = 1 if resolved.get("disable_overlap_schedule") or strategy == "extra_buffer_lazy" else 2
+    extra = tracking if isinstance(strategy, str) and strategy.startswith("extra_buffer") else 0
+    prefill = _tokens(resolved.get("chunked_prefill_size")) or 0
+    return PartPools(tokens, windows or 0, slots or 0, (1 + extra) if slots else 0, prefill)
 
 
 def _silent_store(info: dict[str, Any]) -> str:

@@ -43,13 +43,14 @@ from kvatlas.router.placement.affinity import AffinityMap
 from kvatlas.router.placement.candidate import Candidate, Confidence, Cost, Hit
 from kvatlas.router.placement.cost import ScoredCandidates
 from kvatlas.router.placement.engine_order import EngineOrder
-from kvatlas.router.placement.evictions import EvictionForecast
+from kvatlas.router.placement.evictions import EvictionForecast, PooledPrompt
 from kvatlas.router.placement.first_token import FirstTokenErrors, FirstTokenParts, SloStats
 from kvatlas.router.placement.hot_prefixes import HotPrefixes
 from kvatlas.router.placement.inflight import InflightPrefixes, Kept, coming_hit, kept_prefixes, kept_rule
 from kvatlas.router.placement.load import LoadAccount, LoadStats
 from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.placement.partial_hits import PartialHits
+from kvatlas.router.placement.radix_parts import PartsSpec, RadixParts, SentPrompt
 from kvatlas.router.placement.rates import FleetRates
 from kvatlas.router.placement.retention import RetentionHints
 from kvatlas.router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
@@ -244,6 +245,7 @@ class Engine(EngineStatus):
         "_events_due",
         "_feed",
         "_leaving",
+        "_parts_spec",
         "_probe",
         "_touched",
         "_unseen",
@@ -258,6 +260,7 @@ class Engine(EngineStatus):
         "life",
         "load",
         "load_rate",
+        "parts",
         "polled_clears",
         "polled_disconnects",
         "polled_s",
@@ -295,6 +298,9 @@ class Engine(EngineStatus):
         """Its cache by its events; None until its model is known."""
         # What receipts confirmed of its hits, if it has caches of which its events say nothing.
         self._unseen: PartialHits | None = None
+        self.parts: RadixParts | None = None
+        """Its windows or states by SGLang's rules, where they can be followed."""
+        self._parts_spec: PartsSpec | None = None
         self.shadow: Shadow | None = None
         """Its assumed cache; only of an engine without events."""
         self._feed: FeedStats | None = None
@@ -528,16 +534,51 @@ class Engine(EngineStatus):
         a shadow of this kind stands in, or the existing one."""
         self.residency = residency
         if residency is None:
-            self.evictions.clear()
+            self._cleared()
         else:
-            pool = self.evictions
-            residency.writer.pool = PoolListener(pool.stored, pool.removed, pool.clear)
+            residency.writer.pool = PoolListener(self._stored, self._removed, self._cleared)
             residency.writer.session_stored = partial(self._accounts.sessions.stored, self.engine_id)
         if shadow is None:
             self.shadow = None
         elif self.shadow is None:
             self.shadow = Shadow(shadow, self._accounts.shadow_stats, _later)
         self.fleet_changed()
+
+    def _stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
+        self.evictions.stored(hashes, parent)
+        if self.parts is not None:
+            self.parts.stored(hashes, parent)
+
+    def _removed(self, hashes: Sequence[BlockHash]) -> None:
+        self.evictions.removed(hashes)
+        if self.parts is not None:
+            self.parts.removed(hashes)
+
+    def _cleared(self) -> None:
+        self.evictions.clear()
+        if self.parts is not None:
+            self.parts.clear()
+
+    def follow_parts(self, spec: PartsSpec | None) -> None:
+        """Follow its windows or states by SGLang's rules; None: they cannot be."""
+        if spec != self._parts_spec:
+            self._parts_spec, self.parts = spec, None if spec is None else spec.make()
+
+    def prompt_started(self, pooled: PooledPrompt | None, parted: SentPrompt | None) -> None:
+        """Note the first token of a prompt, by its entries in the forecast and in the rules."""
+        if pooled is not None:
+            self.evictions.start(pooled)
+        if parted is not None and self.parts is not None:
+            self.parts.started(parted)
+
+    def prompt_ended(
+        self, pooled: PooledPrompt | None, parted: SentPrompt | None, tokens: int | None, *, computed: bool
+    ) -> None:
+        """Note the end of a prompt's answer of ``tokens``; ``computed``: the engine answered."""
+        if pooled is not None:
+            self.evictions.end(pooled, tokens, computed=computed)
+        if parted is not None and self.parts is not None:
+            self.parts.ended(parted, tokens, computed=computed)
 
     def size_shadow(self, spec: ShadowSpec) -> None:
         """Give its shadow, if it has one, the size that is known now."""
@@ -555,11 +596,20 @@ class Engine(EngineStatus):
             self._unseen = PartialHits() if unseen else None
             self._touched()
 
-    def confirmed(self, hit: Hit, prompt_tokens: int, actual: int) -> None:
-        """Learn what a report confirms of a hit that its events tell a part of only."""
+    def confirmed(self, hit: Hit, prompt_tokens: int, actual: int, sent: SentPrompt | None = None) -> None:
+        """Learn what a report confirms of a hit that its events tell a part of only; ``sent``: the prompt by
+        SGLang's rules."""
         # What prompts in flight were to leave is no hit by events.
         if self._unseen is not None and hit.held is not None and not hit.coming_tokens:
-            self._unseen.add(hit.held.offloaded_tokens, prompt_tokens, actual)
+            ruled = None if sent is None or self.parts is None else sent.hit * self.parts.page_tokens
+            self._unseen.add(hit.held.offloaded_tokens, prompt_tokens, actual, ruled)
+
+    def _ruled(self, asked: PromptView, held: EngineHit) -> int | None:
+        """Tokens of a prompt that it takes by SGLang's rules for windows or states; None: unknown."""
+        prompt = None if asked.prompt is None else asked.prompt.behind(self.frontend)
+        if self.parts is None or prompt is None or held.mode != "native":
+            return None
+        return self.parts.find(prompt.hashes(self.scheme), asked.tokens)[0] * self.parts.page_tokens
 
     def reported(self, predicted: int, actual: int) -> None:
         """Correct its shadow, if it has one, by a report on a prompt that was predicted by it."""
@@ -628,15 +678,24 @@ class Engine(EngineStatus):
                 return Hit(confidence="exact")
             tokens, shared_prefix = asked.shadows.found_in(self.shadow)
             held = EngineHit("shadow", tokens, shared_prefix_tokens=shared_prefix)
-        hit = self.discounted(held, common, coming, asked.tokens)
+        ruled = None if self.parts is None else self._ruled(asked, held)
+        hit = self.discounted(held, common, coming, asked.tokens, ruled)
         relies = layout is not None and hit.confidence == "exact" and coming > hit.gpu_tokens
         if relies and kept_rule(layout).splits:
             hit.confidence = "pending"
         return hit
 
-    def discounted(self, held: EngineHit, common: int = 0, coming: int = 0, prompt_tokens: int = 0) -> Hit:
+    def discounted(
+        self,
+        held: EngineHit,
+        common: int = 0,
+        coming: int = 0,
+        prompt_tokens: int = 0,
+        ruled: int | None = None,
+    ) -> Hit:
         """Hit by the index's answer and the tokens of prompts in flight, discounted by missed events, and by
-        what receipts did not confirm where events tell a part only; its ``share`` is what costs count."""
+        SGLang's rules (``ruled``) or what receipts did not confirm where events tell a part only; its
+        ``share`` is what costs count."""
         feed = self._feed
         unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
         if held.mode == "unknown" or held.stale or unconfirmed:
@@ -656,8 +715,8 @@ class Engine(EngineStatus):
                 confidence = "degraded"
         if self._unseen is not None and held.mode != "shadow":
             alignment = max(held.alignment, 1)
-            left = self._unseen.expected(gpu + cpu + storage, prompt_tokens, alignment)
-            coming = self._unseen.expected(coming, prompt_tokens, alignment)
+            left = self._unseen.expected(gpu + cpu + storage, prompt_tokens, alignment, ruled)
+            coming = self._unseen.expected(coming, prompt_tokens, alignment, ruled)
             gpu, cpu, storage = min(gpu, left), min(cpu, max(0, left - gpu)), max(0, left - gpu - cpu)
         # Plain comparisons, as in ``Hit``.
         shared_prefix, whole = held.shared_prefix_tokens, gpu + cpu + storage

@@ -5,6 +5,9 @@ less. How much less depends on the prompt: the next turn of a conversation finds
 with the same beginning may not. So the share of a hit that engines report is learned by class of prompt: the
 length of the hit, and the part of the prompt that it covers. A class without receipts takes the share of all;
 without any receipt all of a hit counts. Latest receipts count most: a class is known after some four of them.
+
+Where SGLang's own rules say how much it is (``radix_parts.py``), that counts instead, as long as receipts
+show it to be no further from the truth: the rules miss what other clients of the engine look up.
 Pure; at most ``_LENGTHS * _PARTS`` classes.
 """
 
@@ -39,23 +42,36 @@ class _Mean:
 class PartialHits:
     """Shares of one engine's hits that its receipts confirmed. Sizes in tokens."""
 
-    __slots__ = ("_all", "_by_class")
+    __slots__ = ("_all", "_by_class", "_rules_miss", "_shares_miss")
 
     def __init__(self) -> None:
         self._all = _Mean()
         self._by_class: dict[_Class, _Mean] = {}
+        # Distance from the truth, as a share of the hit by events.
+        self._rules_miss, self._shares_miss = _Mean(), _Mean()
 
-    def expected(self, hit: int, prompt: int, alignment: int) -> int:
-        """Return what the engine is expected to take of a hit by its events: a multiple of ``alignment``."""
+    @property
+    def by_rules(self) -> bool:
+        """Whether what the rules say counts."""
+        return self._rules_miss.of(0.0) <= self._shares_miss.of(0.0)
+
+    def expected(self, hit: int, prompt: int, alignment: int, ruled: int | None = None) -> int:
+        """Return what the engine is expected to take of a hit by its events: a multiple of ``alignment``;
+        ``ruled``: what its own rules say."""
+        if ruled is not None and self.by_rules:
+            return min(hit, ruled)
         known, share = self._by_class.get(_class(hit, prompt)), self._all.of(1.0)
         if known is not None:
             share = known.of(share)
         return min(hit, round(share * hit / alignment) * alignment)
 
-    def add(self, hit: int, prompt: int, actual: int) -> None:
-        """Learn from a report of ``actual`` tokens."""
+    def add(self, hit: int, prompt: int, actual: int, ruled: int | None = None) -> None:
+        """Learn from a report of ``actual`` tokens, where the rules said ``ruled``."""
         if hit <= 0:
             return
+        if ruled is not None:
+            self._rules_miss.add(abs(min(hit, ruled) - actual) / hit)
+            self._shares_miss.add(abs(self.expected(hit, prompt, 1) - actual) / hit)
         share = min(1.0, actual / hit)
         self._all.add(share)
         self._by_class.setdefault(_class(hit, prompt), _Mean()).add(share)

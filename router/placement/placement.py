@@ -36,6 +36,7 @@ from kvatlas.router.placement.first_token import FirstTokenParts
 from kvatlas.router.placement.fleet_values import columns
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.own_pulls import PullOrder
+from kvatlas.router.placement.radix_parts import SentPrompt
 from kvatlas.router.placement.service_level import SloForecast
 from kvatlas.router.placement.wait_limit import LongWait, predicted_wait_s
 from kvatlas.router.prompts.prompt import Prompt, TextAffinity
@@ -282,6 +283,7 @@ class Placement(Attempt):
     """Of two engines for one request the one that answers is charged, until the request's end."""
     _flying: InflightPrompt | None = None
     _pooled: PooledPrompt | None = None
+    _parted: SentPrompt | None = None
     _hashes: Sequence[BlockHash] | None = None
 
     def __init__(
@@ -370,6 +372,8 @@ class Placement(Attempt):
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept, place)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
+            if engine.parts is not None and single:
+                self._parted = engine.parts.sent(hashes, read.num_tokens)
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
         for step in steps:
@@ -536,8 +540,7 @@ class Placement(Attempt):
             engine.rates.learn(sample, engine.load.timed(self._ticket), now - self.asked_s, now)
         if self._flying is not None:
             self._accounts.inflight.prefilled(self._flying, now)
-        if self._pooled is not None:
-            engine.evictions.start(self._pooled)
+        engine.prompt_started(self._pooled, self._parted)
         if engine.shadow is not None:
             self._served()
         if self._accounts.room is not None:
@@ -569,9 +572,8 @@ class Placement(Attempt):
             else:
                 # Refused or failed: the engine computed nothing.
                 accounts.inflight.drop(self._flying)
-        if self._pooled is not None:
-            tokens = None if usage is None else usage.completion_tokens
-            engine.evictions.end(self._pooled, tokens, computed=self._answered)
+        tokens = None if usage is None else usage.completion_tokens
+        engine.prompt_ended(self._pooled, self._parted, tokens, computed=self._answered)
         if isinstance(self.decision.read, Prompt):
             feed: str | None = None
             if self._answered and not engine.closed:
@@ -683,7 +685,7 @@ class Placement(Attempt):
                 engine.residency.writer.doubt()
         same = feed == "ready" and usage.prompt_tokens == decision.prompt_tokens
         if hit.confidence in {"partial", "learned"} and same:
-            engine.confirmed(hit, usage.prompt_tokens, actual)
+            engine.confirmed(hit, usage.prompt_tokens, actual, self._parted)
         if mode == "native" and same:
             from_gpu = hit.soon_tokens == hit.near_tokens == predicted
             if from_gpu and not hit.evicted_tokens:

@@ -87,12 +87,26 @@ def test_events_of_the_wheel_tell_the_full_attention_part_beside_others(part: st
         assert others == {"below", *(("twice CPU_PINNED", "only told") if policy == "write_back" else ())}
 
 
-def run_beside_the_wheel(*arguments: str) -> Any:
-    """Run ``tests.support.real_radix`` and return its output."""
+def test_rules_for_windows_and_states_are_those_of_the_wheel() -> None:
+    """With pages of 1, 16 and 64 tokens, one request at a time and four. Some of these are looked up before
+    an event tells what is there."""
+    found = run_beside_the_wheel("2", module="real_parts")
+    for part in ("windows", "states"):
+        lookups = exact = 0
+        for name, counted in found.items():
+            if name.startswith(part):
+                lookups, exact = lookups + counted["lookups"], exact + counted["exact"]
+                assert counted["exact"] >= 0.94 * counted["lookups"], (name, counted)
+        assert exact >= 0.97 * lookups
+        assert lookups > 1000
+
+
+def run_beside_the_wheel(*arguments: str, module: str = "real_radix") -> Any:
+    """Run ``tests.support.real_radix``, or another module there, and return its output."""
     wheel, python = wheel_path(), os.environ.get("KVATLAS_VLLM_PYTHON")
     if not python:
         pytest.skip("KVATLAS_VLLM_PYTHON names no interpreter with torch; make test-sglang sets it")
-    command = [python, "-m", "tests.support.real_radix", wheel, *arguments]
+    command = [python, "-m", f"tests.support.{module}", wheel, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -27,7 +27,7 @@ import sys
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import MagicMock
@@ -321,8 +321,8 @@ class WindowPages:
 
     device = "cpu"
 
-    def __init__(self, pages: int, window_pages: int) -> None:
-        self.full_attn_allocator, self.swa_attn_allocator = Pages(pages), Pages(window_pages)
+    def __init__(self, pages: int, window_pages: int, size: int = PAGE) -> None:
+        self.full_attn_allocator, self.swa_attn_allocator = Pages(pages, size), Pages(window_pages, size)
         self._windows: dict[int, int] = {}
 
     def full_available_size(self) -> int:
@@ -548,9 +548,10 @@ def set_up(cache: Any, controller: Controller, host: Pages) -> None:
     cache.load_back_threshold = 10
 
 
-def load_wheel(path: str, directory: str) -> None:
-    """Import what the cache needs from the wheel, its compiled tree through ``directory``."""
-    wheel = Wheel(path, _REAL)
+def load_wheel(path: str, directory: str, more: Collection[str] = ()) -> None:
+    """Import what the cache needs from the wheel, its compiled tree through ``directory``; ``more``: further
+    modules."""
+    wheel = Wheel(path, {*_REAL, *more})
     sys.meta_path.insert(0, wheel)
     # An attribute of a stand-in exists before its module is imported, so no ``from`` import.
     vars(importlib.import_module(_CACHE + "utils"))["get_native_hash"] = _native_hash

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvatlas.publisher.events import to_block_hash
 from kvatlas.publisher.pool.radix import RadixPool
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.fleet.engines import EngineAddress
@@ -377,3 +378,39 @@ async def test_a_prediction_that_no_event_can_make_exact_is_no_error_of_the_prob
     async with running(SGLANG) as (engine,):
         found = await examined(engine.base_url, probe=True)
         found.expect("probe.exact", Severity.WARNING, "engine reported 0", "cache.sglang")
+
+
+async def test_states_are_predicted_by_sglangs_rules_beside_its_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine takes a prompt up to the last place where one ended, as with Mamba states; no event tells.
+    Pages that two prompts have in common are no such place until the second one was computed."""
+    own, ends = SimulatedEngine._server_info, set[int]()
+    match, insert = RadixPool._match, RadixPool._insert
+
+    def stated(engine: SimulatedEngine) -> dict[str, Any]:
+        info = own(engine)
+        info["internal_states"][0] |= {"max_mamba_cache_size": 500, "mamba_radix_cache_strategy": "no_buffer"}
+        return {**info, "uses_mamba_radix_cache": True}
+
+    def inserted(pool: RadixPool, request: Any) -> None:
+        insert(pool, request)
+        ends.add(to_block_hash(request.hashes[pool._whole(request.num_computed) - 1]))
+
+    def matched(pool: RadixPool, request: Any, count: int) -> Any:
+        at = [n + 1 for n, block in enumerate(request.hashes[:count]) if to_block_hash(block) in ends]
+        return match(pool, request, max(at, default=0))
+
+    monkeypatch.setattr(SimulatedEngine, "_server_info", stated)
+    monkeypatch.setattr(RadixPool, "_insert", inserted)
+    monkeypatch.setattr(RadixPool, "_match", matched)
+    async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
+        hits = []
+        for prompt in (TEXT * 20, TEXT * 30, TEXT * 25 + "x" * 900, TEXT * 40, TEXT * 25 + "x" * 1100):
+            body = {"model": MODEL, "max_tokens": 1, "prompt": prompt}
+            hits.append(await ask(rig, engine, COMPLETION, body))
+        receipts = (await rig.ask("GET", "/kvatlas/receipts"))[1]
+        told = [(one["mode"], one["outcome"]) for one in receipts]
+        assert told == [("partial", "exact")] * 5
+        assert hits[0] == 0 < hits[1] == hits[2] < hits[3]
+        assert hits[4] > 900, "a character is a token"

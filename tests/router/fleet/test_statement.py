@@ -9,7 +9,13 @@ import pytest
 
 from kvatlas.router.fleet.engine_metrics import read_gauges, read_pool_blocks, read_statement
 from kvatlas.router.fleet.engines import EngineAddress
-from kvatlas.router.fleet.statement import SERVER_INFO, EngineStatement, server_info_statement, sglang_engines
+from kvatlas.router.fleet.statement import (
+    SERVER_INFO,
+    EngineStatement,
+    PartPools,
+    server_info_statement,
+    sglang_engines,
+)
 from tests.router.fleet.misbehaving import HANG, page, watching
 from tests.support.waiting import until
 
@@ -275,6 +281,45 @@ def test_caches_of_which_an_sglang_servers_events_say_nothing(
     assert stated is not None
     assert (stated.other_attention, stated.silent_store) == (other_attention, store)
     assert stated.has_unseen_caches == (other_attention or bool(store))
+
+
+POOLED = {"memory_usage": {"token_capacity": 4096, "token_capacity_swa": 1024}, "chunked_prefill_size": 512}
+STATES = {"memory_usage": {"token_capacity": 4096}, "max_mamba_cache_size": 40}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state", "pools"),
+    [
+        ({}, POOLED, PartPools(4096, window_tokens=1024, prefill_tokens=512)),
+        ({"uses_mamba_radix_cache": True}, STATES, PartPools(4096, states=40, request_states=1)),
+        (
+            {"uses_mamba_radix_cache": True, "mamba_radix_cache_strategy": "auto"},
+            STATES | {"mamba_radix_cache_strategy": "extra_buffer"},
+            PartPools(4096, states=40, request_states=3),
+        ),
+        (
+            {"uses_mamba_radix_cache": True, "mamba_radix_cache_strategy": "extra_buffer_lazy"},
+            STATES,
+            PartPools(4096, states=40, request_states=2),
+        ),
+        ({"uses_mamba_radix_cache": True}, STATES | POOLED, None),
+        ({"uses_mamba_radix_cache": True}, STATES | {"mamba_max_states_per_path": 2}, None),
+        ({"enable_hierarchical_cache": True}, POOLED, None),
+        ({"enable_lmcache": True}, POOLED, None),
+        ({"speculative_algorithm": "EAGLE"}, POOLED, None),
+        ({}, {"memory_usage": {"token_capacity": -1, "token_capacity_swa": 1024}}, None),
+        ({}, {"memory_usage": []}, None),
+        ({}, 5, None),
+    ],
+)
+def test_pools_of_an_sglang_server_whose_rules_can_be_followed(
+    arguments: dict[str, object], state: object, pools: PartPools | None
+) -> None:
+    stated = server_info_statement(
+        msgspec.json.encode(SGLANG_INFO | arguments | {"internal_states": [state]})
+    )
+    assert stated is not None
+    assert stated.part_pools == pools
 
 
 async def test_an_sglang_server_is_found_by_what_it_serves() -> None:

@@ -37,6 +37,19 @@ def test_a_class_without_receipts_takes_the_share_of_all() -> None:
     assert 256 <= known.expected(8192, 9000, PAGE) // 8 <= 400
 
 
+def test_rules_count_until_receipts_contradict_them_and_again_after_that() -> None:
+    known = PartialHits()
+    assert known.expected(1024, 4000, PAGE, 512) == 512
+    assert known.expected(256, 4000, PAGE, 512) == 256, "never above what events tell"
+    for _ in range(4):  # another client's requests, of which the rules know nothing
+        known.add(1024, 4000, 0, 512)
+    assert not known.by_rules
+    assert known.expected(1024, 4000, PAGE, 512) == known.expected(1024, 4000, PAGE) <= 256
+    for actual in [64, 960] * 12:
+        known.add(1024, 4000, actual, actual)
+    assert known.expected(1024, 4000, PAGE, 960) == 960
+
+
 def test_changes_are_followed() -> None:
     known = PartialHits()
     for actual in [0] * 50 + [1024] * 20:

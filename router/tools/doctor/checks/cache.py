@@ -129,7 +129,7 @@ def _sglang_options(engine: EngineEvidence, stated: EngineStatement) -> Iterator
         yield warning(
             "it has pools for windows or Mamba states",
             "SGLang's events say nothing of them",
-            "nothing: hits are predicted as for full attention, and may be too high (mode partial)",
+            "nothing: they are followed by SGLang's rules and by receipts, and may be wrong (mode partial)",
         )
     if stated.silent_store:
         yield warning(
