@@ -33,7 +33,6 @@ class RouterProcess:
         tokenizer: Path | None,
         *,
         log: Path,
-        policy: str = "kvatlas",
         options: Sequence[str] = (),
     ) -> None:
         """``engines`` as ``--engine`` takes them; ``options``: further words of the command line."""
@@ -50,7 +49,7 @@ class RouterProcess:
             "--ops-port",
             str(ops_port),
         ]
-        self._command += ["--policy", policy, "--port", str(port)]
+        self._command += ["--port", str(port)]
         if tokenizer is not None:
             self._command += ["--tokenizer", str(tokenizer)]
         for engine in engines:

@@ -35,12 +35,9 @@ SCALE = UNIT_TOKENS // BLOCK_TOKENS
 class Sent:
     """One request through the router and what came of it, by the client's clock."""
 
-    round_: int
     at_s: float
     salt: str
     engine: str = ""
-    ttft_s: float = 0.0
-    duration_s: float = 0.0
     cached_tokens: int = -1
     prompt: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
@@ -95,9 +92,6 @@ def replayed_hits(sent: Sequence[Sent], groups: tuple[GroupSpec, ...]) -> list[i
             pool, Timing(chunk_tokens=SCALE * CHUNK_TOKENS), first_token=_heed, ended=_heed, refused=_heed
         )
     for index, (one, request) in enumerate(zip(sent, workload(sent), strict=True)):
-        if index and one.round_ != sent[index - 1].round_:
-            for emptied in engines.values():
-                assert emptied.pool.reset()
         engine = engines[one.engine]
         hashes = block_hashes(request, UNIT_TOKENS)
         pooled = engine.pool.request([0] * request.input_tokens, hashes=hashes)

@@ -1,4 +1,4 @@
-"""The scaled replay of ``test_simulation_reality`` against vLLM's scheduler: 3000 requests, no server.
+"""The scaled replay of ``test_tier_simulation`` against vLLM's scheduler: 3000 requests, no server.
 
 What differs there once in a thousand requests shows here in every run.
 """
@@ -65,7 +65,7 @@ def test_every_hit_equals_the_schedulers(vllm_python: str, tiny_model: Path, tmp
     served = [json.loads(line) for line in lines if line.startswith("[")]
     assert len(served) == REQUESTS
     sent = [
-        Sent(0, float(index), "", engine="one", cached_tokens=hit, prompt=prompt, answer=answer)
+        Sent(float(index), "", engine="one", cached_tokens=hit, prompt=prompt, answer=answer)
         for index, ((prompt, _), (hit, answer)) in enumerate(zip(requests, served, strict=True))
     ]
     found = replayed_hits(sent, tuple(GroupSpec(index, **group) for index, group in enumerate(GROUPS)))

@@ -12,8 +12,12 @@ simulated tier does.
 
 from __future__ import annotations
 
+import json
+import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -29,10 +33,10 @@ from kvatlas.router.simulation.requests import block_hashes
 from kvatlas.router.simulation.setup import Timing
 from kvatlas.router.simulation.tiers import TierSetup, TierSpec, tiers_of
 from tests.vllm.chat_load import ChatLoad
+from tests.vllm.chat_load import Request as ChatRequest
 from tests.vllm.observed_fleet import running
 from tests.vllm.scaled_replay import SCALE, Sent, scaled_groups, workload
 from tests.vllm.test_offload_router import ENGINE_ARGS, NUM_GPU_BLOCKS, by_source, engine
-from tests.vllm.test_simulation_reality import empty, send
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -45,6 +49,40 @@ OTHER_REQUESTS_MAX = 0.05
 """Share of requests that take another number of tokens from cache; 0 to 1 of 180 seen."""
 OTHER_MEDIUM_MAX = 0.15
 """Share of the tokens from cache that come from the other medium; 0 to 0.06 seen."""
+
+
+def send(client: openai.OpenAI, request: ChatRequest) -> Sent:
+    """Streamed, with the tokens of its prompt and answer."""
+    arguments = dict(request.arguments)
+    body = dict(arguments.pop("extra_body", {}))
+    salt = body.get("cache_salt", "")
+    arguments |= {"stream": True, "stream_options": {"include_usage": True}}
+    arguments["extra_body"] = body | {"return_token_ids": True}
+    api = client.chat.completions if request.chat else client.completions
+    sent = Sent(time.monotonic(), salt)
+    raw = api.with_raw_response.create(**arguments)
+    sent.engine = raw.headers["x-kvatlas-engine"]
+    for part in raw.parse():
+        _take(sent, part, chat=request.chat)
+    return sent
+
+
+def _take(sent: Sent, part: Any, *, chat: bool) -> None:
+    if part.usage is not None:
+        sent.cached_tokens = part.usage.prompt_tokens_details.cached_tokens
+    for choice in part.choices:
+        told = choice.model_extra or {}
+        prompt = (part.model_extra or {}).get("prompt_token_ids") or told.get("prompt_token_ids")
+        sent.prompt = prompt or sent.prompt
+        sent.answer += told.get("token_ids") or []
+        sent.text += (choice.delta.content if chat else choice.text) or ""
+
+
+def empty(url: str) -> None:
+    """Of its prefix cache, and of what a connector holds, by vLLM's own endpoint."""
+    asked = urllib.request.Request(f"{url}/reset_prefix_cache?reset_external=true", method="POST")
+    with urllib.request.urlopen(asked) as answer:
+        assert json.load(answer) == {"success": True}
 
 
 def simulated(sent: list[Sent], groups: tuple[GroupSpec, ...], engines: list[str]) -> list[Counter[str]]:
@@ -109,13 +147,13 @@ def test_the_host_memory_gives_what_it_gives_in_vllm(
             tap.barriers.clear()
         for request in ChatLoad(seed=7).requests(REQUESTS):
             before = {url: by_source(url) for url in fleet.taps}
-            one = send(client, request, 0)
+            one = send(client, request)
             request.answered(one.text)
             sent.append(one)
             told.append(+(by_source(one.engine) - before[one.engine]))
             fleet.settle(one.engine)
             for barrier in fleet.taps[one.engine].barriers:
-                sent.append(Sent(0, one.at_s, "", one.engine, prompt=barrier, answer=[0]))
+                sent.append(Sent(one.at_s, "", one.engine, prompt=barrier, answer=[0]))
                 told.append(Counter())
             fleet.taps[one.engine].barriers.clear()
         groups = see(fleet.router.ops_url).groups

@@ -339,6 +339,7 @@ class ModelEngine:
             self.must_compute.discard(request.request_id)
             if external:
                 self.counts["loads"] += 1
+                self.counts["loaded_tokens"] += external
                 self.answers[request.request_id] = Counter()
                 request.num_computed_tokens = external
                 request.state = "loading"

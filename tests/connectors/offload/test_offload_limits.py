@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvatlas.connectors.settings import OffloadSettings
 from kvatlas.connectors.tier.base import TierChanges
 from kvatlas.connectors.tier.eviction import HintedPolicy, LruPolicy
 from kvatlas.connectors.tier.host import HostTier
-from kvatlas.connectors.transfer.base import Direction, StepResults, TransferResult
+from kvatlas.connectors.transfer.base import Direction, StepJobs, StepResults, TransferResult
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 
@@ -51,14 +52,14 @@ class Log:
 class Half:
     """The scheduler's half with one request of four blocks."""
 
-    def __init__(self, tier: HostTier) -> None:
+    def __init__(self, tier: HostTier, pinned_share: float = 1.0) -> None:
         self.now = 0.0
         self.log = Log()
         self.pool = ModelPool(20)
         self.half = OffloadScheduler(
             tier,
             ModelResolver(),  # type: ignore[arg-type]
-            OffloadSettings(host_bytes=1, pinned_source_blocks_max=1.0),
+            OffloadSettings(host_bytes=1, pinned_source_blocks_max=pinned_share),
             world_size=1,
             event_log=self.log,
             clock=lambda: self.now,
@@ -66,18 +67,30 @@ class Half:
         self.half.bind_gpu_block_pool(self.pool)
         self.names = 0
 
-    def store(self, params: dict[str, Any] | None = None, first: int = 0) -> int:
-        """A new request computes its four blocks of each group and is gone; returns the job."""
+    def begin(self, first: int = 0, **fields: Any) -> tuple[ModelRequest, list[list[int]]]:
+        """A new request with four blocks of each group."""
         self.names += 1
         request = ModelRequest(f"r{self.names}", list(range(first, first + 4 * BLOCK)), 4 * BLOCK, 1)
-        request.kv_transfer_params = params
-        tables = [self.pool.take(4) or [], self.pool.take(4) or []]
+        for name, value in fields.items():
+            setattr(request, name, value)
         self.half.on_new_request(request)
-        state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: tables)
-        output = SimpleNamespace(
-            kv_connector_block_state=state, num_scheduled_tokens={request.request_id: 4 * BLOCK}
+        return request, [self.pool.take(4) or [], self.pool.take(4) or []]
+
+    def step(
+        self, request: ModelRequest, tables: list[list[int]], tokens: int, offers: Sequence[Any] = ()
+    ) -> StepJobs:
+        """The jobs of a step that computes so many tokens of this request."""
+        offered = {request.request_id: list(offers)} if offers else {}
+        state = SimpleNamespace(boundary_state_offloads=offered, get_block_ids=lambda _: tables)
+        scheduled = {request.request_id: tokens} if tokens else {}
+        return self.half.build_connector_meta(
+            SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
         )
-        (job,) = self.half.build_connector_meta(output).stores
+
+    def store(self, params: dict[str, Any] | None = None, first: int = 0) -> int:
+        """A new request computes its blocks and is gone; returns the job."""
+        request, tables = self.begin(first, kv_transfer_params=params)
+        (job,) = self.step(request, tables, 4 * BLOCK).stores
         self.half.request_finished_all_groups(request, tables)
         self.pool.free_blocks([self.pool.blocks[block] for table in tables for block in table])
         return job.job_id
@@ -85,6 +98,55 @@ class Half:
     def end(self, job_id: int) -> None:
         result = TransferResult(job_id, Direction.STORE, True, 0.0, {})
         self.half.update_connector_output(StepResults([result]))
+
+
+def test_blocks_over_the_limit_are_stored_by_later_steps() -> None:
+    """A state that the engine offers once goes first."""
+    tier = HostTier(20, LruPolicy())
+    half = Half(tier, pinned_share=0.2)
+    request, tables = half.begin()
+    most = half.half._pins.blocks_max
+    step, sizes = half.step(request, tables, 4 * BLOCK, [(1, tables[1][3], 4 * BLOCK)]), []
+    request.num_computed_tokens = 4 * BLOCK - 1
+    while step.stores:
+        (job,) = step.stores
+        sizes.append(sum(len(group.block_ids) for group in job.groups))
+        assert half.half.counts()["pinned_blocks"] == sizes[-1] <= most
+        half.end(job.job_id)
+        step = half.step(request, tables, 1)
+    assert (sizes, tier.held_keys) == ([most, most], 8)
+    half.half.request_finished_all_groups(request, tables)
+    assert half.half.counters.take() == {"blocks_stored": 8}
+
+
+def test_blocks_that_were_never_stored_are_counted_with_the_end_of_their_request() -> None:
+    half = Half(HostTier(20, LruPolicy()), pinned_share=0.2)
+    most = half.half._pins.blocks_max
+    half.store()
+    assert half.half.counters.take() == {"blocks_refused": 8 - most}
+
+
+def test_a_reset_is_over_when_no_transfer_runs() -> None:
+    tier = HostTier(20, LruPolicy())
+    half = Half(tier)
+    half.end(half.store())
+    job = half.store(first=100)
+    assert not half.half.reset_cache()
+    half.end(job)
+    assert half.half.reset_cache()
+    assert (tier.held_keys, half.half.counters.take()["blocks_removed"]) == (0, 8)
+
+
+@pytest.mark.parametrize("tables", [[[1, 2, 3, 4], [0, 0, 5, 6]], [[1], []]], ids=["gone", "does not fit"])
+def test_a_hit_that_cannot_be_loaded_fails_at_every_rank(tables: list[list[int]]) -> None:
+    half = Half(HostTier(20, LruPolicy()))
+    request, _ = half.begin()
+    half.half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: tables), 4 * BLOCK)
+    assert half.half.has_pending_push_work()
+    step = half.step(request, tables, 0)
+    (job,) = step.loads
+    assert (job.groups, step.load_requests) == ((), {job.job_id: request.request_id})
+    assert not half.half.reset_cache(), "a job runs, though of no block"
 
 
 def test_nothing_is_kept_of_a_store_that_ended_without_an_event() -> None:

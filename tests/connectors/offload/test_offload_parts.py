@@ -9,11 +9,13 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
+from kvatlas.connectors.group_shapes import GroupKind, GroupShape
 from kvatlas.connectors.layout import CacheView, LayoutError
 from kvatlas.connectors.scheduler.open_jobs import OpenJobs
 from kvatlas.connectors.scheduler.plans import (
     PlannedBlock,
     RequestState,
+    StoreThreshold,
     make_job,
     plan_load,
     plan_states,
@@ -72,6 +74,34 @@ class TestPlans:
         assert [(b.end_token, b.group_idx, b.block_id) for b in blocks] == [
             (8, 0, 2), (12, 0, 3), (12, 1, 5), (16, 0, 4), (16, 1, 6)
         ]  # fmt: skip
+
+    def test_groups_of_other_blocks_and_partial_tails(self) -> None:
+        class Uneven(ModelResolver):
+            group_shapes = (GroupShape(0, GroupKind.FULL, BLOCK), GroupShape(1, GroupKind.FULL, 2 * BLOCK))
+
+            def store_mask(self, *_: Any, **__: Any) -> dict[int, list[int]]:
+                return {0: [2], 1: [0]}
+
+            def partial_tail(self, *_: Any) -> dict[int, tuple[int, int]]:
+                return {0: (0, BLOCK), 1: (1, 3 * BLOCK)}
+
+        resolver: Any = Uneven()
+        state = RequestState(request(17), next_token=BLOCK)
+        blocks = plan_store(resolver, state, [[1, 2, 3, 4], [5, 6]], 3 * BLOCK)
+        assert [(b.end_token, b.group_idx, b.start_token, b.block_id) for b in blocks] == [
+            (8, 1, 0, 5), (12, 0, 8, 3), (12, 1, 8, 6)
+        ]  # fmt: skip
+
+    def test_a_block_is_stored_after_enough_requests_offered_it(self) -> None:
+        threshold = StoreThreshold(2, remembered_max=2)
+        first, second = RequestState(request(17)), RequestState(request(17))
+        blocks = [block(0), block(1)]
+        for _ in range(2):  # what is tried again counts once
+            assert threshold.admit(first, blocks) == []
+        assert threshold.admit(second, blocks) == blocks
+        assert threshold.admit(RequestState(request(17)), [block(2)]) == []
+        assert len(threshold) == 2
+        assert threshold.admit(RequestState(request(17)), [block(0)]) == [], "forgotten first"
 
     def test_states_without_a_hash_or_a_block_are_left_out(self) -> None:
         offers = [(0, 7, 8), (0, 0, 8), (0, 7, 9), (0, 7, 20), (9, 7, 8), (1, 8, 4)]

@@ -113,6 +113,10 @@ def test_the_model_loads_preempts_and_fails() -> None:
     assert all(
         engine.counts[what] > 3 for what in ("loads", "preemptions", "failed_loads", "aborts_while_loading")
     ), engine.counts
+    told = engine.half.counters.take()
+    assert told["blocks_stored"] - told["blocks_removed"] == engine.tier.held_keys
+    loads = engine.counts["loads"], engine.counts["loaded_tokens"]
+    assert (told["lookups/loaded"], told["hit_tokens"]) == loads
 
 
 def test_a_tier_that_does_not_answer_costs_its_deadline_and_no_more() -> None:
