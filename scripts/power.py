@@ -123,6 +123,10 @@ EXTRA_TESTS = {
     "router/tools": ["router/admission/test_key_file.py"],
     "router/index": ["exact", "found_facts", "offloaded", "assumed"],
     "connectors/tier": ["connectors/store/test_store_tier.py", "connectors/offload"],
+    "connectors/worker": [
+        "connectors/offload/test_offload_parts.py",
+        "connectors/offload/test_protocol_model.py",
+    ],
     "connectors/scheduler": ["connectors/offload", "connectors/multi", "connectors/hits"],
     "router/prompts": ["frontends", "images", "token_ids"],
 }

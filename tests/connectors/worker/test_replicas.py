@@ -121,6 +121,7 @@ def test_every_block_is_stored_by_one_replica(share: str) -> None:
 def test_vllm_says_which_ranks_are_replicas(replicas: int, nodes: int, rank: int, found: Replicas) -> None:
     parallel = SimpleNamespace(rank=rank, tensor_parallel_size=8, nnodes_within_dp=nodes)
     assert Replicas.from_config(SimpleNamespace(kv_tp_replicas=replicas), parallel) == found
+    assert Replicas.from_config(SimpleNamespace(), parallel) == Replicas(), "an older vLLM"
 
 
 def test_host_memory_holds_as_many_more_rows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -136,11 +137,12 @@ class Rig:
         return TransferJob(self._last_job_id, direction, (moves,))
 
     def run(self, engine: StagedTransfers, direction: Direction, *args: Any, **others: Any) -> TransferResult:
-        job = self.job(direction, *args, **others)
+        job, began_s = self.job(direction, *args, **others), time.monotonic()
         engine.submit(job)
         assert engine.wait([job.job_id], HANG_S)
         [result] = engine.poll()
         assert result.job_id == job.job_id
+        assert 0 <= result.seconds <= time.monotonic() - began_s
         return result
 
     def wipe(self, blocks: Sequence[int]) -> Bytes:
@@ -186,6 +188,20 @@ def test_a_job_of_more_blocks_than_rows_goes_through_in_chunks(rig: Rig) -> None
     assert rig.run(engine, Direction.LOAD, blocks).ok
     assert np.array_equal(rig.device, before)
     assert sorted(engine._rows.take(3)) == [0, 1, 2]
+
+
+def test_chunks_leave_each_direction_and_thread_two_and_are_no_larger_than_a_bound(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rig.open(rows=32, threads=4)._chunk_blocks == 4
+    assert rig.open(rows=1, threads=4)._chunk_blocks == 1
+    monkeypatch.setattr("kvatlas.connectors.worker.staged._CHUNK_BYTES", 1)
+    assert rig.open(rows=32, threads=4)._chunk_blocks == 1
+
+
+def test_each_direction_has_its_deadline() -> None:
+    settings = StagingSettings(load_deadline_s=1.0, store_deadline_s=2.0)
+    assert [settings.limit_s(way) for way in (Direction.LOAD, Direction.STORE)] == [1.0, 2.0]
 
 
 def test_blocks_in_the_store_are_not_put_again(rig: Rig) -> None:
