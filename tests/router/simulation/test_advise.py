@@ -103,6 +103,9 @@ def test_memory_behind_the_gpus_is_advised_where_it_pays_with_its_size() -> None
     assert "host memory of 24 GiB per engine brings 20% (mean 0.800 s, hit 40%)" in one.text
     assert "a shared store of 98 GiB over 25 Gbit/s costs 5% (mean 1.050 s" in one.text
     assert "a shared store of 98 GiB over 100 Gbit/s brings 21%" in one.text
+    means["tiers_host memory 400"] = 0.95
+    best = of(judge(SETUP, told_with(**means), reusable=0.5, num_requests=500), "tiers")
+    assert best.value == "store, 100 Gbit/s"
     little = of(judge(SETUP, told_with(), reusable=0.5, num_requests=500), "tiers")
     assert little.value is None
     assert "would bring little" in little.text

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from kvatlas.router.simulation.holding import Holding
 from kvatlas.router.simulation.outcome import FleetRun
 from kvatlas.router.simulation.requests import Request
 from kvatlas.router.simulation.variants import VARIANTS, HoldSetup, variants_of
@@ -34,6 +35,13 @@ def test_every_request_is_answered_once_and_its_time_counts_from_its_arrival(var
     assert [row.arrived_s for row in run.rows] == [one.at_s for one in requests]
     assert all(row.ttft_s > 0.999 for row in run.rows)  # 1,000 tokens at 1 ms each
     assert sum(run.computed_tokens) >= 40 * 1000
+
+
+def test_there_is_room_from_the_moment_an_engine_is_not_saturated(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding = Holding(HoldSetup(hold_s=0.0), [], 8)
+    for gap_s, room in ((0.5, False), (0.0, True), (-1.0, True)):
+        monkeypatch.setattr(holding, "_gap_s", lambda now, gap_s=gap_s: gap_s)
+        assert holding.room(0.0) is room
 
 
 def test_held_requests_keep_their_order_and_ageing_changes_it() -> None:

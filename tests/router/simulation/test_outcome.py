@@ -61,6 +61,8 @@ def test_curves_cover_the_whole_run() -> None:
     assert curves.hit_shares[0] == pytest.approx(0.005)
     assert curves.hit_shares[-1] == pytest.approx(0.385)
     assert [busy_s / curves.lasted_s for busy_s in curves.busy_s] == [0.1, pytest.approx(0.3)]
+    served = [row(0, 0.0, hit=50), row(1, 1.0), row(2, 1.0), row(3, -1.0)]
+    assert result_of(run_of(served)).curves.hit_shares == [0.5, 0.0, 0.0]
 
 
 def test_intervals_over_seeds() -> None:

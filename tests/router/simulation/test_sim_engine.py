@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.groups import GroupSpec
-from kvatlas.router.simulation.requests import Request
+from kvatlas.router.simulation.request_run import RequestRun
+from kvatlas.router.simulation.requests import Request, block_hashes
 from kvatlas.router.simulation.setup import Timing
 from tests.router.simulation.support import FAST, FULL, HYBRID, Bench, request
 from tests.support.examples import examples
@@ -61,6 +62,17 @@ def test_prompts_are_taken_up_in_the_order_they_came() -> None:
     assert bench.of("first") == list(range(8))
     starts = [run.started_s for run in runs]
     assert starts == sorted(starts)
+
+
+def test_what_remains_shrinks_within_a_step_as_time_passes() -> None:
+    engine = (bench := Bench(num_blocks=400)).engine
+    pooled = engine.pool.request([0] * 1000, hashes=block_hashes(request(0.0, 1000, 1, 0), 64))
+    engine.arrive(RequestRun(0, pooled, 1000, 1, 0.0), 0.0)
+    ends_s = engine.next_s
+    assert engine.remaining_s(0.0) - engine.remaining_s(ends_s / 2) == pytest.approx(ends_s / 2)
+    engine.advance()
+    assert engine.remaining_s(ends_s) < engine.remaining_s(0.0) - ends_s + 1e-9
+    assert bench.told == []
 
 
 def test_the_times_are_those_of_the_model() -> None:

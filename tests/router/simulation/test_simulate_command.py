@@ -46,6 +46,11 @@ def test_a_table_with_every_policy_and_number(capsys: pytest.CaptureFixture[str]
     ):
         assert words in out
     assert re.search(r"\d ±\d", out)
+    assert " 2 seeds\n" in out
+    assert call(*SMALL, "--policy", "kvatlas", "--seeds", "1") == 0
+    one = capsys.readouterr().out
+    assert " 1 seed\n" in one
+    assert ("±" in out, "±" in one) == (True, False)
 
 
 def test_the_pool_and_the_load_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

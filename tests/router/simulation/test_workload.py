@@ -235,6 +235,7 @@ def test_shared_prompts_come_in_bursts_and_their_questions_are_their_own() -> No
     heads = Counter(one.ids[:375] for one in drawn)
     assert len(heads) == 150
     assert len({one.ids[375] for one in drawn}) == len(drawn)
+    assert {tail for one in drawn for tail in one.ids[375:]}.isdisjoint(one for head in heads for one in head)
     gaps = [later.at_s - earlier.at_s for earlier, later in itertools.pairwise(drawn)]
     assert 1.7 < statistics.stdev(gaps) / statistics.fmean(gaps) < 2.3
     assert 950 < statistics.fmean(one.output_tokens for one in drawn) < 1050
