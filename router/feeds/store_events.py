@@ -23,21 +23,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvatlas.publisher.block_hash import HashChain, HashScheme
+from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.event_decoder import decode_in_pieces
 from kvatlas.publisher.events import (
     EVENTS_MAX,
     GROUPS_MAX,
     AllBlocksCleared,
-    BlockRemoved,
     BlockStored,
     Event,
     EventDecodeError,
-    WireHash,
     to_block_hash,
 )
 from kvatlas.router.feeds.store_settings import StoreSettings
-from kvatlas.router.index.stores import CHUNKS_MAX, STORE_MEDIA_MAX, StoreChange
+from kvatlas.router.index.lmcache import LmcacheChunks
+from kvatlas.router.index.stores import StoreChange
 
 # Reasons for not using an event that are counted separately, and characters kept of each.
 _REASONS_MAX, _REASON_CHARS_MAX = 16, 80
@@ -82,7 +81,7 @@ class StoreDecoder:
         self._keyed_as = settings.keyed_as
         self.unused = Counter[str]()
         """Events that were seen and not used, by reason; at most ``_REASONS_MAX``, and ``other``."""
-        self._chunks = _LmcacheChunks(scheme, self._unused)
+        self._chunks = LmcacheChunks(scheme, self._unused)
 
     def clear(self) -> None:
         """Discard what was learned of the store's hashes: its state is unknown."""
@@ -175,77 +174,3 @@ class StoreDecoder:
             return ()
         stored = isinstance(event, BlockStored)
         return [StoreChange(stored, 0, to_block_hash(one), 0, number) for one in event.block_hashes]
-
-
-class _LmcacheChunks:
-    """LMCache's hash of a chunk -> the engines' hash at its end, found by the chunk's tokens."""
-
-    def __init__(self, scheme: Callable[[], HashScheme | None], unused: Callable[[str], None]) -> None:
-        self._scheme_now = scheme
-        self._unused = unused
-        self._scheme: HashScheme | None = None
-        # Full hashes of the engines, and who has which: two of LMCache's for one is a salt or an adapter,
-        # which its events do not tell.
-        self._ends: dict[bytes, bytes] = {}
-        self._owner: dict[bytes, bytes] = {}
-
-    def clear(self) -> None:
-        self._ends.clear()
-        self._owner.clear()
-
-    def changes(self, event: BlockStored | BlockRemoved, medium: int, size: int) -> list[StoreChange | None]:
-        """Changes that an event of chunks of ``size`` tokens means."""
-        found: list[StoreChange | None] = []
-        if isinstance(event, BlockRemoved):
-            for key in map(_as_bytes, event.block_hashes):
-                end = self._ends.get(key)
-                if end is not None and self._owner.get(end) == key:
-                    found.append(_change(end, medium, stored=False))
-            return found
-        scheme = self._scheme_now()
-        if scheme != self._scheme:
-            self._scheme = scheme
-            self.clear()
-            found.append(None)
-        end = None if scheme is None else self._end_of(event, size, scheme)
-        if end is None:
-            return found
-        if len(self._ends) >= CHUNKS_MAX:
-            oldest = self._ends.pop(next(iter(self._ends)))
-            self._owner.pop(oldest, None)
-            found += [_change(oldest, number, stored=False) for number in range(STORE_MEDIA_MAX)]
-        key = _as_bytes(event.block_hashes[0])
-        self._ends[key] = end
-        if self._owner.setdefault(end, key) == key:
-            return [*found, _change(end, medium, stored=True)]
-        self._unused("chunks with one text and two hashes (salts, adapters)")
-        self._owner[end] = b""
-        return [*found, *(_change(end, number, stored=False) for number in range(STORE_MEDIA_MAX))]
-
-    def _end_of(self, event: BlockStored, size: int, scheme: HashScheme) -> bytes | None:
-        """The engines' hash at the end of a chunk; None if it cannot be known."""
-        parent = event.parent_block_hash
-        before = None if parent is None else self._ends.get(_as_bytes(parent))
-        if size % scheme.hash_block_size or scheme.lookahead:
-            self._unused("chunks that blocks do not divide")
-        elif len(event.block_hashes) != 1 or event.num_tokens() != size:
-            self._unused(f"events of other than one chunk of {size} tokens")
-        elif parent is not None and before is None:
-            self._unused("chunks behind unknown ones")
-        else:
-            chain = HashChain(scheme, parent=before)
-            try:
-                chain.extend(event.tokens())
-            except EventDecodeError:
-                self._unused("tokens that are no numbers")
-                return None
-            return chain.whole()[-1]
-        return None
-
-
-def _change(end: bytes, medium: int, *, stored: bool) -> StoreChange:
-    return StoreChange(stored, 0, to_block_hash(end), 0, medium)
-
-
-def _as_bytes(value: WireHash) -> bytes:
-    return value if isinstance(value, bytes) else (value & (1 << 64) - 1).to_bytes(8, "big")

@@ -82,7 +82,7 @@ class EngineResidency(EngineKnowledge):
         self._batch: Sequence[Any] = ()
         self._at = self._series_end = 0
         self._series_repeats = False
-        self._outside = OffloadedBlocks(engine_id, index, self.rejected)
+        self._outside = OffloadedBlocks(engine_id, index, self.rejected, lambda: self._detector.scheme)
         self._reset(expected=(), inside_seen=False)
 
     def _reset(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:
@@ -141,7 +141,7 @@ class EngineResidency(EngineKnowledge):
         self.clears += old.clears
         self.re_reports += old.re_reports
         self.unknown_types.update(old.unknown_types)
-        self._outside.unknown_media.update(old._outside.unknown_media)  # of the same class
+        self._outside.unused.update(old._outside.unused)  # of the same class
         self.budget = old.budget
         self._settle()
 
@@ -202,9 +202,8 @@ class EngineResidency(EngineKnowledge):
 
     @property
     def unused(self) -> dict[str, int]:
-        """Events that were understood or skipped, and say nothing to the router, by medium or type."""
-        media = {f"medium {name}": count for name, count in self._outside.unknown_media.items()}
-        return media | {f"type {name}": count for name, count in self.unknown_types.items()}
+        """Events that were understood or skipped, and say nothing to the router, by reason."""
+        return self._outside.unused | {f"type {name}": count for name, count in self.unknown_types.items()}
 
     @property
     def unusable_events(self) -> int:

@@ -7,7 +7,8 @@ about a shared store, among them all of MooncakeStoreConnector, are hints: a blo
 often it was published, and it expires if not published again for ``facts.shared_store_ttl_s`` (at least half
 of that), because the store's evictions are not published. A removal revokes what this engine published, not
 what others did. An event of vLLM's own offloading is one chunk, however many hashes it lists; one removal
-lists those of several chunks.
+lists those of several chunks. LMCache's connector publishes chunks under hashes of its own; their blocks are
+found by their tokens (``lmcache.py``), and a chunk is held once.
 
 Nothing here affects the GPU's residency; one engine has at most ``PLACES_MAX`` places, events of further ones
 are counted and ignored.
@@ -16,12 +17,14 @@ are counted and ignored.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.publisher.events import GROUPS_MAX, BlockHash, BlockRemoved, BlockStored, to_block_hash
 from kvatlas.router.index.base import Index, Plane
+from kvatlas.router.index.lmcache import LmcacheChunks
 from kvatlas.router.index.places import (
     CPU,
     MOONCAKE,
@@ -33,6 +36,7 @@ from kvatlas.router.index.places import (
     is_cleared_with_gpu,
     is_remote,
     is_shared,
+    lmcache_place,
     medium_named,
     medium_of,
     owner_of,
@@ -45,21 +49,32 @@ PLACES_MAX = 8
 _KEYS_MAX = PLACES_MAX * GROUPS_MAX
 
 _Key = tuple[str | None, int | None, str | None, str | None]
-# Media as vLLM's own offloading and LMCache name them: an event is one chunk.
-_CHUNK_MEDIA = frozenset({CPU, STORAGE, "cpu"})
-_UNKNOWN_MEDIA_MAX = 8
-_MEDIUM_CHARS_MAX = 40
+# Media as vLLM's own offloading names them: an event is one chunk.
+_CHUNK_MEDIA = frozenset({CPU, STORAGE})
+# Medium of LMCache's connector, and of vLLM's MooncakeStoreConnector, which names a group.
+_OTHERS_CPU = "cpu"
+_UNUSED_MAX = 8
+_REASON_CHARS_MAX = 70
 
 
 class OffloadedBlocks:
     """Blocks of one engine outside its GPU. ``rejected`` counts invalid events by reason."""
 
-    def __init__(self, engine_id: str, index: Index, rejected: Counter[str]) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        index: Index,
+        rejected: Counter[str],
+        scheme: Callable[[], HashScheme | None] = lambda: None,
+    ) -> None:
+        """``scheme``: proven one of the engine."""
         self.engine_id = engine_id
         self._index = index
         self._rejected = rejected
-        self.unknown_media = Counter[str]()
-        """Events in unknown media, by name; at most ``_UNKNOWN_MEDIA_MAX`` names, and ``other``."""
+        self._lmcache = LmcacheChunks(scheme, lambda reason: self._not_used(f"LMCache {reason}"))
+        self.unused = Counter[str]()
+        """Events in unknown media, and those of LMCache that are not used, by reason; at most ``_UNUSED_MAX``
+        reasons, and ``other``."""
         # Shared stores that this engine wrote to.
         self.stores: frozenset[str] = frozenset()
         self.followed: frozenset[str] = frozenset()
@@ -74,11 +89,14 @@ class OffloadedBlocks:
         # Host memory of vLLM's own connector, and whether it may have been emptied without events.
         self._own_host: str | None = None
         self._doubted = False
+        # Tokens of LMCache's chunks.
+        self._chunk_tokens = 0
         # Whether an event listed several hashes of one chunk.
         self._lists_inner = False
         self._turn = 0
         self._turned_s: float | None = None
         self.stores = frozenset()
+        self._lmcache.clear()
 
     def follow(self, stores: frozenset[str]) -> None:
         """Set the stores with feeds of their own that this engine loads from: these tell all that vLLM's
@@ -93,6 +111,9 @@ class OffloadedBlocks:
     def stored(self, event: BlockStored) -> int:
         """Add one copy of each block; where there is one at most, mark it present. Returns the tokens of the
         chunk that the event describes; 0 if it describes blocks."""
+        if self._is_lmcache(event):
+            self._apply_lmcache(event)
+            return 0
         plane = self._plane(event)
         if plane is None:
             return 0
@@ -111,11 +132,29 @@ class OffloadedBlocks:
         return 0
 
     @staticmethod
+    def _is_lmcache(event: BlockStored | BlockRemoved) -> bool:
+        return event.medium == _OTHERS_CPU and event.group_idx is None and event.ownership is None
+
+    def _apply_lmcache(self, event: BlockStored | BlockRemoved) -> None:
+        told = event.num_tokens() if isinstance(event, BlockStored) else 0
+        size = self._chunk_tokens or told
+        name = lmcache_place(size)
+        for change in self._lmcache.changes(event, 0, size):
+            if change is None:
+                self._index.clear(self.engine_id, name)
+            elif not change.medium:
+                self._chunk_tokens = size
+                self._index.set_copies(self.engine_id, Plane(name, 0), change.block, int(change.stored))
+
+    @staticmethod
     def _is_chunk(event: BlockStored | BlockRemoved, plane: Plane) -> bool:
         return event.medium in _CHUNK_MEDIA and not connector_of(plane.medium)
 
     def removed(self, event: BlockRemoved) -> None:
         """Remove one copy of each block, or set the number of copies given in the event."""
+        if self._is_lmcache(event):
+            self._apply_lmcache(event)
+            return
         plane = self._plane(event)
         if plane is None:
             return
@@ -187,6 +226,10 @@ class OffloadedBlocks:
                 self._places.discard(name)
                 self._index.clear(self.engine_id, name)
 
+    def _not_used(self, reason: str) -> None:
+        known, reason = self.unused, reason[:_REASON_CHARS_MAX]
+        known[reason if reason in known or len(known) < _UNUSED_MAX else "other"] += 1
+
     def _plane(self, event: BlockStored | BlockRemoved) -> Plane | None:
         key = (event.medium, event.group_idx, event.locality, event.ownership)
         plane = self._planes.get(key)
@@ -198,14 +241,13 @@ class OffloadedBlocks:
 
     def _find(self, event: BlockStored | BlockRemoved) -> Plane | None:
         medium, owner, locality = medium_named(event.medium), event.ownership, event.locality
-        if event.medium == "cpu" and event.group_idx is not None and owner is None:
+        if event.medium == _OTHERS_CPU and event.group_idx is not None and owner is None:
             if self.followed:
                 return None
             medium, owner, locality = STORAGE, MOONCAKE, REMOTE
         if medium is None:
             self._rejected["unknown_medium"] += 1
-            known, name = self.unknown_media, str(event.medium)[:_MEDIUM_CHARS_MAX]
-            known[name if name in known or len(known) < _UNKNOWN_MEDIA_MAX else "other"] += 1
+            self._not_used(f"medium {str(event.medium)[:40]}")
             return None
         if owner is not None and len(owner) > OWNER_CHARS_MAX:
             self._rejected["owner_too_long"] += 1

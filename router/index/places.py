@@ -4,7 +4,8 @@ each hold a copy of a block in the same medium; separate places keep the copies 
 connector drops its copy. A store shared by several engines (``STORAGE``, locality ``REMOTE``, with an
 owner) has two places, ``STORAGE*0@owner`` and ``STORAGE*1@owner``, filled alternately: such a store
 publishes no evictions, so old entries are expired one place at a time. A store with a feed of its own has
-one place, whose name says how engines find blocks there (``Reach``): ``STORAGE*alone0@owner``.
+one place, whose name says how engines find blocks there (``Reach``): ``STORAGE*alone0@owner``; so has host
+memory of LMCache's connector, of one engine: ``CPU/alone256@lmcache``.
 ``Plane.medium`` holds a place name; an index does not parse it.
 """
 
@@ -36,10 +37,12 @@ _NAMED = {
 _CLEARED_WITH_GPU = frozenset({"CPU_PINNED"})
 
 REMOTE = "REMOTE"
+# Owner of what LMCache's connector inside vLLM publishes.
+LMCACHE = "lmcache"
 # Owner of what vLLM's MooncakeStoreConnector publishes: a ``cpu`` chunk that names its group, and no removal
 # (mooncake/store/worker.py, 0.32 and 0.33). LMCache's ``cpu`` names none.
 MOONCAKE = "mooncake"
-_REACH = re.compile(r"STORAGE\*(alone|after)([0-9]+)@")
+_REACH = re.compile(r"(?:STORAGE\*|CPU/)(alone|after)([0-9]+)@")
 # Secondary tiers that vLLM's own offloading looks up together with its host memory.
 _JOINED_OWNERS = frozenset({"kvcr"})
 
@@ -67,7 +70,7 @@ def place(medium: str, ownership: str | None = None, *, turn: int | None = None)
 
 def medium_of(name: str) -> str:
     """Return ``GPU``, ``CPU`` or ``STORAGE``."""
-    return name.partition("@")[0].partition("*")[0]
+    return name.partition("@")[0].partition("*")[0].partition("/")[0]
 
 
 def owner_of(name: str) -> str:
@@ -93,6 +96,12 @@ class Reach(NamedTuple):
 def store_place(owner: str, reach: Reach) -> str:
     """Build the name of the place of a store that has a feed of its own."""
     return f"{STORAGE}*{'alone' if reach.alone else 'after'}{reach.chunk_tokens}@{owner}"
+
+
+def lmcache_place(chunk_tokens: int) -> str:
+    """Build the name of the place of LMCache's chunks in an engine's host memory. Its look-up begins with the
+    first token of a prompt."""
+    return f"{CPU}/alone{chunk_tokens}@{LMCACHE}"
 
 
 def reach_of(name: str) -> Reach:

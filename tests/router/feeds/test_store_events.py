@@ -255,7 +255,7 @@ class TestLmcache:
         assert self.ends(held) == [False] * 3
 
     def test_names_beyond_the_bound_go_with_their_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvatlas.router.feeds.store_events.CHUNKS_MAX", 2)
+        monkeypatch.setattr("kvatlas.router.index.lmcache.CHUNKS_MAX", 2)
         held = self.held()
         for at in range(3):
             held.take(self.chunk(at), POOL)

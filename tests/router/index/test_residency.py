@@ -264,7 +264,7 @@ class TestGroupsAndMedia:
         assert fleet.stats().unknown_removals == 0
 
     def test_chunks_of_one_hash(self) -> None:
-        """As vLLM #57304 would publish them, and LMCache does."""
+        """As vLLM #57304 would publish them."""
         chunk = as_chunk(0, 4)
         chunk.block_hashes, chunk.block_size = chunk.block_hashes[-1:], 64
         fleet = told(fleet_of(), DENSE.stored(PROMPT), chunk, AllBlocksCleared())

@@ -487,7 +487,7 @@ def test_places_are_bounded() -> None:
 
 @pytest.mark.parametrize(
     ("name", "medium"),
-    [("cpu", "CPU"), ("CPU_PINNED", "CPU"), ("DISK", "STORAGE"), ("EXTERNAL", "STORAGE")],
+    [("CPU_PINNED", "CPU"), ("DISK", "STORAGE"), ("EXTERNAL", "STORAGE")],
 )
 def test_other_names_of_media(name: str, medium: str) -> None:
     told = Told()

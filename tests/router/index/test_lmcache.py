@@ -1,0 +1,111 @@
+"""Chunks that LMCache's connector publishes in an engine's own events: found by their tokens, counted whole.
+
+Format: LMCache #5076 (in 0.5.6) through vLLM's ``BlockStored`` and ``BlockRemoved``: one chunk per event, the
+last 8 bytes of LMCache's hash of it and of the chunk before, its tokens, their number as the block size,
+medium ``cpu``, no group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvatlas.publisher.block_hash import HashScheme
+from kvatlas.publisher.event_decoder import decode_batch
+from kvatlas.publisher.events import AllBlocksCleared
+from kvatlas.router.index.learn.layout import ModelFacts
+from kvatlas.router.index.model import FleetResidency
+from tests.support.event_writer import Prompt, Writer, batch, tokens
+from tests.support.store_publishers import lmcache_hashes
+
+CHUNK, PROMPT = 64, tokens(300)
+WRITER = Writer(HashScheme())
+
+
+def key(value: bytes) -> int:
+    return int.from_bytes(value[-8:], "big")
+
+
+def stored(at: int, extra: bytes = b"", prompt: list[int] = PROMPT) -> list[Any]:
+    hashes = lmcache_hashes(prompt, CHUNK, extra)
+    parent = key(hashes[at - 1]) if at else None
+    chunk = prompt[at * CHUNK : (at + 1) * CHUNK]
+    return ["BlockStored", [key(hashes[at])], parent, chunk, CHUNK, None, "cpu"]
+
+
+def removed(*at: int) -> list[Any]:
+    hashes = lmcache_hashes(PROMPT, CHUNK)
+    return ["BlockRemoved", [key(hashes[one]) for one in at], "cpu"]
+
+
+def told(*frames: list[Any], fleet: FleetResidency | None = None) -> FleetResidency:
+    """An engine that had the prompt on its GPU, and has it outside only."""
+    if fleet is None:
+        fleet = FleetResidency(ModelFacts())
+        fleet.apply("a", batch(WRITER.stored(PROMPT), AllBlocksCleared()))
+    fleet.apply("a", decode_batch(msgspec.msgpack.encode([1.0, list(frames), 0])))
+    assert fleet.index.check_integrity() == []
+    return fleet
+
+
+def loads(fleet: FleetResidency, shared: int = len(PROMPT)) -> int:
+    return fleet.predict(Prompt([*PROMPT[:shared], *tokens(100, seed=9)]), ["a"])["a"].cpu_tokens
+
+
+@pytest.mark.parametrize(("shared", "hit"), [(48, 0), (64, 64), (127, 64), (128, 128), (300, 256)])
+def test_whole_chunks_are_loaded(shared: int, hit: int) -> None:
+    fleet = told(*map(stored, range(4)))
+    assert loads(fleet, shared) == hit
+    assert not fleet.engine("a").unused
+    layout = fleet.engine("a").layout
+    assert layout is not None
+    assert layout.blocks_per_chunk == 1, "of vLLM's own offloading nothing is said"
+
+
+def test_a_hit_begins_with_the_first_chunk() -> None:
+    fleet = told(*map(stored, range(4)))
+    assert loads(told(removed(0), fleet=fleet)) == 0
+    assert loads(told(stored(0), fleet=fleet)) == 256
+    assert loads(told(removed(2, 3), fleet=fleet)) == 128
+
+
+def test_a_chunk_that_is_told_twice_goes_with_one_removal() -> None:
+    assert loads(told(stored(0), stored(0), removed(0))) == 0
+    assert loads(told(removed(0), stored(0), fleet=told(stored(0)))) == 64
+
+
+def test_the_gpus_clear_leaves_it_and_a_restart_does_not() -> None:
+    fleet = told(stored(0))
+    fleet.apply("a", batch(AllBlocksCleared()))
+    assert loads(fleet) == 64
+    fleet.forget("a")
+    fleet.apply("a", batch(WRITER.stored(PROMPT), AllBlocksCleared()))
+    assert loads(fleet) == 0
+
+
+def test_one_text_under_two_hashes_is_not_promised() -> None:
+    """A salt or an adapter, which no event tells."""
+    fleet = told(stored(0), stored(0, extra=b"salt"))
+    assert loads(fleet) == 0
+    assert list(fleet.engine("a").unused) == ["LMCache chunks with one text and two hashes (salts, adapters)"]
+
+
+def test_chunks_without_their_beginning_are_counted() -> None:
+    fleet = told(stored(1))
+    assert loads(fleet) == 0
+    assert fleet.engine("a").unused == {"LMCache chunks behind unknown ones": 1}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [1, 2], None, PROMPT[:64], 64, None, "cpu"],
+        ["BlockStored", [1], None, PROMPT[:40], 40, None, "cpu"],
+        ["BlockStored", [1], None, [], 0, None, "cpu"],
+        ["BlockRemoved", [], "cpu"],
+    ],
+)
+def test_events_of_another_form_change_nothing(event: list[Any]) -> None:
+    assert loads(told(event, stored(0))) == 64
