@@ -1,22 +1,19 @@
-"""``FaultyOffloadConnector``: the offload connector with transfers that fail or lie on demand, for tests.
+"""``FaultyOffloadConnector``: the offload connector with loads that lie on demand, for tests.
 
-``kv_connector_extra_config.control`` names a JSON file, read again for every job:
-``{"direction": "load", "mode": "zero", "group": 3}`` clears what was copied of one group, mode ``fail``
-raises before anything is copied, ``{}`` lets it be. Loaded by module path: it is no part of the product.
+``kv_connector_extra_config.control`` names a file, read again for every load: the group whose blocks are
+cleared after they were copied; empty: none. Loaded by module path: it is no part of the product.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kvatlas.connectors.layout import CacheView
 from kvatlas.connectors.offload import EXTRA_CONFIG, HybridOffloadConnector
 from kvatlas.connectors.settings import OffloadSettings
-from kvatlas.connectors.transfer.base import TransferEngine, TransferJob
+from kvatlas.connectors.transfer.base import Direction, TransferEngine, TransferJob
 from kvatlas.connectors.transfer.host import PinnedHostPool
 from kvatlas.connectors.transfer.host_engine import HostTransferEngine
 from kvatlas.connectors.worker.worker import EngineFactory, EngineWithPool
@@ -34,14 +31,9 @@ class FaultyOffloadConnector(HybridOffloadConnector):
             pool = PinnedHostPool(slots * view.row_bytes, view.row_bytes)
 
             def fault(job: TransferJob, copy: Callable[[], None]) -> None:
-                wanted: dict[str, Any] = json.loads(control.read_text())
-                if wanted.get("direction") != job.direction.value:
-                    copy()
-                elif wanted["mode"] == "fail":
-                    raise OSError("told to fail")
-                else:
-                    copy()
-                    clear(view, job, wanted["group"])
+                copy()
+                if job.direction is Direction.LOAD and (group := control.read_text()):
+                    clear(view, job, int(group))
 
             return EngineWithPool(HostTransferEngine(view, pool, fault=fault), pool)
 

@@ -6,13 +6,11 @@ restarts empty, replicas that are drained (``tests/world/faults.py``).
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from tests.support.process_fleet import Fleet, fleet
-from tests.support.redis_servers import PERSISTENT, AnyServer, Cluster, Server, any_program
-from tests.support.waiting import run, until
+from tests.support.redis_servers import PERSISTENT, AnyServer, Server, any_program
+from tests.support.waiting import until
 
 
 async def recovered(made: Fleet, among: set[str] | None = None) -> None:
@@ -63,78 +61,9 @@ async def test_the_server_killed_and_restarted(keep_data: bool) -> None:
 
 
 @pytest.mark.process
-async def test_a_replica_killed_with_its_leases(server: AnyServer) -> None:
-    async with fleet(server.url) as made:
-        victim = made.members[0]
-
-        async def holds() -> bool:
-            return victim.name in (await made.holders()).values()
-
-        await until(holds, "the replica has its share")
-        victim.kill()
-        await recovered(made, {made.members[1].name})
-        assert made.clients.retried > 0
-
-
-@pytest.mark.process
-async def test_a_replica_that_slept_past_its_leases_cannot_write(server: AnyServer) -> None:
-    """While it sleeps the other takes everything; on waking both believe that they hold leases."""
-    async with fleet(server.url) as made:
-        sleeper, waker = made.members
-
-        async def shared() -> bool:
-            return set((await made.holders()).values()) == {sleeper.name, waker.name}
-
-        await until(shared, "each replica has its share")
-        theirs = {e for e, holder in (await made.holders()).items() if holder == sleeper.name}
-        assert theirs
-        sleeper.signal(signal.SIGSTOP)
-        await made.settled({waker.name})
-        await made.clients.more()
-        sleeper.signal(signal.SIGCONT)
-
-        async def noticed() -> bool:
-            return await made.metric(sleeper, "kvatlas_lease_lost_total") >= len(theirs)
-
-        await until(noticed, "the sleeper drops its engines")
-        await recovered(made)
-
-        await until(shared, "the sleeper gets its share again")
-
-
-@pytest.mark.process
-async def test_a_full_server_costs_hits_and_no_request() -> None:
-    with Server(any_program(), "--maxmemory-policy", "noeviction") as server:
-        async with fleet(server.url) as made:
-            server.command("CONFIG", "SET", "maxmemory", "1mb")
-            await made.clients.more(40)
-            diffs = await made.verify()
-            assert sum(diff.wrong for diff in diffs if not diff.stale) == 0
-            server.command("CONFIG", "SET", "maxmemory", "0")
-            await recovered(made)
-
-
-@pytest.mark.process
 async def test_a_server_turned_read_only_costs_no_request(server: AnyServer) -> None:
     async with fleet(server.url) as made:
         server.command("REPLICAOF", "127.0.0.1", "1")
         await made.clients.more(20)
         server.command("REPLICAOF", "NO", "ONE")
         await recovered(made)
-
-
-@pytest.mark.process
-def test_a_cluster_node_down_and_up_again() -> None:
-    async def main(cluster: Cluster) -> None:
-        async with fleet(cluster.url, engines=2) as made:
-            await made.check_exact()
-            cluster.nodes[1].kill()
-            await made.clients.more(20)
-            cluster.nodes[1].start()
-            await recovered(made)
-
-    cluster = Cluster(any_program())
-    try:
-        run(main(cluster))
-    finally:
-        cluster.close()
