@@ -32,7 +32,7 @@ from kvatlas.connectors.transfer.base import (
     TransferJob,
     TransferResult,
 )
-from kvatlas.connectors.worker.worker import OffloadWorker, device_of, make_engine, slots_of
+from kvatlas.connectors.worker.worker import EngineWithPool, OffloadWorker, device_of, make_engine, slots_of
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 RESOLVER: Any = ModelResolver()
@@ -265,6 +265,16 @@ class TestEngines:
             make_engine(view, "xpu", slots=4, row_bytes=1024)
         with pytest.raises(LayoutError, match="1024 bytes"):
             make_engine(view, "cpu", slots=4, row_bytes=512)
+
+    def test_memory_is_given_back_once_the_engine_is_closed(self) -> None:
+        told: list[str] = []
+        engine = TestWorker.Engine()
+        pool: Any = SimpleNamespace(close=lambda: told.append("pool"))
+        whole = EngineWithPool(engine, pool)
+        engine.close = lambda timeout_s=CLOSE_S: bool(told.append("engine")) or len(told) > 1  # type: ignore[method-assign]
+        for _ in range(3):
+            whole.close()
+        assert told == ["engine", "engine", "pool"], "a job ran at first"
 
     def test_the_cpu_engine_gives_its_memory_back(self) -> None:
         engine = make_engine(CacheView((), 10, 1024), "cpu", slots=4, row_bytes=1024)

@@ -164,6 +164,10 @@ def test_a_store_that_failed_is_counted_and_leaves_its_slot() -> None:
         tier.end_store(key, ok=False)
     assert (tier.counters.failed_stores, tier.counters.stores) == (2, 0)
     assert tier.held("r", [key]) == frozenset()
+    tier.begin_store([key])
+    tier.end_store(key, ok=True)
+    assert tier.begin_load([key]) == [0]
+    assert (tier.counters.failed_stores, tier.counters.stores, tier.counters.loads) == (2, 1, 1)
 
 
 def test_a_store_begun_before_a_reset_is_never_held() -> None:
