@@ -62,7 +62,7 @@ from kvatlas.router.pd.settings import PdSettings, PdStats
 from kvatlas.router.prompts.bodies import peek_chat
 from kvatlas.router.proxy.aliases import Aliases
 from kvatlas.router.proxy.carriers import Outbound
-from kvatlas.router.proxy.continuation import ContinuationPlan, plan_of
+from kvatlas.router.proxy.continuation_plan import ContinuationPlan, plan_of
 from kvatlas.router.proxy.deaths import Deaths, Pulse, WatchedFleet
 from kvatlas.router.proxy.forward import Forwarder, Placer
 from kvatlas.router.proxy.headers import CONTINUE, RequestHead, read_request_headers

@@ -22,7 +22,7 @@ from kvatlas.router.pd.bodies import SplitBody
 from kvatlas.router.pd.handoff import Handoff, NotFetchedError
 from kvatlas.router.pd.transfer import KvSource
 from kvatlas.router.proxy.breaker import Breaker
-from kvatlas.router.proxy.continuation import KeptStream
+from kvatlas.router.proxy.kept_stream import KeptStream
 
 # Refusals that say nothing against an engine: it has enough to do, or too short a context.
 _NO_FAULTS: Final = frozenset({400, 429})

@@ -17,9 +17,11 @@ from kvatlas.router.openai.members import before_others
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.openai.response_ids import of_engine, with_id
 from kvatlas.router.proxy.attempt import Answer, Attempt, Had
-from kvatlas.router.proxy.continuation import ContinuationPlan, ContinuedStream, KeptStream
+from kvatlas.router.proxy.continuation import ContinuedStream
+from kvatlas.router.proxy.continuation_plan import ContinuationPlan
 from kvatlas.router.proxy.deaths import digest_of
 from kvatlas.router.proxy.headers import RequestHead, request_head
+from kvatlas.router.proxy.kept_stream import KeptStream
 
 
 class Outbound(msgspec.Struct, gc=False):

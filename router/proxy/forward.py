@@ -48,14 +48,13 @@ from kvatlas.router.proxy.attempt import Answer, Attempt, Had
 from kvatlas.router.proxy.carriers import Carrier, Outbound, OwnConnections
 from kvatlas.router.proxy.comments import Comments
 from kvatlas.router.proxy.continuation import (
-    ContinuationPlan,
     ContinuedStream,
-    KeptStream,
     completion_of,
     text_so_far,
     warming_of,
     whole_tokens,
 )
+from kvatlas.router.proxy.continuation_plan import ContinuationPlan
 from kvatlas.router.proxy.deaths import HELD_BACK, Deaths
 from kvatlas.router.proxy.disaggregated import AgainError, DisaggForwarder, Harm, broke, new_transfer_id
 from kvatlas.router.proxy.engine_page import EnginePage
@@ -69,6 +68,7 @@ from kvatlas.router.proxy.failures import (
     engine_failed,
 )
 from kvatlas.router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
+from kvatlas.router.proxy.kept_stream import KeptStream
 from kvatlas.router.proxy.media_names import has_media
 from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats

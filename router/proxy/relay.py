@@ -25,10 +25,12 @@ from kvatlas.router.pd.handoff import NotFetchedError
 from kvatlas.router.proxy.answers import SseRelay
 from kvatlas.router.proxy.attempt import Answer, Attempt, Had
 from kvatlas.router.proxy.comments import Comments
-from kvatlas.router.proxy.continuation import ContinuationPlan, ContinuedStream, KeptStream
+from kvatlas.router.proxy.continuation import ContinuedStream
+from kvatlas.router.proxy.continuation_plan import ContinuationPlan
 from kvatlas.router.proxy.events import Kind, aborted
 from kvatlas.router.proxy.failures import REFUSALS, EventRefusedError, broke_off, client_told, stream_failed
 from kvatlas.router.proxy.headers import SERVER_TIMING, AnswerHead
+from kvatlas.router.proxy.kept_stream import KeptStream
 from kvatlas.router.proxy.settings import ProxyStats
 from kvatlas.router.proxy.usage_reports import read_usage
 

@@ -22,15 +22,9 @@ from tokenizers import Tokenizer
 
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.proxy.continuation import (
-    ContinuationPlan,
-    ContinuedStream,
-    KeptStream,
-    completion_of,
-    plan_of,
-    text_so_far,
-    whole_tokens,
-)
+from kvatlas.router.proxy.continuation import ContinuedStream, completion_of, text_so_far, whole_tokens
+from kvatlas.router.proxy.continuation_plan import ContinuationPlan, plan_of
+from kvatlas.router.proxy.kept_stream import KeptStream
 from tests.vllm.character_model import write_character_model
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.told_streams import ToldStream, told

@@ -15,15 +15,9 @@ from hypothesis import strategies as st
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.proxy import continuation
-from kvatlas.router.proxy.continuation import (
-    ContinuationPlan,
-    ContinuedStream,
-    KeptStream,
-    completion_of,
-    plan_of,
-    text_so_far,
-    whole_tokens,
-)
+from kvatlas.router.proxy.continuation import ContinuedStream, completion_of, text_so_far, whole_tokens
+from kvatlas.router.proxy.continuation_plan import ContinuationPlan, plan_of
+from kvatlas.router.proxy.kept_stream import KeptStream
 from tests.support.examples import examples
 from tests.support.text_engine import DONE, PROMPT, TextEngine, decode, token
 
