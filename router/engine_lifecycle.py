@@ -217,7 +217,7 @@ class EngineLifecycle:
         """End what goes on from other engines: this one stalls, or is drained and ends soon."""
         left_s = self._left_s(engine, proxy)
         if engine.waiting and left_s <= LAST_S:
-            self._abandon(engine)
+            engine.abandon(self._elsewhere(engine), drained=True)
         if not engine.answering or not proxy.continue_streams:
             return
         if proxy.stall_s:

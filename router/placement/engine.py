@@ -440,9 +440,11 @@ class Engine(EngineStatus):
         """Implement ``EngineStatus``."""
         return self.breaker.overdue(self._accounts.now())
 
-    def abandon(self, elsewhere: Callable[[Attempt], bool], *, lost: bool = False) -> None:
+    def abandon(
+        self, elsewhere: Callable[[Attempt], bool], *, lost: bool = False, drained: bool = False
+    ) -> None:
         """Move requests that wait for its first byte to another engine, if ``elsewhere`` finds one for them.
-        ``lost``: only those that its breaker considers lost."""
+        ``lost``: only those that its breaker considers lost; ``drained``: all, since it ends soon."""
         if not lost:
             # It may come back with another scheduling policy.
             self.takes_order = True
@@ -457,6 +459,7 @@ class Engine(EngineStatus):
             if elsewhere(attempt):
                 del self.waiting[attempt]
                 attempt.abandoned, attempt.died = True, not lost and self.unreachable
+                attempt.drained = drained
                 cancel()
 
     def end_older(self, than_s: float, begun_s: float | None = None) -> None:

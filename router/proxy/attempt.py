@@ -54,6 +54,8 @@ class Attempt:
     """Version of an engine that computes prompts for others."""
     abandoned = False
     """Its engine went down before the first byte, and another one can be asked."""
+    drained = False
+    """It was taken from an engine that was to end, which says nothing of either."""
     blameless = False
     """Its end says nothing of the engine: another process runs there now, or it was not asked."""
     died = False

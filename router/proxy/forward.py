@@ -89,6 +89,8 @@ USAGE_BYTES_MAX = 4 << 20
 _BREAKS_MAX = 2
 # Largest error answer of an engine that is kept, to be passed on if no other engine answers.
 _KEPT_ANSWER_BYTES_MAX = 256 * 1024
+# Times that a request is taken from an engine that is to end, beside its attempts.
+_MOVES_MAX = 16
 # Log lines per second on broken engines: one that dies breaks with all its requests.
 _BREAK_LINES_MAX = 10
 
@@ -363,7 +365,7 @@ class Forwarder:
         # engine at all.
         left: frozenset[str] = frozenset()
         outcome: Refusal | UpstreamError | None = None
-        breaks = attempt = 0
+        breaks = attempt = moves = 0
         disagg: DisaggState | None = None
         carrier = out.carrier or self._own
         while attempt < self._settings.attempts_max:
@@ -403,7 +405,9 @@ class Forwarder:
                 break
             if outcome is None:
                 return
-            attempt += 1
+            # Engines that are replaced one after another.
+            moves += placement.drained
+            attempt += not placement.drained or moves > _MOVES_MAX
             tried = frozenset((placement.engine_id,))
             spared = _abandoned(outcome) or _not_reached(outcome)
             left, exclude = (left | tried, exclude) if spared else (left, exclude | tried)

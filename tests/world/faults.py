@@ -279,6 +279,31 @@ async def drain(fleet: Fleet, fault: Fault) -> None:
     await _listed(fleet, fault, drain=True)
 
 
+@_fault(touches="all")
+async def rollout(fleet: Fleet, fault: Fault) -> None:
+    """Each engine is drained with a deadline, stopped then, and begun again before the next one is. In plans
+    of its own only: a stream that may not go on elsewhere ends with an error."""
+    routers = list(fleet.serving.values())
+    for i in sorted(fleet.listed):
+        url = f"http://{engine_host(i)}:8000"
+        for one in routers:
+            one.router.desired.drain(url, "ops", one.router.accounts.wall() + fault.lasts_s)
+            await fleet.as_router(one, _assigned(one.router))
+        await asyncio.sleep(fault.lasts_s)
+        await fleet.stop(i)
+        await asyncio.sleep(0.5)
+        await fleet.boot(i)
+        for one in routers:
+            one.router.desired.undrain(url)
+            await fleet.as_router(one, _assigned(one.router))
+        while not all(one.router.fleet.get(url).up for one in routers):  # type: ignore[union-attr]
+            await asyncio.sleep(0.2)
+
+
+async def _assigned(router: Any) -> None:
+    router._assign()
+
+
 async def _listed(fleet: Fleet, fault: Fault, *, drain: bool) -> None:
     i = fault.target
     role = fleet.plan.engines[i].get("role")

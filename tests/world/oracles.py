@@ -354,9 +354,13 @@ def _computed(one: Judged, fleet: Fleet) -> tuple[int, int] | None:
     """Prompt and output tokens of an answer by the engines that finished it; None: none did. Where a stream
     went on elsewhere, the last engine's prompt has the beginning of the answer."""
     request = one.exchange.request
-    done = _finished(one.exchange.request_id, fleet)[-request.prompts * request.answers :]
+    finished = _finished(one.exchange.request_id, fleet)
+    done = finished[-request.prompts * request.answers :]
     if not done:
         return None
+    if len(done) == 1:
+        # Others computed what a stream had, before it went on there.
+        done = [max(finished, key=lambda work: len(work.request.prompt) + len(work.request.output))]
     prompt = sum(len(work.request.prompt) for work in done) // request.answers
     generated = sum(len(work.request.output) for work in done)
     kept = prompt - len(one.expected.prompt) if request.prompts == request.answers == 1 else 0

@@ -3,6 +3,7 @@ event where it is not."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -63,3 +64,45 @@ def test_without_the_setting_or_where_a_client_does_not_want_it_they_end(kind: s
         assert report.violations == []
         assert report.continued == 0
         assert report.counts["error event"] >= 3
+
+
+def rollout(seed: int) -> Plan:
+    """Engines that are replaced one after another under streams that last longer than each has."""
+    rng = random.Random(seed)
+    engine = {
+        "characters": "mixed",
+        "stream_interval": rng.choice((1, 1, 5)),
+        "decode_s_per_token": rng.choice((0.02, 0.05)),
+        "prefill_s_per_token": rng.choice((1e-5, 1e-3)),
+        "num_blocks": 4096,
+    }
+    bodies: tuple[dict[str, Any], ...] = ({}, {"min_tokens": 20}, {"stop": ["er", " story", "漢"]})
+    requests = tuple(
+        ClientRequest(
+            at_s=round(rng.random() * 6, 3),
+            client=number,
+            api=rng.choice(("chat", "completions", "tokens")),
+            story=number % 5,
+            length=rng.choice((3, 40)),
+            stream=rng.random() < 0.9,
+            answer_tokens=rng.choice((20, 300, 600)),
+            body={"ignore_eos": True, **rng.choice(bodies)},
+        )
+        for number in range(rng.choice((10, 24)))
+    )
+    return Plan(
+        seed=seed,
+        kind="continuation",
+        engines=(engine,) * rng.choice((2, 3, 4)),
+        requests=requests,
+        faults=(Fault(at_s=2.0, kind="rollout", target=0, lasts_s=rng.choice((1.0, 4.0, 8.0))),),
+        config={"proxy": {"continue_streams": True}},
+    )
+
+
+@pytest.mark.parametrize("seed", some((20, 3, 17, *range(4, 13)), 12))
+def test_a_rollout_of_all_engines_loses_no_stream(seed: int) -> None:
+    report = play(rollout(seed))
+    assert report.violations == []
+    assert report.continued
+    assert set(report.counts) == {"200"}

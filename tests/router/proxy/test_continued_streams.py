@@ -536,13 +536,13 @@ def test_streams_are_moved_by_the_end_of_a_drain(
         streams_leaving=lambda left_s: [1, 2],
     )
     abandoned: list[Any] = []
+    engine.abandon = lambda elsewhere, drained: abandoned.append(drained)
     accounts = SimpleNamespace(wall=lambda: now_s + 900.0)
     proxy = ProxySettings(continue_streams=True, stall_s=0, move_drained_s=default_s)
     lifecycle = SimpleNamespace(
         _clock=lambda: now_s,
         _accounts=accounts,
-        _elsewhere=lambda engine, continues: lambda attempt: continues and attempt == 1,
-        _abandon=abandoned.append,
+        _elsewhere=lambda engine, continues=False: lambda attempt: continues and attempt == 1,
         _config=SimpleNamespace(proxy=proxy),
     )
     lifecycle._left_s = partial(EngineLifecycle._left_s, lifecycle)
