@@ -169,7 +169,7 @@ class KnownEngine:
 
 
 def token_seconds(law: Law, tokens: int, computed: int) -> float:
-    """Seconds of these tokens of one request, after so many of it."""
+    """Seconds of these tokens of one request, after ``computed`` of it."""
     return law.token_s * tokens + law.context_s * tokens * (computed + tokens / 2)
 
 

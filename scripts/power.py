@@ -252,11 +252,11 @@ def _files(part: str) -> list[Path]:
 
 
 class Child:
-    """What a fork of this process does: tests run there, and leave nothing here."""
+    """Work in a fork of this process: tests run there, and leave nothing here."""
 
     @staticmethod
     def result(work: Callable[[], T], seconds_max: float) -> T:
-        """What ``work`` gives in a fork. Raises ``TimeoutError`` after ``seconds_max``, and ``RuntimeError``
+        """The result of ``work`` in a fork; raises ``TimeoutError`` after ``seconds_max``, ``RuntimeError``
         if it raises or ends the process."""
         told, tell = os.pipe()
         pid = os.fork()

@@ -150,7 +150,7 @@ def test_a_killed_process_never_runs_again() -> None:
 
 
 @pytest.mark.parametrize("end", [run, run_real])
-def test_what_ends_may_start_tasks_which_end_too(
+def test_tasks_that_begin_at_the_end_end_too(
     end: Callable[[Coroutine[Any, Any, None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else their context managers say at some later collection that their generators do not stop."""

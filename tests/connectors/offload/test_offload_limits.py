@@ -79,7 +79,7 @@ class Half:
     def step(
         self, request: ModelRequest, tables: list[list[int]], tokens: int, offers: Sequence[Any] = ()
     ) -> StepJobs:
-        """The jobs of a step that computes so many tokens of this request."""
+        """The jobs of a step that computes this number of tokens of this request."""
         offered = {request.request_id: list(offers)} if offers else {}
         state = SimpleNamespace(boundary_state_offloads=offered, get_block_ids=lambda _: tables)
         scheduled = {request.request_id: tokens} if tokens else {}

@@ -160,7 +160,7 @@ def test_the_name_that_a_gateway_has_for_an_engine(base_url: str, endpoint: str)
         (None, False),
     ],
 )
-def test_ids_of_tokens_are_said_since_a_version(version: str | None, says: bool) -> None:
+def test_engines_give_ids_of_tokens_since_a_version(version: str | None, says: bool) -> None:
     (status,) = Fleet([EngineAddress(URL)])
     status.version = version
     assert status.says_ids is says

@@ -61,7 +61,7 @@ def test_whole_chunks_are_loaded(shared: int, hit: int) -> None:
     assert not fleet.engine("a").unused
     layout = fleet.engine("a").layout
     assert layout is not None
-    assert layout.blocks_per_chunk == 1, "of vLLM's own offloading nothing is said"
+    assert layout.blocks_per_chunk == 1, "nothing is known of vLLM's own offloading"
 
 
 def test_a_hit_begins_with_the_first_chunk() -> None:
@@ -71,7 +71,7 @@ def test_a_hit_begins_with_the_first_chunk() -> None:
     assert loads(told(removed(2, 3), fleet=fleet)) == 128
 
 
-def test_a_chunk_that_is_told_twice_goes_with_one_removal() -> None:
+def test_a_chunk_that_comes_twice_goes_with_one_removal() -> None:
     assert loads(told(stored(0), stored(0), removed(0))) == 0
     assert loads(told(removed(0), stored(0), fleet=told(stored(0)))) == 64
 

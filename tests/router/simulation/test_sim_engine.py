@@ -64,7 +64,7 @@ def test_prompts_are_taken_up_in_the_order_they_came() -> None:
     assert starts == sorted(starts)
 
 
-def test_what_remains_shrinks_within_a_step_as_time_passes() -> None:
+def test_remaining_work_shrinks_within_a_step_as_time_passes() -> None:
     engine = (bench := Bench(num_blocks=400)).engine
     pooled = engine.pool.request([0] * 1000, hashes=block_hashes(request(0.0, 1000, 1, 0), 64))
     engine.arrive(RequestRun(0, pooled, 1000, 1, 0.0), 0.0)

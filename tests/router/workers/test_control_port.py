@@ -27,7 +27,7 @@ BODY_BYTES_MAX = 1000
 
 
 class Decisions:
-    """What a sibling has decided, and was told."""
+    """Decisions of a sibling, and those that it got."""
 
     def __init__(self) -> None:
         self.told: list[bytes] = []
@@ -94,7 +94,7 @@ class Two:
     async def forward(
         self, method: str = "POST", body: bytes = b"{}", **more: Any
     ) -> tuple[int, dict[bytes, bytes], bytes]:
-        """What a client of the sibling gets."""
+        """The answer to a client of the sibling."""
         said: list[dict[str, Any]] = []
         headers = [(b"x-kvatlas-peer", b"forged"), (b"host", b"h"), (b"x-one", b"1")]
         scope = {"type": "http", "method": method, "path": "/kvatlas/ö x", "query_string": b"a=1"}

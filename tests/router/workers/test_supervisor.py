@@ -166,7 +166,7 @@ def test_workers_that_do_not_drain_are_killed(monkeypatch: pytest.MonkeyPatch) -
     assert machine.now == pytest.approx(103.0)
 
 
-def test_what_is_passed_on(machine: Machine) -> None:
+def test_signals_are_passed_on(machine: Machine) -> None:
     """While workers drain, nothing is loaded again, and only a further SIGINT cuts requests."""
     serving = machine.up(1, 2), machine.hears(signal.SIGHUP)
     draining = machine.hears(signal.SIGINT), machine.hears(signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
