@@ -15,7 +15,7 @@ import pytest
 
 from kvatlas.router.engine_lifecycle import EngineLifecycle
 from kvatlas.router.fleet.engines import NOT_READY, EngineAddress
-from kvatlas.router.openai.apis import CHAT, COMPLETION
+from kvatlas.router.openai.apis import CHAT, COMPLETION, MESSAGES, RESPONSES
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.pd.handoff import DisaggState
 from kvatlas.router.placement.engine import Accounts
@@ -25,6 +25,7 @@ from kvatlas.router.proxy.deaths import digest_of
 from kvatlas.router.proxy.settings import ProxySettings
 from kvatlas.router.proxy.turns import ContinuationTurns
 from tests.router.proxy.test_deaths import Fleet
+from tests.support.api_streams import STREAMS, event_of
 from tests.support.proxy_rig import (
     END,
     NO_REQUEST,
@@ -193,6 +194,39 @@ async def test_other_requests_break_as_before(
     assert rig.stats.continuations_refused == ({reason: 1} if reason else {})
     assert rig.stats.streams_broken == 1
     assert rig.app.requests.ended[-1].outcome == "broken_stream"
+
+
+@paths
+async def test_an_engine_that_is_not_known_to_say_ids_is_not_asked(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakePlacement, "says_ids", False)
+    got, rig, engines = await answered(breaks(4), breaks(99, times=0), data=body(path), path=path)
+    assert engines[0].calls[0].body == body(path)
+    assert not engines[1].calls
+    assert got.body.startswith(b"".join(itertools.islice(MODEL.events(path, json.loads(body(path))), 4)))
+    assert b"engine_stream_broken" in got.body
+    assert rig.stats.continuations_refused == {"ids": 1}
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_streams_of_other_apis_end_with_their_error(path: str) -> None:
+    stream = STREAMS[path]
+    begun = b"".join(event_of(event) for event in (*stream.openings, stream.token))
+
+    async def broken(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunk(begun))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+
+    data = json.dumps({**stream.body, "stream": True}).encode()
+    got, rig, engines = await answered(broken, breaks(99, times=0), data=data, path=path)
+    assert b"return_token_ids" not in engines[0].calls[0].body
+    assert not engines[1].calls
+    assert got.body.startswith(begun)
+    assert b"error" in got.body[len(begun) :]
+    assert rig.stats.continuations_refused == {"api": 1}
 
 
 async def test_the_engines_own_error_is_shown_where_it_may_not_go_on() -> None:
