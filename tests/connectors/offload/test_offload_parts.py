@@ -271,7 +271,12 @@ class TestEngines:
         engine = TestWorker.Engine()
         pool: Any = SimpleNamespace(close=lambda: told.append("pool"))
         whole = EngineWithPool(engine, pool)
-        engine.close = lambda timeout_s=CLOSE_S: bool(told.append("engine")) or len(told) > 1  # type: ignore[method-assign]
+
+        def close(timeout_s: float = CLOSE_S) -> bool:
+            told.append("engine")
+            return len(told) > 1
+
+        engine.close = close  # type: ignore[method-assign]
         for _ in range(3):
             whole.close()
         assert told == ["engine", "engine", "pool"], "a job ran at first"
