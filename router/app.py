@@ -38,6 +38,7 @@ from kvatlas.router.engine_lifecycle import EngineLifecycle
 from kvatlas.router.fleet.engine_calls import EngineCalls, hold_engine_tls
 from kvatlas.router.fleet.engines import DesiredState
 from kvatlas.router.fleet.poller import FleetPoller
+from kvatlas.router.fleet.salt_proof import TOLD
 from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet, Frontend
 from kvatlas.router.http.asgi import Application
@@ -406,8 +407,16 @@ class Router:
             ordered=lambda: self.config.policy.engine_priority > 0,
         )
         if isinstance(inflight := self.accounts.inflight, GossipedInflight):
-            inflight.probed, probes.publish = probes.learn, inflight.publish_probe
+            probes.publish = inflight.publish_probe
         return probes
+
+    def _hear_probe(self, engine_id: str, told: bytes) -> None:
+        """Take in what another router found out about an engine."""
+        if told.startswith(TOLD):
+            if self.poller is not None:
+                self.poller.hear_salts(engine_id, told)
+        elif self.probes is not None:
+            self.probes.learn(engine_id, told)
 
     def _open_gate(self) -> KeyGate | None:
         """Read the keys. Raises ``KeyFileError`` for an unusable key file."""
@@ -447,6 +456,9 @@ class Router:
             self._tasks = tasks
             works = self.lifecycle.begin(tasks)
             poller = self.poller = FleetPoller(self.fleet, self.lifecycle, self.config.fleet, client)
+            if isinstance(inflight := self.accounts.inflight, GossipedInflight):
+                poller.tell_salts, poller.leads = inflight.publish_probe, lambda: self.leads_fleet
+                inflight.probed = self._hear_probe
             poller.versions = self.config.pull.enabled
             poller.versions_once = self.config.proxy.continue_streams
             self._assign()

@@ -7,6 +7,9 @@ Each repetition must hit and no foreign salt may, by the ``cached_tokens`` of th
 own counters where nothing else was computed meanwhile. What is not proven is refused for tenants with
 isolated caches. Only a hit of a foreign salt is final; everything else is tried again, after growing pauses.
 
+Routers share what they find: one that meets a server asks the others, and takes over a proof of the same
+process (by the start that its metrics state), else it tries the server itself.
+
 Invariant: no answer and no error of an engine raises, or makes a proof. Bounds: prompts of ``TOKENS_MAX``
 words, and ``PROOF_S_MAX`` seconds in all. Several caches behind one URL: where the salt is dropped, a foreign
 prompt that misses has stored the prompt in one cache more. So up to ``FOREIGN`` caches prove nothing wrong,
@@ -45,6 +48,15 @@ FOREIGN: Final = 6
 _LONGER: Final = 8
 
 
+TOLD: Final = b"salts "
+"""How a proof begins that one router tells another."""
+LEADER_S_MAX: Final = 0.5
+"""Longest wait of the leading router for what others know of a server, before it tries it."""
+TOLD_S_MAX: Final = 5.0
+"""The same of the other routers: meanwhile the leading one tries a new server."""
+_TOLD_BYTES_MAX: Final = 16_384
+
+
 class SaltProof(msgspec.Struct):
     """Outcome of the proof of one server. ``refuted`` is final: the salt is dropped there. All else that is
     not proven is tried again; ``absent``: nothing is served there, or no test is known."""
@@ -72,6 +84,18 @@ class SaltProof(msgspec.Struct):
         """APIs that are served and not proven."""
         return {path: one for path, one in self.apis.items() if one.verdict not in NO_DOUBT}
 
+    def told(self) -> bytes:
+        """Return it as other routers are told; one that is not tried yet asks them for theirs."""
+        return TOLD + msgspec.msgpack.encode(self)
+
+    def hear(self, other: SaltProof) -> bool:
+        """Take over what another router has found, if it tried this process; returns whether it did."""
+        same = self.started is not None and self.started == other.started
+        if not same or not other.tries or not (self.again or not self.tries):
+            return False
+        self.apis, self.again, self.tries = dict(other.apis), other.again, other.tries
+        return True
+
     def why_not(self, path: str) -> str:
         """Why prompts of this path are not kept apart, to be read behind the path; "": they are."""
         return self.apis.get(path, NOT_TRIED).why
@@ -79,6 +103,16 @@ class SaltProof(msgspec.Struct):
     def may_change(self, path: str) -> bool:
         """Whether it may be proven soon."""
         return self.apis.get(path, NOT_TRIED).verdict == "later"
+
+
+def read_told(told: bytes) -> SaltProof:
+    """Read what another router told. Raises ``ValueError`` for anything else."""
+    if not told.startswith(TOLD) or len(told) > _TOLD_BYTES_MAX:
+        raise ValueError("no proof of salts, or one that is too long")
+    try:
+        return msgspec.msgpack.decode(memoryview(told)[len(TOLD) :], type=SaltProof)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(str(error)) from None
 
 
 NOT_TRIED: Final = Shown("later", "is not tried yet")
