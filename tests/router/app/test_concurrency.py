@@ -15,7 +15,7 @@ from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
-from kvatlas.router.openai.request import InboundRequest
+from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.placement.placement import Placement
 from kvatlas.router.prompts.settings import ANY_MODEL
 from tests.support.front import fronting
@@ -65,6 +65,19 @@ async def test_a_placement_closes_once_whatever_is_called() -> None:
         assert rig.outcomes("unreported") + rig.outcomes("unpredicted") == 3
         assert accounts.inflight.check_integrity() == []
         assert all(engine.load.check_integrity() == [] for engine in rig.router.fleet)
+
+
+async def test_an_engines_report_is_a_sign_of_life() -> None:
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        body = msgspec.json.encode({"model": MODEL, "prompt": TEXT * 10})
+        request = InboundRequest("POST", "/v1/completions", b"", [], body, MODEL)
+        (engine,) = rig.router.fleet
+        for usage, sign in ((Usage(10, 1, 0), 1), (None, 0)):
+            placed = await rig.router.planner.place(request, exclude=frozenset())
+            assert isinstance(placed, Placement)
+            before = engine.answers
+            placed.finished(usage)
+            assert engine.answers - before == sign
 
 
 async def test_a_late_first_token_counts_in_the_next_decision() -> None:

@@ -55,6 +55,15 @@ def test_a_first_token_corrects_the_account() -> None:
     assert load.current(9.0).running + load.current(9.0).waiting == 1
 
 
+def test_work_until_a_first_token_is_its_own_and_that_of_prompts_ahead() -> None:
+    load, found = account(), []
+    tickets = [load.admit(uncached_tokens=tokens, now=0.0) for tokens in (1000, 500)]
+    for ticket, now in zip(tickets, (1.0, 1.5), strict=True):
+        load.first_token(ticket, now)
+        found.append(load.timed(ticket))
+    assert [one and (one.tokens, one.ahead_tokens) for one in found] == [(1000, 0), (500, 1000)]
+
+
 def test_samples_leave_out_the_queue() -> None:
     load = account()
     first = load.admit(uncached_tokens=1000, now=0.0)

@@ -80,6 +80,17 @@ def test_a_prompt_waits_for_what_the_others_release() -> None:
     assert account.share(160) == pytest.approx(0.1)
 
 
+def test_where_nothing_is_released_for_long_littles_law_tells_the_wait() -> None:
+    account = pages(blocks=100)
+    for _ in range(3):
+        account.admit(50)
+    for _ in range(2):
+        account.start(50)
+    for now in (10.0, 110.0, 210.0):
+        account.end(0, 8.0, now)
+    assert 0 < account.wait_s(160) < 100
+
+
 def test_the_rate_of_release_is_measured_while_prompts_wait() -> None:
     account, now = pages(blocks=100), 0.0
     for _ in range(20):
