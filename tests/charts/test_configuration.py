@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.cli import app
 from kvatlas.router.config.load import load
+from kvatlas.router.config.schema import Config
 from tests.charts.chart import MINIMAL, Rendered
 from tests.charts.chart import load as read_values
 from tests.charts.test_rendered import CASES, EVERYTHING, GATEWAY
-from tests.support.kube_api import PODS, kube_api
-from tests.support.kube_objects import pod
+from tests.support.kube_api import PODS, FakeKube, kube_api
+from tests.support.kube_objects import Json, pod
 from tests.support.paths import ROOT
 from tests.support.waiting import until
 from tests.support.whole_router import TEXT, routing, running
@@ -203,27 +208,89 @@ def test_the_container_starts_the_real_command(tmp_path: Path, capsys: pytest.Ca
     assert end.value.code == 0, capsys.readouterr().err
 
 
+def _beside(kube: FakeKube, rendered: Rendered, tmp_path: Path) -> Config:
+    """The rendered configuration of a router here."""
+    config = _load(rendered, tmp_path)
+    found = msgspec.structs.replace(
+        config.fleet.kubernetes, api=kube.url, credentials_dir=str(tmp_path), namespaces=("llm",)
+    )
+    return msgspec.structs.replace(
+        config,
+        server=msgspec.structs.replace(config.server, host="127.0.0.1", port=0, ops_port=0),
+        fleet=msgspec.structs.replace(config.fleet, kubernetes=found),
+    )
+
+
+def _pod(number: int, engine: SimulatedEngine, ends_s: float | None = None) -> Json:
+    """The pod of an engine; ``ends_s``: it terminates, and is killed then."""
+    ports = {"http": int(engine.base_url.rpartition(":")[2])}
+    one = pod(f"vllm-{number}", "127.0.0.1", namespace="llm", ports=ports, terminating=ends_s is not None)
+    if ends_s is not None:
+        one["metadata"]["deletionTimestamp"] = f"{datetime.fromtimestamp(ends_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return one
+
+
+async def test_pods_that_end_one_after_another_lose_no_stream(tmp_path: Path) -> None:
+    """Streams of 16 s, and pods whose grace period is 6 s."""
+    values = {
+        **MINIMAL,
+        "engines": {"selector": {"app": "vllm"}, "continueStreams": True},
+        "model": {"tokenizer": {"existingClaim": "models", "path": "demo"}},
+    }
+    slow = {"decode_s_per_token": 0.04, "num_blocks": 4096}
+    async with (
+        kube_api() as kube,
+        running(slow, slow, slow) as engines,
+        routing(_beside(kube, Rendered(values), tmp_path), wait=False) as rig,
+    ):
+
+        async def answer(number: int) -> str:
+            stream = await rig.api.chat.completions.create(
+                model="kvatlas-demo",
+                messages=[{"role": "user", "content": f"tell {number}"}],
+                max_tokens=400,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            pieces = [piece async for piece in stream]
+            assert pieces[-1].choices[0].finish_reason == "length"
+            return "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+        await kube.put(PODS, _pod(0, engines[0]))
+        await until(lambda: len(rig.router.fleet.ready(None)) == 1, "the first pod is there")
+        await rig.ready()
+        answers = [asyncio.ensure_future(answer(number)) for number in range(4)]
+        for number, engine in enumerate(engines[:2]):
+            await asyncio.sleep(2)
+            await kube.put(PODS, _pod(number + 1, engines[number + 1]))
+            await until(lambda: len(rig.router.fleet.ready(None)) == 1 + 1, "the next pod is there")
+            await kube.put(PODS, _pod(number, engine, time.time() + 6))
+            await asyncio.sleep(5)
+            left = rig.router.fleet.get(engine.base_url)
+            assert left is not None
+            assert not left.answering
+            await kube.delete(PODS, f"vllm-{number}", namespace="llm")
+        await asyncio.gather(*answers)
+        stats = rig.router.proxy.stats
+        assert stats.streams_broken == 0
+        assert stats.moves == {"warmed": 8}
+        rig.check_books()
+
+
 async def test_its_router_finds_a_pod_and_proves_a_prediction(tmp_path: Path) -> None:
     """The rendered file, an API server's stand-in, one engine: a second turn's hit is as predicted."""
     rendered = Rendered({**MINIMAL, "exposeDecision": True})
-    config = _load(rendered, tmp_path)
-    async with kube_api() as kube, running({}) as (engine,):
-        found = msgspec.structs.replace(
-            config.fleet.kubernetes, api=kube.url, credentials_dir=str(tmp_path), namespaces=("llm",)
-        )
-        config = msgspec.structs.replace(
-            config,
-            server=msgspec.structs.replace(config.server, host="127.0.0.1", port=0, ops_port=0),
-            fleet=msgspec.structs.replace(config.fleet, kubernetes=found),
-        )
-        ports = {"http": int(engine.base_url.rpartition(":")[2])}
-        async with routing(config, wait=False) as rig:
-            await kube.put(PODS, pod("vllm-0", "127.0.0.1", namespace="llm", ports=ports))
-            await until(lambda: len(rig.router.fleet) == 1, "the pod is an engine")
-            await rig.ready()
-            await rig.chat(TEXT * 20)
-            await rig.caught_up(engine)
-            await rig.chat(TEXT * 20)
-            receipts = await rig.ok("GET", "/kvatlas/receipts")
-            assert [receipt["outcome"] for receipt in receipts] == ["exact", "exact"]
-            assert any(receipt["actual_tokens"] for receipt in receipts)
+    async with (
+        kube_api() as kube,
+        running({}) as (engine,),
+        routing(_beside(kube, rendered, tmp_path), wait=False) as rig,
+    ):
+        await kube.put(PODS, _pod(0, engine))
+        await until(lambda: len(rig.router.fleet) == 1, "the pod is an engine")
+        await rig.ready()
+        await rig.chat(TEXT * 20)
+        await rig.caught_up(engine)
+        await rig.chat(TEXT * 20)
+        receipts = await rig.ok("GET", "/kvatlas/receipts")
+        assert [receipt["outcome"] for receipt in receipts] == ["exact", "exact"]
+        assert any(receipt["actual_tokens"] for receipt in receipts)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +284,47 @@ def test_a_stopping_router_has_time_for_its_streams() -> None:
     assert rendered.config["listen"]["drain_delay_s"] == 7
 
 
+def test_streams_leave_an_engine_before_its_pod_is_killed() -> None:
+    drain = {"seconds": 25, "gracePeriodSeconds": 30}
+    rendered = Rendered({"engines": {"selector": {"a": "b"}, "continueStreams": True, "drain": drain}})
+    assert rendered.config["proxy"] == {"continue_streams": True, "move_drained_s": 25}
+    assert "proxy" not in Rendered(MINIMAL).config
+    own = {
+        "engines": {"selector": {"a": "b"}, "drain": drain},
+        "config": {"proxy": {"continue_streams": True}},
+    }
+    assert Rendered(own).config["proxy"] == rendered.config["proxy"]
+
+
+def test_an_engines_pod_waits_for_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = load(ROOT / "examples" / "vllm-engine.yaml")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["python3", "-c"]
+    pages = ["running 2, waiting 0", "running 0, waiting 1", "running 0, waiting 0"]
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def page(url: str, timeout: float) -> io.BytesIO:
+        assert url == f"http://127.0.0.1:{container['ports'][0]['containerPort']}/metrics"
+        told = pages.pop(0) if len(pages) > 1 else pages[0]
+        lines = ["vllm:num_requests_" + one.replace(" ", '{engine="0"} ') + ".0" for one in told.split(", ")]
+        return io.BytesIO("\n".join(["# HELP x", *lines, "vllm:num_preemptions_total 9.0"]).encode())
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(urllib.request, "urlopen", page)
+    exec(command[2], {})
+    assert (now_s, pages) == (7.0, ["running 0, waiting 0"])
+    pages[0] = "running 1, waiting 0"
+    exec(command[2], {})
+    # SIGTERM, and then SIGKILL at the end of the grace period.
+    assert now_s - 7.0 <= pod["terminationGracePeriodSeconds"] - 5
+
+
 def test_no_secret_is_in_the_configuration() -> None:
     rendered = Rendered(EVERYTHING)
     secret = rendered.one("Secret")["stringData"]
@@ -403,6 +447,14 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
         "targetPorts",
     ),
     "empty setting": ({**MINIMAL, "config": {"proxy": {"attempts_max": None}}}, "config.proxy.attempts_max"),
+    "a drain without an effect": (
+        {"engines": {"selector": {"a": "b"}, "drain": {"seconds": 10}}},
+        "engines.continueStreams=true",
+    ),
+    "a drain that the pod does not live to see": (
+        {"engines": {"selector": {"a": "b"}, "continueStreams": True, "drain": {"seconds": 26}}},
+        "engines.drain.seconds: 26 is not 5 s below engines.drain.gracePeriodSeconds (30)",
+    ),
     "isolation without keys": ({**MINIMAL, "keys": {"isolate": "tenant"}}, "keys.existingSecret"),
 }
 

@@ -77,6 +77,10 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- if $v.engines.deletionCosts }}{{ $_ := set $sections.fleet.kubernetes "deletion_costs" true }}{{ end }}
 {{- with $v.engines.readyBy }}{{ $_ := set $sections.fleet.kubernetes "service_selector" (printf "kubernetes.io/service-name=%s" .) }}{{ end }}
 {{- end }}
+{{- $proxy := dict }}
+{{- if $v.engines.continueStreams }}{{ $_ := set $proxy "continue_streams" true }}{{ end }}
+{{- with $v.engines.drain.seconds }}{{ $_ := set $proxy "move_drained_s" . }}{{ end }}
+{{- if $proxy }}{{ $_ := set $sections "proxy" $proxy }}{{ end }}
 {{- if $v.admin.enabled }}
 {{- $admin := dict "enabled" true "token_file" "/etc/kvatlas/admin/token" }}
 {{- if $v.admin.port }}{{ $admin = merge $admin (dict "host" "0.0.0.0" "port" $v.admin.port) }}{{ end }}

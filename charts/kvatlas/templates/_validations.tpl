@@ -66,6 +66,14 @@
 {{- if and $v.engines.clusterWide $v.engines.namespaces }}
 {{- fail "engines.namespaces: not used while engines.clusterWide is on; use one of them" }}
 {{- end }}
+{{- with $v.engines.drain.seconds }}
+{{- if not (or $v.engines.continueStreams (dig "proxy" "continue_streams" false $v.config)) }}
+{{- fail (printf "engines.drain.seconds: %v has no effect while streams do not go on from other engines; set engines.continueStreams=true" .) }}
+{{- end }}
+{{- if gt (add (int .) 5) (int $v.engines.drain.gracePeriodSeconds) }}
+{{- fail (printf "engines.drain.seconds: %v is not 5 s below engines.drain.gracePeriodSeconds (%v), when the pods are killed; lower it, or raise terminationGracePeriodSeconds of the engines' pods and the value with it" . $v.engines.drain.gracePeriodSeconds) }}
+{{- end }}
+{{- end }}
 {{- range $name, $section := $v.config }}
 {{- range $key, $value := $section }}
 {{- if kindIs "invalid" $value }}
