@@ -96,6 +96,7 @@ class StoreFeed:
         self._feeds = feeds
         self._stats = StoreStats(unused=self._decoder.unused)
         self._connected = set[str]()
+        self._attached = asyncio.Event()
         # Batches of several publishers change the content one after the other.
         self._applying = asyncio.Lock()
         self._log = _log.bind(store=settings.name)
@@ -116,8 +117,17 @@ class StoreFeed:
                 tasks.create_task(self._follow(endpoint, clock), name=f"store {self.settings.name}")
             ttl_s, more = self.settings.expires_s, False
             while True:
-                await asyncio.sleep(0 if more else _AGE_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0 if more else _AGE_S):
+                        await self._attached.wait()
+                self._attached.clear()
                 more = ttl_s is not None and self.content.age(clock(), ttl_s)
+                more = self.content.step() or more
+
+    def attach(self, index: Index | None) -> None:
+        """Keep what it holds in this index from now on; None: in none."""
+        self.content.attach(index)
+        self._attached.set()
 
     async def _follow(self, endpoint: str, clock: Callable[[], float]) -> None:
         while True:
@@ -261,7 +271,7 @@ class StoreFeeds:
         """Keep what the model's stores hold in this index from now on."""
         for feed in self:
             if feed.settings.model == model:
-                feed.content.attach(index)
+                feed.attach(index)
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
         """Follow the stores in ``tasks``."""
@@ -281,12 +291,12 @@ class StoreFeeds:
         for name, feed in list(self._by_name.items()):
             if wanted.get(name) != feed.settings:
                 self._stop(name)
-                feed.content.attach(None)
+                feed.attach(None)
                 del self._by_name[name]
         for name, settings in wanted.items():
             if name not in self._by_name:
                 feed = self._by_name[name] = self._made(settings)
-                feed.content.attach(index_of(settings.model))
+                feed.attach(index_of(settings.model))
                 self._start(feed)
         self._by_name = {name: self._by_name[name] for name in wanted}
 

@@ -6,7 +6,8 @@ storing a part twice changes nothing, nor does removing one that is not held. Wi
 old.
 
 Invariants: the index holds exactly the whole chunks, under the store's own writer, so that forgetting the
-store takes no step per block; at most ``CHUNKS_MAX`` chunks are kept, further ones are counted.
+store takes no step per block, but for those that ``attach`` has left to later steps; at most
+``CHUNKS_MAX`` chunks are kept, further ones are counted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CHUNKS_MAX = 1 << 20
 # Media of a store, at most.
 STORE_MEDIA_MAX = 2
 # Some milliseconds.
-_DISCARDED_AT_ONCE = 1024
+_DISCARDED_AT_ONCE = _WRITTEN_AT_ONCE = 1024
 # No engine id contains a NUL.
 _WRITER = "\x00store "
 _GROUP_SHIFT = 64
@@ -53,6 +54,8 @@ class StoreContent:
         self._held: dict[int, int] = {}
         self._older: dict[int, int] = {}
         self._turned_s: float | None = None
+        # Keys of chunks that are yet to be written to the index, if they are still whole then.
+        self._unwritten: list[int] = []
         self.whole = 0
         """Chunks that count."""
         self.overflows = 0
@@ -64,19 +67,25 @@ class StoreContent:
         return len(self._held) + len(self._older)
 
     def attach(self, index: Index | None) -> None:
-        """Write to this index from now on, all that is held first; None: to none."""
+        """Write to this index from now on; None: to none. Some of what is held is written at once, the rest
+        by ``step``."""
         if self._index is not None:
             self._index.forget(self._writer)
         self._index = index
-        by_group: dict[int, list[BlockHash]] = {}
-        for held in (self._older, self._held) if index is not None else ():
-            for key, bits in held.items():
-                group_idx = key >> _GROUP_SHIFT
-                if self._parts.are_whole(group_idx, bits):
-                    by_group.setdefault(group_idx, []).append(BlockHash(key & _BLOCK_MASK))
-        for group_idx, blocks in by_group.items():
-            if index is not None:
-                index.store(self._writer, Plane(self._place, group_idx), blocks)
+        self._unwritten = [] if index is None else [*self._older, *self._held]
+        self.step()
+
+    def step(self) -> bool:
+        """Write some of what ``attach`` has left; returns whether there is more."""
+        keys, index = self._unwritten[-_WRITTEN_AT_ONCE:], self._index
+        del self._unwritten[-_WRITTEN_AT_ONCE:]
+        for key in keys if index is not None else ():
+            group_idx = key >> _GROUP_SHIFT
+            bits = self._held.get(key) or self._older.get(key, 0)
+            if index is not None and self._parts.are_whole(group_idx, bits):
+                plane = Plane(self._place, group_idx)
+                index.set_copies(self._writer, plane, BlockHash(key & _BLOCK_MASK), 1)
+        return bool(self._unwritten)
 
     def apply(self, change: StoreChange) -> None:
         """Apply a change."""
@@ -107,7 +116,7 @@ class StoreContent:
 
     def clear(self) -> None:
         """Discard everything: what the store holds is not known any more."""
-        self._held, self._older, self.whole = {}, {}, 0
+        self._held, self._older, self._unwritten, self.whole = {}, {}, [], 0
         if self._index is not None:
             self._index.forget(self._writer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import chain, product
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -266,8 +267,16 @@ Change = st.tuples(st.booleans(), st.integers(0, 1), st.integers(1, 4), st.integ
 
 
 @settings(max_examples=examples(200))
-@given(st.lists(Change, max_size=60), st.integers(0, 60))
-def test_the_index_holds_the_chunks_that_are_whole(changes: list[Any], attached_at: int) -> None:
+@given(st.lists(Change, max_size=60), st.integers(0, 60), st.booleans())
+def test_the_index_holds_the_chunks_that_are_whole(
+    changes: list[Any], attached_at: int, at_the_end: bool
+) -> None:
+    """Also while the chunks of before are written, one in each step."""
+    with patch.object(stores, "_WRITTEN_AT_ONCE", 1):
+        check_whole(changes, attached_at, at_the_end=at_the_end)
+
+
+def check_whole(changes: list[Any], attached_at: int, *, at_the_end: bool) -> None:
     chosen = settings_of(tensor_parallel=3, group_tensor_parallel={"1": 1})
     content, truth = StoreContent(chosen.name, chosen.reach, chosen.parts), set[Any]()
     index = MemoryIndex()
@@ -276,7 +285,11 @@ def test_the_index_holds_the_chunks_that_are_whole(changes: list[Any], attached_
             content.attach(index)
         content.apply(StoreChange(stored, group, BlockHash(block), part, medium))
         (truth.add if stored else truth.discard)((group, block, part, medium))
-    content.attach(index)
+        content.step()
+    if at_the_end or attached_at >= len(changes):
+        content.attach(index)
+    while content.step():
+        pass
     parts = {(group, block, part) for group, block, part, _ in truth}
     whole = {
         (group, block)
@@ -294,6 +307,22 @@ def test_the_index_holds_the_chunks_that_are_whole(changes: list[Any], attached_
     assert (content.whole, content.chunks) == (len(whole), len({each[:2] for each in truth}))
     content.clear()
     assert (content.whole, content.chunks, index.check_integrity()) == (0, 0, [])
+
+
+def test_a_large_store_is_attached_in_steps() -> None:
+    chosen, index = settings_of(), MemoryIndex()
+    content = StoreContent("pool", chosen.reach, chosen.parts)
+    for block in range(5000):
+        content.apply(StoreChange(True, 0, BlockHash(block)))
+    content.attach(index)
+    assert index.stats().blocks == 1024
+    content.apply(StoreChange(False, 0, BlockHash(0)))
+    steps = 0
+    while content.step():
+        steps += 1
+    assert (steps, index.stats().blocks) == (3, 4999)
+    content.attach(None)
+    assert index.stats().residencies == 0
 
 
 def test_chunks_grow_old_unless_stored_again() -> None:
