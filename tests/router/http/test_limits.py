@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 
@@ -95,34 +94,6 @@ async def test_openai_client_sees_it_and_does_not_repeat() -> None:
         assert caught.value.code == "body_too_large"
         assert caught.value.request_id
         assert rig.stats.requests == 1
-
-
-@pytest.mark.real  # a process
-@pytest.mark.parametrize(("size", "status"), [(2_000_000, "200"), (20_000_000, "413")])
-async def test_curl_with_expect_continue(size: int, status: str, tmp_path: object) -> None:
-    async with Engine(says(200, b"{}")) as engine, routing(engine.url, settings=USUAL) as rig:
-        path = f"{tmp_path}/body"
-        with open(path, "wb") as file:
-            file.write(_padded(size))
-        process = await asyncio.create_subprocess_exec(
-            "curl",
-            "-s",
-            "-o",
-            "/dev/null",
-            "-w",
-            "%{http_code} %{time_total}",
-            "--data-binary",
-            f"@{path}",
-            "-H",
-            "content-type: application/json",
-            "-H",
-            "expect: 100-continue",
-            rig.url + "/v1/chat/completions",
-            stdout=subprocess.PIPE,
-        )
-        out, _ = await process.communicate()
-        assert out.split()[0] == status.encode()
-        assert len(engine.calls) == (status == "200")
 
 
 async def test_expect_continue_is_answered_when_the_body_is_wanted() -> None:

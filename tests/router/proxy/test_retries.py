@@ -149,7 +149,9 @@ async def test_all_refuse() -> None:
     ports = [free_port(), free_port()]
     async with routing(*[f"http://127.0.0.1:{port}" for port in ports]) as rig:
         got = await ask(rig)
-        assert (got.status, got.json()["error"]["code"]) == (502, "engine_unreachable")
+        error = got.json()["error"]
+        assert (got.status, error["code"]) == (502, "engine_unreachable")
+        assert error["type"] == "service_unavailable_error"
         assert not any(str(port).encode() in got.body for port in ports)
         assert b"127.0.0.1" not in got.body
 
