@@ -26,7 +26,7 @@ _NEVER: Final = 1e9
 def cheapest(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Choose the lowest cost: no ties, hence no bound among them, and no probes."""
+    """Choose the lowest cost: no ties, and no probes."""
     scored = score(candidates, prompt.prompt_tokens, settings)
     return make_choice(scored, int(scored.totals.argmin()), "cheapest")
 
@@ -39,15 +39,14 @@ ABLATIONS: Mapping[str, Variant] = MappingProxyType(
     {
         "prompts in flight": replace(VARIANTS[SERVING], in_flight=False),
         "evictions ahead": replace(VARIANTS[SERVING], evictions=False),
-        "wait for pages": _without(room_share=0.0, crowding=0.0),
-        "crowding": _without(crowding=0.0),
+        "wait for pages": _without(room_share=0.0),
         "gauges": VARIANTS[SERVING],  # polled never
         "eviction premium": _without(eviction_premium=0.0),
+        "what a prefill delays": _without(delay=0.0),
         "shared prefix": _without(beta=0.0),
         "spread": _without(spread=0.0),
-        "queue bound": _without(queue_gap_s=_NEVER),
         "probes": _without(probe_interval_s=_NEVER),
-        "tie band": replace(VARIANTS[SERVING], policy=cheapest),
+        "ties": replace(VARIANTS[SERVING], policy=cheapest),
         "price of a sequence (012)": _without(sequence_s=0.0),
         "price of scarce pages (013)": _without(scarcity_premium=0.0),
     }

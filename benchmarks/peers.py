@@ -553,7 +553,7 @@ def exact(
     blind = [
         replace(one, hit=replace(one.hit, shared_prefix_tokens=0, coming_tokens=0)) for one in candidates
     ]
-    alone = replace(settings, eviction_premium=0.0, scarcity_premium=0.0)
+    alone = replace(settings, eviction_premium=0.0, delay=0.0, scarcity_premium=0.0)
     return choose(blind, prompt.prompt_tokens, alone, prompt_key=prompt.prompt_key)
 
 

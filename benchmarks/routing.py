@@ -92,7 +92,7 @@ class Options(NamedTuple):
         """The serving policy's own numbers and what else a run depends on: runs of other ones are not
         these."""
         knobs = PolicySettings()
-        names = ("beta", "eviction_premium", "spread", "room_share", "crowding")
+        names = ("beta", "eviction_premium", "delay", "spread", "room_share")
         values = ", ".join(f"{name} {getattr(knobs, name):g}" for name in names)
         half = f"; {self.half} half of split {self.split_seed}" if self.half else ""
         store = f"; a store of {self.store}" if self.store else ""

@@ -29,7 +29,7 @@ had been without work for ``probe_interval_s`` and the prompt was
 cold; the prefix is pulled from another engine (``placement.pull``); or by the rule of an arm that does not
 look at costs."""
 
-# Queues may differ by (1 + premium) times the longest prompt's prefill; a larger premium would be no bound.
+# Queues differ by (1 + premium) times the longest prompt's prefill where nothing waits: a bound to it.
 EVICTION_PREMIUM_MAX = 4.0
 
 
@@ -94,8 +94,7 @@ class Candidate(msgspec.Struct, gc=False):
     cost model. ``idle_s`` is the time since the router last sent it a request, ``late_s`` the delay of its
     first tokens beyond computing and loading, ``recent_s`` the work that it was recently sent.
 
-    ``room_s`` is the wait until the pool has pages for the prompt, and ``pool_share`` the share of the pool
-    that the prompt takes; both are 0 if there is room at once.
+    ``room_s`` is the wait until the pool has pages for the prompt: 0 if there is room at once.
     """
 
     engine_id: str
@@ -109,7 +108,6 @@ class Candidate(msgspec.Struct, gc=False):
     late_s: float = 0.0
     recent_s: float = 0.0
     room_s: float = 0.0
-    pool_share: float = 0.0
 
     @property
     def interference_s(self) -> float:
@@ -144,9 +142,8 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     load_s: float
     decode_s: float
     credit_s: float
-    eviction_s: float
+    delay_s: float
     spread_s: float
-    crowding_s: float
     total_s: float
     uncached_tokens: int
     shared_prefix_tokens: int
@@ -217,8 +214,13 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     shared prefix, 0 to 1. 0 counts exact hits only."""
     # Not a key of the configuration: config/removed.py.
     eviction_premium: float = 0.75
-    """Price of the cache pages a prompt takes, as a share of its own prefill time: their evicted contents
-    must be computed again. 0 ignores it."""
+    """Least price of computing, as a share of the prefill time: the prompt takes pages, whose contents must
+    be computed again. Also that of pulled tokens, where pages are short. 0 ignores it."""
+    # Not a key of the configuration: config/removed.py.
+    delay: float = 0.5
+    """Price of computing, for what it delays: the prefill time, times this, times the unfinished requests of
+    an engine in the mean of the fleet and the prompts that wait at the engine itself (and its answers, where
+    prompts wait for their pages). 0 leaves the least price."""
     load_s_per_token: float = 2e-6
     """Seconds to load one token from host memory. Default: 100 KB of KV per token at 50 GB/s (PCIe 5). Set it
     to bytes of KV per token divided by the measured bandwidth, if engines offload to host memory."""
@@ -243,11 +245,6 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     room_share: float = 0.3
     """Share of the predicted wait for KV cache pages that counts as queue when engines are compared, 0 to 1.
     Counting all of it moves prompts away from the engines that hold their prefixes, and every queue grows."""
-    # Not a key of the configuration: config/removed.py.
-    crowding: float = 3.0
-    """Price of computing where prompts wait for pages: the prefill time, times the share of the pool that the
-    prompt takes, times the number of waiting prompts, times this; less if compute is scarce as well. 0
-    ignores it."""
     engine_priority: float = 0.0
     """Above 0, for engines that schedule by priority (vLLM's `--scheduling-policy priority`): a prompt's
     priority is its arrival plus this many times its predicted uncached work, in ms, within its client's class
@@ -273,10 +270,6 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Target of the class `normal`; not set: none. Set it from your own service level."""
     slo_ttft_ms_low: float | None = None
     """Target of the class `low`; not set: none. Set it from your own service level."""
-    # Not a key of the configuration: config/removed.py.
-    queue_gap_s: float = 0.25
-    """Difference between queues, in seconds of prefill, that is always allowed among engines of equal cost
-    and for probes, even if the longer queue saves nothing."""
     # Not a key of the configuration: config/removed.py.
     probe_interval_s: float = 30.0
     """An engine that got no request for this long is preferred for the next cold prompt, so that its rates
@@ -346,7 +339,6 @@ _NOT_NEGATIVE = (
     "storage_load_s_per_token",
     "sequence_s",
     "spread",
-    "crowding",
+    "delay",
     "engine_priority",
-    "queue_gap_s",
 )

@@ -6,14 +6,14 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
                                          or room_share of the wait for pages, if that is more
          + a * (N - hit - offloaded)     computing at e for this prompt
          - beta * a * (shared prefix - hit - offloaded)
-         + premium * (the two above)     later cost of the pages that this prompt takes
+         + min(DELAY_MAX_S, price * (the two above))    delay of the requests behind it
          + load * cpu + fetch * storage  blocks that e copies back instead of computing them
          + decode * running              delay of the prefill by running sequences
          + sequence * (running + waiting)    these two only if some engine could load a part of the prompt
          + scarcity * a * (N - hit)
          + spread * max(0, recent - mean recent)
-         + crowding * share * waiting * a * (N - hit - offloaded)    only where prompts wait for pages
 
+    price = max(premium, delay * (mean requests + waiting, and running as well where prompts wait for pages))
     offloaded = cpu + storage,  0 <= hit + offloaded <= shared prefix <= N - 1
 
 ``hit`` is what the engine takes from its cache at this prompt's turn (``Hit``): what it holds now (exact, all
@@ -26,12 +26,9 @@ of a hybrid model becomes a hit only after a visit (``shared_prefix_boundary`` i
 vLLM's own cache manager, docs/decisions/002-cost-model.md; the form is that of Mooncake's conductor and
 Dynamo's KV scheduler (both: prefill left + load), plus the credit.
 
-The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
-``max(queue_gap_s, saving)``, where ``saving`` is what choosing it saves in all parts of the cost but the
-queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus the difference of the load
-and decode parts. Hence no engine is flooded for its cache. For the cheapest engine that follows from its
-cost; equals and probes are held to it (``within_bound``). A cold prompt goes first to engines without work
-for ``probe_interval_s`` (at most ``PROBE_COST_MAX_S`` more expensive), so none starves.
+Costs within ``TIE_S`` are equal. A cold prompt goes first to engines that got no request for
+``probe_interval_s`` (with the shortest queue, and at most ``PROBE_COST_MAX_S`` more expensive), so none
+starves.
 
 Invariant: the result depends on the arguments alone, not on the order of the candidates."""
 
@@ -57,8 +54,8 @@ from kvatlas.router.placement.fleet_values import Candidates, Floats, Places, co
 
 # Costs that differ by at most this much are equal: the jitter of one scheduler step.
 TIE_S = 0.001
-# Costs are also equal within this share of the prompt's whole prefill cost: the error of a learned rate.
-TIE_FRACTION = 0.02
+# No prompt is put off for more than this, for others' sake (docs/decisions/050-what-a-prefill-delays.md).
+DELAY_MAX_S = 60.0
 # A prompt is cold if no engine's shared prefix covers more than this share of it; only those are probes.
 COLD_FRACTION = 0.1
 # A probe may cost this much more than the cheapest engine: it pays for a rate that later requests use.
@@ -86,6 +83,8 @@ class ScoredCandidates(msgspec.Struct, gc=False):
     longest_shared_prefix: int
     recent_mean_s: float
     """Mean over the candidates of their recent work."""
+    prices: Floats
+    """Price of a second of prefill at each, beside that second."""
     scarcity: float | None = None
     """Price of pages; None if nothing can be loaded: then neither pages nor sequences have a price."""
 
@@ -109,15 +108,12 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         prefill_s, decode_s = rate * uncached, candidate.decode_interference_s * candidate.running
         if shared_prefix > cached:
             credit_s = settings.beta * rate * (shared_prefix - cached)
-        # A second price of a computed token: it takes a page, whose contents must be computed again later.
-        # Without it the cost copies another engine's prefix as soon as a short queue makes the copy cheaper,
-        # and every copy makes all caches smaller (docs/decisions/005-eviction-premium.md).
-        eviction_s = settings.eviction_premium * (prefill_s - credit_s)
+        delay_s = self.delay_s(index, prefill_s - credit_s)
         if self.scarcity is not None:
             # With memory behind the GPUs a fifth of the tokens is computed: blocks for generating sequences
             # are scarcer than compute (docs/decisions/012).
             decode_s += settings.sequence_s * (candidate.running + candidate.waiting)
-            eviction_s += self.scarcity * rate * paged
+            delay_s += self.scarcity * rate * paged
         return Cost(
             candidate.engine_id,
             self.queues.item(index),
@@ -125,14 +121,17 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             load_s,
             decode_s,
             credit_s,
-            eviction_s,
+            delay_s,
             settings.spread * more_s if more_s > 0.0 else 0.0,
-            _crowding_s(candidate, uncached, settings) if candidate.room_s else 0.0,
             self.totals.item(index),
             uncached,
             shared_prefix,
             wait_s,
         )
+
+    def delay_s(self, index: int, computed_s: float) -> float:
+        """Price of computing so many seconds at this candidate, beside them."""
+        return min(self.prices.item(index) * computed_s, DELAY_MAX_S)
 
     def soonest(self, count: int) -> list[int]:
         """Positions of ``count`` candidates with the soonest first tokens by the cost's own seconds."""
@@ -180,14 +179,15 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
     return score((candidate,), prompt_tokens, settings).cost(0)
 
 
-def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> ScoredCandidates:
-    """Score every candidate."""
+def score(
+    candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings, *, answers: bool = True
+) -> ScoredCandidates:
+    """Score every candidate. ``answers``: whether the price of computing counts running answers."""
     # Arrays instead of objects: this covers the whole fleet for each request. Only engines that hold a part
     # of the prompt differ in what they compute, and equal hits share it.
     found = candidates if isinstance(candidates, Candidates) else columns(candidates)
     values, hits = found.values, found.hits
-    whole = (1 + settings.eviction_premium) * prompt_tokens
-    parts = [(0, 0, whole, 0.0, prompt_tokens) if prompt_tokens else _part(Hit(), 0, settings)]
+    parts = [(0, 0, float(prompt_tokens), 0.0, prompt_tokens) if prompt_tokens else _part(Hit(), 0, settings)]
     by_rates = [parts[0][_BY_RATE]]
     # Only a share of the wait for pages: all of it would move sessions away from the engines that hold
     # them, so that more is computed and all wait longer (docs/decisions/014-pages-and-recent-work.md).
@@ -203,8 +203,14 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
         # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no link.
         loads = loads or hit.whole_tokens > hit.soon_tokens < last
     mean_s = values.recent_mean_s
+    # A computed second is waited for by all that come before the engine is idle, as many as there are now
+    # (Little's law). Under load a hit is worth a longer queue than it saves this prompt
+    # (docs/decisions/050-what-a-prefill-delays.md). In an idle fleet too: a copy of a prefix makes every
+    # cache smaller (005).
+    prices = found.prices(settings.delay, settings.eviction_premium, answers=answers)
     totals: Floats = values.rates * (np.array(by_rates)[found.which] if hits else by_rates[0])
-    scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
+    totals += np.minimum(prices * totals, DELAY_MAX_S)
+    scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, longest, mean_s, prices)
     totals += queues
     if loaded:
         totals += scored.column(_LOAD_S)
@@ -214,17 +220,12 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     # others idle (014).
     if settings.spread and mean_s:
         totals += values.spread_of(settings.spread)
-    for at, (_, share) in found.rooms.items():
-        if share:
-            cached = parts[found.which[at]][0]
-            totals[at] += _crowding_s(found[at], prompt_tokens - cached, settings)
     if loads:
         _add_scarcity(scored)
     return scored
 
 
 def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
-    price = 1 + settings.eviction_premium
     # vLLM always computes at least the last token.
     most = prompt_tokens - 1
     cached, shared_prefix, soon, load_s = hit.whole_tokens, hit.shared_prefix_tokens, hit.soon_tokens, 0.0
@@ -239,25 +240,10 @@ def _part(hit: Hit, prompt_tokens: int, settings: PolicySettings) -> Part:
     if hit.replay_tokens and cached > hit.replay_tokens:
         cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
     if shared_prefix > cached:
-        by_rate = price * (prompt_tokens - cached - settings.beta * (shared_prefix - cached))
+        by_rate = prompt_tokens - cached - settings.beta * (shared_prefix - cached)
     else:
-        shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
+        shared_prefix, by_rate = cached, float(prompt_tokens - cached)
     return cached, shared_prefix, by_rate, load_s, prompt_tokens - soon
-
-
-def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
-    """Return the price of computing ``uncached`` tokens where prompts wait for pages.
-
-    Each second of prefill keeps ``pool_share`` of the pool from those that wait, as far as they wait for
-    pages rather than for computing.
-    """
-    room_s = candidate.room_s
-    if room_s <= candidate.queue_s:
-        return 0.0
-    # In proportion to how far the wait for pages exceeds the queue: where computing is the bottleneck, a
-    # prompt withholds nothing from the others.
-    waiting = settings.crowding * candidate.pool_share * candidate.waiting
-    return (1.0 - candidate.queue_s / room_s) * waiting * candidate.prefill_s_per_token * uncached
 
 
 def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
@@ -268,7 +254,7 @@ def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
 
 
 def _add_scarcity(scored: ScoredCandidates) -> None:
-    """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``eviction_s``) if a part of the
+    """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``delay_s``) if a part of the
     prompt can be loaded."""
     values, settings = scored.candidates.values, scored.settings
     # A load saves the computing but not the page; a hit on the GPU saves both. While first tokens come later
@@ -292,17 +278,6 @@ def choose(
     return make_choice(scored, *_pick(scored, prompt_key))
 
 
-def within_bound(scored: ScoredCandidates, places: Places) -> Places:
-    """Return those of these engines whose queue is not too long for what they save against the cheapest of
-    the engines with the shortest queue."""
-    # A queue that is longer by no more than the other parts of the cost are less: the sum is not more.
-    totals, queues = scored.totals, scored.queues
-    shortest_s = queues.item(queues.argmin())
-    near = queues[places] - shortest_s <= scored.settings.queue_gap_s
-    found: Places = places[near | (totals[places] <= totals[queues == shortest_s].min())]
-    return found
-
-
 def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     """Position of the choice, and the reason; candidates are given by their positions."""
     totals = scored.totals
@@ -311,21 +286,13 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     best = totals.item(totals.argmin())
     if scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens:
         # Engines without work for long. A warm prompt is no probe: its saving is not given up.
-        idle, dearest = scored.candidates.idle(scored.settings.probe_interval_s), best + PROBE_COST_MAX_S
-        due = idle[totals[idle] <= dearest]
-        if len(due) and len(due := within_bound(scored, due)):
+        idle, queues = scored.candidates.idle(scored.settings.probe_interval_s), scored.queues
+        due = idle[(totals[idle] <= best + PROBE_COST_MAX_S) & (queues[idle] <= queues[queues.argmin()])]
+        if len(due):
             return _settle(scored, due, key), "probe"
-    # Differences below the error of a prediction would otherwise decide by noise: costs within it are equal,
-    # for the fastest engine, whose error is the smallest in seconds.
-    price, rate = 1 + scored.settings.eviction_premium, scored.candidates.values.fastest
-    share_s = TIE_FRACTION * price * scored.prompt_tokens * rate
-    limit_s = best + (share_s if share_s > TIE_S else TIE_S)  # noqa: FURB136
-    equals = (totals <= limit_s).nonzero()[0]
+    equals = (totals <= best + TIE_S).nonzero()[0]
     if len(equals) == 1:
         return equals.item(0), "cheapest"
-    # The usual case costs nothing more: queues are short.
-    if scored.queues.item(scored.queues.argmax()) > scored.settings.queue_gap_s:
-        equals = within_bound(scored, equals)
     return _settle(scored, equals, key), "tie"
 
 

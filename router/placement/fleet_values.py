@@ -24,30 +24,33 @@ Places = npt.NDArray[np.intp]
 class FleetValues(msgspec.Struct, gc=False):
     """Values of some engines that are the same for any prompt: arrays, and what follows from all of them.
 
-    ``rates``: ``prefill_s_per_token``, ``fastest`` the least; ``decode_s``: ``interference_s``; ``requests``:
-    running and waiting; ``recent_s``: recent work, with its mean; ``admitted_s``: when the router last sent a
-    request; ``late_s``: the mean. They are of the latest look: a decision takes what it needs at once.
+    ``rates``: ``prefill_s_per_token``; ``decode_s``: ``interference_s``; ``requests``: running and waiting,
+    with their mean, and of these ``waiting``; ``recent_s``: recent work, with its mean; ``admitted_s``: when
+    the router last sent a request; ``late_s``: the mean. They are of the latest look: a decision takes what
+    it needs at once.
     """
 
     rates: Floats
     decode_s: Floats
     requests: Floats
+    waiting: Floats
     recent_s: Floats
     admitted_s: Floats
-    fastest: float = 0.0
     recent_mean_s: float = 0.0
     late_s: float = 0.0
+    requests_mean: float = 0.0
     spread: float = -1.0
     spread_s: Floats | None = None
+    priced_by: tuple[float, float] = (-1.0, -1.0)
+    prices: Floats | None = None
 
     def summed(self, recent_sum_s: float, late_sum_s: float) -> None:
         """Set what follows from the arrays; the sums are given, since one that is kept costs less than adding
         up."""
-        rates = self.rates
-        if count := len(rates):
-            self.fastest = rates.item(rates.argmin())
+        if count := len(self.rates):
             self.recent_mean_s, self.late_s = recent_sum_s / count, late_sum_s / count
-        self.spread = -1.0
+            self.requests_mean = self.requests.sum().item() / count
+        self.spread, self.prices = -1.0, None
 
     def spread_of(self, spread: float) -> Floats:
         """Price of recent work beyond the mean."""
@@ -57,12 +60,22 @@ class FleetValues(msgspec.Struct, gc=False):
             found = self.spread_s = spread * (np.maximum(self.recent_s, mean_s) - mean_s)
         return found
 
+    def priced(self, delay: float, premium: float) -> Floats:
+        """Price of a second of prefill: ``delay`` for each request that it delays, but at least
+        ``premium``."""
+        found = self.prices
+        if found is None or self.priced_by != (delay, premium):
+            self.priced_by = delay, premium
+            found = self.prices = np.maximum(delay * (self.requests_mean + self.waiting), premium)
+        return found
+
     def only(self, picked: list[int]) -> FleetValues:
         """Copy those at these positions, without what follows from all."""
         return FleetValues(
             self.rates[picked],
             self.decode_s[picked],
             self.requests[picked],
+            self.waiting[picked],
             self.recent_s[picked],
             self.admitted_s[picked],
         )
@@ -72,8 +85,8 @@ class Candidates(Sequence[Candidate]):
     """Candidates for one prompt, by arrays in their order; a ``Candidate`` is made on demand.
 
     ``which``: for each the number of its hit among ``hits``, from 1; 0: it holds nothing of the prompt, and
-    ``nothing`` gives its hit. Each of ``hits`` is at least one's. ``rooms``: ``room_s`` and ``pool_share``
-    where they are not 0.
+    ``nothing`` gives its hit. Each of ``hits`` is at least one's. ``rooms``: ``room_s`` where it is not
+    0.
     """
 
     __slots__ = (
@@ -98,7 +111,7 @@ class Candidates(Sequence[Candidate]):
         *,
         hits: Sequence[Hit],
         which: Places,
-        rooms: Mapping[int, tuple[float, float]],
+        rooms: Mapping[int, float],
         nothing: Callable[[int], Hit] = lambda at: Hit(),
         now: float = 0.0,
     ) -> None:
@@ -141,7 +154,6 @@ class Candidates(Sequence[Candidate]):
         state = self.states[at]
         if isinstance(state, Candidate):
             return state
-        room_s, share = self.rooms.get(at, _ROOM)
         number = self.which.item(at)
         return Candidate(
             self.engine_ids[at],
@@ -154,9 +166,22 @@ class Candidates(Sequence[Candidate]):
             state.decode_interference_s,
             state.late_s,
             state.recent_s,
-            room_s,
-            share,
+            self.rooms.get(at, 0.0),
         )
+
+    def prices(self, delay: float, premium: float, *, answers: bool = True) -> Floats:
+        """Price of a second of prefill at each. Without ``answers`` only prompts that wait are delayed."""
+        values = self.values
+        if not answers:
+            waiting: Floats = np.maximum(delay * (values.waiting.mean() + values.waiting), premium)
+            return waiting
+        prices = values.priced(delay, premium)
+        # Answers hold the pages that prompts wait for.
+        full = [at for at, room_s in self.rooms.items() if room_s > self.queue_s[at]]
+        if full:
+            prices = prices.copy()
+            prices[full] = np.maximum(delay * (values.requests_mean + values.requests[full]), premium)
+        return prices
 
     @property
     def waits_s(self) -> Floats:
@@ -168,7 +193,7 @@ class Candidates(Sequence[Candidate]):
         queue_s = self.queue_s
         if self.rooms:
             queue_s = queue_s.copy()
-            for at, (room_s, _) in self.rooms.items():
+            for at, room_s in self.rooms.items():
                 queue_s[at] = max(queue_s.item(at), room_share * room_s)
         return queue_s
 
@@ -195,9 +220,6 @@ class Candidates(Sequence[Candidate]):
         return (self._now - self.values.admitted_s >= least_s).nonzero()[0]
 
 
-_ROOM = 0.0, 0.0
-
-
 def _summed(values: FleetValues, states: Sequence[EngineState | Candidate]) -> FleetValues:
     recent_s, late_s = [state.recent_s for state in states], [state.late_s for state in states]
     values.summed(math.fsum(recent_s), math.fsum(late_s))
@@ -213,6 +235,7 @@ def columns(candidates: Sequence[Candidate]) -> Candidates:
         np.array([one.prefill_s_per_token for one in candidates]),
         np.array([one.interference_s for one in candidates]),
         np.array([float(one.running + one.waiting) for one in candidates]),
+        np.array([float(one.waiting) for one in candidates]),
         np.array([one.recent_s for one in candidates]),
         np.array([-one.idle_s for one in candidates]),
     )
@@ -224,9 +247,5 @@ def columns(candidates: Sequence[Candidate]) -> Candidates:
         np.array([one.queue_s for one in candidates]),
         hits=list(hits.values()),
         which=np.array([numbers[id(one.hit)] for one in candidates], np.intp),
-        rooms={
-            at: (one.room_s, one.pool_share)
-            for at, one in enumerate(candidates)
-            if one.room_s or one.pool_share
-        },
+        rooms={at: one.room_s for at, one in enumerate(candidates) if one.room_s},
     )

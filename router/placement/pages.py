@@ -121,11 +121,6 @@ class PageAccount:
         left = self.free - self.need(tokens) * self._scale
         return min(1.0, max(0.0, 1.0 - left / self._blocks))
 
-    def share(self, tokens: int) -> float:
-        """Return the share of the pool that the prompt takes, 0 if there is room at once."""
-        pages = self.need(tokens) * self._scale
-        return min(1.0, pages / self._blocks) if pages > self.free else 0.0
-
     def admit(self, pages: int) -> None:
         """Count a request that was sent."""
         if pages:

@@ -18,9 +18,9 @@ the prediction is the engine's; apart, the sum of the prefill engine's, the over
 wait at the decode engine. With concurrent legs that wait passes during the prefill: then the sum is an
 upper bound.
 
-Waiting sequences count by the queue alone, although those ahead of this prompt would run by its turn. Tried
-by simulation (450 conversations, 2 + 6 and 3 + 5 engines, loads 0.6, 0.85 and 1.1): counted as delayed too,
-whole answers took 2 % longer in the mean of the six; counted at decode engines only, 5 %.
+Waiting sequences count in the price of delays of ``cost`` (docs/decisions/050), not in the weight: counted as
+delayed there too, whole answers took 2 % longer in the mean of six simulated fleets (450 conversations, 2 + 6
+and 3 + 5 engines, loads 0.6, 0.85 and 1.1).
 
 Invariants: an engine is never paired with itself; ties go to the longest shared prefix, then by rendezvous.
 """
@@ -114,7 +114,7 @@ def plan(
 ) -> PairPlan:
     """Return the cheapest plan with a first token in ``left_s``; if none has, the cheapest. Raises
     ``ValueError`` without a decode engine."""
-    scored = score([side.candidate for side in decode], prompt_tokens, policy)
+    scored = score([side.candidate for side in decode], prompt_tokens, policy, answers=False)
     partners = _Partners(prefill, prompt_tokens, pick, policy, pd, left_s - pd.leg_overhead_s)
     why = "no_prefill_engine" if not prefill else "short"
     alone: _Place | None = None

@@ -6,8 +6,8 @@ into its own, and from there into its GPU. For engine e, source s and a prompt o
     end     = tokens that the host memory of s holds in every KV cache group, at most N - 1
     missing = end - (tokens e takes from its GPU and its own tiers)
     link    = max(busy(e), busy(s)) + latency + missing * seconds per token
-    cost    = cost(e) - prefill and credit of the missing tokens + link + load of the missing tokens
-              - (1 - page price) * eviction premium of the missing tokens
+    cost    = cost(e) - prefill, credit and delay of the missing tokens + link + load of the missing tokens
+              + premium * page price * prefill of the missing tokens
 
 A pulled prefix takes pages as a loaded one does, and what it evicts stays in host memory: it is loaded again,
 not computed. But unfinished requests cannot be evicted, so the page price is the share of the pool that they
@@ -15,8 +15,8 @@ hold, and 1 while prompts wait for pages at any engine: there a second copy cost
 saves (benchmarks/results/tiers.md).
 
 A pull is considered only where the transfer is shorter than the source's own wait, and with the load shorter
-than computing; it is chosen only where it is cheaper than every engine without a pull, and only within the
-bound between queues. So by the prediction no first token comes later than by computing on the same engine.
+than computing; it is chosen only where it is cheaper than every engine without a pull. So by the
+prediction no first token comes later than by computing on the same engine.
 
 Invariants: a pull ends where the source's host memory ends in its shortest group, so that windows and
 recurrent states come with it; the result of ``with_pull`` depends on the arguments alone. A source that has
@@ -86,7 +86,7 @@ class PullSources(msgspec.Struct, frozen=True, gc=False):
     s_per_token: float
     """Seconds of link per token."""
     page_prices: PerEngine
-    """Share of the eviction premium that pulled tokens cost there: ``page_prices``."""
+    """Price of the pages of pulled tokens there, 0 to 1: ``page_prices``."""
     latency_s: float = 0.0
     allowed: Callable[[int, int], bool] | None = None
     """Whether a target (first) may pull from a source; None: every pair may."""
@@ -111,7 +111,7 @@ def link_busy_s(load: LoadAccount, others: OthersLoad | None, now: float) -> flo
 
 
 def page_prices(engines: Sequence[LoadAccount], prompt_tokens: int) -> list[float]:
-    """Return the share of the eviction premium that pulled tokens of a prompt cost at each engine."""
+    """Return the price of the pages that pulled tokens of a prompt take at each engine, 0 to 1."""
     if any(load.pages.free < 0 for load in engines):
         return [1.0] * len(engines)
     return [load.pages.used_share(prompt_tokens) for load in engines]
@@ -133,7 +133,6 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
         if pull is None:
             continue
         cost = _pulled(scored, target, pull, sources.page_prices[target])
-        # Cheaper than every engine is within the bound (``within_bound``).
         if cost.total_s < best_s:
             best_s = cost.total_s
             taker, uncached = scored.candidates[target], cost.uncached_tokens
@@ -144,8 +143,7 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
 def _wait_s(scored: ScoredCandidates, at: int) -> float:
     """Seconds until an engine would begin with the prompt itself."""
     candidates = scored.candidates
-    room_s, _ = candidates.rooms.get(at, (0.0, 0.0))
-    return max(candidates.queue_s.item(at), room_s)
+    return max(candidates.queue_s.item(at), candidates.rooms.get(at, 0.0))
 
 
 def _likeliest_sources(scored: ScoredCandidates, sources: PullSources) -> list[tuple[int, int]]:
@@ -173,7 +171,7 @@ def _likeliest_targets(scored: ScoredCandidates) -> Sequence[int]:
 def any_waits(candidates: Sequence[Candidate]) -> bool:
     """Whether any engine has a wait that the shortest transfer could undercut: else nothing is looked up."""
     found = columns(candidates)
-    return found.queue_s.max() > LATENCY_S or any(room_s > LATENCY_S for room_s, _ in found.rooms.values())
+    return found.queue_s.max() > LATENCY_S or any(room_s > LATENCY_S for room_s in found.rooms.values())
 
 
 def _longest(
@@ -200,7 +198,8 @@ def _longest(
 
 
 def _pulled(scored: ScoredCandidates, target: int, pull: Pull, page_price: float) -> Cost:
-    """The cost of the target with a pull: less to compute, more to load, pages at ``page_price``."""
+    """The cost of the target with a pull: less to compute and to delay, more to load, pages at
+    ``page_price``."""
     cost, settings = scored.cost(target), scored.settings
     rate = scored.candidates[target].prefill_s_per_token
     uncached = scored.prompt_tokens - pull.end
@@ -208,14 +207,17 @@ def _pulled(scored: ScoredCandidates, target: int, pull: Pull, page_price: float
     credit_s = settings.beta * rate * max(0, cost.shared_prefix_tokens - pull.end)
     more_s = pull.link_s + settings.load_s_per_token * pull.tokens
     computed_s = cost.prefill_s - prefill_s - (cost.credit_s - credit_s)
-    cheaper_s = settings.eviction_premium * (1.0 - page_price) * computed_s
+    # What is pulled delays no other prompt, but takes pages that others lose.
+    less_s = scored.delay_s(target, cost.prefill_s - cost.credit_s)
+    less_s -= scored.delay_s(target, prefill_s - credit_s)
+    less_s -= settings.eviction_premium * page_price * computed_s
     return msgspec.structs.replace(
         cost,
         prefill_s=prefill_s,
         load_s=cost.load_s + more_s,
         credit_s=credit_s,
-        eviction_s=cost.eviction_s - cheaper_s,
-        total_s=cost.total_s - computed_s - cheaper_s + more_s,
+        delay_s=cost.delay_s - less_s,
+        total_s=cost.total_s - computed_s - less_s + more_s,
         uncached_tokens=uncached,
         shared_prefix_tokens=max(cost.shared_prefix_tokens, pull.end),
     )

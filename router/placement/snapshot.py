@@ -30,7 +30,7 @@ from kvatlas.router.placement.fleet_values import Candidates, FleetValues, Float
 from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
 
 _READY = FeedState.READY
-_NO_ROOMS: dict[int, tuple[float, float]] = {}
+_NO_ROOMS: dict[int, float] = {}
 # Sets of engines with equal hits whose positions are kept.
 _SETS_MAX = 1024
 # Lists of engines whose snapshots are kept: those of a model, and those without one that failed.
@@ -67,7 +67,6 @@ class FleetSnapshot:
         "_surely_fits",
         "_unclear",
         "_until_s",
-        "_waiting",
         "_whole_s",
         "changed",
         "engines",
@@ -91,14 +90,13 @@ class FleetSnapshot:
         self._position: dict[str, int] = dict(zip(self._engine_ids, range(count), strict=True))
         # By the identity of the names, which the plans of the index keep: a hash walks over all names.
         self._positions: dict[int, _Positions] = {}
-        nothing = np.zeros(count)
-        self.values = FleetValues(*np.zeros((5, count)))
+        self.values = FleetValues(*np.zeros((6, count)))
         # A decision keeps the list: another one follows a change.
         self._states: list[EngineState] = [EngineState()] * count
         # As whole multiples of a small part of a second: a sum that is kept is what adding up again would be.
         self._recents, self._recent_sum = [0] * count, 0
         self._lates, self._late_sum = [0] * count, 0
-        self._fits_tokens, self._waiting = np.full(count, math.inf), nothing.copy()
+        self._fits_tokens = np.full(count, math.inf)
         self._surely_fits = math.inf
         # ``HeadProgress`` of each: queues that do not fall with time have a head of 0 s.
         self._whole_s, self._beyond_s, self._head_at_s, self._head_s = np.zeros((4, count))
@@ -141,6 +139,7 @@ class FleetSnapshot:
             taken(values.rates),
             taken(values.decode_s),
             taken(values.requests),
+            taken(values.waiting),
             taken(values.recent_s),
             taken(values.admitted_s),
         )
@@ -148,7 +147,7 @@ class FleetSnapshot:
         self._recents = [0 if place < 0 else like._recents[place] for place in places]
         self._lates = [0 if place < 0 else like._lates[place] for place in places]
         self._recent_sum, self._late_sum = sum(self._recents), sum(self._lates)
-        self._fits_tokens, self._waiting = taken(like._fits_tokens), taken(like._waiting)
+        self._fits_tokens = taken(like._fits_tokens)
         self._whole_s, self._beyond_s = taken(like._whole_s), taken(like._beyond_s)
         self._head_at_s, self._head_s = taken(like._head_at_s), taken(like._head_s)
         self._until_s = [math.inf if place < 0 else like._until_s[place] for place in places]
@@ -176,7 +175,7 @@ class FleetSnapshot:
             rooms = {}
             for at in (self._fits_tokens < asked.tokens).nonzero()[0].tolist():
                 pages = engines[at].load.pages
-                rooms[at] = pages.wait_s(asked.tokens, behind_pages.get(at, 0)), pages.share(asked.tokens)
+                rooms[at] = pages.wait_s(asked.tokens, behind_pages.get(at, 0))
         return Candidates(
             self._engine_ids,
             self._states,
@@ -201,7 +200,7 @@ class FleetSnapshot:
         """Take off the prompts that this one would pass in the engines' own order. Returns their pages."""
         pages: dict[int, int] = {}
         order, states = asked.order, self._states
-        for at in self._waiting.nonzero()[0].tolist():
+        for at in self.values.waiting.nonzero()[0].tolist():
             engine = self.engines[at]
             if order is None or not engine.takes_order:
                 continue
@@ -362,8 +361,8 @@ class FleetSnapshot:
             self._late_sum += self._lates[at] - before
         self._states[at] = EngineState(running, waiting, last_s, rate, interference_s, late_s, recent_s)
         values.rates[at], values.decode_s[at] = rate, interference_s * running
-        values.requests[at], values.admitted_s[at] = running + waiting, last_s
-        self._waiting[at] = waiting
+        values.requests[at], values.waiting[at] = running + waiting, waiting
+        values.admitted_s[at] = last_s
         self._fits_tokens[at] = load.pages.surely_fits_tokens
         if head is not None:
             self._moving.add(at)

@@ -53,7 +53,7 @@ def shortest_wait(candidates: Sequence[Candidate]) -> int:
     waits_s = found.queue_s
     if found.rooms:
         waits_s = waits_s.copy()
-        for at, (room_s, _) in found.rooms.items():
+        for at, room_s in found.rooms.items():
             # At an engine without requests no prompt waits for pages: none would be released.
             if found.values.requests[at]:
                 waits_s[at] = max(waits_s.item(at), room_s)

@@ -67,7 +67,7 @@ _KNOBS = {
     "scarcity": ("scarcity_premium", EVICTION_PREMIUM_MAX),
     "spread": ("spread", 10.0),
     "room": ("room_share", 1.0),
-    "crowding": ("crowding", 100.0),
+    "delay": ("delay", 100.0),
     "priority": ("engine_priority", 100.0),
 }
 _COUNTS = {"prefill": 1023.0, "pull": 1.0}

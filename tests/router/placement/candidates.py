@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.router.placement.candidate import Candidate, Cost, Hit, PolicySettings
+from kvatlas.router.placement.candidate import Candidate, Hit
 
 _OF_HIT = {name: name for name in Hit.__struct_fields__} | {"hit_tokens": "gpu_tokens"}
 
@@ -15,11 +15,6 @@ def make_candidate(engine_id: str, **fields: Any) -> Candidate:
     """``hit_tokens`` and the other parts of the hit beside those of the engine."""
     hit = Hit(**{_OF_HIT[name]: fields.pop(name) for name in list(fields) if name in _OF_HIT})
     return Candidate(engine_id, hit, **fields)
-
-
-def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:
-    """The rule of ``cost.within_bound`` for one engine; ``least``: the cheapest with the shortest queue."""
-    return chosen.queue_s - least.queue_s <= settings.queue_gap_s or chosen.total_s <= least.total_s
 
 
 def changed(known: Candidate, **fields: Any) -> Candidate:

@@ -2,7 +2,7 @@
 
 One loop over the engines makes a candidate of each, a second one scores it, and the choice is among all. It
 is how the router decided before it kept snapshots, and states what they must give. The price of one engine's
-pages, of a load, and the bound on queues are the router's own (``test_cost``).
+load is the router's own (``test_cost``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.placement.candidate import Candidate, Hit, PolicySettings, Reason
 from kvatlas.router.placement.cost import (
     COLD_FRACTION,
+    DELAY_MAX_S,
     PROBE_COST_MAX_S,
-    TIE_FRACTION,
     TIE_S,
-    _crowding_s,
     _load_s,
     favourite,
 )
@@ -60,7 +59,6 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
             candidate.queue_s = max(0.0, queue_s - behind_s)
         if tokens > load.pages.surely_fits_tokens:
             candidate.room_s = load.pages.wait_s(tokens, behind_pages)
-            candidate.pool_share = load.pages.share(tokens)
         found.append(candidate)
     return found
 
@@ -80,7 +78,8 @@ class Scored(NamedTuple):
 def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> Scored:
     """Score every candidate."""
     most = prompt_tokens - 1
-    beta, price = settings.beta, 1 + settings.eviction_premium
+    beta = settings.beta
+    requests = sum([candidate.running + candidate.waiting for candidate in candidates]) / len(candidates)
     spread, mean_s = settings.spread, 0.0
     if spread:
         mean_s = math.fsum([candidate.recent_s for candidate in candidates]) / len(candidates)
@@ -107,20 +106,21 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             if hit.replay_tokens and cached > hit.replay_tokens:
                 cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
             if shared_prefix > cached:
-                by_rate = price * (prompt_tokens - cached - beta * (shared_prefix - cached))
+                by_rate = prompt_tokens - cached - beta * (shared_prefix - cached)
             else:
-                shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
+                shared_prefix, by_rate = cached, prompt_tokens - cached
             longest = max(longest, shared_prefix)
             part = cached, shared_prefix, by_rate, load_s
         queue_s = candidate.queue_s
         if candidate.room_s:
             queue_s = max(queue_s, settings.room_share * candidate.room_s)
         decode_s = candidate.decode_interference_s * candidate.running
-        total_s = queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s
+        held_up = candidate.waiting + (candidate.running if candidate.room_s > candidate.queue_s else 0)
+        price = max(settings.eviction_premium, settings.delay * (requests + held_up))
+        computed_s = candidate.prefill_s_per_token * by_rate
+        total_s = computed_s + min(price * computed_s, DELAY_MAX_S) + queue_s + load_s + decode_s
         if candidate.recent_s > mean_s:
             total_s += spread * (candidate.recent_s - mean_s)
-        if candidate.pool_share:
-            total_s += _crowding_s(candidate, prompt_tokens - part[0], settings)
         totals.append(total_s)
         queues.append(queue_s)
         parts.append(part)
@@ -131,7 +131,7 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
 
 
 def _add_scarcity(scored: Scored) -> None:
-    """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``eviction_s``) if a part of the
+    """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``delay_s``) if a part of the
     prompt can be loaded."""
     candidates, settings = scored.candidates, scored.settings
     late_s = math.fsum([candidate.late_s for candidate in candidates]) / len(candidates)
@@ -152,33 +152,23 @@ def _beside_loads(
 
 def pick(scored: Scored, key: int) -> tuple[int, Reason]:
     """Position of the choice, and the reason; candidates are given by their positions."""
-    candidates, settings = scored.candidates, scored.settings
-    totals, queues = scored.totals, scored.queues
+    candidates, settings, totals = scored.candidates, scored.settings, scored.totals
     if len(totals) == 1:
         return 0, "only"
-    best, shortest = min(totals), min(queues)
-    least = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest])
-    allowed = [
-        i
-        for i, queue_s in enumerate(queues)
-        if queue_s - shortest <= settings.queue_gap_s or totals[i] <= least
-    ]
+    best = min(totals)
     if scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens:
         dearest, interval_s = best + PROBE_COST_MAX_S, settings.probe_interval_s
-        due = [i for i in allowed if totals[i] <= dearest and candidates[i].idle_s >= interval_s]
+        due = [
+            i
+            for i, one in enumerate(candidates)
+            if totals[i] <= dearest and one.idle_s >= interval_s and scored.queues[i] <= min(scored.queues)
+        ]
         if due:
             return _settle(scored, due, key), "probe"
-    fastest = min([c.prefill_s_per_token for c in candidates])
-    limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
-    if sum(total_s <= limit for total_s in totals) == 1:
-        return totals.index(best), "cheapest"
-    return _settle(scored, [i for i in allowed if totals[i] <= limit], key), "tie"
-
-
-def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
-    """Largest difference of equal costs, if the fastest engine has this rate."""
-    share_s = TIE_FRACTION * (1 + settings.eviction_premium) * prompt_tokens * rate
-    return max(share_s, TIE_S)
+    equals = [i for i, total_s in enumerate(totals) if total_s <= best + TIE_S]
+    if len(equals) == 1:
+        return equals[0], "cheapest"
+    return _settle(scored, equals, key), "tie"
 
 
 def _settle(scored: Scored, equals: list[int], key: int) -> int:

@@ -1,4 +1,4 @@
-"""The cost model and the choice: parts, ties, probes, and the bound on queues."""
+"""The cost model and the choice: parts, ties, probes, and how far queues drift apart."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.router.placement.candidate import (
-    EVICTION_PREMIUM_MAX,
     Candidate,
     PolicySettings,
     placement_request,
 )
 from kvatlas.router.placement.cost import (
+    DELAY_MAX_S,
     PROBE_COST_MAX_S,
-    TIE_FRACTION,
     TIE_S,
     choose,
     cost,
 )
-from tests.router.placement.candidates import changed, make_candidate, within_bound
+from tests.router.placement.candidates import changed, make_candidate
 from tests.support.examples import examples
 
 DEFAULTS = PolicySettings()
@@ -48,14 +47,16 @@ def test_cost_is_the_stated_formula() -> None:
         prefill_s_per_token=0.001,
         decode_interference_s=0.002,
     )
-    knobs = PolicySettings(beta=0.5, eviction_premium=0.25, load_s_per_token=0.0001, sequence_s=0.0)
+    knobs = PolicySettings(
+        beta=0.5, eviction_premium=0.1, delay=0.025, load_s_per_token=0.0001, sequence_s=0.0
+    )
     parts = cost(candidate, 8000, knobs)
     assert parts.queue_s == 0.7
     assert parts.prefill_s == pytest.approx(5.0)  # 8000 - 1000 - 2000 tokens
     assert parts.load_s == pytest.approx(0.2)
     assert parts.decode_s == pytest.approx(0.02)
     assert parts.credit_s == pytest.approx(1.0)  # half of 2000 tokens
-    assert parts.eviction_s == pytest.approx(1.0)  # a quarter of 5.0 - 1.0
+    assert parts.delay_s == pytest.approx(1.0)  # of 5.0 - 1.0, times 0.025, times 10 requests
     assert parts.total_s == pytest.approx(0.7 + 5.0 + 0.2 + 0.02 - 1.0 + 1.0)
     assert parts.uncached_tokens == 5000
 
@@ -85,18 +86,14 @@ def test_recent_work_beyond_the_mean_has_a_price() -> None:
 
 def test_waiting_for_pages_counts_in_part_and_is_predicted_whole() -> None:
     full, empty = fleet(2)
-    full.room_s, full.pool_share, full.waiting = 10.0, 0.25, 4
-    knobs = PolicySettings(room_share=0.3, crowding=2.0, eviction_premium=0.0)
+    full.room_s, full.waiting = 10.0, 4
+    knobs = PolicySettings(room_share=0.3, eviction_premium=0.0, delay=0.0)
     parts = cost(full, 8000, knobs)
     assert (parts.queue_s, parts.wait_s) == (3.0, 10.0)
     assert parts.first_token_s == pytest.approx(11.0)
-    assert parts.crowding_s == pytest.approx(2.0 * 0.25 * 4 * 1.0)
-    assert parts.total_s == pytest.approx(3.0 + 1.0 + 2.0)
+    assert parts.total_s == pytest.approx(3.0 + 1.0)
     assert choose([full, empty], 8000, knobs).index == 1
-    full.queue_s = 5.0
-    assert cost(full, 8000, knobs).crowding_s == pytest.approx(1.0)  # computing is short, too
     full.queue_s = 12.0
-    assert cost(full, 8000, knobs).crowding_s == 0
     assert (cost(full, 8000, knobs).queue_s, cost(full, 8000, knobs).wait_s) == (12.0, 12.0)
 
 
@@ -129,22 +126,65 @@ def test_shared_prefix_draws_siblings_together_and_beta_zero_does_not() -> None:
     assert choose([shared_prefix, other], 8000, DEFAULTS).uncached_tokens == 8000
 
 
-@pytest.mark.parametrize("premium", [0.0, 0.5, 1.0])
-def test_a_cached_prefix_is_worth_its_prefill_and_the_premium_and_no_more(premium: float) -> None:
-    knobs = PolicySettings(eviction_premium=premium)
-    worth_s = (1 + premium) * 4000 * RATE
+def test_computing_costs_what_it_delays() -> None:
+    """The mean engine's requests, prompts that wait there, and its answers where prompts wait for pages."""
+    engines = fleet(4)
+    engines[1] = changed(engines[1], running=6, waiting=2)
+    knobs = PolicySettings(delay=0.5)
+
+    def prices(*engines: Candidate) -> list[float]:
+        costs = choose(engines, 8000, knobs).costs
+        return [one.delay_s for one in costs]
+
+    assert prices(*engines) == pytest.approx([1.0, 2.0, 1.0, 1.0])
+    engines[1].room_s = 9.0
+    assert prices(*engines) == pytest.approx([1.0, 5.0, 1.0, 1.0])
+    engines[1].queue_s = 10.0  # computing is what they wait for
+    assert prices(*engines) == pytest.approx([1.0, 2.0, 1.0, 1.0])
+    assert prices(*engines[2:]) == [0.75, 0.75]  # of an idle fleet: that of the pages
+    hit = changed(engines[0], hit_tokens=6000, shared_prefix_tokens=7000)  # 2000 tokens, less the credit
+    assert prices(hit, *engines[1:])[0] == pytest.approx((2000 - 0.25 * 1000) * RATE)
+    engines[3].waiting = 400  # no prompt is put off for longer
+    assert prices(*engines) == pytest.approx([51.0, 52.0, 51.0, DELAY_MAX_S])
+
+
+def test_an_idle_fleet_waits_for_a_holder_as_long_as_a_copy_takes_and_costs_others() -> None:
+    """Beyond its prefill and the price of its pages it leaves, and not before."""
+    holder = make_candidate("holder", hit_tokens=7600, shared_prefix_tokens=7600, running=1, queue_s=1.6)
+    assert choose([holder, make_candidate("idle")], 8000, DEFAULTS).engine_id == "holder"
+    longer = changed(holder, queue_s=1.7)
+    assert choose([longer, make_candidate("idle")], 8000, DEFAULTS).engine_id == "idle"
+
+
+def test_a_prompt_is_put_off_for_others_by_a_minute_at_most() -> None:
+    """However long it is, and however many wait."""
+    for tokens in (800_000, 8_000_000):
+        long_s = tokens * RATE
+        holder = make_candidate("holder", hit_tokens=tokens - 1, shared_prefix_tokens=tokens - 1, waiting=99)
+        other = make_candidate("other", waiting=99)
+        engines = [changed(holder, queue_s=long_s + DELAY_MAX_S - 0.1), other]
+        assert choose(engines, tokens, DEFAULTS).engine_id == "holder"
+        engines = [changed(holder, queue_s=long_s + DELAY_MAX_S + 0.1), other]
+        assert choose(engines, tokens, DEFAULTS).engine_id == "other"
+
+
+@pytest.mark.parametrize("running", [0, 4, 8])
+def test_a_cached_prefix_is_worth_its_prefill_and_what_that_delays_and_no_more(running: int) -> None:
+    knobs = PolicySettings(eviction_premium=0.0, delay=0.25)
+    worth_s = (1 + 0.25 * running) * 4000 * RATE
     cached = make_candidate("cached", hit_tokens=4000, shared_prefix_tokens=4000, queue_s=worth_s + 0.1)
-    idle = make_candidate("idle")
+    cached.running = running
+    idle = make_candidate("idle", running=running)
     assert choose([cached, idle], 8000, knobs).engine_id == "idle"
     shorter = changed(cached, queue_s=worth_s - 0.1)
     assert choose([shorter, idle], 8000, knobs).engine_id == "cached"
 
 
-def test_the_account_is_charged_without_the_premium() -> None:
-    """The premium is paid by others and later; the queue gets what this prompt computes."""
-    engines = fleet(2)
-    dear = choose(engines, 8000, PolicySettings(eviction_premium=2.0))
-    plain = choose(engines, 8000, PolicySettings(eviction_premium=0.0))
+def test_the_account_is_charged_without_the_delay() -> None:
+    """Others pay it, and later; the queue gets what this prompt computes."""
+    engines = fleet(2, running=4)
+    dear = choose(engines, 8000, PolicySettings(delay=2.0))
+    plain = choose(engines, 8000, PolicySettings(delay=0.0))
     assert dear.uncached_tokens == plain.uncached_tokens
     assert dear.cost.prefill_s == pytest.approx(8000 * RATE)
 
@@ -181,11 +221,12 @@ def test_slow_storage_is_worth_less_than_host_memory() -> None:
 
 
 def test_where_prompts_are_loaded_every_request_an_engine_has_costs_and_elsewhere_none_does() -> None:
-    knobs = PolicySettings(sequence_s=0.05)
+    knobs = PolicySettings(sequence_s=0.05, delay=0.0)
     loads = make_candidate("loads", cpu_tokens=4000, shared_prefix_tokens=4000, running=3, waiting=1)
     computes = make_candidate("computes", running=2)
+    free = PolicySettings(sequence_s=0.0, delay=0.0)
     for candidate, sequences in zip(choose([loads, computes], 8000, knobs).costs, (4, 2), strict=True):
-        plain = cost(loads if sequences == 4 else computes, 8000, PolicySettings(sequence_s=0.0))
+        plain = cost(loads if sequences == 4 else computes, 8000, free)
         assert candidate.decode_s == pytest.approx(plain.decode_s + 0.05 * sequences)
         assert candidate.total_s == pytest.approx(plain.total_s + 0.05 * sequences)
     alone = choose([computes, make_candidate("idle")], 8000, knobs).costs[0]
@@ -204,7 +245,7 @@ def test_scarce_pages_have_a_price_whether_computed_or_loaded_and_only_beside_lo
         late = [changed(each, late_s=late_s) for each in candidates]
         free = choose(late, 8000, PolicySettings(scarcity_premium=0.0)).costs
         dear = choose(late, 8000, knobs).costs
-        more = [one.eviction_s - other.eviction_s for one, other in zip(dear, free, strict=True)]
+        more = [one.delay_s - other.delay_s for one, other in zip(dear, free, strict=True)]
         assert more == pytest.approx(
             [one.total_s - other.total_s for one, other in zip(dear, free, strict=True)]
         )
@@ -229,26 +270,11 @@ def test_blocks_of_a_prompt_in_flight_are_neither_computed_nor_loaded_again() ->
     assert cost(changed(candidate, coming_tokens=7000), 8000, knobs).load_s == 0
 
 
-@pytest.mark.parametrize(("gap_s", "chosen"), [(0.0, "idle"), (0.25, "idle"), (0.5, "queued")])
-def test_among_equals_no_queue_is_longer_than_the_gap_without_saving_as_much(
-    gap_s: float, chosen: str
-) -> None:
-    """Both cost the same within the band; the one with the longer prefix would be preferred."""
-    knobs = PolicySettings(queue_gap_s=gap_s, eviction_premium=0.0)
-    queued = make_candidate(
-        "queued", hit_tokens=3760, shared_prefix_tokens=3760, queue_s=0.48
-    )  # saves 0.47 s
-    choice = choose([queued, make_candidate("idle")], 8000, knobs)
-    assert (choice.engine_id, choice.reason) == (chosen, "tie")
-    saves = changed(queued, queue_s=0.46)
-    assert choose([saves, make_candidate("idle")], 8000, knobs).engine_id == "queued"
-
-
-def test_a_probe_is_held_to_the_bound() -> None:
-    due = make_candidate("due", queue_s=0.3, idle_s=60.0)
-    choice = choose([due, make_candidate("idle")], 1000, PolicySettings())
-    assert (choice.engine_id, choice.reason) == ("idle", "cheapest")
-    choice = choose([changed(due, queue_s=0.2), make_candidate("idle")], 1000, PolicySettings())
+def test_a_probe_does_not_wait_longer() -> None:
+    due, other = make_candidate("due", queue_s=0.3, idle_s=60.0), make_candidate("other", queue_s=0.2)
+    choice = choose([due, other], 1000, PolicySettings())
+    assert (choice.engine_id, choice.reason) == ("other", "cheapest")
+    choice = choose([changed(due, queue_s=0.2, prefill_s_per_token=2 * RATE), other], 1000, PolicySettings())
     assert (choice.engine_id, choice.reason) == ("due", "probe")
 
 
@@ -274,10 +300,14 @@ def test_an_engine_that_leaves_moves_only_its_own_cold_prompts() -> None:
 
 
 def test_noise_of_learned_rates_does_not_draw_every_cold_prompt_to_one_engine() -> None:
-    engines = fleet(8)
-    engines = [changed(e, prefill_s_per_token=RATE * (1 + 0.002 * i)) for i, e in enumerate(engines)]
-    chosen = {choose(engines, 4000, DEFAULTS, prompt_key=key).index for key in range(100)}
-    assert chosen == set(range(8))
+    """Recent work makes up for it."""
+    engines = [changed(e, prefill_s_per_token=RATE * (1 + 0.002 * i)) for i, e in enumerate(fleet(8))]
+    chosen = Counter[int]()
+    for key in range(80):
+        choice = choose(engines, 4000, DEFAULTS, prompt_key=key)
+        chosen[choice.index] += 1
+        engines[choice.index].recent_s += choice.cost.prefill_s
+    assert min(chosen.values()) >= 9
 
 
 def test_equal_costs_go_to_the_longer_shared_prefix() -> None:
@@ -335,14 +365,15 @@ def test_no_candidates_is_an_error_and_one_needs_no_cost() -> None:
     [
         {"eviction_premium": -0.1},
         {"eviction_premium": 5.0},
-        {"eviction_premium": float("nan")},
+        {"delay": -0.1},
+        {"delay": float("inf")},
+        {"delay": float("nan")},
         {"beta": 1.5},
         {"beta": -0.1},
-        {"queue_gap_s": -1},
         {"bounded_load_factor": 1.0},
     ],
 )
-def test_settings_that_void_the_bound_are_refused(bad: dict[str, float]) -> None:
+def test_settings_that_void_the_cost_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         PolicySettings(**bad)
 
@@ -365,6 +396,8 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
         storage_tokens=st.integers(0, 5000),
         queue_s=st.floats(0, 50),
         running=st.integers(0, 200),
+        waiting=st.integers(0, 50),
+        room_s=st.sampled_from([0.0, 0.0, 20.0]),
         idle_s=st.floats(0, 100),
         prefill_s_per_token=st.floats(1e-5, 1e-3),
         decode_interference_s=st.floats(0, 0.01),
@@ -377,23 +410,20 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
 @given(
     engines=candidates_of(8),
     prompt_tokens=st.integers(1, 20_000),
-    premium=st.floats(0, EVICTION_PREMIUM_MAX),
-    gap=st.floats(0, 5),
+    delay=st.floats(0, 4),
     key=st.integers(0, 2**64 - 1),
 )
-def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
-    engines: list[Candidate], prompt_tokens: int, premium: float, gap: float, key: int
+def test_no_choice_is_dearer_than_a_tie_or_a_probe(
+    engines: list[Candidate], prompt_tokens: int, delay: float, key: int
 ) -> None:
-    knobs = PolicySettings(eviction_premium=premium, queue_gap_s=gap)
+    knobs = PolicySettings(delay=delay)
     choice = choose(engines, prompt_tokens, knobs, prompt_key=key)
-    least = min(choice.costs, key=lambda c: (c.queue_s, c.total_s))
-    assert within_bound(choice.cost, least, knobs)
-    inside = [c for c in choice.costs if within_bound(c, least, knobs)]
-    cheapest = min(c.total_s for c in inside)
-    whole_s = (1 + premium) * prompt_tokens * min(e.prefill_s_per_token for e in engines)
-    band = max(TIE_S, TIE_FRACTION * whole_s)
-    slack = PROBE_COST_MAX_S if choice.reason == "probe" else band
+    cheapest = min(c.total_s for c in choice.costs)
+    slack = PROBE_COST_MAX_S if choice.reason == "probe" else TIE_S
     assert choice.cost.total_s <= cheapest + slack + 1e-9
+    for index, one in enumerate(choice.costs):
+        parts_s = one.queue_s + one.prefill_s + one.load_s + one.decode_s - one.credit_s + one.delay_s
+        assert choice.scored.totals[index] == pytest.approx(parts_s + one.spread_s)
     assert all(1 <= c.uncached_tokens <= prompt_tokens for c in choice.costs)
     assert choose(engines[::-1], prompt_tokens, knobs, prompt_key=key).engine_id == choice.engine_id
 
@@ -410,25 +440,26 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
         ),
         max_size=120,
     ),
-    premium=st.floats(0, EVICTION_PREMIUM_MAX),
+    delay=st.floats(0, 4),
+    running=st.integers(0, 20),
 )
-def test_queues_never_drift_apart_by_more_than_the_bound(
-    requests: list[tuple[int, int, float, float, float]], premium: float
+def test_queues_never_drift_apart_by_more_than_a_prompt_is_worth(
+    requests: list[tuple[int, int, float, float, float]], delay: float, running: int
 ) -> None:
     """Engines of one rate, whatever the prompts and whichever engine claims to hold them.
 
-    A queue is lengthened only while it is within max(gap, saving) of the shortest, the saving is at
-    most (1 + premium) times the prefill of the prompt, and the prompt adds at most its prefill; draining
-    brings queues together.
+    A queue is lengthened only while the prompt saves as much there, that is at most its prefill and what this
+    delays, and the prompt adds at most its prefill; draining brings queues together.
     """
-    knobs = PolicySettings(eviction_premium=premium)
+    knobs = PolicySettings(delay=delay)
     longest = 20_000 * RATE
-    bound = max(knobs.queue_gap_s, (1 + premium) * longest) + longest
+    bound = (1 + max(knobs.eviction_premium, delay * running)) * longest + TIE_S + longest
     queues = [0.0] * 8
     for prompt_tokens, holder, share, exact_share, wait_s in requests:
         queues = [max(0.0, queue - wait_s) for queue in queues]
         engines = [
-            make_candidate(f"e{i}", queue_s=queue, prefill_s_per_token=RATE) for i, queue in enumerate(queues)
+            make_candidate(f"e{i}", queue_s=queue, running=running, prefill_s_per_token=RATE)
+            for i, queue in enumerate(queues)
         ]
         shared_prefix = int(share * prompt_tokens)
         engines[holder] = changed(

@@ -17,7 +17,6 @@ from kvatlas.router.simulation.outcome import FleetRun
 from kvatlas.router.simulation.requests import Request, continued
 from kvatlas.router.simulation.setup import FleetSetup, Timing
 from kvatlas.router.simulation.workload import agents, tenants
-from tests.router.placement.candidates import within_bound
 from tests.support.examples import examples
 
 KNOBS = PolicySettings()
@@ -98,26 +97,20 @@ def test_unpinned_junctions_are_what_the_credit_is_for() -> None:
     assert by_variant["kvatlas"] > 1.05 * by_variant["exact"]
 
 
-def test_no_request_waits_for_a_cache_longer_than_it_saves(runs: dict[str, list[Outcome]]) -> None:
+def test_every_engine_gets_requests(runs: dict[str, list[Outcome]]) -> None:
     for outcome in runs["kvatlas"]:
-        for choice in outcome.choices:
-            least = min(choice.costs, key=lambda c: (c.queue_s, c.total_s))
-            assert within_bound(choice.cost, least, KNOBS)
         assert {choice.index for choice in outcome.choices} == set(range(SETUP.engines))
 
 
-def test_queues_stay_together_within_the_bound(
-    runs: dict[str, list[Outcome]], workloads: list[list[Request]]
-) -> None:
-    """One prompt's saving plus one prompt's prefill; 10 % for the error of learned rates."""
+def test_queues_stay_together(runs: dict[str, list[Outcome]], workloads: list[list[Request]]) -> None:
+    """Within two prompts' prefill; 10 % for the error of learned rates."""
     rate = SETUP.timing.prefill_s_per_token
     for outcome, requests in zip(runs["kvatlas"], workloads, strict=True):
         longest = max(request.input_tokens for request in requests) * rate
-        bound = max(KNOBS.queue_gap_s, longest) + longest
         for choice in outcome.choices:
             queues = [cost.queue_s for cost in choice.costs]
             queues[choice.index] += choice.uncached_tokens * rate
-            assert max(queues) - min(queues) <= 1.1 * bound
+            assert max(queues) - min(queues) <= 1.1 * 2 * longest
 
 
 def test_a_run_repeats_itself(runs: dict[str, list[Outcome]], workloads: list[list[Request]]) -> None:

@@ -77,7 +77,6 @@ def test_a_prompt_waits_for_what_the_others_release() -> None:
     assert account.wait_s(160) == 0
     account.admit(50)
     assert account.wait_s(160) == pytest.approx(10 * 8.0 / 100)
-    assert account.share(160) == pytest.approx(0.1)
 
 
 def test_where_nothing_is_released_for_long_littles_law_tells_the_wait() -> None:
@@ -128,7 +127,7 @@ def test_without_pool_size_or_layout_there_is_no_wait() -> None:
         account.end(0, 5.0, now=1.0)
         assert account.free == math.inf
         assert account.surely_fits_tokens == math.inf
-        assert account.wait_s(1_000_000) == account.share(1_000_000) == 0
+        assert account.wait_s(1_000_000) == 0
 
 
 def test_the_load_account_enters_every_request_once() -> None:

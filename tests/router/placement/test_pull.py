@@ -31,7 +31,7 @@ from kvatlas.router.placement.pull import (
     with_pull,
 )
 from kvatlas.router.placement.rates import FleetRates
-from tests.router.placement.candidates import make_candidate
+from tests.router.placement.candidates import changed, make_candidate
 
 RATE = 1 / 8000
 PROMPT = 40_000
@@ -205,16 +205,21 @@ def test_a_pull_is_cheaper_than_every_engine_and_promises_what_its_source_holds(
 
 
 def test_where_pages_are_free_a_shorter_wait_is_worth_a_pull() -> None:
-    wait_s = 0.5 * KNOBS.eviction_premium * RATE * 36_000
-    assert pulled(holder(wait_s), [36_000, 0], 1.0).pull is None
-    choice = pulled(holder(wait_s), [36_000, 0], 0.0)
+    price = KNOBS.delay * 2  # of a second of computing, beside that second
+    wait_s = 0.5 * price * RATE * 36_000
+
+    def busy(queue_s: float) -> list[Candidate]:
+        return [changed(one, running=2) for one in holder(queue_s)]
+
+    assert pulled(busy(wait_s), [36_000, 0], 1.0).pull is None
+    choice = pulled(busy(wait_s), [36_000, 0], 0.0)
     assert choice.reason == "pull"
     cost = choice.cost
-    assert cost.eviction_s == pytest.approx(KNOBS.eviction_premium * RATE * 4000)
-    parts_s = cost.queue_s + cost.prefill_s + cost.load_s + cost.decode_s + cost.eviction_s - cost.credit_s
+    assert cost.delay_s == pytest.approx(price * RATE * 4000)
+    parts_s = cost.queue_s + cost.prefill_s + cost.load_s + cost.decode_s + cost.delay_s - cost.credit_s
     assert cost.total_s == pytest.approx(parts_s)
-    half = pulled(holder(9.0), [36_000, 0], 0.5).cost
-    full = pulled(holder(9.0), [36_000, 0], 1.0).cost
+    half = pulled(busy(9.0), [36_000, 0], 0.5).cost
+    full = pulled(busy(9.0), [36_000, 0], 1.0).cost
     assert full.total_s - half.total_s == pytest.approx(0.5 * KNOBS.eviction_premium * RATE * 36_000)
 
 
@@ -268,9 +273,7 @@ def applied(
     if pulls is None:
         pulls = Pulls()
         pulls.configure(PullSettings(enabled=True), 5710)
-    found = holder(9.0)
-    for name, one in zip(NAMES, found, strict=True):
-        one.engine_id = name
+    found = [changed(one, engine_id=name, running=2) for name, one in zip(NAMES, holder(9.0), strict=True)]
     engines = [engine(NAMES[0], **(source or {})), engine(NAMES[1], **(target or {}))]
     return pulls.apply(choose(found, PROMPT, KNOBS), engines, HELD, BODY, now)
 

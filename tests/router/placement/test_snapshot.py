@@ -222,9 +222,8 @@ def settings_of(draw: st.DrawFn) -> PolicySettings:
     return PolicySettings(
         beta=draw(st.sampled_from([0.0, 0.25])),
         eviction_premium=draw(st.sampled_from([0.0, 0.75])),
+        delay=draw(st.sampled_from([0.0, 0.5])),
         spread=draw(st.sampled_from([0.0, 0.1667])),
-        queue_gap_s=draw(st.sampled_from([0.0, 0.25])),
-        crowding=draw(st.sampled_from([0.0, 3.0])),
         probe_interval_s=draw(st.sampled_from([0.5, 30.0])),
     )
 
@@ -298,7 +297,6 @@ _candidate = st.builds(
     late_s=st.sampled_from([0.0, 3.0]),
     recent_s=st.sampled_from([0.0, 1.0, 4.0]),
     room_s=st.sampled_from([0.0, 0.0, 3.0]),
-    pool_share=st.sampled_from([0.0, 0.3]),
 )
 
 

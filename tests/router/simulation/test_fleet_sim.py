@@ -150,7 +150,7 @@ def test_a_target_refuses_only_by_the_wait_and_only_where_that_is_set() -> None:
     }
 
 
-@pytest.mark.parametrize("pool", [60, 90])
+@pytest.mark.parametrize("pool", [60, 70])
 def test_a_crowded_fleet_forecasts_evictions_as_the_router_does(pool: int) -> None:
     # Prompts of 33 blocks share 16 of them with earlier ones, and wait for pages.
     requests = [

@@ -116,7 +116,7 @@ def test_each_part_is_off_in_turn_and_every_router_is_compared() -> None:
 
 
 def test_a_cell_runs_the_arms_asked_for_on_the_half_asked_for() -> None:
-    asked = ["kvatlas", "gauges", "tie band", "llm-d"]
+    asked = ["kvatlas", "gauges", "ties", "llm-d"]
     for options in (Options(20, {}, half="hidden", split_seed=5), Options(20, {}, store="400%:gbit_s=100")):
         runs = run_cell(Cell("chat", "full", 1.0, 0.85, 1), asked, options)
         assert [one.arm for one in runs] == asked

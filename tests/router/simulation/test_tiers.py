@@ -158,7 +158,8 @@ def test_a_busy_engines_prefix_is_pulled_from_its_host_memory() -> None:
     pulled = [row for row in runs["kvatlas"].rows if row.pulled]
     assert pulled
     assert all(row.pulled <= row.hit for row in pulled)
-    assert sum(row.pulled for row in pulled) > 0.9 * sum(row.promised for row in runs["kvatlas"].rows)
+    # A source may evict a prefix meanwhile.
+    assert sum(row.pulled for row in pulled) > 0.75 * sum(row.promised for row in runs["kvatlas"].rows)
     assert not any(row.pulled or row.promised for row in runs["kvatlas:pull=0"].rows)
 
 
@@ -229,9 +230,16 @@ def test_the_cost_of_a_load_is_that_of_the_slower_link() -> None:
 
 
 def test_knobs_of_an_variant() -> None:
-    variant = variants_of(["kvatlas:beta=0.5+premium=0"])["kvatlas:beta=0.5+premium=0"]
-    assert dict(variant.settings) == {"beta": 0.5, "eviction_premium": 0.0}
-    for name in ("kvatlas:beta=2", "kvatlas:premium=9", "kvatlas:load=1", "kvatlas:beta=0.5+", "kvatlas:x"):
+    variant = variants_of(["kvatlas:beta=0.5+premium=0+delay=1"])["kvatlas:beta=0.5+premium=0+delay=1"]
+    assert dict(variant.settings) == {"beta": 0.5, "eviction_premium": 0.0, "delay": 1.0}
+    for name in (
+        "kvatlas:beta=2",
+        "kvatlas:premium=9",
+        "kvatlas:delay=900",
+        "kvatlas:load=1",
+        "kvatlas:beta=0.5+",
+        "kvatlas:x",
+    ):
         with pytest.raises(ValueError, match="after the colon"):
             variants_of([name])
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.placement.candidate import Candidate, PolicySettings
-from kvatlas.router.placement.cost import Choice, choose
-from kvatlas.router.placement.pair_plan import PairPlan, Side, plan
+from kvatlas.router.placement.cost import Choice, choose, score
+from kvatlas.router.placement.pair_plan import PairPlan, Side, fits, plan
 from tests.router.placement.candidates import make_candidate
 
 POLICY = PolicySettings()
@@ -61,13 +61,26 @@ def test_sequences_at_the_prefill_engine_are_held_up_too() -> None:
     assert idle.remote_s is not None
     assert held_up.remote_s is not None
     prefill_s = held_up.cost.prefill_s
-    assert held_up.remote_s - idle.remote_s == pytest.approx(3 * PD.decode_delay_weight * prefill_s)
+    # The policy chooses the prefill engine by its own cost.
+    prices = 3 * POLICY.delay - POLICY.eviction_premium
+    assert held_up.remote_s - idle.remote_s == pytest.approx(
+        (3 * PD.decode_delay_weight + prices) * prefill_s
+    )
 
 
-def test_sequences_that_wait_are_held_up_by_nothing_but_their_queue() -> None:
-    plain = planned([side("d", running=1)], [side("p", running=1)])
-    waiting = planned([side("d", running=1, waiting=9)], [side("p", running=1, waiting=9)])
-    assert (plain.local_s, plain.remote_s) == (waiting.local_s, waiting.remote_s)
+def test_answers_count_in_the_weight_and_prompts_that_wait_in_the_price_of_delays() -> None:
+    pd = msgspec.structs.replace(PD, decode_delay_weight=2.0)
+    for running in (0, 1, 9):
+        plain, waiting = (
+            planned([side("d", running=running, waiting=count), side("e")], [], pd) for count in (0, 3)
+        )
+        only = planned([side("d", running=running)], [], pd)
+        prefill_s = only.cost.prefill_s
+        assert only.local_s == pytest.approx((1 + POLICY.eviction_premium + 2 * running) * prefill_s)
+        assert (plain.decode, waiting.decode) == (1, 1) if running else (0, 1)
+    three = planned([side("d", running=5, waiting=3)], [], pd)
+    # In the mean of the fleet, and at the engine itself.
+    assert three.local_s == pytest.approx((1 + 2 * 3 * POLICY.delay + 2 * 5) * three.cost.prefill_s)
 
 
 def test_without_a_weight_running_sequences_do_not_count() -> None:
@@ -161,17 +174,27 @@ def _made(prefix: str, drawn: list[tuple[int, float, int, str | None, int]]) -> 
 def test_no_pair_and_no_engine_alone_is_cheaper_than_what_is_chosen(
     decode_drawn: list[Any], prefill_drawn: list[Any]
 ) -> None:
-    """Against every pair of its own, where the policy takes the cheapest prefill engine."""
+    """Against every engine alone, and every decode engine with the prefill engine that the policy takes."""
     decode, prefill = _made("d", decode_drawn), _made("p", prefill_drawn)
     found = planned(decode, prefill)
-    alone = [planned([one], []).local_s for one in decode]
-    pairs = [
-        pair.remote_s
-        for one in decode
-        for other in prefill
-        if (pair := planned([one], [other])).remote_s is not None
-    ]
-    assert found.local_s == min(alone)
+    scored = score([one.candidate for one in decode], TOKENS, POLICY, answers=False)
+
+    def delay_s(one: Side, prefill_s: float) -> float:
+        return PD.decode_delay_weight * one.candidate.running * prefill_s
+
+    costs = [scored.cost(at) for at in range(len(decode))]
+    alone = [cost.total_s + delay_s(one, cost.prefill_s) for one, cost in zip(decode, costs, strict=True)]
+    pairs = []
+    for one, cost in zip(decode, costs, strict=True):
+        others = [other for other in prefill if fits(one.version, other.version, PD)]
+        if one.lacks < PD.min_remote_tokens or not others:
+            continue
+        choice = choose([other.candidate for other in others], TOKENS, POLICY, prompt_key=7)
+        there = choice.cost.total_s + delay_s(others[choice.index], choice.cost.prefill_s)
+        transfer_s = PD.leg_overhead_s + PD.transfer_s_per_token * one.lacks
+        pairs.append(there + transfer_s + cost.queue_s + cost.decode_s)
+    assert found.local_s == pytest.approx(min(alone))
+    assert found.remote_s == (pytest.approx(min(pairs)) if pairs else None)
     if found.partner is None:
         assert found.remote_s is None or found.local_s <= found.remote_s
         assert (found.remote_s is None) == (not pairs)
