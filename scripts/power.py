@@ -85,6 +85,8 @@ EXTRA_TESTS = {
         "changed_meanwhile",
         "engine_deaths",
         "ended_answers",
+        "chosen_engines",
+        "router/http/test_limits.py",
     ],
     "router/pd": ["split_failures", "prefill_decode"],
     "router/feeds": ["recovery", "late_events"],

@@ -277,8 +277,8 @@ def in_pieces(relay: SseRelay, body: bytes) -> bytes:
 )
 def test_openings_beyond_the_bound_pass_and_are_no_tokens(path: str, name: bytes) -> None:
     opening = name + b'data: {"response":{"instructions":"%b"}}\n\n' % (b"5," * 2_500_000)
-    relay = SseRelay(path, replaceable=True)
-    assert in_pieces(relay, opening) == opening
+    relay, held = SseRelay(path, replaceable=True), event_of(STREAMS[path].openings[0])
+    assert in_pieces(relay, held + opening) == held + opening
     assert (relay.begun, relay.exposed) == (False, True)
     relay.feed(event_of(STREAMS[path].token))
     assert relay.begun
@@ -318,7 +318,9 @@ def test_a_comment_passes_while_openings_wait(path: str) -> None:
     assert relay.waits
     token = event_of(STREAMS[path].token)
     assert relay.feed(token) == opening + token
+    assert not relay.waits
     assert relay.feed(b": keep-alive\n\n") == b": keep-alive\n\n"
+    assert relay.waits
 
 
 @pytest.mark.parametrize("path", PATHS)

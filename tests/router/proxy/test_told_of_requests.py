@@ -69,6 +69,7 @@ async def test_a_client_that_leaves_before_the_end_of_its_body_is_gone() -> None
         whole = request(b"x" * 1000)
         writer.write(whole[:-500])
         await until(lambda: rig.stats.requests_active, "it is being read")
+        assert rig.stats.requests_active == 1
         writer.close()
         await until(lambda: bool(rig.app.requests.counts), "counted")
         assert [status for _, _, status in rig.app.requests.counts] == ["client_gone"]
