@@ -13,6 +13,7 @@ from kvatlas.router.api.admin_tokens import AdminFileError
 from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.schema import Config
+from kvatlas.router.fleet.engines import CannotStartError
 from kvatlas.router.http.tls import TlsError, server_context
 from kvatlas.router.observe.traces import TracesNotInstalledError
 from kvatlas.router.prompts.model_dir import ModelDirError
@@ -29,7 +30,7 @@ def check(config: Config) -> Router:
         router = Router(config)
         if config.server.tls.given:
             server_context(config.server.tls, TLS_KEYS)
-    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
+    except (AdminFileError, CannotStartError, KeyFileError, TlsError, TracesNotInstalledError) as error:
         raise ConfigError(str(error)) from None
     except ModelDirError as error:
         raise ConfigError(f"models: {error}") from None

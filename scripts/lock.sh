@@ -17,7 +17,8 @@ pin() { # pin FILE WHAT SOURCE...
     mv "$file.new" "$file"
 }
 
-pin requirements/image.txt "What the container image installs" pyproject.toml
+# The image finds engines everywhere: also what these sources need.
+pin requirements/image.txt "What the container image installs" pyproject.toml --extra kubernetes --extra dns
 sed -n 's/^requires = \["\(.*\)"\]/\1/p' pyproject.toml |
     pin requirements/build.txt "What builds the wheel for the container image" -
 

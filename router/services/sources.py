@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
-from kvatlas.router.fleet.engines import Costs, Source
+from kvatlas.router.fleet.engines import CannotStartError, Costs, Source
 from kvatlas.router.fleet.file_source import FileSource
 from kvatlas.router.fleet.settings import FleetSettings
 
@@ -15,10 +16,24 @@ def configured_sources(settings: FleetSettings, costs: Costs = dict) -> Iterator
     if settings.file.on:
         yield FileSource(settings.file)
     if settings.kubernetes.on:
-        from kvatlas.router.services.kubernetes.source import KubernetesSource
+        with _extra("kubernetes"):
+            from kvatlas.router.services.kubernetes.source import KubernetesSource
 
         yield KubernetesSource(settings.kubernetes, costs=costs)
     if settings.dns.on:
-        from kvatlas.router.services.dns_source import DnsSource
+        with _extra("dns"):
+            from kvatlas.router.services.dns_source import DnsSource
 
         yield DnsSource(settings.dns)
+
+
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Say which extra brings a missing library, and the setting that needs it: they have the same name."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise CannotStartError(
+            f"fleet.{name}: needs the Python module {missing.name!r}, which the extra {name!r} brings: "
+            f"python -m pip install 'FILE.whl[{name}]', in a checkout '.[{name}]'"
+        ) from None

@@ -15,7 +15,7 @@ from tests.charts.chart import CHART
 from tests.support import cluster
 from tests.support.paths import ROOT, built
 from tests.support.reader import MODEL, Block, Reader, blocks, verified
-from tests.support.wheels import build, installed
+from tests.support.wheels import build, with_extras
 
 pytestmark = [pytest.mark.real, pytest.mark.process]  # its subject is what is installed, in processes
 
@@ -30,7 +30,7 @@ def stand_in(what: str) -> str:
 
 def test_from_an_image_and_a_chart_to_a_receipt(tmp_path: Path) -> None:
     wheel = built("*.whl") or build(ROOT, "wheel", tmp_path / "wheel")
-    python = installed(wheel, tmp_path / "environment")
+    python = with_extras(wheel, tmp_path / "environment")
     package = built("kvatlas-?.*.tgz")
     if package is None:
         with Chart.load(CHART) as chart:

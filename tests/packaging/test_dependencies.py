@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 
 import pytest
 
@@ -14,11 +15,11 @@ from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 PAGE = ROOT / "docs" / "container.md"
-DISTRIBUTIONS = {"zmq": "pyzmq", "dns": "dnspython"}
+DISTRIBUTIONS = {"zmq": "pyzmq"}
 """Modules whose distribution has another name."""
-EXTRAS = {"opentelemetry", "openai_harmony", "mistral_common", "torch", "mooncake"}
+EXTRAS = {"lightkube", "dns", "opentelemetry", "openai_harmony", "mistral_common", "torch", "mooncake"}
 """Modules that an extra installs."""
-BROUGHT = {"httpx2": "lightkube", "yaml": "lightkube", "tqdm": "huggingface-hub"}
+BROUGHT = {"httpx2": "huggingface-hub", "yaml": "huggingface-hub", "tqdm": "huggingface-hub"}
 """Modules that are imported and come with a dependency whose interface they are part of."""
 OF_VLLM = {"vllm", "torch", "triton", "numpy", "msgspec", "zmq", "cbor2"}
 """Modules in every environment that has vLLM."""
@@ -31,8 +32,8 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def required() -> set[str]:
-    return {normal(re.split(r"[\[<>=;~ ]", line)[0]) for line in PROJECT["dependencies"]}
+def required(lines: Iterable[str] = PROJECT["dependencies"]) -> set[str]:
+    return {normal(re.split(r"[\[<>=;~ ]", line)[0]) for line in lines}
 
 
 def foreign(folder: str, without: str = "-") -> set[str]:
@@ -73,6 +74,13 @@ def test_every_package_of_the_image_is_on_the_page() -> None:
     )
     named = {normal(name) for name in re.findall(r"`([\w.-]+)`", PAGE.read_text("utf-8"))}
     assert [name for name in pinned if normal(name) not in named] == []
+
+
+def test_the_image_has_what_each_source_of_engines_needs() -> None:
+    pinned = (ROOT / "requirements" / "image.txt").read_text("utf-8")
+    extras = PROJECT["optional-dependencies"]
+    for name in required([*PROJECT["dependencies"], *extras["kubernetes"], *extras["dns"]]):
+        assert re.search(rf"^{name}==", pinned, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))

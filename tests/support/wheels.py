@@ -19,12 +19,13 @@ def build(source: Path, target: str, into: Path) -> Path:
 
 
 def installed(wheel: Path, environment: Path) -> Path:
-    """Python of an environment with this wheel.
+    """Python of an environment with this wheel: that which ``make release`` filled by pip, else as below."""
+    made = os.environ.get("KVATLAS_INSTALLED")
+    return Path(made) if made else with_extras(wheel, environment)
 
-    ``make release`` has filled one by pip; else its dependencies are those of the tests.
-    """
-    if made := os.environ.get("KVATLAS_INSTALLED"):
-        return Path(made)
+
+def with_extras(wheel: Path, environment: Path) -> Path:
+    """Python of an environment with this wheel and the dependencies of the tests, extras too."""
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install"]
