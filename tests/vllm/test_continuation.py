@@ -171,6 +171,7 @@ async def continued(
     if body is None:
         return told(out + rest.over())
     assert isinstance(body, bytes)
+    rest.taken()
     return told(out + rest.feed(await client.ask(other.base_url + COMPLETION, body)))
 
 
