@@ -1,5 +1,7 @@
 """Frames of a store, decoded to chunks stored and removed. Without sockets.
 
+- The keys alone of Mooncake's master, where it has no events: ``GET /get_all_keys``, one in a line (run,
+  0.3.13.post1).
 - Mooncake's master (kv_event_publisher.cpp of mooncake-store, main of November 2026; the released wheels are
   built without it): batches ``[ms, [map, ...], rank]``; a map has ``event_type`` (stored, removed, cleared),
   ``object_key``, ``tenant_id`` and ``medium`` (cpu, disk). The keys of vLLM's MooncakeStoreConnector say the
@@ -41,6 +43,7 @@ from kvatlas.router.index.stores import StoreChange
 # Reasons for not using an event that are counted separately, and characters kept of each.
 _REASONS_MAX, _REASON_CHARS_MAX = 16, 80
 _KEY_CHARS_MAX = 1024
+_KEYS_AT_ONCE = 256
 _VLLM_KEY = re.compile(
     r"(.+)@tp_rank:([0-9]{1,4})@pcp([0-9]{1,4})@dcp([0-9]{1,4})@pp_rank:([0-9]{1,4})@group:([0-9]{1,2})"
     r"@([0-9a-f]{16,128})"
@@ -121,6 +124,26 @@ class StoreDecoder:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise EventDecodeError(f"no batch of a Mooncake master: {error}") from None
         return len(batch.events)
+
+    def decode_keys(self, text: bytes) -> Generator[list[StoreChange], None, int]:
+        """Decode a list of keys, one in each line, as stored in host memory, some at a time; returns their
+        number. Nothing tells of a key's medium or tenant."""
+        start, count = 0, 0
+        while start < len(text):
+            changes: list[StoreChange] = []
+            for _ in range(_KEYS_AT_ONCE):
+                end = text.find(b"\n", start)
+                end = len(text) if end < 0 else end
+                key = text[start : min(end, start + _KEY_CHARS_MAX + 1)].decode(errors="replace")
+                start = end + 1
+                if key:
+                    count += 1
+                    change = self._of_key(_MooncakeEvent("stored", key, None, "cpu"))
+                    changes += () if change is None else (change,)
+                if start >= len(text):
+                    break
+            yield changes
+        return count
 
     def _of_key(self, event: _MooncakeEvent) -> StoreChange | None:
         key, stored = event.object_key, event.event_type == "stored"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import product
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -29,9 +30,16 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     kind: StoreKind
     """The publisher: Mooncake's master, LMCache's coordinator, or llm-d's file store. Give the one that the
     engines use."""
-    events: tuple[str, ...]
+    events: tuple[str, ...] = ()
     """ZMQ addresses that it publishes at, e.g. `tcp://mooncake:19998`. Give several where removals come from
-    another process (llm-d's evictor)."""
+    another process (llm-d's evictor), and none with `keys_url`."""
+    keys_url: str | None = None
+    """Mooncake: address of the master's HTTP service (`metrics_port`), e.g. `http://mooncake:9003`, whose
+    `/get_all_keys` is read again and again. Set it in place of `events` if the master is built without these,
+    as the released wheels are."""
+    keys_every_s: float = 10.0
+    """Seconds between two reads of `keys_url`. Set it longer if the master holds millions of keys, or shorter
+    if the engines' loads of what was just stored matter."""
     model: str
     """Served model whose engines load from it. Give one; other models of the same store need entries too."""
     engines: tuple[str, ...] = ()
@@ -68,8 +76,12 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or len(self.name) > OWNER_CHARS_MAX:
             raise ValueError(f"name: {self.name!r} is not 1 to {OWNER_CHARS_MAX} letters, digits, . _ or -")
-        if not self.events or not self.model:
-            raise ValueError("events and model: give at least one address, and the served model's name")
+        if bool(self.events) is (self.keys_url is not None) or not self.model:
+            raise ValueError(
+                "events and model: give at least one address, or (Mooncake) keys_url instead, and the served "
+                "model's name"
+            )
+        self._check_keys()
         self._check_sizes()
         if self.chunk_tokens is not None and self.kind == "mooncake":
             raise ValueError("chunk_tokens: Mooncake's chunks are blocks; leave it out")
@@ -77,6 +89,17 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"ttl_s: {self.ttl_s} is not at least 1 second")
         if self.instances and self.kind != "lmcache":
             raise ValueError(f"instances: {self.kind} has none; leave it out")
+
+    def _check_keys(self) -> None:
+        if self.keys_url is None:
+            return
+        if self.kind != "mooncake":
+            raise ValueError(f"keys_url: {self.kind} has no list of keys; give its events")
+        parts = urlsplit(self.keys_url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"keys_url: {self.keys_url!r} is not http://HOST:PORT")
+        if not 0.5 <= self.keys_every_s <= 3600.0:
+            raise ValueError(f"keys_every_s: {self.keys_every_s} is not from 0.5 to 3600 seconds")
 
     def _check_sizes(self) -> None:
         for key in ("tensor_parallel", "pipeline_parallel", "prefill_context_parallel"):

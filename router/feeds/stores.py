@@ -25,6 +25,7 @@ from kvatlas.router.feeds.base import FeedSettings
 from kvatlas.router.feeds.sockets import MessageReader, Slice, connection_events, live_socket, monitored
 from kvatlas.router.feeds.store_events import StoreDecoder
 from kvatlas.router.feeds.store_settings import StoreSettings
+from kvatlas.router.http.client import HttpClient
 from kvatlas.router.index.base import Index
 from kvatlas.router.index.stores import StoreContent
 from kvatlas.router.observe.load_rate import LoadRate
@@ -33,6 +34,12 @@ _log = structlog.get_logger()
 _RESTART_S = 1.0
 _AGE_S = 5.0
 _CHANGES_AT_ONCE = 256
+KEYS_PATH = "/get_all_keys"
+# Of an answer with all keys: some 150 bytes for each of 1,048,576.
+KEYS_BYTES_MAX = 256 << 20
+KEYS_S_MAX = 30.0
+# Lists that may be missing one after the other before a store counts as disconnected.
+_MISSED_MAX = 2
 
 
 class StoreStats(msgspec.Struct):
@@ -48,9 +55,9 @@ class StoreStats(msgspec.Struct):
     """Seconds to load one token from the store, learned from receipts; until then
     `policy.storage_load_s_per_token` counts."""
     batches: Annotated[int, "kvatlas_store_batches_total"] = 0
-    """Batches received from the store."""
+    """Batches received from the store, or lists of its keys."""
     events: Annotated[int, "kvatlas_store_events_total"] = 0
-    """Events of these."""
+    """Events, or keys, of these."""
     dropped: Annotated[dict[str, int], "kvatlas_store_dropped_total{reason}"] = msgspec.field(
         default_factory=dict
     )
@@ -105,7 +112,7 @@ class StoreFeed:
     def stats(self) -> StoreStats:
         """Counters, with the present gauges."""
         stats, content = self._stats, self.content
-        stats.connected = len(self._connected) == len(set(self.settings.events))
+        stats.connected = len(self._connected) == (len(set(self.settings.events)) or 1)
         stats.chunks, stats.incomplete = content.whole, content.chunks - content.whole
         stats.overflows, stats.load_s_per_token = content.overflows, self.load_rate.s_per_token or None
         return stats
@@ -115,6 +122,8 @@ class StoreFeed:
         async with asyncio.TaskGroup() as tasks:
             for endpoint in dict.fromkeys(self.settings.events):
                 tasks.create_task(self._follow(endpoint, clock), name=f"store {self.settings.name}")
+            if self.settings.keys_url is not None:
+                tasks.create_task(self._poll(self.settings.keys_url, clock), name="keys of a store")
             ttl_s, more = self.settings.expires_s, False
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -137,6 +146,46 @@ class StoreFeed:
                 self._log.exception("feed of a store failed, restarting it", endpoint=endpoint)
             self._lose("disconnected", endpoint)
             await asyncio.sleep(_RESTART_S)
+
+    async def _poll(self, url: str, clock: Callable[[], float]) -> None:
+        """Read the list of all keys again and again; what it lacks is gone."""
+        missed = 0
+        async with HttpClient() as client:
+            while True:
+                try:
+                    await self._list(client, url, clock)
+                    missed = 0
+                except OSError as error:
+                    missed += 1
+                    self._log.debug("keys of a store could not be read", error=str(error))
+                    if missed == _MISSED_MAX:
+                        self._lose("disconnected", url)
+                except Exception:  # noqa: BLE001  # other feeds and requests must continue
+                    self._log.exception("keys of a store could not be used", endpoint=url)
+                    self._lose("undecodable", url)
+                await asyncio.sleep(self.settings.keys_every_s)
+
+    async def _list(self, client: HttpClient, url: str, clock: Callable[[], float]) -> None:
+        async with client.exchange("GET", url.rstrip("/") + KEYS_PATH, KEYS_S_MAX) as answer:
+            if answer.status != 200:
+                raise OSError(f"{answer.status} from {KEYS_PATH}")
+            text = await answer.body(KEYS_BYTES_MAX)
+        work, found = Slice(clock), dict[int, int]()
+        work.begin()
+        self._stats.events += await work.all(self._listed(text, found))
+        await work.all(self.content.replace(found))
+        self._stats.batches += 1
+        self._connected.add(url)
+
+    def _listed(self, text: bytes, found: dict[int, int]) -> Generator[None, None, int]:
+        keys = self._decoder.decode_keys(text)
+        while True:
+            try:
+                self.content.listed(next(keys), found)
+            except StopIteration as end:
+                count: int = end.value
+                return count
+            yield
 
     async def _read(self, endpoint: str, clock: Callable[[], float]) -> None:
         numbers, work = Sequence(), Slice(clock)

@@ -85,7 +85,7 @@ class SaltProof(msgspec.Struct):
         return {path: one for path, one in self.apis.items() if one.verdict not in NO_DOUBT}
 
     def told(self) -> bytes:
-        """Return it as other routers are told; one that is not tried yet asks them for theirs."""
+        """Return it as it is sent to other routers; one that is not tried yet asks them for theirs."""
         return TOLD + msgspec.msgpack.encode(self)
 
     def hear(self, other: SaltProof) -> bool:

@@ -12,6 +12,7 @@ store takes no step per block, but for those that ``attach`` has left to later s
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -105,6 +106,32 @@ class StoreContent:
             self._held.pop(key, None)
             self._older.pop(key, None)
         self._note(group_idx, block, held, left)
+
+    def listed(self, changes: Iterable[StoreChange], found: dict[int, int]) -> None:
+        """Add stored parts to a list of all that the store holds, for ``replace``; of at most ``CHUNKS_MAX``
+        chunks."""
+        for _, group_idx, block, part, medium in changes:
+            key, bit = group_idx << _GROUP_SHIFT | block, 1 << part + medium * self._parts.most
+            if key in found or len(found) < CHUNKS_MAX:
+                found[key] = found.get(key, 0) | bit
+            else:
+                self.overflows += 1
+
+    def replace(self, found: dict[int, int]) -> Generator[None, None, None]:
+        """Hold exactly what was listed from now on, with a yield after some of the changes."""
+        known = [*self._older, *self._held]
+        for start in range(0, len(known), _WRITTEN_AT_ONCE):
+            for key in known[start : start + _WRITTEN_AT_ONCE]:
+                if key not in found:
+                    before = self._held.pop(key, 0) or self._older.pop(key, 0)
+                    self._note(key >> _GROUP_SHIFT, BlockHash(key & _BLOCK_MASK), before, 0)
+            yield
+        for at, (key, left) in enumerate(found.items()):
+            before = self._held.get(key) or self._older.pop(key, 0)
+            self._held[key] = left
+            self._note(key >> _GROUP_SHIFT, BlockHash(key & _BLOCK_MASK), before, left)
+            if at % _WRITTEN_AT_ONCE == _WRITTEN_AT_ONCE - 1:
+                yield
 
     def _note(self, group_idx: int, block: BlockHash, before: int, after: int) -> None:
         was, is_whole = self._parts.are_whole(group_idx, before), self._parts.are_whole(group_idx, after)
