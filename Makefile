@@ -80,8 +80,8 @@ test-random: $(DEV) ## Random mixes of groups and traffic through vLLM's schedul
 		KVATLAS_RANDOM_MIXES="$(MIXES)" KVATLAS_RANDOM_SEED="$(SEED)" \
 		$(BIN)/python -m pytest -m vllm tests/vllm/test_random_mixes.py --timeout 0 -rP $(ARGS)
 
-canary: $(DEV) ## A vLLM release against the rules: a table of what differs (VERSION=0.33.0 MIXES=100 SEED=1)
-	@$(BIN)/python scripts/canary.py $(or $(VERSION),0.33.0) --mixes $(or $(MIXES),100) --seed $(seed) $(ARGS)
+canary: $(DEV) ## A release against the rules: a table of what differs (VERSION=0.33.0 MIXES=100 SEED=1; ENGINE=sglang VERSION=0.5.23)
+	@$(BIN)/python scripts/canary.py $(or $(VERSION),$(if $(filter sglang,$(ENGINE)),0.5.23,0.33.0)) --engine $(or $(ENGINE),vllm) --mixes $(or $(MIXES),100) --seed $(seed) $(ARGS)
 
 power: $(DEV) ## How many one-line mutations of a part its fast tests catch (PART=placement SAMPLE=40 SEED=1)
 	@$(BIN)/python scripts/power.py $(or $(PART),placement) --sample $(or $(SAMPLE),40) --seed $(seed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+import zipfile
+from pathlib import Path
 
 from kvatlas.publisher.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.scripts import script
@@ -43,3 +45,12 @@ def test_each_failed_test_is_a_line() -> None:
     lines = list(canary.table([row]))
     assert lines[1].split() == ["frames", "1", "1", "2", "c:", "one", "two"]
     assert lines[2].strip() == "d: ValueError: no mode"
+
+
+def test_names_that_sglang_gave_up_are_named(tmp_path: Path) -> None:
+    wheel = tmp_path / "sglang.whl"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr("sglang/srt/a.py", " ".join(canary.SGLANG_NAMES[2:]))
+        files.writestr("sglang/README.md", " ".join(canary.SGLANG_NAMES))
+    gone = tuple(f"{name} is gone" for name in canary.SGLANG_NAMES[:2])
+    assert canary.names(str(wheel)) == canary.Row("names", len(canary.SGLANG_NAMES) - 2, 0, gone)
