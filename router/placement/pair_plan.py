@@ -33,7 +33,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvatlas.router.pd.settings import PdSettings
-from kvatlas.router.placement.candidate import Candidate, Cost, PolicySettings
+from kvatlas.router.placement.candidate import Candidate, Cost, Hit, PolicySettings
 from kvatlas.router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight
 from kvatlas.router.placement.engine_order import EngineOrder
 from kvatlas.router.placement.service_level import Pick, Predicting, level_met
@@ -57,6 +57,13 @@ class Side(msgspec.Struct, frozen=True, gc=False):
         if self.engine is None:
             return scored.cost(index).first_token_s + self.candidate.interference_s, self.own_s
         return self.engine.level_s(scored, index, order)
+
+
+def lacked(hit: Hit, prompt_tokens: int, *, states: bool) -> int:
+    """Prompt tokens that an engine with this hit would be sent; ``states``: its model has Mamba layers."""
+    # Their state is always sent, so the full-attention prefix counts; it is no hit for the engine alone.
+    has = max(hit.soon_tokens, hit.shared_prefix_tokens) if states else hit.soon_tokens
+    return max(0, prompt_tokens - has)
 
 
 class Partner(msgspec.Struct, frozen=True, gc=False):

@@ -32,6 +32,7 @@ from kvatlas.router.placement.pair_plan import (
     Side,
     cheapest_taker,
     fits,
+    lacked,
     pick_in_time,
     plan,
 )
@@ -299,13 +300,8 @@ def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
 
 def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
     """Prompt tokens that would be transferred to this engine."""
-    # Models with Mamba layers always receive their state, so their full-attention prefix counts; it is no hit
-    # for the engine alone.
-    has = hit.soon_tokens
     layout = engine.layout
-    if layout is not None and _has_mamba(layout):
-        has = max(has, hit.shared_prefix_tokens)
-    return max(0, prompt_tokens - has)
+    return lacked(hit, prompt_tokens, states=layout is not None and _has_mamba(layout))
 
 
 @lru_cache(maxsize=256)

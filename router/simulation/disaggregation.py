@@ -17,7 +17,7 @@ from kvatlas.router.placement.candidate import Candidate, PlacementRequest, Poli
 from kvatlas.router.placement.cost import Choice, make_choice
 from kvatlas.router.placement.inflight import InflightPrompt
 from kvatlas.router.placement.load import Ticket
-from kvatlas.router.placement.pair_plan import Side, plan
+from kvatlas.router.placement.pair_plan import Side, lacked, plan
 from kvatlas.router.placement.service_level import Pick
 from kvatlas.router.simulation.request_run import Fetch, RequestRun
 
@@ -54,7 +54,9 @@ class Roles:
         """Return the engine that answers, the choice of the one that computes the prompt, and that engine if
         it is another. ``left_s``: time until the target of the first token."""
         tokens = question.prompt_tokens
-        decode = [Side(one, "", self._lacks(one, tokens)) for one in candidates[self.prefill :]]
+        decode = [
+            Side(one, "", lacked(one.hit, tokens, states=self._states)) for one in candidates[self.prefill :]
+        ]
         prefill = [Side(one, "") for one in candidates[: self.prefill]]
         found = plan(
             decode, prefill, tokens, question.prompt_key, pick=pick, policy=policy, pd=self._pd, left_s=left_s
@@ -71,10 +73,3 @@ class Roles:
         """
         end = prompt_tokens - 1 if self._states and prompt_tokens > 1 else prompt_tokens
         return Fetch(end, self._pd.transfer_s_per_token, self._pd.leg_overhead_s)
-
-    def _lacks(self, candidate: Candidate, prompt_tokens: int) -> int:
-        """Return the tokens missing there."""
-        # Recurrent states are always sent, so the full-attention prefix counts.
-        hit = candidate.hit
-        has = max(hit.soon_tokens, hit.shared_prefix_tokens) if self._states else hit.soon_tokens
-        return max(0, prompt_tokens - has)

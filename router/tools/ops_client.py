@@ -16,11 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvatlas.router.config.errors import ConfigError
-from kvatlas.router.config.schema import OPS_PORT
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error
 
-OPS_URL = f"http://127.0.0.1:{OPS_PORT}"
 # Environment variable with the token of a router that requires one (``server.ops_token_file``).
 TOKEN_VARIABLE = "KVATLAS_OPS_TOKEN"  # noqa: S105  # its name
 _TEXT_MAX = 300

@@ -166,7 +166,6 @@ class RouterEvidence(msgspec.Struct):
     url: str
     ready: HttpAnswer
     engines_answer: HttpAnswer
-    receipts_answer: HttpAnswer
     metrics_answer: HttpAnswer
     version_text: str = ""
     engines: dict[str, dict[str, Any]] | None = None

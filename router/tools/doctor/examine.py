@@ -115,9 +115,9 @@ async def examine(
 
 async def query_router(http: Http, url: str) -> RouterEvidence:
     """Query a router's own endpoints."""
-    own = ("engines", "receipts", "sources", "problems")
+    own = ("engines", "sources", "problems")
     paths = ("/ready", "/metrics", "/version", *(f"/kvatlas/{name}" for name in own))
-    ready, metrics, version, engines, receipts, sources, problems = await asyncio.gather(
+    ready, metrics, version, engines, sources, problems = await asyncio.gather(
         *(http.get(url + path, ops_headers()) for path in paths)
     )
     listed = engines.json(list[dict[str, Any]]) if engines.ok else None
@@ -128,7 +128,6 @@ async def query_router(http: Http, url: str) -> RouterEvidence:
         url,
         ready,
         engines,
-        receipts,
         metrics,
         str(fields.get("version", "")),
         by_id,

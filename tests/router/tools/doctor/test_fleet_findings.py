@@ -84,7 +84,7 @@ async def test_no_engine_at_all() -> None:
 
 def router(**changes: Any) -> Answers:
     answers = {"/kvatlas/engines": [{**UP, **changes}], "/ready": {"ready": True, "reason": ""}}
-    return {**answers, "/kvatlas/receipts": [], "/metrics": {}, "/version": {"version": "0.1.0"}}
+    return {**answers, "/metrics": {}, "/version": {"version": "0.1.0"}}
 
 
 DOWN = {
