@@ -19,6 +19,7 @@ from kvatlas.router.observe.findings import LOGGED_AFTER_S, Finding, FindingLog,
 from kvatlas.router.observe.receipts import Receipt
 from kvatlas.router.observe.usage import UsageLog, UsageSettings
 from kvatlas.router.placement.engine import Accounts, Engine
+from kvatlas.router.placement.first_token import ACCURATE_OF_MIN
 from kvatlas.router.placement.seconds import SpeedChange
 from kvatlas.router.prompts.tokenizer_finder import ModelOrigin
 from kvatlas.router.tools.doctor.http import Http
@@ -72,7 +73,7 @@ def receipts(number: int, **fields: Any) -> Callable[[Engine], None]:
 
 
 def late_tokens(one: Engine) -> None:
-    for _ in range(30):
+    for _ in range(ACCURATE_OF_MIN):
         one.first_tokens.add("m", 1.0, 3.0)
 
 
@@ -102,7 +103,7 @@ CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
         late_tokens,
         "predictions.first_token",
         Severity.WARNING,
-        "30 of 30 times to first token differ",
+        "20 of 20 times to first token differ",
     ),
     (slower, "engine.speed", Severity.INFO, "about 2.0 times as late as before"),
     (faster, "engine.speed", Severity.INFO, "about 4.0 times as soon as before"),

@@ -63,6 +63,28 @@ async def test_every_page_may_ask_by_default() -> None:
         assert all(call.head.first[0] != "OPTIONS" for call in engine.calls)
 
 
+@pytest.mark.parametrize(
+    ("headers", "method", "refused"),
+    [
+        ("authorization, X-One, accept", "POST", ""),
+        ("authorization, x-two", "POST", "headers"),
+        ("authorization", "PUT", "method"),
+        (None, "POST", ""),
+    ],
+)
+async def test_some_headers_and_methods_only(headers: str | None, method: str, refused: str) -> None:
+    cors = CorsSettings(allowed_headers=("Authorization", "x-one"), allowed_methods=("POST",))
+    asked = {"origin": PAGE, "access-control-request-method": method}
+    asked |= {} if headers is None else {"access-control-request-headers": headers}
+    async with Engine(_script) as engine, routing(_config(engine, cors=cors)) as rig:
+        got = await _asked(rig, "OPTIONS", "/v1/completions", headers=asked)
+        assert (got.status, await got.text()) == (
+            (400, f"Disallowed CORS {refused}") if refused else (200, "OK")
+        )
+        assert _of(got, "methods") == ["POST"]
+        assert {"Authorization", "x-one", "Content-Type"} <= set(_of(got, "headers")[0].split(", "))
+
+
 async def test_some_pages_only() -> None:
     cors = CorsSettings(allowed_origins=(PAGE,), allow_credentials=True)
     async with Engine(_script) as engine, routing(_config(engine, cors=cors)) as rig:
