@@ -113,7 +113,7 @@ class KeptStream:
         if self._settled and data.endswith(_EVENT_ENDS) and not self._partial:
             # By far the most pieces are one event with one token.
             at = data.rfind(self._mark)
-            if at >= 0 and data.count(b"\n") == _LINE_ENDS and not data.endswith(_EMPTY, 0, at):
+            if at >= 0 and data.find(b"\n") == len(data) - _LINE_ENDS and not data.endswith(_EMPTY, 0, at):
                 at += len(self._mark)
                 end = data.find(b"]", at)
                 try:
