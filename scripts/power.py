@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import gc
+import importlib
 import os
 import pickle
 import random
@@ -329,6 +331,10 @@ class Runner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Try each mutation. Raises ``RuntimeError`` if a test fails without one or none executes a line."""
         items = {item.nodeid: item for item in session.items}
+        for path in {one.path for one in self._chosen}:
+            # Commands import their modules when they are called: in a fork it would be too late.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("kvatlas." + path.removesuffix(".py").replace("/", "."))
         gc.unfreeze()
         functions: dict[str, list[FunctionType]] = defaultdict(list)
         for one in gc.get_objects():
@@ -423,18 +429,22 @@ def _in_turn(tests: set[str], lasted: dict[str, float]) -> list[str]:
 
 def apply(one: Mutation, functions: list[FunctionType]) -> None:
     """Give the functions of its module the code that they have with this mutation. Raises ``ValueError``
-    where the change takes a name from a function that is made already ("free vars")."""
+    where the change takes a name from a function that is made already ("free vars"), or none is there."""
     lines = _source(one.path).split(b"\n")
     line = lines[one.line - 1]
     lines[one.line - 1] = line[: one.begin] + one.text.encode() + line[one.end :]
     changed: dict[tuple[str, int], list[CodeType]] = defaultdict(list)
     for code in _codes(compile(b"\n".join(lines), one.path, "exec", dont_inherit=True)):
         changed[code.co_qualname, code.co_firstlineno].append(code)
+    made = 0
     for function in functions:
         was = function.__code__
         found = changed.get((was.co_qualname, was.co_firstlineno), [])
-        if len(found) == 1:
+        if len(found) == 1 and found[0] != was:
             function.__code__ = found[0].replace(co_filename=was.co_filename)
+            made += 1
+    if not made:
+        raise ValueError("no function has this line; a change of free vars, or its module was not imported")
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
