@@ -130,7 +130,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         )
 
     def delay_s(self, index: int, computed_s: float) -> float:
-        """Price of computing so many seconds at this candidate, beside them."""
+        """Price of computing for this time at this candidate, beside the seconds themselves."""
         return min(self.prices.item(index) * computed_s, DELAY_MAX_S)
 
     def soonest(self, count: int) -> list[int]:
